@@ -1,0 +1,69 @@
+"""NormLlava configuration: Llava's, plus the norm that ends the projector."""
+
+import math
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import LlavaConfig
+
+
+@strict
+class NormLlavaConfig(LlavaConfig):
+    r"""
+    Configuration of a NormLlava model: [`LlavaConfig`] and three fields for the norm after the projector.
+
+    Args:
+        projector_norm (`str`, *optional*, defaults to `"gwc"`):
+            `"gwc"`: LayerNorm with global weight compensation in its backward pass (arXiv 2512.08374, eq. 12);
+            `"layernorm"`: the same forward with LayerNorm's own gradient; `"none"`: no norm, which is plain Llava.
+        projector_norm_target (`float`, *optional*):
+            T, the L2 norm that visual tokens start at (eq. 11). A new norm gets the gain `T / sqrt(hidden_size)`.
+            `None` leaves the gain at 1, the default-initialised arm of the paper's Table 5.
+        projector_norm_eps (`float`, *optional*, defaults to 1e-5):
+            Added to the variance before its root is taken (eq. 22, 23).
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: if a field has a value that is not allowed.
+    """
+
+    model_type = "normllava"
+
+    projector_norm: Literal["gwc", "layernorm", "none"] = "gwc"
+    projector_norm_target: float | int | None = None
+    projector_norm_eps: float = 1e-5
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        # Always in full and with flat names: saving a model adds the key of its own class only, and a config that
+        # came from the Hub carries that repository's name in each value, which would tie a copy to its source.
+        self.auto_map = {
+            "AutoConfig": "configuration_normllava.NormLlavaConfig",
+            "AutoModel": "modeling_normllava.NormLlavaModel",
+            "AutoModelForImageTextToText": "modeling_normllava.NormLlavaForConditionalGeneration",
+            "AutoModelForMultimodalLM": "modeling_normllava.NormLlavaForConditionalGeneration",
+        }
+
+    def validate_projector_norm(self) -> None:
+        """Part of `@strict`-powered validation."""
+        target, eps = self.projector_norm_target, self.projector_norm_eps
+        if target is not None and not (math.isfinite(target) and target > 0):
+            raise ValueError(f"projector_norm_target must be None or a finite number above 0, got {target}.")
+        if not (math.isfinite(eps) and eps > 0):
+            raise ValueError(f"projector_norm_eps must be a finite number above 0, got {eps}.")
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the config from a dictionary. Raises `ValueError` if it describes another type of model."""
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type != cls.model_type:
+            raise ValueError(
+                f"This is the config of a {model_type!r} model, not of a {cls.model_type!r} one. To turn a Llava "
+                "checkpoint into a NormLlava, run: python training/compose.py --llava_model <folder or Hub id> "
+                "--output_dir <folder>"
+            )
+        return super().from_dict(config_dict, **kwargs)
+
+
+NormLlavaConfig.register_for_auto_class()
+
+__all__ = ["NormLlavaConfig"]

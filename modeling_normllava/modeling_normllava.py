@@ -1,0 +1,201 @@
+"""NormLlava: Llava with one LayerNorm after the projector that starts visual tokens at the norm of text tokens.
+
+"The Unseen Bias" (arXiv 2512.08374) describes the method; equation numbers below are that paper's. Saving a model
+copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModel,
+    GenerationMixin,
+    LlavaForConditionalGeneration,
+    LlavaModel,
+    LlavaPreTrainedModel,
+    PreTrainedModel,
+)
+from transformers import initialization as init
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+
+from .configuration_normllava import NormLlavaConfig
+
+
+# Lower bound of the mean gain by which the gradient is divided (δ in eq. 25).
+MIN_MEAN_GAIN = 1e-3
+
+
+class _CompensatedLayerNormFunction(torch.autograd.Function):
+    """LayerNorm whose backward into the input runs with the gain `g / max(mean|g|, δ)` in place of `g`.
+
+    LayerNorm's backward into its input is linear in the gain, so this equals the division of the gradient at the
+    normalised input x̂ (eq. 26) and costs no pass over the data. Gradients of gain and bias don't involve the gain.
+    """
+
+    @staticmethod
+    def forward(
+        hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.native_layer_norm(hidden_states, weight.shape, weight, bias, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        hidden_states, weight, bias, _ = inputs
+        _, mean, rstd = output
+        ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden_states, weight, bias, mean, rstd)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
+        if grad_output is None:
+            return None, None, None, None
+        hidden_states, weight, bias, mean, rstd = ctx.saved_tensors
+        compensated_weight = weight / weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
+        grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+            grad_output, hidden_states, weight.shape, mean, rstd, compensated_weight, bias, ctx.needs_input_grad[:3]
+        )
+        return grad_input, grad_weight, grad_bias, None
+
+
+class Float32LayerNorm(nn.LayerNorm):
+    """LayerNorm (eq. 22, 23) whose parameters stay at least float32, whatever the dtype of the model around it.
+
+    A bfloat16 gain of 0.0134 moves in steps of 6e-5, so the updates of training would be rounded away. Statistics
+    and affine are computed in float32 too; the output has the input's dtype.
+    """
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        # `from_pretrained` builds models under the checkpoint's dtype as torch's default one.
+        super().__init__(hidden_size, eps=eps, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Float32LayerNorm":
+        def keep_float32(tensor: torch.Tensor) -> torch.Tensor:
+            applied = fn(tensor)
+            if applied.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(device=applied.device, dtype=torch.float32)
+            return applied
+
+        return super()._apply(keep_float32, recurse)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Normalise `hidden_states` of shape `(..., hidden_size)`; same shape and dtype out."""
+        # Sharded training may hand the parameters over in its compute dtype, hence all three.
+        dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, self.weight.dtype), torch.float32)
+        output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+        return output.to(hidden_states.dtype)
+
+    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(hidden_states, self.normalized_shape, weight, bias, self.eps)
+
+
+class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
+    """LayerNorm that gives its input the gradient of LayerNorm divided by `max(mean|gain|, 1e-3)` (eq. 12, 24-26).
+
+    The small gain that aligns norms would shrink every gradient that reaches the projector and the vision encoder by
+    the same factor; this takes the factor out. Under Adam a constant factor on a gradient cancels in the update,
+    so there it acts through gradient clipping and Adam's epsilon only. Source: App. D.
+    """
+
+    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return _CompensatedLayerNormFunction.apply(hidden_states, weight, bias, self.eps)[0]
+
+
+class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
+    """Llava's two-layer MLP, followed by the norm that `config.projector_norm` names."""
+
+    def __init__(self, config: NormLlavaConfig) -> None:
+        super().__init__(config)
+        norms = {"gwc": GlobalWeightCompensatedLayerNorm, "layernorm": Float32LayerNorm}
+        if config.projector_norm == "none":
+            self.norm: nn.Module = nn.Identity()
+        else:
+            self.norm = norms[config.projector_norm](config.text_config.hidden_size, eps=config.projector_norm_eps)
+
+    def forward(self, image_features: torch.Tensor) -> torch.Tensor:
+        """Project `image_features` of shape `(num_images, num_patches, vision_hidden_size)` to the decoder's width."""
+        return self.norm(super().forward(image_features))  # [num_images, num_patches, text_hidden_size]
+
+
+class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
+    """What both models share: the config, how the norm starts, and the check that a checkpoint is whole."""
+
+    config: NormLlavaConfig
+    # In full: a bare "norm" would keep every norm of the language model in float32.
+    _keep_in_fp32_modules_strict = {"multi_modal_projector.norm"}  # noqa: RUF012 - as transformers has it
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        # From the config alone: on the meta device, and in the middle of loading, there are no embeddings to measure.
+        if isinstance(module, Float32LayerNorm) and self.config.projector_norm_target is not None:
+            init.constant_(module.weight, self.config.projector_norm_target / module.normalized_shape[0] ** 0.5)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """[`PreTrainedModel.from_pretrained`], with an error where it would start a language model from scratch.
+
+        Raises:
+            ValueError: if the checkpoint lacks weights of the language model, as a plain Llava checkpoint does.
+        """
+        model, loading_info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
+        missing = sorted(key for key in loading_info["missing_keys"] if "language_model." in key)
+        if missing:
+            raise ValueError(
+                f"This checkpoint is not a complete NormLlava: {len(missing)} weights of its language model are "
+                f"missing, first {missing[0]!r}. If it is a Llava checkpoint, convert it first: python "
+                "training/compose.py --llava_model <folder or Hub id> --output_dir <folder>"
+            )
+        return (model, loading_info) if output_loading_info else model
+
+
+class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
+    """Vision tower, projector with norm, and language model without its head.
+
+    Args:
+        config ([`NormLlavaConfig`]): The configuration.
+        vision_tower, language_model (`PreTrainedModel`, *optional*):
+            Ready-built parts to take over as they are; what is not given is built from `config`.
+    """
+
+    def __init__(
+        self,
+        config: NormLlavaConfig,
+        vision_tower: PreTrainedModel | None = None,
+        language_model: PreTrainedModel | None = None,
+    ) -> None:
+        super(LlavaModel, self).__init__(config)  # past LlavaModel's, which builds the parts itself
+        self.vision_tower = vision_tower or AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = NormLlavaMultiModalProjector(config)
+        self.language_model = language_model or AutoModel.from_config(config.text_config)
+        self.post_init()
+
+
+class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForConditionalGeneration, GenerationMixin):
+    """NormLlava with the language-modelling head; forward and generation are Llava's.
+
+    Args:
+        config ([`NormLlavaConfig`]): The configuration.
+        vision_tower, language_model (`PreTrainedModel`, *optional*), lm_head (`nn.Linear`, *optional*):
+            Ready-built parts to take over as they are; what is not given is built from `config`.
+    """
+
+    def __init__(
+        self,
+        config: NormLlavaConfig,
+        vision_tower: PreTrainedModel | None = None,
+        language_model: PreTrainedModel | None = None,
+        lm_head: nn.Linear | None = None,
+    ) -> None:
+        super(LlavaForConditionalGeneration, self).__init__(config)  # past Llava's, which builds the parts itself
+        self.model = NormLlavaModel(config, vision_tower, language_model)
+        self.lm_head = lm_head or nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
+        self.post_init()
+
+
+# Saving copies the class files of registered classes only.
+NormLlavaModel.register_for_auto_class("AutoModel")
+NormLlavaForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")
+
+__all__ = ["NormLlavaForConditionalGeneration", "NormLlavaModel", "NormLlavaPreTrainedModel"]

@@ -1,0 +1,40 @@
+"""L2 norms of tokens and of the text embeddings, always in float32.
+
+Source: "The Unseen Bias" (arXiv 2512.08374), Table 1 and eq. 11.
+"""
+
+import torch
+from torch import nn
+
+
+def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
+    """L2 norm of each token: `(..., hidden_size)` in, `(...)` out, float32 whatever the input's dtype."""
+    return torch.linalg.vector_norm(hidden_states, dim=-1, dtype=torch.float32)
+
+
+@torch.no_grad()
+def embedding_norms(embeddings: nn.Module, num_embeddings: int, chunk_size: int = 8192) -> torch.Tensor:
+    """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id.
+
+    The layer is called, not its weight read, because some decoders (Gemma) scale the weight on the way.
+
+    Args:
+        embeddings: What `model.get_input_embeddings()` returns.
+        num_embeddings: Number of rows of the embedding.
+        chunk_size: Ids per call; bounds the memory.
+    """
+    device = next(embeddings.parameters()).device
+    chunks = torch.arange(num_embeddings, device=device).split(chunk_size)
+    return torch.cat([token_norms(embeddings(ids[None])[0]).cpu() for ids in chunks])
+
+
+def text_norm_target(norms: torch.Tensor) -> float:
+    """T: the mean of `norms`, the `(num_embeddings,)` L2 norms of the text embeddings, over those above 0 (eq. 11).
+
+    Raises:
+        ValueError: if every norm is 0, so that there is nothing to align to.
+    """
+    nonzero = norms[norms > 0]
+    if len(nonzero) == 0:
+        raise ValueError("All text embeddings are zero: the language model's `embed_tokens` has no trained weights.")
+    return nonzero.double().mean().item()

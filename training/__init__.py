@@ -1,0 +1,1 @@
+"""Composing a NormLlava and training it in two stages with TRL."""

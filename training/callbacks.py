@@ -1,0 +1,116 @@
+"""What training measures of itself: norms at the modality interface, the norm's parameters, gradients by module."""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from diagnostics.norms import token_norms
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.stages import ModuleGroup
+
+
+class InterfaceMonitor(TrainerCallback):
+    """Measures the step that is about to be logged, through hooks that stay idle on every other step.
+
+    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the decoder, padding left out; `norm/ratio`.
+    - `projector_norm/gain_mean_abs`, `gain_l2`, `bias_mean_abs`, `bias_l2` (Table 5 of arXiv 2512.08374).
+    - `grad_norm/<module>`: L2 norm of the gradient of a trained module's parameters, before clipping.
+    """
+
+    def __init__(self, model: NormLlavaForConditionalGeneration, groups: Iterable[ModuleGroup]) -> None:
+        self.active = False
+        self._image_token_id = model.config.image_token_id
+        self._norm = model.model.multi_modal_projector.norm
+        self._trained = [group for group in groups if group.learning_rate is not None]
+        self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2))  # sum of norms, tokens
+        self._gradients: dict[str, float] = {}
+        self._masks: dict[str, torch.Tensor] = {}
+        model.model.register_forward_pre_hook(self._see_tokens, with_kwargs=True)
+        model.model.language_model.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wake up for a step that will be logged."""
+        step = state.global_step + 1
+        self.active = step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
+
+    def _see_tokens(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self.active and module.training:
+            input_ids, attention_mask = kwargs["input_ids"], kwargs.get("attention_mask")
+            attended = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            is_image = input_ids == self._image_token_id
+            self._masks = {"visual": is_image & attended.bool(), "text": ~is_image & attended.bool()}
+
+    @torch.no_grad()
+    def _see_embeddings(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        if self.active and module.training:
+            norms = token_norms(kwargs["inputs_embeds"])  # [batch_size, sequence_length]
+            for name, mask in self._masks.items():
+                self._sums[name] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
+
+    def record_gradients(self, loss_scale: float = 1.0) -> None:
+        """Take the gradient norms of the modules; call between the backward pass and clipping.
+
+        Args:
+            loss_scale: Factor by which a float16 scaler has multiplied the loss.
+        """
+        for group in self._trained:
+            gradients = [parameter.grad for parameter in group.parameters.values() if parameter.grad is not None]
+            self._gradients[group.name] = nn.utils.get_total_norm(gradients).item() / loss_scale
+
+    @torch.no_grad()
+    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """The measurements since the last call. `reduce` sums a tensor over processes; all must call this."""
+        sums = reduce(torch.stack([self._sums["visual"], self._sums["text"]]))  # [modality, (sum of norms, tokens)]
+        self._sums.clear()
+        metrics: dict[str, float] = {}
+        if (sums[:, 1] > 0).all():  # a logged step may hold no picture
+            visual, text = (sums[:, 0] / sums[:, 1]).tolist()
+            metrics |= {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
+        for name, parameter in (
+            ("gain", getattr(self._norm, "weight", None)),
+            ("bias", getattr(self._norm, "bias", None)),
+        ):
+            if parameter is not None:
+                metrics[f"projector_norm/{name}_mean_abs"] = parameter.abs().mean().item()
+                metrics[f"projector_norm/{name}_l2"] = parameter.norm().item()
+        metrics |= {f"grad_norm/{name}": value for name, value in self._gradients.items()}
+        self._gradients.clear()
+        return metrics
+
+
+class MetricsFile(TrainerCallback):
+    """Appends everything that is logged to a file, a line of JSON each, with its `step`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Drop the lines past the step that training goes on from: they will be written again."""
+        if state.is_world_process_zero:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lines = self._path.read_text(encoding="utf-8").splitlines(True) if self._path.exists() else []
+            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+            self._path.write_text("".join(kept) if state.global_step else "", encoding="utf-8")
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write one line."""
+        if state.is_world_process_zero:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")

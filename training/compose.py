@@ -1,0 +1,372 @@
+"""Compose an untrained NormLlava from a vision encoder and a language model, or from a Llava checkpoint.
+
+    python training/compose.py --vision_model google/siglip-so400m-patch14-384 \
+        --text_model Qwen/Qwen2.5-7B-Instruct --output_dir checkpoints/composed
+    python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --output_dir checkpoints/composed
+
+Both print the norms at the modality interface with and without the alignment, and write a complete checkpoint folder.
+"""
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from PIL import Image
+from tokenizers import AddedToken
+from transformers import (
+    MODEL_MAPPING,
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    BaseImageProcessor,
+    GenerationConfig,
+    HfArgumentParser,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from diagnostics.norms import embedding_norms, text_norm_target, token_norms
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from training.chat_template import chat_format, chat_template
+
+
+logger = logging.getLogger(__name__)
+
+# Tokens that language models carry and never use in text: taking one over spares the embeddings a new row.
+IMAGE_TOKEN_CANDIDATES = ("<image>", "<|image_pad|>", "<|reserved_special_token_0|>", "<unused0>")
+PAD_TOKEN_CANDIDATES = ("<|finetune_right_pad_id|>", "<|endoftext|>", "<pad>")
+# Llava's head is a bare linear layer: a language model that does more to its logits would lose it.
+LOGIT_FIELDS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+
+
+@dataclass
+class ComposeArguments:
+    """The command line."""
+
+    output_dir: str = field(metadata={"help": "Folder to write; must be empty or not there yet."})
+    vision_model: str | None = field(default=None, metadata={"help": "Vision encoder: folder or Hub id."})
+    text_model: str | None = field(default=None, metadata={"help": "Decoder language model: folder or Hub id."})
+    llava_model: str | None = field(default=None, metadata={"help": "Llava checkpoint to convert: folder or Hub id."})
+    projector_norm: Literal["gwc", "layernorm", "none"] = field(
+        default="gwc", metadata={"help": "Norm after the projector: compensated, ordinary, or none (plain Llava)."}
+    )
+    align_norm: bool = field(
+        default=True, metadata={"help": "Start visual tokens at the text embeddings' norm; otherwise at gain 1."}
+    )
+    vision_feature_layer: int = field(
+        default=-2, metadata={"help": "Hidden state of the vision encoder to read, LLaVA's -2 by default."}
+    )
+    seed: int = field(default=42, metadata={"help": "Seed of the new projector's weights."})
+
+    def __post_init__(self) -> None:
+        parts = (self.vision_model is not None, self.text_model is not None)
+        if (self.llava_model is not None) == any(parts) or any(parts) != all(parts):
+            raise ValueError("Give either --vision_model and --text_model, or --llava_model alone.")
+
+
+def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The vision encoder at `path`, alone where the checkpoint holds a text encoder too (CLIP, SigLIP).
+
+    Raises:
+        ValueError: if it doesn't take whole pictures of one size.
+    """
+    config = AutoConfig.from_pretrained(path)
+    config = getattr(config, "vision_config", config)
+    for name in ("hidden_size", "num_hidden_layers", "image_size", "patch_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ValueError(
+                f"{path}: vision_config.{name} is {getattr(config, name, None)!r}, an integer is needed. NormLlava "
+                f"reads vision transformers with pictures of one size; {config.model_type!r} is of another kind (of "
+                "SigLIP2, take a fixed-resolution checkpoint, not a NaFlex one)."
+            )
+    return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
+
+
+def load_text_model(path: str) -> PreTrainedModel:
+    """The causal language model at `path`, in its checkpoint's dtype.
+
+    Raises:
+        ValueError: if its computation doesn't fit into Llava's, naming the field.
+    """
+    config = AutoConfig.from_pretrained(path)
+    if hasattr(config, "vision_config") or config.is_encoder_decoder:
+        raise ValueError(f"{path}: model_type {config.model_type!r} is not a decoder-only language model.")
+    for name, neutral in LOGIT_FIELDS.items():
+        if getattr(config, name, neutral) not in (None, neutral):
+            raise ValueError(
+                f"{path}: text_config.{name} is {getattr(config, name)!r}. Llava's head applies no such change to "
+                "the logits, so this language model would give other answers than by itself."
+            )
+    return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+
+
+def choose_image_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> str:
+    """A token of the tokenizer that can stand for a picture; adds `<image>` to it where there is none.
+
+    A token counts only if the embedding has a row for it: Gemma 3's text checkpoints lack the one of their
+    `<image_soft_token>`.
+    """
+    vocabulary = tokenizer.get_vocab()
+    for token in IMAGE_TOKEN_CANDIDATES:
+        if vocabulary.get(token, num_embeddings) < num_embeddings and token in tokenizer.added_tokens_encoder:
+            return token
+    tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)], special_tokens=True)
+    return "<image>"
+
+
+def set_pad_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
+    """Give the tokenizer a pad token that is not the end-of-turn one, where it has a spare one."""
+    if tokenizer.pad_token is not None:
+        return
+    vocabulary = tokenizer.get_vocab()
+    spare = [token for token in PAD_TOKEN_CANDIDATES if vocabulary.get(token, num_embeddings) < num_embeddings]
+    tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
+
+
+def vision_tokens(
+    vision_model: PreTrainedModel, image_processor: BaseImageProcessor
+) -> tuple[int, Literal["default", "full"]]:
+    """Number of patches of a picture, and whether a CLS token stands before them (`"default"`: it is dropped).
+
+    Raises:
+        ValueError: if the image processor's pictures don't fit the encoder, naming the field.
+    """
+    config = vision_model.config
+    pixel_values = image_processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
+    if tuple(pixel_values.shape[-2:]) != (config.image_size, config.image_size):
+        raise ValueError(
+            f"vision_config.image_size is {config.image_size}, but preprocessor_config.json makes pictures of "
+            f"{tuple(pixel_values.shape[-2:])}: set its `size` (and `crop_size`) to the encoder's."
+        )
+    with torch.no_grad():
+        length = vision_model(pixel_values.to(vision_model.dtype)).last_hidden_state.shape[1]
+    num_patches = (config.image_size // config.patch_size) ** 2
+    if length not in (num_patches, num_patches + 1):
+        raise ValueError(
+            f"The vision encoder returns {length} tokens for a picture; vision_config.image_size {config.image_size} "
+            f"and vision_config.patch_size {config.patch_size} give {num_patches}, or one more with a CLS token."
+        )
+    return num_patches, "full" if length == num_patches else "default"
+
+
+def build_processor(
+    image_processor: BaseImageProcessor,
+    tokenizer: PreTrainedTokenizerBase,
+    image_token: str,
+    config: NormLlavaConfig,
+) -> LlavaProcessor:
+    """The processor that goes with `config`, with a chat template in the language model's own format."""
+    if not getattr(image_processor, "crop_size", None):
+        # LlavaProcessor counts tokens by `crop_size`, which SigLIP's image processor lacks; without a crop, the
+        # pixels stay the same.
+        size = config.vision_config.image_size
+        image_processor.crop_size = {"height": size, "width": size}
+        image_processor.do_center_crop = False
+    tokenizer.padding_side = "left"
+    return LlavaProcessor(
+        image_processor=image_processor,
+        tokenizer=tokenizer,
+        patch_size=config.vision_config.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        num_additional_image_tokens=int(config.vision_feature_select_strategy == "default"),
+        image_token=image_token,
+        chat_template=chat_template(tokenizer, image_token),
+    )
+
+
+def generation_config(
+    text_generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> GenerationConfig:
+    """The language model's own, which also stops at the end of a turn and knows the pad token."""
+    end_of_turn = tokenizer.convert_tokens_to_ids(chat_format(tokenizer).end_of_turn)
+    known = text_generation_config.eos_token_id
+    known = [] if known is None else known if isinstance(known, list) else [known]
+    text_generation_config.eos_token_id = list(dict.fromkeys([end_of_turn, *known]))
+    text_generation_config.pad_token_id = tokenizer.pad_token_id
+    return text_generation_config
+
+
+def measure_target(language_model: PreTrainedModel) -> float:
+    """T (eq. 11) of a language model: the mean norm of what its embedding layer returns."""
+    embeddings = language_model.get_input_embeddings()
+    return text_norm_target(embedding_norms(embeddings, language_model.config.vocab_size))
+
+
+def compose(
+    vision_model_path: str,
+    text_model_path: str,
+    projector_norm: str = "gwc",
+    align_norm: bool = True,
+    vision_feature_layer: int = -2,
+    seed: int = 42,
+) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
+    """A NormLlava from a vision encoder and a language model, with a new projector. Arguments as on the command line.
+
+    Raises:
+        ValueError: if the parts don't fit, naming the field.
+    """
+    text_model = load_text_model(text_model_path)
+    vision_model = load_vision_model(vision_model_path, text_model.dtype)
+    num_layers = vision_model.config.num_hidden_layers
+    if not -num_layers - 1 <= vision_feature_layer <= num_layers:
+        raise ValueError(
+            f"vision_feature_layer {vision_feature_layer} is out of range: the vision encoder has {num_layers} "
+            f"layers, hidden states {-num_layers - 1} to {num_layers}."
+        )
+    image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
+    num_patches, strategy = vision_tokens(vision_model, image_processor)
+
+    tokenizer = AutoTokenizer.from_pretrained(text_model_path)
+    num_embeddings = text_model.get_input_embeddings().weight.shape[0]
+    target = measure_target(text_model)
+    image_token = choose_image_token(tokenizer, num_embeddings)
+    set_pad_token(tokenizer, num_embeddings)
+    if len(tokenizer) > num_embeddings:
+        text_model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
+
+    config = NormLlavaConfig(
+        vision_config=vision_model.config,
+        text_config=text_model.config,
+        image_token_index=tokenizer.convert_tokens_to_ids(image_token),
+        image_seq_length=num_patches,
+        vision_feature_select_strategy=strategy,
+        vision_feature_layer=vision_feature_layer,
+        projector_norm=projector_norm,
+        projector_norm_target=target if align_norm and projector_norm != "none" else None,
+        dtype=text_model.dtype,
+        # A new config resets the attention of the parts that it holds, and they were built already.
+        attn_implementation=text_model.config._attn_implementation,
+    )
+    set_seed(seed)
+    model = NormLlavaForConditionalGeneration(
+        config, vision_model, text_model.get_decoder(), text_model.get_output_embeddings()
+    )
+    projector = model.model.multi_modal_projector
+    for linear in (projector.linear_1, projector.linear_2):
+        linear.reset_parameters()  # as LLaVA starts it; transformers' fixed std of 0.02 fades out in narrow models
+    projector.to(text_model.dtype)
+    model.generation_config = generation_config(text_model.generation_config, tokenizer)
+    return model, build_processor(image_processor, tokenizer, image_token, config)
+
+
+def convert_llava(
+    llava_model_path: str, projector_norm: str = "gwc", align_norm: bool = True
+) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
+    """A NormLlava from a Llava checkpoint: every weight taken over, only the norm new.
+
+    The native class does the loading, so that checkpoints with legacy keys come out right.
+    """
+    llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
+    old_processor = AutoProcessor.from_pretrained(llava_model_path)
+    language_model = llava.model.language_model
+
+    fields: dict[str, Any] = {
+        name: getattr(llava.config, name)
+        for name in (
+            "vision_config",
+            "text_config",
+            "image_token_index",
+            "image_seq_length",
+            "projector_hidden_act",
+            "vision_feature_select_strategy",
+            "vision_feature_layer",
+            "multimodal_projector_bias",
+            "tie_word_embeddings",
+            "dtype",
+        )
+    }
+    config = NormLlavaConfig(
+        **fields,
+        attn_implementation=llava.config._attn_implementation,
+        projector_norm=projector_norm,
+        projector_norm_target=(measure_target(language_model) if align_norm and projector_norm != "none" else None),
+    )
+    model = NormLlavaForConditionalGeneration(config, llava.model.vision_tower, language_model, llava.lm_head)
+    projector, old_projector = model.model.multi_modal_projector, llava.model.multi_modal_projector
+    projector.linear_1, projector.linear_2 = old_projector.linear_1, old_projector.linear_2
+
+    tokenizer = old_processor.tokenizer
+    set_pad_token(tokenizer, config.text_config.vocab_size)
+    model.generation_config = generation_config(llava.generation_config, tokenizer)
+    return model, build_processor(old_processor.image_processor, tokenizer, old_processor.image_token, config)
+
+
+@torch.no_grad()
+def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
+    """Mean L2 norms at the modality interface on eight pictures of seeded noise: no data is at hand here."""
+    size = model.config.vision_config.image_size
+    noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
+    pictures = [Image.fromarray(pixels) for pixels in noise]
+    pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"].to(model.dtype)
+
+    projector = model.model.multi_modal_projector
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [
+        projector.linear_1.register_forward_pre_hook(lambda _, args: seen.update(encoder=args[0])),
+        projector.linear_2.register_forward_hook(lambda _, args, output: seen.update(projected=output)),
+        projector.register_forward_hook(lambda _, args, output: seen.update(aligned=output)),
+    ]
+    try:
+        model.model.get_image_features(pixel_values)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {name: token_norms(hidden_states).mean().item() for name, hidden_states in seen.items()} | {
+        "text": measure_target(model.model.language_model)
+    }
+
+
+def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
+    """The table that composing prints: mean norms, their ratio to text, and what was chosen."""
+    norms = interface_norms(model, processor)
+    labels = {
+        "text": "text embeddings (T)",
+        "encoder": "vision encoder output",
+        "projected": "visual tokens before the norm",
+        "aligned": "visual tokens that enter the decoder",
+    }
+    lines = [f"{'':38}{'mean L2 norm':>12}{'of text':>10}"]
+    lines += [f"{label:38}{norms[key]:12.4f}{norms[key] / norms['text']:9.2f}x" for key, label in labels.items()]
+    lines += [
+        "(visual norms on 8 pictures of noise)",
+        f"projector norm: {model.config.projector_norm}, image token: {processor.image_token} "
+        f"({model.config.image_token_id}), {model.config.image_seq_length} tokens a picture, "
+        f"chat format: {chat_format(processor.tokenizer).name}",
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    (args,) = HfArgumentParser(ComposeArguments).parse_args_into_dataclasses()
+    output_dir = Path(args.output_dir)
+    if output_dir.exists() and any(output_dir.iterdir()):
+        raise SystemExit(f"--output_dir {output_dir} is not empty. Choose another folder, or empty it first.")
+    if args.llava_model is None:
+        model, processor = compose(
+            args.vision_model,
+            args.text_model,
+            args.projector_norm,
+            args.align_norm,
+            args.vision_feature_layer,
+            args.seed,
+        )
+    else:
+        model, processor = convert_llava(args.llava_model, args.projector_norm, args.align_norm)
+    logger.info("%s", describe(model, processor))
+    model.save_pretrained(output_dir)
+    processor.save_pretrained(output_dir)
+    logger.info("Saved to %s", output_dir)
+
+
+if __name__ == "__main__":
+    main()

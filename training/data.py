@@ -1,0 +1,223 @@
+"""Rows of pictures and conversations, as LLaVA ships them, checked before training and opened when they are needed.
+
+A row has `images` (paths, or what `datasets.Image(decode=False)` gives), `conversations` (LLaVA's turns with `from`
+and `value`) and `source` (file or dataset and number, for messages to people).
+"""
+
+import json
+import logging
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Literal
+
+from datasets import Dataset, DatasetDict, Image, List, Value, load_dataset, load_from_disk
+from PIL import Image as PILImage
+from PIL import UnidentifiedImageError
+
+
+logger = logging.getLogger(__name__)
+
+IMAGE_MARK = "<image>"
+ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+
+
+class BadRowError(ValueError):
+    """A row that can't be trained on; the message names its source and the reason."""
+
+
+def load_rows(name: str, image_folder: str | None = None, config: str | None = None, split: str = "train") -> Dataset:
+    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub.
+
+    `image_folder` goes before the paths of a JSON file; without it they are relative to the file's own folder.
+
+    Raises:
+        ValueError: if the file is not a list of rows, or columns are missing.
+    """
+    path = Path(name)
+    if path.suffix in (".json", ".jsonl"):
+        return _load_json(path, Path(image_folder) if image_folder is not None else path.parent)
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        dataset = load_from_disk(name)
+        dataset = dataset[split] if isinstance(dataset, DatasetDict) else dataset
+    else:
+        dataset = load_dataset(name, config, split=split)
+    return _standardise(dataset, name)
+
+
+def _load_json(path: Path, image_folder: Path) -> Dataset:
+    with path.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file if line.strip()] if path.suffix == ".jsonl" else json.load(file)
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(
+            f'{path} is not a list of rows. LLaVA\'s layout is [{{"image": ..., "conversations": [...]}}].'
+        )
+    images: list[list[str]] = []
+    for row in rows:
+        given = row.get("images", row.get("image"))
+        given = [] if given is None else given if isinstance(given, list) else [given]
+        images.append([str(image_folder / str(image)) for image in given])
+    # Only the fields that are used: LLaVA's `id` is a number in some rows and a string in others, which Arrow refuses.
+    return Dataset.from_dict(
+        {
+            "images": images,
+            "conversations": [json.dumps(row.get("conversations")) for row in rows],
+            "source": [f"{path}, row {number}" for number in range(len(rows))],
+        }
+    ).cast_column("images", List(Value("string")))
+
+
+def _standardise(dataset: Dataset, name: str) -> Dataset:
+    """Give a dataset of `conversations` and `images` or `image` the columns of this module, pictures undecoded.
+
+    Columns are renamed and cast, never rewritten: LLaVA-NeXT's pictures alone are hundreds of gigabytes.
+    """
+    if "conversations" not in dataset.column_names:
+        raise ValueError(f"{name}: no column 'conversations' among {dataset.column_names}.")
+    if "images" not in dataset.column_names:
+        if "image" not in dataset.column_names:
+            raise ValueError(f"{name}: no column 'images' or 'image' among {dataset.column_names}.")
+        dataset = dataset.rename_column("image", "images")
+    feature = dataset.features["images"]
+    if isinstance(feature, Image):
+        dataset = dataset.cast_column("images", Image(decode=False))
+    elif isinstance(feature, List) and isinstance(feature.feature, Image):
+        dataset = dataset.cast_column("images", List(Image(decode=False)))
+    dataset = dataset.select_columns(["images", "conversations"])
+    return dataset.add_column("source", [f"{name}, row {number}" for number in range(len(dataset))])
+
+
+def row_images(row: dict[str, Any]) -> list[str | dict[str, Any]]:
+    """The row's undecoded pictures: a column may hold one, a list, or nothing."""
+    images = row["images"]
+    return [image for image in (images if isinstance(images, list) else [images]) if image is not None]
+
+
+def row_turns(row: dict[str, Any]) -> list[dict[str, str]]:
+    """The row's turns in LLaVA's layout, which JSON files keep as text since their rows may be malformed."""
+    turns = row["conversations"]
+    return json.loads(turns) if isinstance(turns, str) else turns
+
+
+def find_problem(row: dict[str, Any], image_token: str) -> str | None:
+    """Why a row can't be trained on, or `None`. Looks at everything but the pixels.
+
+    Args:
+        row: A row of this module.
+        image_token: What the processor's tokenizer reads as a picture; text must not hold it.
+    """
+    turns, images = row_turns(row), row_images(row)
+    if not isinstance(turns, list) or not turns:
+        return "`conversations` is empty or not a list of turns"
+    for number, turn in enumerate(turns):
+        if not isinstance(turn, dict) or turn.get("from") not in ROLES or not isinstance(turn.get("value"), str):
+            return f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {turn!r}'
+        if image_token != IMAGE_MARK and image_token in turn["value"]:
+            return f"turn {number} holds {image_token}, which this model's tokenizer reads as a picture"
+    answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
+    if not any(answer.strip() for answer in answers):
+        return "no assistant turn (`gpt`) with text, so there is nothing to learn"
+    if any(IMAGE_MARK in answer for answer in answers):
+        return f"an assistant turn holds {IMAGE_MARK}"
+    marks = sum(turn["value"].count(IMAGE_MARK) for turn in turns)
+    if marks != len(images):
+        return f"{marks} {IMAGE_MARK} marks but {len(images)} images"
+    for image in images:
+        if isinstance(image, str) and not Path(image).is_file():
+            return f"image file {image} is missing"
+    return None
+
+
+def check_rows(
+    dataset: Dataset,
+    image_token: str,
+    bad_rows: Literal["error", "skip"],
+    report_file: Path,
+    num_proc: int | None = None,
+) -> Dataset:
+    """The dataset without its bad rows.
+
+    With `"error"` the first bad row ends the run, and pictures are opened when training comes to them. With `"skip"`
+    every picture is opened once beforehand, and the bad rows go to `report_file`, a line of JSON each.
+
+    Raises:
+        BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if there is no other.
+    """
+
+    def reason(row: dict[str, Any]) -> dict[str, str]:
+        problem = find_problem(row, image_token)
+        if problem is None and bad_rows == "skip":
+            try:
+                open_images(row)
+            except BadRowError as error:
+                problem = str(error).removeprefix(f"{row['source']}: ")
+        return {"problem": problem or ""}
+
+    # Not from the cache: files may have come or gone since.
+    problems = dataset.map(
+        reason,
+        num_proc=num_proc,
+        remove_columns=dataset.column_names,
+        load_from_cache_file=False,
+        desc="Checking rows",
+    )["problem"]
+    problems = list(problems)
+    bad = [number for number, problem in enumerate(problems) if problem]
+    if not bad:
+        return dataset
+    sources = dataset.select_columns("source")
+    examples = [{"source": sources[number]["source"], "problem": problems[number]} for number in bad]
+    if bad_rows == "error" or len(bad) == len(dataset):
+        first = examples[0]
+        raise BadRowError(
+            f"{first['source']}: {first['problem']}. {len(bad)} of {len(dataset)} rows are bad; mend the data, or "
+            "leave them out with --bad_rows skip."
+        )
+    report_file.parent.mkdir(parents=True, exist_ok=True)
+    report_file.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
+    logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(dataset), report_file)
+    return dataset.select([number for number, problem in enumerate(problems) if not problem])
+
+
+def open_images(row: dict[str, Any]) -> list[PILImage.Image]:
+    """The row's pictures, decoded, in RGB.
+
+    Raises:
+        BadRowError: if one can't be read.
+    """
+    return [_open_image(image, row["source"]) for image in row_images(row)]
+
+
+def _open_image(image: str | dict[str, Any], source: str) -> PILImage.Image:
+    if isinstance(image, str):
+        file: Any = image
+    else:
+        file = BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
+    try:
+        with PILImage.open(file) as opened:
+            return opened.convert("RGB")
+    except (OSError, UnidentifiedImageError, SyntaxError, PILImage.DecompressionBombError) as error:
+        name = image if isinstance(image, str) else image["path"]
+        raise BadRowError(f"{source}: image {name} can't be read ({error}).") from error
+
+
+def to_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """The row's turns as chat messages: each `<image>` mark becomes an image part.
+
+    The template puts parts on lines of their own, so the line break that LLaVA writes beside a mark is taken out
+    here. What the assistant says stays a string, trimmed as LLaVA does.
+    """
+    messages: list[dict[str, Any]] = []
+    for turn in row_turns(row):
+        role, text = ROLES[turn["from"]], turn["value"].strip()
+        if role == "assistant":
+            messages.append({"role": role, "content": text})
+            continue
+        parts: list[dict[str, str]] = []
+        for number, piece in enumerate(text.split(IMAGE_MARK)):
+            if number > 0:
+                parts.append({"type": "image"})
+            piece = piece.strip("\n")
+            if piece:
+                parts.append({"type": "text", "text": piece})
+        messages.append({"role": role, "content": parts})
+    return messages

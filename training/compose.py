@@ -170,7 +170,6 @@ def build_processor(
         size = config.vision_config.image_size
         image_processor.crop_size = {"height": size, "width": size}
         image_processor.do_center_crop = False
-    tokenizer.padding_side = "left"
     return LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
@@ -224,7 +223,7 @@ def compose(
     image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
     num_patches, strategy = vision_tokens(vision_model, image_processor)
 
-    tokenizer = AutoTokenizer.from_pretrained(text_model_path)
+    tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
     num_embeddings = text_model.get_input_embeddings().weight.shape[0]
     target = measure_target(text_model)
     image_token = choose_image_token(tokenizer, num_embeddings)
@@ -293,7 +292,7 @@ def convert_llava(
     projector, old_projector = model.model.multi_modal_projector, llava.model.multi_modal_projector
     projector.linear_1, projector.linear_2 = old_projector.linear_1, old_projector.linear_2
 
-    tokenizer = old_processor.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")
     set_pad_token(tokenizer, config.text_config.vocab_size)
     model.generation_config = generation_config(llava.generation_config, tokenizer)
     return model, build_processor(old_processor.image_processor, tokenizer, old_processor.image_token, config)

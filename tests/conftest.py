@@ -1,0 +1,176 @@
+"""Small random backbones in ordinary checkpoint folders, made once a run: what the tests compose and train."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    SiglipConfig,
+    SiglipImageProcessor,
+    SiglipModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+    set_seed,
+)
+
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.compose import compose
+
+
+TEXT_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "vocab_size": 320,
+}
+VISION_SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+TEXT_FAMILIES: dict[str, tuple[type, type, list[str]]] = {
+    "llama": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        [
+            "<|begin_of_text|>",
+            "<|eot_id|>",
+            "<|start_header_id|>",
+            "<|end_header_id|>",
+            "<|reserved_special_token_0|>",
+        ],
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|image_pad|>"]),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|image_pad|>"]),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        ["<bos>", "<end_of_turn>", "<start_of_turn>", "<pad>", "<unused0>"],
+    ),
+    # No chat tokens at all, as in Llama 2 and Vicuna: one more token for pictures is needed.
+    "vicuna": (LlamaConfig, LlamaForCausalLM, ["<s>", "</s>"]),
+}
+BOS = {"llama": "<|begin_of_text|>", "gemma3": "<bos>", "vicuna": "<s>"}
+EOS = {
+    "llama": "<|eot_id|>",
+    "qwen2": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "gemma3": "<end_of_turn>",
+    "vicuna": "</s>",
+}
+VISION_FAMILIES = ("siglip", "siglip2", "clip")
+
+
+def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each byte and the family's special tokens: any text comes back as it was."""
+    special_tokens = TEXT_FAMILIES[family][2]
+    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special_tokens)
+    bos = BOS.get(family)
+    if bos is not None:
+        bos_id = backend.token_to_id(bos)
+        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
+    pad = "<|endoftext|>" if "<|endoftext|>" in special_tokens else "<pad>" if "<pad>" in special_tokens else None
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=bos,
+        eos_token=EOS[family],
+        pad_token=pad,
+        additional_special_tokens=special_tokens,
+    )
+
+
+def text_model(family: str, **overrides: object) -> PreTrainedModel:
+    """A random language model with weights as wide as a trained one's embeddings need."""
+    config_class, model_class, _ = TEXT_FAMILIES[family]
+    return model_class(config_class(**{**TEXT_SIZES, "tie_word_embeddings": family == "gemma3", **overrides}))
+
+
+def vision_model(family: str) -> tuple[PreTrainedModel, object]:
+    """A random vision encoder and its image processor."""
+    size = VISION_SIZES["image_size"]
+    if family == "clip":
+        processor = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
+        return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
+    processor = SiglipImageProcessor(size={"height": size, "width": size})
+    if family == "siglip":
+        return SiglipVisionModel(SiglipVisionConfig(**VISION_SIZES)), processor
+    # The fixed-resolution SigLIP2 checkpoints are whole SigLIP models, text encoder included.
+    text_config = {key: TEXT_SIZES[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
+    config = SiglipConfig(vision_config=VISION_SIZES, text_config={**text_config, "num_hidden_layers": 1})
+    return SiglipModel(config), processor
+
+
+@pytest.fixture(scope="session")
+def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a random backbone by family name, saved on first use."""
+    root = tmp_path_factory.mktemp("backbones")
+
+    def folder(family: str) -> Path:
+        path = root / family
+        if not path.exists():
+            set_seed(0)
+            if family in VISION_FAMILIES:
+                model, processor = vision_model(family)
+            else:
+                model, processor = text_model(family), byte_tokenizer(family)
+            model.save_pretrained(path)
+            processor.save_pretrained(path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a NormLlava composed from two families, saved on first use. Treat it as read-only."""
+    root = tmp_path_factory.mktemp("composed")
+
+    def folder(vision: str = "siglip", text: str = "qwen2", projector_norm: str = "gwc") -> Path:
+        path = root / f"{vision}-{text}-{projector_norm}"
+        if not path.exists():
+            model, processor = compose(str(backbones(vision)), str(backbones(text)), projector_norm)
+            model.save_pretrained(path)
+            processor.save_pretrained(path)
+        return path
+
+    return folder
+
+
+@pytest.fixture
+def model(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
+    """A fresh copy of the SigLIP and Qwen2 NormLlava, in eval mode."""
+    return NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
+
+
+@pytest.fixture
+def picture() -> Image.Image:
+    """A picture of 40 x 30 pixels with some structure."""
+    pixels = torch.linspace(0, 255, 40 * 30 * 3).to(torch.uint8).reshape(30, 40, 3)
+    return Image.fromarray(pixels.numpy())

@@ -1,0 +1,261 @@
+"""The model class: what differs from Llava, what must not, and that a saved folder loads anywhere."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from PIL import Image
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
+
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaModel
+
+
+NORM = "model.multi_modal_projector.norm"
+
+
+def plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
+    """A Llava with the same parts and weights, the norm left out."""
+    fields = ("vision_config", "text_config", "image_token_index", "vision_feature_select_strategy")
+    llava = LlavaForConditionalGeneration(LlavaConfig(**{name: getattr(model.config, name) for name in fields}))
+    llava.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith(NORM)})
+    return llava.eval()
+
+
+def prompt(processor: AutoProcessor, num_images: int, text: str = "What is it?") -> str:
+    content = [*[{"type": "image"}] * num_images, {"type": "text", "text": text}]
+    return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"projector_norm": "rmsnorm"}, "gwc.*layernorm.*none"),
+        ({"projector_norm_target": -1.0}, "None or a finite number above 0"),
+        ({"projector_norm_target": float("nan")}, "None or a finite number above 0"),
+        ({"projector_norm_target": "1.0"}, "expected float"),
+        ({"projector_norm_eps": 0.0}, "finite number above 0"),
+    ],
+)
+def test_wrong_config_values_fail_at_construction(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(StrictDataclassError, match=message):
+        NormLlavaConfig(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("projector_norm", "target", "gain"), [("gwc", 0.8, 0.8 / 32**0.5), ("layernorm", 0.8, 0.8 / 32**0.5), ("gwc", None, 1.0)]
+)
+def test_gain_starts_at_the_target(
+    model: NormLlavaForConditionalGeneration, projector_norm: str, target: float | None, gain: float
+) -> None:
+    config = NormLlavaConfig(
+        vision_config=model.config.vision_config,
+        text_config=model.config.text_config,
+        projector_norm=projector_norm,
+        projector_norm_target=target,
+    )
+    norm = NormLlavaForConditionalGeneration(config).model.multi_modal_projector.norm
+    torch.testing.assert_close(norm.weight, torch.full((32,), gain))
+    assert not norm.bias.any()
+
+
+def test_without_the_norm_logits_are_llavas(composed: Callable[..., Path], picture: Image.Image) -> None:
+    folder = composed(projector_norm="none")
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = processor(images=picture, text=prompt(processor, 1), return_tensors="pt")
+    llava = plain_llava(model)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, llava(**inputs).logits)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(**inputs, **options), llava.generate(**inputs, **options))
+
+
+def test_with_the_norm_logits_differ_and_tokens_have_the_target_norm(
+    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    inputs = processor(images=picture, text=prompt(processor, 1), return_tensors="pt")
+    with torch.no_grad():
+        features = model.get_image_features(inputs["pixel_values"]).pooler_output[0]
+        assert not torch.allclose(model(**inputs).logits, plain_llava(model)(**inputs).logits, atol=1e-3)
+    torch.testing.assert_close(features.norm(dim=-1).mean().item(), model.config.projector_norm_target, rtol=1e-2, atol=0)
+
+
+def test_loading_never_touches_the_gain(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:
+    trained = torch.linspace(0.01, 0.05, 32)
+    model.model.multi_modal_projector.norm.weight.data.copy_(trained)
+    model.save_pretrained(tmp_path)
+    for loaded in (
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path),
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16),
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path, projector_norm_target=5.0),
+    ):
+        norm = loaded.model.multi_modal_projector.norm
+        assert norm.weight.dtype == torch.float32
+        assert torch.equal(norm.weight, trained)
+
+
+def test_low_precision_model_keeps_the_norm_in_float32_when_saved(
+    model: NormLlavaForConditionalGeneration, tmp_path: Path
+) -> None:
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as weights:
+        assert weights.get_tensor(f"{NORM}.weight").dtype == torch.float32
+        assert weights.get_tensor("model.multi_modal_projector.linear_1.weight").dtype == torch.bfloat16
+
+
+def test_saved_keys_are_the_models_own(composed: Callable[..., Path]) -> None:
+    # Trainer resumes by a raw load_state_dict(strict=False), which would drop renamed weights.
+    for vision in ("siglip", "clip"):
+        folder = composed(vision=vision)
+        model = NormLlavaForConditionalGeneration.from_pretrained(folder)
+        with safe_open(folder / "model.safetensors", "pt") as weights:
+            assert set(weights.keys()) == set(model.state_dict())
+
+
+@pytest.mark.parametrize("give_config", [False, True])
+def test_a_plain_llava_folder_is_refused(
+    model: NormLlavaForConditionalGeneration, tmp_path: Path, give_config: bool
+) -> None:
+    plain_llava(model).save_pretrained(tmp_path)
+    options = {"config": model.config} if give_config else {}
+    with pytest.raises(ValueError, match=r"training/compose.py --llava_model"):
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path, **options)
+
+
+def test_tied_head_and_gradient_checkpointing(composed: Callable[..., Path], picture: Image.Image) -> None:
+    folder = composed(text="gemma3")
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    processor = AutoProcessor.from_pretrained(folder)
+    inputs = processor(images=picture, text=prompt(processor, 1), return_tensors="pt")
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(**inputs, labels=inputs["input_ids"]).loss.backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    model.train()
+    expected = gradients()
+    for use_reentrant in (True, False):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+        model.enable_input_require_grads()
+        actual = gradients()
+        assert actual.keys() == expected.keys()
+        for name, gradient in actual.items():
+            torch.testing.assert_close(gradient, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("vision", ["siglip", "siglip2", "clip"])
+def test_processor_counts_image_tokens(composed: Callable[..., Path], picture: Image.Image, vision: str) -> None:
+    folder = composed(vision=vision)
+    processor = AutoProcessor.from_pretrained(folder)
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder)
+    inputs = processor(images=[picture, picture], text=prompt(processor, 2), return_tensors="pt")
+    counted = processor._get_num_multimodal_tokens(image_sizes=[(30, 40), (30, 40)]).num_image_tokens
+    assert counted == [4, 4]  # (28 / 14)², the CLS token of CLIP left out
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == 8
+    assert [len(tokens) for tokens in model.get_image_features(inputs["pixel_values"]).pooler_output] == counted
+
+
+def test_generate_batches(
+    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    other = picture.transpose(Image.Transpose.ROTATE_180)
+    cases = [([picture], "Say."), ([picture, other], "What is this picture of?"), ([], "A text alone.")]
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+    def answer(images: list[list[Image.Image]], texts: list[str], **more: object) -> torch.Tensor:
+        nested = images if any(images) else None
+        inputs = processor(images=nested, text=texts, padding=True, return_tensors="pt")
+        return model.generate(**inputs, **options, **more)[:, inputs["input_ids"].shape[1] :]
+
+    texts = [prompt(processor, len(images), text) for images, text in cases]
+    separate = torch.cat([answer([images], [text]) for (images, _), text in zip(cases, texts, strict=True)])
+    together = answer([images for images, _ in cases], texts)
+    assert processor.tokenizer.padding_side == "left"
+    assert torch.equal(together, separate)
+    assert torch.equal(answer([images for images, _ in cases], texts, cache_implementation="static"), separate)
+
+
+FRESH_PROCESS = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Blocked(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("modeling_normllava", "training", "diagnostics"):
+            raise ImportError(f"{name} must not be needed")
+
+sys.meta_path.insert(0, Blocked())
+
+import torch
+from PIL import Image
+from transformers import (
+    AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor, pipeline,
+)
+
+source, again = sys.argv[1:]
+image = Image.new("RGB", (40, 30), (10, 200, 30))
+messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}]
+logits = {}
+for folder in (source, again):
+    options = {"trust_remote_code": True}
+    assert AutoConfig.from_pretrained(folder, **options).model_type == "normllava"
+    assert type(AutoModel.from_pretrained(folder, **options)).__name__ == "NormLlavaModel"
+    assert type(AutoModelForMultimodalLM.from_pretrained(folder, **options)).__name__ == (
+        "NormLlavaForConditionalGeneration"
+    )
+    model = AutoModelForImageTextToText.from_pretrained(folder, **options)
+    processor = AutoProcessor.from_pretrained(folder, **options)
+    inputs = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    logits[folder] = model(**inputs).logits
+    pipe = pipeline("image-text-to-text", model=folder, **options)
+    pipe(text=messages, max_new_tokens=3, return_full_text=False)
+    if folder == source:
+        model.save_pretrained(again)
+        processor.save_pretrained(again)
+        AutoModel.from_pretrained(folder, **options).save_pretrained(again + "-base")
+        AutoModel.from_pretrained(again + "-base", **options)
+assert torch.equal(logits[source], logits[again])
+torch.save(logits[source], again + "/logits.pt")
+"""
+
+
+@pytest.mark.parametrize("vision", ["siglip", "clip"])
+def test_a_saved_folder_loads_without_this_repository(
+    composed: Callable[..., Path], tmp_path: Path, vision: str
+) -> None:
+    source, again = composed(vision=vision), tmp_path / "again"
+    result = subprocess.run(
+        [sys.executable, "-c", FRESH_PROCESS, str(source), str(again)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    auto_map = json.loads((again / "config.json").read_text())["auto_map"]
+    assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"}
+    assert all((again / f"{value.split('.')[0]}.py").exists() for value in auto_map.values())
+
+    # The same answer as inside the repository, where the flag is not needed.
+    processor = AutoProcessor.from_pretrained(source)
+    picture = Image.new("RGB", (40, 30), (10, 200, 30))
+    inputs = processor(images=picture, text=prompt(processor, 1, "What?"), return_tensors="pt")
+    model = AutoModelForImageTextToText.from_pretrained(source)
+    assert isinstance(model, NormLlavaForConditionalGeneration)
+    with torch.no_grad():
+        assert torch.equal(model(**inputs).logits, torch.load(again / "logits.pt"))
+
+
+def test_auto_model_gives_the_base_model(composed: Callable[..., Path]) -> None:
+    base = NormLlavaModel.from_pretrained(composed())
+    whole = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    for name, parameter in base.named_parameters():
+        assert torch.equal(parameter, whole.get_parameter(f"model.{name}")), name

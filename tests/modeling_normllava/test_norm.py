@@ -1,0 +1,170 @@
+"""The compensated norm against the paper's formula, in every dtype and setting that training uses."""
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from modeling_normllava import GlobalWeightCompensatedLayerNorm
+
+
+HIDDEN_SIZE = 48
+EPS = 1e-5
+
+
+def make_norm(gain: float = 0.0134, dtype: torch.dtype = torch.float32) -> GlobalWeightCompensatedLayerNorm:
+    """A norm with a gain around `gain` of both signs and a bias, as after some training."""
+    torch.manual_seed(0)
+    norm = GlobalWeightCompensatedLayerNorm(HIDDEN_SIZE, eps=EPS).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(gain * (1 + 0.3 * torch.randn(HIDDEN_SIZE)))
+        norm.weight[::7] *= -1
+        norm.bias.copy_(0.01 * torch.randn(HIDDEN_SIZE))
+    return norm
+
+
+def paper_gradients(
+    hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad_output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Output's gradients by eq. 22 to 26 in float64, with the hook on the normalised input that App. D describes."""
+    x = hidden_states.detach().double().requires_grad_()
+    g, b = weight.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
+    centred = x - x.mean(-1, keepdim=True)
+    x_hat = centred / (centred.square().mean(-1, keepdim=True) + EPS).sqrt()
+    x_hat.register_hook(lambda grad: grad / g.detach().abs().mean().clamp(min=1e-3))
+    (x_hat * g + b).backward(grad_output.double())
+    return x.grad, g.grad, b.grad
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("gain", [1.0, 0.0134, 1e-5])  # the last is below the clamp
+def test_gradients_are_the_papers(gain: float) -> None:
+    norm = make_norm(gain, torch.float64)
+    x = (30 * torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)).requires_grad_()
+    grad_output = torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)
+    output = norm(x)
+    output.backward(grad_output)
+
+    reference = nn.functional.layer_norm(x, (HIDDEN_SIZE,), norm.weight, norm.bias, EPS)
+    torch.testing.assert_close(output, reference, rtol=0, atol=0)
+    for actual, expected in zip(
+        (x.grad, norm.weight.grad, norm.bias.grad),
+        paper_gradients(x, norm.weight, norm.bias, grad_output),
+        strict=True,
+    ):
+        assert relative_error(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)])
+def test_low_precision_inputs(dtype: torch.dtype, tolerance: float) -> None:
+    norm = make_norm().to(dtype)
+    assert norm.weight.dtype == norm.bias.dtype == torch.float32
+    x = (30 * torch.randn(64, HIDDEN_SIZE)).to(dtype).requires_grad_()
+    grad_output = (1e-5 * torch.randn(64, HIDDEN_SIZE)).to(dtype)  # small enough to underflow if scaled after float16
+    output = norm(x)
+    output.backward(grad_output)
+    assert output.dtype == x.grad.dtype == dtype
+    expected, expected_gain, expected_bias = paper_gradients(x, norm.weight, norm.bias, grad_output)
+    # The input's gradient is about 1e-6 here, which float16 holds with few bits: compare what it would be rounded to.
+    assert relative_error(x.grad, expected.to(dtype).double()) < tolerance
+    assert relative_error(norm.weight.grad, expected_gain) < tolerance
+    assert relative_error(norm.bias.grad, expected_bias) < tolerance
+
+
+def test_autocast() -> None:
+    norm, linear = make_norm(), nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
+    x = torch.randn(16, HIDDEN_SIZE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        projected = linear(x)
+        projected.retain_grad()
+        output = norm(projected)
+    assert output.dtype == projected.dtype == torch.bfloat16
+    grad_output = torch.randn_like(output)
+    output.backward(grad_output)
+    expected, *_ = paper_gradients(projected, norm.weight, norm.bias, grad_output)
+    assert relative_error(projected.grad, expected) < 5e-3
+
+
+def test_input_without_gradient() -> None:
+    norm = make_norm()
+    x, grad_output = torch.randn(8, HIDDEN_SIZE), torch.randn(8, HIDDEN_SIZE)
+    norm(x).backward(grad_output)
+    _, expected_gain, expected_bias = paper_gradients(x, norm.weight, norm.bias, grad_output)
+    assert relative_error(norm.weight.grad, expected_gain) < 1e-5
+    assert relative_error(norm.bias.grad, expected_bias) < 1e-5
+
+
+def test_frozen_norm_passes_the_gradient_on() -> None:
+    norm = make_norm().requires_grad_(False)
+    x, grad_output = torch.randn(8, HIDDEN_SIZE, requires_grad=True), torch.randn(8, HIDDEN_SIZE)
+    norm(x).backward(grad_output)
+    assert relative_error(x.grad, paper_gradients(x, norm.weight, norm.bias, grad_output)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiles_into_one_graph(backend: str) -> None:
+    norm = make_norm()
+    x, grad_output = torch.randn(8, HIDDEN_SIZE, requires_grad=True), torch.randn(8, HIDDEN_SIZE)
+    torch.compile(norm, fullgraph=True, backend=backend)(x).backward(grad_output)
+    assert relative_error(x.grad, paper_gradients(x, norm.weight, norm.bias, grad_output)[0]) < 1e-5
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradient_checkpointing(use_reentrant: bool) -> None:
+    norm = make_norm()
+    x, grad_output = torch.randn(8, HIDDEN_SIZE, requires_grad=True), torch.randn(8, HIDDEN_SIZE)
+    checkpoint(norm, x, use_reentrant=use_reentrant).backward(grad_output)
+    expected, expected_gain, _ = paper_gradients(x, norm.weight, norm.bias, grad_output)
+    assert relative_error(x.grad, expected) < 1e-5
+    assert relative_error(norm.weight.grad, expected_gain) < 1e-5
+
+
+def test_parameters_stay_float32_with_their_values() -> None:
+    norm = make_norm()
+    before = norm.weight.detach().clone()
+    assert torch.equal(norm.bfloat16().half().to("cpu", torch.bfloat16).weight, before)
+    assert norm.double().weight.dtype == torch.float64
+
+
+def _train_sharded(rank: int, port: int, method: str, folder: str) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    linear = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
+    model = nn.Sequential(linear, make_norm())
+    inputs = torch.randn(8, HIDDEN_SIZE).chunk(2)
+    model = nn.parallel.DistributedDataParallel(model) if method == "ddp" else fully_shard(model)
+    model(inputs[rank]).square().sum().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    gradients = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
+    if rank == 0:
+        torch.save(gradients, Path(folder) / "gradients.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
+def test_two_processes_give_the_gradient_of_one(method: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_train_sharded, args=(port, method, folder), nprocs=2)
+        actual = torch.load(Path(folder) / "gradients.pt")
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE), make_norm())
+    (model(torch.randn(8, HIDDEN_SIZE)).square().sum() / 2).backward()  # the mean over processes
+    for gradient, parameter in zip(actual, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,262 @@
+"""Composing: the parts keep their answers, the norm starts at the text's, and what doesn't fit is named."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    Siglip2VisionConfig,
+    Siglip2VisionModel,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.compose import compose, convert_llava, interface_norms, load_text_model, load_vision_model
+
+
+CONVERSATION = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+    {"role": "assistant", "content": "A dog."},
+    {"role": "user", "content": "Sure?"},
+    {"role": "assistant", "content": [{"type": "text", "text": "Yes."}]},
+]
+RENDERED = {
+    "qwen2": (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n<|image_pad|>\nWhat is it?<|im_end|>\n"
+        "<|im_start|>assistant\nA dog.<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n"
+        "<|im_start|>assistant\nYes.<|im_end|>\n"
+    ),
+    "llama": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n<|reserved_special_token_0|>\nWhat is it?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nA dog.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nYes.<|eot_id|>"
+    ),
+    "gemma3": (
+        "<bos><start_of_turn>user\nBe brief.\n\n<unused0>\nWhat is it?<end_of_turn>\n"
+        "<start_of_turn>model\nA dog.<end_of_turn>\n<start_of_turn>user\nSure?<end_of_turn>\n"
+        "<start_of_turn>model\nYes.<end_of_turn>\n"
+    ),
+    "vicuna": "<s>Be brief. USER: <image>\nWhat is it? ASSISTANT: A dog.</s>USER: Sure? ASSISTANT: Yes.</s>",
+}
+RENDERED["qwen3"] = RENDERED["qwen2"]
+TRAINED = {
+    "qwen2": "A dog.<|im_end|>Yes.<|im_end|>",
+    "qwen3": "A dog.<|im_end|>Yes.<|im_end|>",
+    "llama": "A dog.<|eot_id|>Yes.<|eot_id|>",
+    "gemma3": "A dog.<end_of_turn>Yes.<end_of_turn>",
+    "vicuna": " A dog.</s> Yes.</s>",
+}
+EMBEDDING_SCALE = {"gemma3": 32**0.5}  # Gemma multiplies its embeddings by the root of the width
+
+
+@pytest.mark.parametrize("vision", ["siglip", "siglip2", "clip"])
+@pytest.mark.parametrize("text", ["llama", "qwen2", "qwen3", "gemma3", "vicuna"])
+def test_families(
+    backbones: Callable[[str], Path], composed: Callable[..., Path], picture: Image.Image, vision: str, text: str
+) -> None:
+    folder = composed(vision=vision, text=text)
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    language_model = AutoModelForCausalLM.from_pretrained(backbones(text)).eval()
+
+    # T by hand: the mean norm of the embeddings as the decoder gets them.
+    rows = language_model.get_input_embeddings().weight.detach().double().norm(dim=-1) * EMBEDDING_SCALE.get(text, 1)
+    target = rows[rows > 0].mean().item()
+    assert model.config.projector_norm_target == pytest.approx(target, rel=1e-6)
+    gain = model.model.multi_modal_projector.norm.weight
+    torch.testing.assert_close(gain, torch.full_like(gain, target / 32**0.5))
+    norms = interface_norms(model, processor)
+    assert norms["aligned"] == pytest.approx(norms["text"], rel=1e-2)
+    assert norms["projected"] > 2 * norms["text"]
+
+    # The language model says what it said before.
+    input_ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=input_ids).logits[..., :320], language_model(input_ids=input_ids).logits)
+
+    assert processor.apply_chat_template(CONVERSATION) == RENDERED[text]
+    messages = [dict(message) for message in CONVERSATION]
+    messages[1] = {"role": "user", "content": [{"type": "image", "image": picture}, CONVERSATION[1]["content"][1]]}
+    batch = processor.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
+    )
+    input_ids, mask = batch["input_ids"][0], batch["assistant_masks"][0].bool()
+    assert processor.tokenizer.decode(input_ids[mask]) == TRAINED[text]
+    assert (input_ids == model.config.image_token_id).sum() == model.config.image_seq_length == 4
+    bos = processor.tokenizer.bos_token_id
+    assert bos is None or (input_ids == bos).sum() == 1
+    end_of_turn = processor.tokenizer.convert_tokens_to_ids(processor.tokenizer.eos_token)
+    assert end_of_turn in model.generation_config.eos_token_id
+
+
+def test_zero_rows_are_left_out_of_the_target(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    language_model = AutoModelForCausalLM.from_pretrained(backbones("qwen2"))
+    expected = language_model.get_input_embeddings().weight[:300].norm(dim=-1).mean().item()
+    with torch.no_grad():
+        language_model.get_input_embeddings().weight[300:] = 0  # as rows that only fill the vocabulary up
+    language_model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path)
+    model, _ = compose(str(backbones("siglip")), str(tmp_path))
+    assert model.config.projector_norm_target == pytest.approx(expected, rel=1e-6)
+
+
+def test_arms(backbones: Callable[[str], Path]) -> None:
+    parts = str(backbones("siglip")), str(backbones("qwen2"))
+    default, _ = compose(*parts, align_norm=False)
+    assert default.config.projector_norm_target is None
+    assert (default.model.multi_modal_projector.norm.weight == 1).all()
+    none, _ = compose(*parts, projector_norm="none")
+    assert not any("norm" in name for name, _ in none.model.multi_modal_projector.named_parameters())
+
+
+def test_bfloat16_language_model_gives_a_bfloat16_model(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(backbones("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path)
+    model, _ = compose(str(backbones("siglip")), str(tmp_path))
+    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    norm = {name for name in dtypes if "multi_modal_projector.norm" in name}
+    assert {dtypes[name] for name in norm} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if name not in norm} == {torch.bfloat16}
+
+
+@pytest.fixture
+def llava(backbones: Callable[[str], Path], composed: Callable[..., Path], tmp_path: Path) -> Path:
+    """A plain Llava checkpoint folder in the layout of llava-hf."""
+    source = NormLlavaForConditionalGeneration.from_pretrained(composed(text="vicuna"))
+    names = ("vision_config", "text_config", "image_token_index", "image_seq_length", "vision_feature_select_strategy")
+    torch.manual_seed(1)
+    model = LlavaForConditionalGeneration(LlavaConfig(**{name: getattr(source.config, name) for name in names}))
+    model.save_pretrained(tmp_path / "llava")
+    processor = AutoProcessor.from_pretrained(composed(text="vicuna"))
+    LlavaProcessor(
+        image_processor=processor.image_processor,
+        tokenizer=processor.tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="full",
+        chat_template="{{ messages[0]['content'] }}",
+    ).save_pretrained(tmp_path / "llava")
+    return tmp_path / "llava"
+
+
+@pytest.mark.parametrize("legacy_vision_keys", [False, True])
+def test_llava_keeps_every_weight(llava: Path, picture: Image.Image, legacy_vision_keys: bool) -> None:
+    reference = LlavaForConditionalGeneration.from_pretrained(llava).eval()
+    weights = load_file(llava / "model.safetensors")
+    # What llava-hf's checkpoints look like: the language model's own prefix, and an inner one of the vision tower.
+    assert any(key.startswith("language_model.model.") for key in weights)
+    if legacy_vision_keys:
+        prefix, inner = "vision_tower.", "vision_tower.vision_model."
+        save_file(
+            {key.replace(prefix, inner, 1) if inner not in key else key: value for key, value in weights.items()},
+            llava / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+    for projector_norm in ("none", "gwc"):
+        model, processor = convert_llava(str(llava), projector_norm)
+        state = model.eval().state_dict()
+        for name, weight in reference.state_dict().items():
+            assert torch.equal(state.pop(name), weight), name
+        assert set(state) == (
+            set()
+            if projector_norm == "none"
+            else {f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias")}
+        )
+        if projector_norm == "none":
+            inputs = processor(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
+            with torch.no_grad():
+                assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
+        model.save_pretrained(llava / projector_norm)
+        again = NormLlavaForConditionalGeneration.from_pretrained(llava / projector_norm).state_dict()
+        assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    siglip, qwen2 = str(backbones("siglip")), str(backbones("qwen2"))
+    with pytest.raises(ValueError, match="vision_feature_layer -5 is out of range"):
+        compose(siglip, qwen2, vision_feature_layer=-5)
+    with pytest.raises(ValueError, match="not a decoder-only language model"):
+        load_text_model(str(backbones("siglip2")))
+
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
+    softcapped = Gemma2Config(**sizes, num_key_value_heads=2, head_dim=12, vocab_size=320)
+    Gemma2ForCausalLM(softcapped).save_pretrained(tmp_path / "gemma2")
+    with pytest.raises(ValueError, match="text_config.final_logit_softcapping is 30.0"):
+        load_text_model(str(tmp_path / "gemma2"))
+
+    Siglip2VisionModel(Siglip2VisionConfig(**sizes, patch_size=14)).save_pretrained(tmp_path / "naflex")
+    with pytest.raises(ValueError, match="vision_config.image_size is None.*NaFlex"):
+        load_vision_model(str(tmp_path / "naflex"), torch.float32)
+
+    SiglipVisionModel(SiglipVisionConfig(**sizes, patch_size=14, image_size=28)).save_pretrained(tmp_path / "wrong")
+    SiglipImageProcessor(size={"height": 42, "width": 42}).save_pretrained(tmp_path / "wrong")
+    with pytest.raises(ValueError, match=r"vision_config.image_size is 28, but .* \(42, 42\)"):
+        compose(str(tmp_path / "wrong"), qwen2)
+
+
+def run_compose(*arguments: object) -> subprocess.CompletedProcess[str]:
+    script = Path(__file__).parents[2] / "training" / "compose.py"
+    return subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True)
+
+
+def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    parts = ["--vision_model", backbones("siglip"), "--text_model", backbones("qwen2")]
+    result = run_compose(*parts, "--output_dir", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "text embeddings (T)" in result.stderr
+    assert "ChatML" in result.stderr
+    NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    AutoProcessor.from_pretrained(tmp_path / "out")
+
+    again = run_compose(*parts, "--output_dir", tmp_path / "out")
+    assert again.returncode != 0
+    assert "is not empty" in again.stderr
+    both = run_compose(*parts, "--llava_model", "x", "--output_dir", tmp_path / "other")
+    assert "Give either --vision_model and --text_model, or --llava_model alone" in both.stderr
+
+
+PEAK_MEMORY = """
+import resource, sys
+from training.compose import compose
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+compose(sys.argv[1], sys.argv[2])  # whatever libraries load on first use
+before = peak()
+model, processor = compose(sys.argv[1], sys.argv[3])
+model.save_pretrained(sys.argv[4])
+size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+print((peak() - before) / size)
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_stays_near_the_size_of_the_parts(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    # 1 GB of float32: more than the noise of a process. Twice the parts is what building the decoder twice would take.
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=4096, num_hidden_layers=14, num_attention_heads=8, vocab_size=4096
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "large")
+    AutoTokenizer.from_pretrained(backbones("llama")).save_pretrained(tmp_path / "large")
+    arguments = [backbones("siglip"), backbones("llama"), tmp_path / "large", tmp_path / "out"]
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK_MEMORY, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
+    assert float(result.stdout) < 1.3, result.stdout

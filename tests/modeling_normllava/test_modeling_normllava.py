@@ -48,7 +48,8 @@ def test_wrong_config_values_fail_at_construction(wrong: dict[str, object], mess
 
 
 @pytest.mark.parametrize(
-    ("projector_norm", "target", "gain"), [("gwc", 0.8, 0.8 / 32**0.5), ("layernorm", 0.8, 0.8 / 32**0.5), ("gwc", None, 1.0)]
+    ("projector_norm", "target", "gain"),
+    [("gwc", 0.8, 0.8 / 32**0.5), ("layernorm", 0.8, 0.8 / 32**0.5), ("gwc", None, 1.0)],
 )
 def test_gain_starts_at_the_target(
     model: NormLlavaForConditionalGeneration, projector_norm: str, target: float | None, gain: float
@@ -84,7 +85,9 @@ def test_with_the_norm_logits_differ_and_tokens_have_the_target_norm(
     with torch.no_grad():
         features = model.get_image_features(inputs["pixel_values"]).pooler_output[0]
         assert not torch.allclose(model(**inputs).logits, plain_llava(model)(**inputs).logits, atol=1e-3)
-    torch.testing.assert_close(features.norm(dim=-1).mean().item(), model.config.projector_norm_target, rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        features.norm(dim=-1).mean().item(), model.config.projector_norm_target, rtol=1e-2, atol=0
+    )
 
 
 def test_loading_never_touches_the_gain(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:

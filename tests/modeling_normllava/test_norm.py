@@ -65,7 +65,9 @@ def test_gradients_are_the_papers(gain: float) -> None:
         assert relative_error(actual, expected) < 1e-12
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)]
+)
 def test_low_precision_inputs(dtype: torch.dtype, tolerance: float) -> None:
     norm = make_norm().to(dtype)
     assert norm.weight.dtype == norm.bias.dtype == torch.float32

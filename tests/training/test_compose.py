@@ -200,11 +200,11 @@ def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path)
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     softcapped = Gemma2Config(**sizes, num_key_value_heads=2, head_dim=12, vocab_size=320)
     Gemma2ForCausalLM(softcapped).save_pretrained(tmp_path / "gemma2")
-    with pytest.raises(ValueError, match="text_config.final_logit_softcapping is 30.0"):
+    with pytest.raises(ValueError, match=r"text_config.final_logit_softcapping is 30.0"):
         load_text_model(str(tmp_path / "gemma2"))
 
     Siglip2VisionModel(Siglip2VisionConfig(**sizes, patch_size=14)).save_pretrained(tmp_path / "naflex")
-    with pytest.raises(ValueError, match="vision_config.image_size is None.*NaFlex"):
+    with pytest.raises(ValueError, match=r"vision_config.image_size is None.*NaFlex"):
         load_vision_model(str(tmp_path / "naflex"), torch.float32)
 
     SiglipVisionModel(SiglipVisionConfig(**sizes, patch_size=14, image_size=28)).save_pretrained(tmp_path / "wrong")

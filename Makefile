@@ -1,0 +1,29 @@
+# One virtual environment for all; the versions are those that were tested.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+.PHONY: install quickstart test test-slow quality
+
+install: $(VENV)/installed
+
+# torch on its own first: where a local build is at hand, the pin finds it before anything else asks for torch.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+quickstart: install
+	$(BIN)/python examples/digits/quickstart.py
+
+test: install
+	$(BIN)/python -m pytest
+
+test-slow: install
+	$(BIN)/python -m pytest -m slow
+
+quality: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

@@ -1,0 +1,215 @@
+"""What the quickstart has learned: answers about unseen handwriting, and the norms before and after.
+
+    python examples/digits/report.py --run_dir runs/digits
+
+Loads the checkpoints as a stranger would, through the auto classes with `trust_remote_code`, prints a table, and
+writes `report.json`, `answers.png` and `norms.png`.
+"""
+
+import argparse
+import json
+import logging
+from collections import defaultdict
+from dataclasses import asdict
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from PIL import Image
+from scenes import CHANCE
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    ProcessorMixin,
+)
+from transformers.utils import logging as transformers_logging
+
+from diagnostics.update_rate import TokenDynamics, measure_dynamics
+
+
+logger = logging.getLogger(__name__)
+
+BATCH_SIZE = 50
+Question = dict[str, Any]
+
+
+def load_questions(data_dir: Path) -> list[Question]:
+    """The test questions, one a row, with the path of their picture and the description of their scene."""
+    scenes = json.loads((data_dir / "test.json").read_text(encoding="utf-8"))
+    return [
+        {**question, "image": data_dir / scene["image"], "description": scene["description"]}
+        for scene in scenes
+        for question in scene["questions"]
+    ]
+
+
+@torch.no_grad()
+def answer(model: PreTrainedModel, processor: Any, prompts: list[list[dict[str, Any]]], title: str) -> list[str]:
+    """Greedy answers to one-turn conversations."""
+    answers: list[str] = []
+    for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
+        options = {"padding": True, "padding_side": "left"}
+        inputs = processor.apply_chat_template(
+            prompts[start : start + BATCH_SIZE],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **({"processor_kwargs": options} if isinstance(processor, ProcessorMixin) else options),
+        )
+        generated = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        answers += processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [text.strip() for text in answers]
+
+
+def accuracy(questions: list[Question], answers: list[str]) -> dict[str, float]:
+    """Share of exact matches by kind of question and over all, with the standard error of the latter."""
+    hits: defaultdict[str, list[bool]] = defaultdict(list)
+    for question, given in zip(questions, answers, strict=True):
+        for kind in (question["kind"], "all"):
+            hits[kind].append(given == question["answer"])
+    scores = {kind: sum(found) / len(found) for kind, found in sorted(hits.items())}
+    return scores | {"standard_error": sqrt(scores["all"] * (1 - scores["all"]) / len(questions))}
+
+
+def with_image(question: Question) -> list[dict[str, Any]]:
+    """The question about the picture, as a conversation."""
+    parts = [{"type": "image", "image": Image.open(question["image"])}, {"type": "text", "text": question["question"]}]
+    return [{"role": "user", "content": parts}]
+
+
+def with_text(question: Question) -> list[dict[str, Any]]:
+    """The question about the description, as a conversation."""
+    return [{"role": "user", "content": f"{question['description']}\n{question['question']}"}]
+
+
+def evaluate(run_dir: Path, questions: list[Question]) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Accuracies of the trained model and of its language model before it saw pictures; the answers about pictures."""
+    folder = run_dir / "stage2"
+    model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
+    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+    language_model = AutoModelForCausalLM.from_pretrained(run_dir / "text").eval()
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "text")
+
+    image_prompts = [with_image(question) for question in questions]
+    text_prompts = [with_text(question) for question in questions]
+    image_answers = answer(model, processor, image_prompts, "Answering about pictures")
+    text_answers = answer(model, processor, text_prompts, "Answering about descriptions")
+    ceiling_answers = answer(language_model, tokenizer, text_prompts, "The language model alone")
+    chance: dict[str, float] = {**CHANCE, "all": sum(CHANCE[row["kind"]] for row in questions) / len(questions)}
+    return {
+        "image questions": accuracy(questions, image_answers),
+        "text-only questions": accuracy(questions, text_answers),
+        "language model before (ceiling)": accuracy(questions, ceiling_answers),
+        "guessing": chance,
+    }, image_answers
+
+
+def measure(run_dir: Path, questions: list[Question]) -> dict[str, dict[str, TokenDynamics]]:
+    """Norms and update rates on one batch of test questions, through composing and training."""
+    measured = {}
+    prompts = [with_image(question) for question in questions[:200]]
+    for label, name in (
+        ("composed, norm taken out", "composed"),
+        ("composed", "composed"),
+        ("after stage 1", "stage1"),
+        ("after stage 2", "stage2"),
+    ):
+        model = AutoModelForImageTextToText.from_pretrained(run_dir / name, trust_remote_code=True).eval()
+        if label.endswith("taken out"):
+            model.model.multi_modal_projector.norm = torch.nn.Identity()
+        processor = AutoProcessor.from_pretrained(run_dir / name, trust_remote_code=True)
+        inputs = processor.apply_chat_template(
+            prompts,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
+        )
+        measured[label] = measure_dynamics(model, inputs)
+    return measured
+
+
+def draw_answers(questions: list[Question], answers: list[str], path: Path) -> None:
+    """A few pictures with question and answer, a wrong one among them where there is one."""
+    wrong = [number for number, row in enumerate(questions) if answers[number] != row["answer"]]
+    chosen = [*range(0, 28, 4), *(wrong[:1] or [28])]
+    figure, axes = plt.subplots(2, 4, figsize=(11, 6.4))
+    for axis, number in zip(axes.flat, chosen, strict=True):
+        row = questions[number]
+        right = answers[number] == row["answer"]
+        axis.imshow(Image.open(row["image"]))
+        axis.set_title(f"{row['question']}\n{answers[number]}", color="black" if right else "firebrick", fontsize=11)
+        if not right:
+            axis.set_xlabel(f"right: {row['answer']}", color="firebrick")
+        axis.set(xticks=[], yticks=[])
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_norms(measured: dict[str, dict[str, TokenDynamics]], path: Path) -> None:
+    """Norm and turning by layer and modality: without the norm, with it, and after training."""
+    labels = [label for label in measured if label != "after stage 1"]
+    figure, axes = plt.subplots(2, len(labels), figsize=(11, 5.6), sharey="row", sharex="row")
+    for column, label in enumerate(labels):
+        for name, colour in (("visual", "tab:orange"), ("text", "tab:blue")):
+            dynamics = measured[label][name]
+            axes[0, column].plot(dynamics.norms, marker="o", color=colour, label=name)
+            axes[1, column].plot(range(1, len(dynamics.cosines) + 1), dynamics.cosines, marker="o", color=colour)
+        axes[0, column].set(title=label, yscale="log", xlabel="layers passed", xticks=range(len(dynamics.norms)))
+        axes[1, column].set(xlabel="layer", xticks=range(1, len(dynamics.norms)))
+    axes[0, 0].set_ylabel("mean L2 norm of tokens")
+    axes[1, 0].set_ylabel("cosine, before to after a layer\n(1: does not turn)")
+    axes[0, 0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def render(scores: dict[str, dict[str, float]], measured: dict[str, dict[str, TokenDynamics]], count: int) -> str:
+    """The table that the quickstart prints."""
+    lines = [f"Exact match on {count} held-out questions", f"{'':34}{'all':>16}{'digit':>9}{'colour':>9}{'both':>9}"]
+    for name, score in scores.items():
+        error = f" ± {100 * score['standard_error']:.1f}" if "standard_error" in score else ""
+        total = f"{100 * score['all']:.1f}%{error}"
+        lines.append(f"{name:34}{total:>16}" + "".join(f"{100 * score[kind]:8.1f}%" for kind in CHANCE))
+    lines += ["", f"{'':30}{'norm of tokens at the decoder':>32}{'update rate, 1 - cos':>26}"]
+    lines.append(f"{'':30}{'visual':>11}{'text':>10}{'ratio':>11}{'visual':>14}{'text':>12}")
+    for label, by_modality in measured.items():
+        visual, text = by_modality["visual"], by_modality["text"]
+        lines.append(
+            f"{label:30}{visual.norms[0]:11.3f}{text.norms[0]:10.3f}{visual.norms[0] / text.norms[0]:10.2f}x"
+            f"{visual.update_rate:14.3f}{text.update_rate:12.3f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers_logging.set_verbosity_error()
+    plt.switch_backend("agg")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run_dir", type=Path, required=True)
+    run_dir = parser.parse_args().run_dir
+    questions = load_questions(run_dir / "data")
+    scores, answers = evaluate(run_dir, questions)
+    measured = measure(run_dir, questions)
+    draw_answers(questions, answers, run_dir / "answers.png")
+    draw_norms(measured, run_dir / "norms.png")
+    dynamics = {label: {name: asdict(value) for name, value in row.items()} for label, row in measured.items()}
+    report = {"questions": len(questions), "accuracy": scores, "dynamics": dynamics}
+    (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    logger.info("%s", render(scores, measured, len(questions)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""Batches: what is trained, what a blank picture changes (nothing), and what is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.chat_template import plain_template
+from training.collator import VisionLanguageCollator
+from training.data import BadRowError
+from training.stages import Stage, prepare_stage
+
+
+def make_row(folder: Path, answer: str, *more: str, num_images: int = 1) -> dict[str, Any]:
+    """A row as `training.data` gives it: a question with pictures, an answer, and further questions and answers."""
+    paths = [str(folder / f"{number}.png") for number in range(num_images)]
+    for number, path in enumerate(paths):
+        Image.new("RGB", (30, 20), (40 * number, 90, 200)).save(path)
+    values = ["<image>\n" * num_images + "What is it?", answer, *more]
+    turns = [{"from": ("human", "gpt")[number % 2], "value": value} for number, value in enumerate(values)]
+    return {"images": paths, "conversations": turns, "source": f"rows.json, row {answer}"}
+
+
+@pytest.fixture(params=["qwen2", "llama", "gemma3", "vicuna"])
+def processor(request: pytest.FixtureRequest, composed: Callable[..., Path]) -> Any:
+    return AutoProcessor.from_pretrained(composed(text=request.param))
+
+
+def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
+    rows = [
+        make_row(tmp_path, "A dog.", "Sure?", "Yes, a dog."),
+        make_row(tmp_path, "Text alone.", num_images=0),
+        make_row(tmp_path, "Two.", num_images=2),
+    ]
+    batch = VisionLanguageCollator(processor, processor.chat_template)(rows)
+    end = processor.tokenizer.eos_token
+    space = " " if end == "</s>" else ""  # Vicuna's answers start with one
+    expected = [f"{space}A dog.{end}{space}Yes, a dog.{end}", f"{space}Text alone.{end}", f"{space}Two.{end}"]
+    for labels, answers in zip(batch["labels"], expected, strict=True):
+        assert processor.tokenizer.decode(labels[labels != -100]) == answers
+    assert batch["pixel_values"].shape == (3, 3, 28, 28)
+    assert (batch["input_ids"] == processor.image_token_id).sum(1).tolist() == [4, 0, 8]
+    assert not ((batch["labels"] != -100) & (batch["attention_mask"] == 0)).any()
+    trained = batch["labels"] != -100
+    assert torch.equal(batch["labels"][trained], batch["input_ids"][trained])
+
+    # Token by token what the tokenizer makes of the rendered text, each picture's mark repeated.
+    text = processor.apply_chat_template(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "What is it?"}]},
+            {"role": "assistant", "content": "Text alone."},
+        ]
+    )
+    length = batch["attention_mask"][1].sum()
+    assert batch["input_ids"][1, :length].tolist() == processor.tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_plain_rows_are_picture_caption_and_line_break(processor: Any, tmp_path: Path) -> None:
+    template = plain_template(processor.tokenizer, processor.image_token)
+    batch = VisionLanguageCollator(processor, template)(
+        [make_row(tmp_path, "A dog."), make_row(tmp_path, "A black cat.")]
+    )
+    bos = processor.tokenizer.bos_token or ""
+    rendered = processor.tokenizer.decode(batch["input_ids"][1])
+    assert rendered == f"{bos}{processor.image_token * 4}A black cat.\n"
+    labels = batch["labels"][0]
+    assert processor.tokenizer.decode(labels[labels != -100]) == "A dog.\n"
+
+
+def losses_and_gradient(
+    model: NormLlavaForConditionalGeneration, batch: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), model.model.multi_modal_projector.linear_1.weight.grad
+
+
+def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path: Path) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    rows = [make_row(tmp_path, answer, num_images=0) for answer in ("Short.", "A longer answer, of more words.")]
+    batch = VisionLanguageCollator(processor, processor.chat_template)(rows)
+    length = int(batch["attention_mask"].sum(1).max())
+    without = {name: batch[name][:, :length] for name in ("input_ids", "attention_mask", "labels")}
+
+    expected, no_gradient = losses_and_gradient(model, without)
+    language_gradients = {n: p.grad.clone() for n, p in model.model.language_model.named_parameters()}
+    loss, gradient = losses_and_gradient(model, batch)
+    assert no_gradient is None
+    assert gradient is not None
+    assert not gradient.any()
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.model.language_model.named_parameters():
+        torch.testing.assert_close(parameter.grad, language_gradients[name], msg=name)
+
+    # Stage 1 trains nothing else, so without the picture it would have nothing to differentiate.
+    prepare_stage(model, Stage.ALIGN, 1e-3, 0.0)
+    losses_and_gradient(model, batch)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        losses_and_gradient(model, without)
+
+
+def test_long_rows_are_refused_not_cut(composed: Callable[..., Path], tmp_path: Path) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    rows = [make_row(tmp_path, "Short."), make_row(tmp_path, "long " * 40)]
+    collator = VisionLanguageCollator(processor, processor.chat_template, max_length=100)
+    collator(rows[:1])
+    with pytest.raises(BadRowError, match=r"rows.json, row long.* more than max_length 100. Rows are never cut"):
+        collator(rows)
+
+
+def test_a_row_without_trained_tokens_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    template = "{{ '<|image_pad|>' }}{% for message in messages %}{{ message['role'] }}{% endfor %}"
+    with pytest.raises(BadRowError, match=r"rows.json, row A dog.*: no token of it is trained"):
+        VisionLanguageCollator(processor, template)([make_row(tmp_path, "A dog.")])

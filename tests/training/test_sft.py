@@ -1,0 +1,231 @@
+"""The training script as people start it: both stages, resuming, and errors before any work is lost."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training import sft
+from training.stages import Stage, describe_stage, prepare_stage
+
+
+ROOT = Path(__file__).parents[2]
+FAST = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 2,
+    "global_batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 2,
+    "report_to": "none",
+    "gradient_checkpointing": False,
+}
+NORM = "model.multi_modal_projector.norm"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """LLaVA JSON of 24 rows with pictures and 6 without, four of these in a row."""
+    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    rows: list[dict[str, Any]] = []
+    for number in range(24):
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+        turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"number {number}"}]
+        rows.append({"id": number, "image": f"{number}.png", "conversations": turns})
+    for number in (0, 1, 2, 3, 12, 20):
+        turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": f"text {number}"}]
+        rows.insert(number, {"id": f"t{number}", "conversations": turns})
+    (folder / "data.json").write_text(json.dumps(rows))
+    return folder / "data.json"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> None:
+    """Run the script in this process with a recipe of these fields."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**FAST, **fields}))
+    monkeypatch.setattr(sys, "argv", ["sft.py", "--config", str(recipe)])
+    sft.main()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def moved(before: Path, after: Path) -> set[str]:
+    old, new = weights(before), weights(after)
+    assert old.keys() == new.keys()
+    return {name for name in old if not torch.equal(old[name], new[name])}
+
+
+def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    stage1, stage2 = tmp_path / "stage1", tmp_path / "stage2"
+    stage1.mkdir()
+    (stage1 / "README.md").write_text("ours")
+    for fields in (
+        {"stage": "align", "model_name_or_path": str(composed()), "output_dir": str(stage1)},
+        {
+            "stage": "instruct",
+            "model_name_or_path": str(stage1),
+            "output_dir": str(stage2),
+            "vision_learning_rate": 2e-4,
+        },
+    ):
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**FAST, "dataset_name": str(data), **fields}))
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "training/sft.py"]
+        result = subprocess.run(
+            [*launch, "--config", str(tmp_path / "recipe.yaml")], cwd=ROOT, capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+        assert "1 processes x 2 rows x 2 accumulation steps = global batch 4" in result.stderr
+
+    names = set(weights(stage1))
+    projector = {name for name in names if name.startswith("model.multi_modal_projector.")}
+    assert moved(composed(), stage1) == projector
+    # Llava reads the hidden state before the last of the three layers.
+    unread = {
+        name for name in names if "vision_tower.encoder.layers.2." in name or "vision_tower.post_layernorm" in name
+    }
+    unread |= {name for name in names if "vision_tower.head." in name or "vision_tower.layers.2." in name}
+    still = names - moved(stage1, stage2)
+    assert unread
+    # Adam moves each weight that has a gradient: of the embeddings only rows that the data holds, others all.
+    assert still == unread
+
+    assert (stage1 / "README.md").read_text() == "ours"
+    metrics = [json.loads(line) for line in (stage2 / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in metrics] == [2, 4, 6, 8, 8]
+    for line in metrics[:-1]:
+        assert line["norm/ratio"] == pytest.approx(line["norm/visual"] / line["norm/text"])
+        assert line["vision_learning_rate"] == pytest.approx(line["learning_rate"] / 5)
+        parts = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
+        total = sum(line[f"grad_norm/{part}"] ** 2 for part in parts) ** 0.5
+        assert total == pytest.approx(line["grad_norm"], rel=1e-4)
+    gain = weights(stage2)[f"{NORM}.weight"]
+    assert metrics[-2]["projector_norm/gain_mean_abs"] == pytest.approx(gain.abs().mean().item())
+    assert metrics[-2]["projector_norm/gain_l2"] == pytest.approx(gain.norm().item())
+    assert metrics[-2]["projector_norm/bias_l2"] == pytest.approx(weights(stage2)[f"{NORM}.bias"].norm().item())
+
+    AutoProcessor.from_pretrained(stage2)
+    AutoModelForImageTextToText.from_pretrained(stage2)
+
+
+def test_resuming_gives_the_weights_of_an_unbroken_run(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {
+        "stage": "instruct",
+        "vision_learning_rate": 2e-4,
+        "model_name_or_path": str(composed()),
+        "dataset_name": str(data),
+        "save_steps": 3,
+    }
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    run(monkeypatch, tmp_path, **fields, output_dir=str(unbroken))
+    shutil.copytree(unbroken / "checkpoint-3", broken / "checkpoint-3")
+    shutil.copy(unbroken / "metrics.jsonl", broken)
+    with pytest.raises(ValueError, match="already holds a run"):
+        run(monkeypatch, tmp_path, **fields, output_dir=str(broken))
+    run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
+    assert moved(unbroken, broken) == set()
+
+    def logged(folder: Path) -> list[dict[str, float]]:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return [{key: line[key] for key in ("step", "loss", "norm/visual")} for line in lines if "loss" in line]
+
+    for line, expected in zip(logged(broken), logged(unbroken), strict=True):
+        # The first loss after a restart averages over the steps since it, not since the last log.
+        assert line["norm/visual"] == expected["norm/visual"]
+        assert line["step"] == expected["step"]
+
+
+def test_gradient_accumulation_is_exact(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "logging_steps": 1}
+    for size in (1, 4):
+        run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / str(size)), per_device_train_batch_size=size)
+    losses = [
+        [json.loads(line).get("loss") for line in (tmp_path / size / "metrics.jsonl").read_text().splitlines()][:-1]
+        for size in ("1", "4")
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_no_telemetry(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[str] = []
+    monkeypatch.delenv("CI", raising=False)
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **event: sent.append(event["topic"]))
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "max_steps": 1}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    assert sent == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"stage": "both"}, "stage must be one of align, instruct"),
+        ({"stage": "instruct"}, "give vision_learning_rate"),
+        ({"bad_rows": "drop"}, "bad_rows must be one of error, skip"),
+        ({"global_batch_size": 5}, "global_batch_size 5 is no multiple of per_device_train_batch_size 2 times 1"),
+        ({"gradient_accumulation_steps": 2}, "either global_batch_size or gradient_accumulation_steps"),
+        ({"warmup_ration": 0.1}, "warmup_ration"),
+    ],
+)
+def test_wrong_recipes_stop_at_once(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: dict[str, Any],
+    message: str,
+) -> None:
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    with pytest.raises(ValueError, match=message):
+        run(monkeypatch, tmp_path, **{**fields, **wrong}, output_dir=str(tmp_path / "out"))
+
+
+def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+    groups = prepare_stage(model, Stage.ALIGN, 1e-3, 0.0, frozen_dtype=torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        trained = name.startswith("model.multi_modal_projector.")
+        assert parameter.requires_grad == trained, name
+        assert parameter.dtype == (torch.float32 if trained else torch.bfloat16), name
+    listed = [name for group in groups for name in group.parameters]
+    assert sorted(listed) == sorted(name for name, _ in model.named_parameters())
+    table = describe_stage(Stage.ALIGN, groups)
+    assert "bfloat16                frozen" in table
+    assert "0.001" in table
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "training" / "recipes").glob("*/*.yaml")), ids=str)
+def test_recipes_parse(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # bfloat16 is refused where no device has it, which says nothing about the recipe.
+    parser = sft.TrlParser((sft.ScriptArguments, sft.TrainingConfig))
+    script_args, args = parser.parse_args_and_config(["--config", str(recipe), "--bf16", "false", "--use_cpu", "true"])
+    assert args.max_length is None
+    assert args.seed == 42
+    assert args.weight_decay == 0
+    assert args.lr_scheduler_type == "cosine"
+    assert args.warmup_steps == 0.03
+    if "digits" not in str(recipe):
+        stage1 = script_args.stage == "align"
+        assert script_args.global_batch_size == (256 if stage1 else 128)
+        assert args.learning_rate == (1e-3 if stage1 else 1e-5)
+        assert script_args.vision_learning_rate == (None if stage1 else 2e-6)
+        assert args.num_train_epochs == 1
+        assert yaml.safe_load(recipe.read_text())["bf16"] is True

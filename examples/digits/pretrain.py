@@ -2,7 +2,7 @@
 
     python examples/digits/pretrain.py --data_dir runs/digits/data --output_dir runs/digits
 
-`vision/` is a small SigLIP encoder that has learned to tell digits and colours; `text/` a small Qwen2 language model
+`vision/` is a small SigLIP encoder that has learned to tell digits and colours; `text/` a small Qwen3 language model
 that has learned to talk about scenes from descriptions in words and has never seen a picture.
 """
 
@@ -19,9 +19,9 @@ from torch import nn
 from tqdm import tqdm
 from transformers import (
     PreTrainedTokenizerBase,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     SiglipImageProcessor,
     SiglipVisionConfig,
     SiglipVisionModel,
@@ -35,7 +35,7 @@ from training.chat_template import chat_template
 logger = logging.getLogger(__name__)
 
 VISION_STEPS, VISION_BATCH, VISION_RATE = 500, 128, 2e-3
-TEXT_STEPS, TEXT_BATCH, TEXT_RATE = 800, 8, 2e-3
+TEXT_STEPS, TEXT_BATCH, TEXT_RATE = 700, 16, 2e-3
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
 
 
@@ -132,12 +132,15 @@ def train_text(rows: list[dict], output_dir: Path) -> dict[str, float]:
         text for row in rows[:500] for text in (row["caption"], *(turn["value"] for turn in row["conversations"]))
     ]
     tokenizer = train_tokenizer([*corpus, *["user assistant system"] * 100])
-    config = Qwen2Config(
+    # Qwen3 is Qwen2 with queries and keys normalised. That makes the difference here: it learns to look a place up in
+    # half a minute, where Qwen2 took from two minutes to more than we waited, depending on the seed.
+    config = Qwen3Config(
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=8,
+        head_dim=16,
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
         tie_word_embeddings=False,
@@ -147,7 +150,7 @@ def train_text(rows: list[dict], output_dir: Path) -> dict[str, float]:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen2ForCausalLM(config)
+    model = Qwen3ForCausalLM(config)
     nn.init.normal_(model.get_input_embeddings().weight, std=0.08)
 
     encoded = [encode_row(row, tokenizer) for row in tqdm(rows, desc="Tokenising")]
@@ -161,7 +164,7 @@ def train_text(rows: list[dict], output_dir: Path) -> dict[str, float]:
         # which the answers then build on.
         losses = [
             model(**pad_batch(chosen, tokenizer.pad_token_id), use_cache=False).loss
-            for chosen in (rng.sample(chats, TEXT_BATCH), rng.sample(captions, 2 * TEXT_BATCH))
+            for chosen in (rng.sample(chats, TEXT_BATCH), rng.sample(captions, TEXT_BATCH))
         ]
         optimizer.zero_grad()
         torch.stack(losses).sum().backward()

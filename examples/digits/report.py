@@ -54,7 +54,7 @@ def answer(model: PreTrainedModel, processor: Any, prompts: list[list[dict[str, 
     """Greedy answers to one-turn conversations."""
     answers: list[str] = []
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
-        options = {"padding": True, "padding_side": "left"}
+        options = {"padding": True}
         inputs = processor.apply_chat_template(
             prompts[start : start + BATCH_SIZE],
             add_generation_prompt=True,
@@ -95,7 +95,7 @@ def evaluate(run_dir: Path, questions: list[Question]) -> tuple[dict[str, dict[s
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
     language_model = AutoModelForCausalLM.from_pretrained(run_dir / "text").eval()
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "text")
+    tokenizer = AutoTokenizer.from_pretrained(run_dir / "text", padding_side="left")
 
     image_prompts = [with_image(question) for question in questions]
     text_prompts = [with_text(question) for question in questions]

@@ -28,6 +28,7 @@ COLOURS = {"red": (255, 60, 60), "green": (60, 220, 60), "blue": (80, 110, 255),
 CELL = 16  # pixels; a scene is two cells wide and high
 SCENES = {"train": 4000, "test": 250}
 TEXT_ROWS = 6000
+QUESTIONS_PER_ROW = 3
 QUESTIONS_PER_TEST_SCENE = 4
 CHANCE = {"digit": 1 / len(DIGITS), "colour": 1 / len(COLOURS), "both": 1 / (len(DIGITS) * len(COLOURS))}
 CAPTION_REQUEST = "Describe the picture."
@@ -94,10 +95,9 @@ def questions(scene: Scene) -> list[tuple[str, str, str]]:
 
 
 def conversation(opening: str, scene: Scene, rng: random.Random) -> list[dict[str, str]]:
-    """All questions and answers in LLaVA's turns; `opening` (a mark or a description) stands before the first."""
-    asked = questions(scene)
+    """Some questions and answers in LLaVA's turns; `opening` (a mark or a description) stands before the first."""
     turns = []
-    for question, answer, _ in rng.sample(asked, len(asked)):
+    for question, answer, _ in rng.sample(questions(scene), QUESTIONS_PER_ROW):
         turns += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
     turns[0]["value"] = f"{opening}\n{turns[0]['value']}"
     return turns

@@ -18,9 +18,13 @@ from transformers import (
 )
 from transformers import initialization as init
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
+from transformers.utils.versions import require_version
 
 from .configuration_normllava import NormLlavaConfig
 
+
+# Older versions name the vision encoder's weights otherwise and would start it at random with a mere warning.
+require_version("transformers>=5.18", "NormLlava needs it: pip install -U transformers")
 
 # Lower bound of the mean gain by which the gradient is divided (δ in eq. 25).
 MIN_MEAN_GAIN = 1e-3

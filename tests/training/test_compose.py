@@ -109,6 +109,15 @@ def test_families(
     assert end_of_turn in model.generation_config.eos_token_id
 
 
+def test_composed_model_answers_before_it_is_saved(backbones: Callable[[str], Path]) -> None:
+    # A config built from ready parts resets their attention, and a decoder without one sees the future.
+    model, _ = compose(str(backbones("siglip")), str(backbones("qwen2")))
+    language_model = AutoModelForCausalLM.from_pretrained(backbones("qwen2"))
+    input_ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=input_ids).logits, language_model(input_ids=input_ids).logits)
+
+
 def test_zero_rows_are_left_out_of_the_target(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     language_model = AutoModelForCausalLM.from_pretrained(backbones("qwen2"))
     expected = language_model.get_input_embeddings().weight[:300].norm(dim=-1).mean().item()

@@ -148,6 +148,30 @@ def test_resuming_gives_the_weights_of_an_unbroken_run(
         assert line["step"] == expected["step"]
 
 
+def test_each_module_moves_at_its_own_rate(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Adam's first step moves every weight that has a gradient by its learning rate.
+    fields = {
+        "stage": "instruct",
+        "vision_learning_rate": 2e-4,
+        "model_name_or_path": str(composed()),
+        "dataset_name": str(data),
+        "max_steps": 1,
+        "lr_scheduler_type": "constant",
+        "global_batch_size": 30,
+    }
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    before, after = weights(composed()), weights(tmp_path / "out")
+    for name, rate in (
+        ("model.vision_tower.embeddings.patch_embedding.weight", 2e-4),
+        ("model.multi_modal_projector.linear_1.weight", 1e-3),
+        (f"{NORM}.weight", 1e-3),
+        ("model.language_model.layers.0.mlp.up_proj.weight", 1e-3),
+    ):
+        assert (after[name] - before[name]).abs().max().item() == pytest.approx(rate, rel=0.05), name
+
+
 def test_gradient_accumulation_is_exact(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,8 +45,18 @@ def load_rows(name: str, image_folder: str | None = None, config: str | None = N
 
 
 def _load_json(path: Path, image_folder: Path) -> Dataset:
-    with path.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()] if path.suffix == ".jsonl" else json.load(file)
+    text = path.read_text(encoding="utf-8")
+    try:
+        # Split at line feeds alone: JSON allows other line breaks of Unicode inside a string.
+        rows = (
+            [json.loads(line) for line in text.split("\n") if line.strip()]
+            if path.suffix == ".jsonl"
+            else json.loads(text)
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is not valid {path.suffix[1:].upper()}: {error}, near {error.doc[:60]!r}."
+        ) from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(
             f'{path} is not a list of rows. LLaVA\'s layout is [{{"image": ..., "conversations": [...]}}].'
@@ -69,7 +79,7 @@ def _load_json(path: Path, image_folder: Path) -> Dataset:
 def _standardise(dataset: Dataset, name: str) -> Dataset:
     """Give a dataset of `conversations` and `images` or `image` the columns of this module, pictures undecoded.
 
-    Columns are renamed and cast, never rewritten: LLaVA-NeXT's pictures alone are hundreds of gigabytes.
+    Columns are renamed and cast, never rewritten: the pictures of a dataset can take hundreds of gigabytes.
     """
     if "conversations" not in dataset.column_names:
         raise ValueError(f"{name}: no column 'conversations' among {dataset.column_names}.")

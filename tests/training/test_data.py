@@ -119,6 +119,9 @@ def test_wrong_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "data.json").write_text('{"rows": []}')
     with pytest.raises(ValueError, match=r"data.json is not a list of rows"):
         load_rows(str(tmp_path / "data.json"))
+    (tmp_path / "torn.jsonl").write_text('{"conversations": []}\n{"conversations": [')
+    with pytest.raises(ValueError, match=r"torn.jsonl is not valid JSONL"):
+        load_rows(str(tmp_path / "torn.jsonl"))
     Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "stored")
     with pytest.raises(ValueError, match="no column 'conversations'"):
         load_rows(str(tmp_path / "stored"))

@@ -107,7 +107,7 @@ def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 
 def text_model(family: str, **overrides: object) -> PreTrainedModel:
-    """A random language model with weights as wide as a trained one's embeddings need."""
+    """A small random language model of a family."""
     config_class, model_class, _ = TEXT_FAMILIES[family]
     return model_class(config_class(**{**TEXT_SIZES, "tie_word_embeddings": family == "gemma3", **overrides}))
 

@@ -98,9 +98,11 @@ class MetricsFile(TrainerCallback):
         """Drop the lines past the step that training goes on from: they will be written again."""
         if state.is_world_process_zero:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            lines = self._path.read_text(encoding="utf-8").splitlines(True) if self._path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-            self._path.write_text("".join(kept) if state.global_step else "", encoding="utf-8")
+            kept: list[str] = []
+            if state.global_step > 0 and self._path.exists():
+                lines = self._path.read_text(encoding="utf-8").splitlines(True)
+                kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+            self._path.write_text("".join(kept), encoding="utf-8")
 
     def on_log(
         self,

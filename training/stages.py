@@ -1,6 +1,5 @@
 """What each stage trains, in one place: frozen modules, learning rates, dtypes, and the row format."""
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -9,9 +8,6 @@ import torch
 from torch import nn
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-
-
-logger = logging.getLogger(__name__)
 
 
 class Stage(StrEnum):

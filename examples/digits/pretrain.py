@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from training.chat_template import chat_template
+from training.data import to_messages
 
 
 logger = logging.getLogger(__name__)
@@ -106,9 +107,9 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
 
 def encode_row(row: dict, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
     """Token ids and labels of a row's conversation, and of its caption after its description, as stage 1 has it."""
-    roles = {"human": "user", "gpt": "assistant"}
-    messages = [{"role": roles[turn["from"]], "content": turn["value"]} for turn in row["conversations"]]
-    chat = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+    chat = tokenizer.apply_chat_template(
+        to_messages(row), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
     labels = [
         token if trained else -100 for token, trained in zip(chat["input_ids"], chat["assistant_masks"], strict=True)
     ]

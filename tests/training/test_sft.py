@@ -33,6 +33,7 @@ FAST = {
     "gradient_checkpointing": False,
     "num_train_epochs": 1,
 }
+INSTRUCT = {"stage": "instruct", "vision_learning_rate": 2e-4}
 NORM = "model.multi_modal_projector.norm"
 
 
@@ -64,6 +65,10 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def logged(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def moved(before: Path, after: Path) -> set[str]:
     old, new = weights(before), weights(after)
     assert old.keys() == new.keys()
@@ -76,12 +81,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     (stage1 / "README.md").write_text("ours")
     for fields in (
         {"stage": "align", "model_name_or_path": str(composed()), "output_dir": str(stage1)},
-        {
-            "stage": "instruct",
-            "model_name_or_path": str(stage1),
-            "output_dir": str(stage2),
-            "vision_learning_rate": 2e-4,
-        },
+        {**INSTRUCT, "model_name_or_path": str(stage1), "output_dir": str(stage2)},
     ):
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**FAST, "dataset_name": str(data), **fields}))
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "training/sft.py"]
@@ -102,7 +102,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     assert still == unread
 
     assert (stage1 / "README.md").read_text() == "ours"
-    metrics = [json.loads(line) for line in (stage2 / "metrics.jsonl").read_text().splitlines()]
+    metrics = logged(stage2)
     assert [line["step"] for line in metrics] == [2, 4, 6, 8, 8]
     for line in metrics[:-1]:
         assert line["norm/ratio"] == pytest.approx(line["norm/visual"] / line["norm/text"])
@@ -123,8 +123,7 @@ def test_resuming_gives_the_weights_of_an_unbroken_run(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {
-        "stage": "instruct",
-        "vision_learning_rate": 2e-4,
+        **INSTRUCT,
         "model_name_or_path": str(composed()),
         "dataset_name": str(data),
         "save_steps": 3,
@@ -138,12 +137,9 @@ def test_resuming_gives_the_weights_of_an_unbroken_run(
     run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
     assert moved(unbroken, broken) == set()
 
-    def logged(folder: Path) -> list[dict[str, float]]:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return [{key: line[key] for key in ("step", "loss", "norm/visual")} for line in lines if "loss" in line]
-
-    for line, expected in zip(logged(broken), logged(unbroken), strict=True):
-        # The first loss after a restart averages over the steps since it, not since the last log.
+    # Not the loss: its first value after a restart averages over the steps since then, not since the last log.
+    steps = ([line for line in logged(folder) if "loss" in line] for folder in (broken, unbroken))
+    for line, expected in zip(*steps, strict=True):
         assert line["norm/visual"] == expected["norm/visual"]
         assert line["step"] == expected["step"]
 
@@ -153,8 +149,7 @@ def test_each_module_moves_at_its_own_rate(
 ) -> None:
     # Adam's first step moves every weight that has a gradient by its learning rate.
     fields = {
-        "stage": "instruct",
-        "vision_learning_rate": 2e-4,
+        **INSTRUCT,
         "model_name_or_path": str(composed()),
         "dataset_name": str(data),
         "max_steps": 1,
@@ -178,10 +173,7 @@ def test_gradient_accumulation_is_exact(
     fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "logging_steps": 1}
     for size in (1, 4):
         run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / str(size)), per_device_train_batch_size=size)
-    losses = [
-        [json.loads(line).get("loss") for line in (tmp_path / size / "metrics.jsonl").read_text().splitlines()][:-1]
-        for size in ("1", "4")
-    ]
+    losses = [[line.get("loss") for line in logged(tmp_path / size)][:-1] for size in ("1", "4")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 

@@ -1,6 +1,8 @@
 """What training measures of itself: norms at the modality interface, the norm's parameters, gradients by module."""
 
 import json
+import logging
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -8,11 +10,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.stages import ModuleGroup
+from training.stages import trained_projector
+
+
+logger = logging.getLogger(__name__)
+
+
+def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """L2 norm of the gradient of all `parameters` together, a scalar, whole where they are sharded."""
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return _whole(norm)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class InterfaceMonitor(TrainerCallback):
@@ -23,13 +39,12 @@ class InterfaceMonitor(TrainerCallback):
     - `grad_norm/<module>`: L2 norm of the gradient of a trained module's parameters, before clipping.
     """
 
-    def __init__(self, model: NormLlavaForConditionalGeneration, groups: Iterable[ModuleGroup]) -> None:
+    def __init__(self, model: NormLlavaForConditionalGeneration) -> None:
         self.active = False
-        self._image_token_id = model.config.image_token_id
-        self._norm = model.model.multi_modal_projector.norm
-        self._trained = [group for group in groups if group.learning_rate is not None]
+        self.gradients: dict[str, torch.Tensor] = {}
+        """By module, filled in by the trainer before it clips."""
+        self._model = model
         self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2))  # sum of norms, tokens
-        self._gradients: dict[str, float] = {}
         self._masks: dict[str, torch.Tensor] = {}
         model.model.register_forward_pre_hook(self._see_tokens, with_kwargs=True)
         model.model.language_model.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
@@ -44,9 +59,14 @@ class InterfaceMonitor(TrainerCallback):
     def _see_tokens(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         if self.active and module.training:
             input_ids, attention_mask = kwargs["input_ids"], kwargs.get("attention_mask")
-            attended = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            is_image = input_ids == self._image_token_id
-            self._masks = {"visual": is_image & attended.bool(), "text": ~is_image & attended.bool()}
+            if attention_mask is None:
+                # In a packed row only the tokens of a blank picture are samples of one token.
+                position_ids = kwargs["position_ids"]
+                attended = (position_ids != 0) | (position_ids.roll(-1, dims=1) != 0)
+            else:
+                attended = attention_mask.bool()
+            is_image = input_ids == self._model.config.image_token_id
+            self._masks = {"visual": is_image & attended, "text": ~is_image & attended}
 
     @torch.no_grad()
     def _see_embeddings(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -54,16 +74,6 @@ class InterfaceMonitor(TrainerCallback):
             norms = token_norms(kwargs["inputs_embeds"])  # [batch_size, sequence_length]
             for name, mask in self._masks.items():
                 self._sums[name] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
-
-    def record_gradients(self, loss_scale: float = 1.0) -> None:
-        """Take the gradient norms of the modules; call between the backward pass and clipping.
-
-        Args:
-            loss_scale: Factor by which a float16 scaler has multiplied the loss.
-        """
-        for group in self._trained:
-            gradients = [parameter.grad for parameter in group.parameters.values() if parameter.grad is not None]
-            self._gradients[group.name] = nn.utils.get_total_norm(gradients).item() / loss_scale
 
     @torch.no_grad()
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
@@ -74,15 +84,13 @@ class InterfaceMonitor(TrainerCallback):
         if (sums[:, 1] > 0).all():  # a logged step may hold no picture
             visual, text = (sums[:, 0] / sums[:, 1]).tolist()
             metrics |= {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
-        for name, parameter in (
-            ("gain", getattr(self._norm, "weight", None)),
-            ("bias", getattr(self._norm, "bias", None)),
-        ):
+        norm = trained_projector(self._model).norm
+        for name, parameter in (("gain", getattr(norm, "weight", None)), ("bias", getattr(norm, "bias", None))):
             if parameter is not None:
-                metrics[f"projector_norm/{name}_mean_abs"] = parameter.abs().mean().item()
-                metrics[f"projector_norm/{name}_l2"] = parameter.norm().item()
-        metrics |= {f"grad_norm/{name}": value for name, value in self._gradients.items()}
-        self._gradients.clear()
+                metrics[f"projector_norm/{name}_mean_abs"] = _whole(parameter.abs().mean()).item()
+                metrics[f"projector_norm/{name}_l2"] = _whole(parameter.norm()).item()
+        metrics |= {f"grad_norm/{name}": value.item() for name, value in self.gradients.items()}
+        self.gradients = {}
         return metrics
 
 
@@ -101,8 +109,13 @@ class MetricsFile(TrainerCallback):
             kept: list[str] = []
             if state.global_step > 0 and self._path.exists():
                 lines = self._path.read_text(encoding="utf-8").splitlines(True)
+                if lines and not lines[-1].endswith("\n"):
+                    logger.warning("%s: dropped its last line, torn when the run was stopped", self._path)
+                    lines.pop()
                 kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-            self._path.write_text("".join(kept), encoding="utf-8")
+            aside = self._path.with_suffix(".tmp")
+            aside.write_text("".join(kept), encoding="utf-8")
+            os.replace(aside, self._path)
 
     def on_log(
         self,

@@ -1,85 +1,83 @@
-"""From rows to a padded batch: pictures opened here, loss on what the assistant says and nothing else."""
+"""From rows to a batch, padded or packed: pictures opened here, loss on what the assistant says and nothing else."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from PIL import Image
-from transformers import LlavaProcessor
 
-from training.data import BadRowError, open_images, to_messages
+from training.data import open_images
+from training.tokenization import IGNORED, RowTokenizer
 
 
 @dataclass
 class VisionLanguageCollator:
     """Collates rows of `training.data` into what the model and TRL's loss take.
 
-    Returns `input_ids`, `attention_mask` and `labels`, each `(batch_size, sequence_length)`, and `pixel_values`
-    `(num_images, 3, height, width)`. Labels are -100 but for what the template marks with `{% generation %}`.
+    Padded, it returns `input_ids`, `attention_mask` and `labels`, each `(batch_size, sequence_length)`. Packed, all
+    samples stand in one row: `input_ids`, `labels` and `position_ids`, which restart at each sample, are
+    `(1, sequence_length)`, there is no `attention_mask`, and `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
+    `max_length_k` tell attention kernels where samples begin, as transformers has it. Both ways `pixel_values` is
+    `(num_images, 3, height, width)`, in the order of the image tokens.
 
-    A batch without pictures gets a blank one, whose tokens are padding to attention and loss. It changes no result,
-    but without it the projector would have no part in the loss, and a stage that trains nothing else no gradient.
+    A batch without pictures gets a blank one, whose tokens no other token sees and which has no label. It changes no
+    result, but without it the projector would have no part in the loss: a stage that trains nothing else would get no
+    gradient, and processes that share the work would wait for each other forever.
 
     Args:
-        processor: The model's processor.
-        chat_template: Jinja template that says what a row looks like.
-        max_length: Longest row allowed, in tokens. Rows are never cut; `None` allows any length.
+        tokenize: Turns a row into token ids and labels.
+        packed: Whether to join the rows of a batch into one.
     """
 
-    processor: LlavaProcessor
-    chat_template: str
-    max_length: int | None = None
+    tokenize: RowTokenizer
+    packed: bool = False
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate `rows`. Raises `BadRowError` if one has an unreadable picture, is too long or has no loss."""
-        messages = [to_messages(row) for row in rows]
-        for row, conversation in zip(rows, messages, strict=True):
-            pictures = iter(open_images(row))
-            for message in conversation:
-                for part in message["content"]:
-                    if isinstance(part, dict) and part["type"] == "image":
-                        part["image"] = next(pictures)
+        if "rows" in rows[0]:  # packed already, from a stream
+            rows = [row for pack in rows for row in pack["rows"]]
+        samples = [self.tokenize(row) for row in rows]
+        images = [image for row in rows for image in open_images(row)]
+        batch = self._pack(samples, not images) if self.packed else self._pad(samples, not images)
+        processor = self.tokenize.processor
+        if not images:
+            size = processor.image_processor.crop_size
+            images = [Image.new("RGB", (size["width"], size["height"]))]
+        batch["pixel_values"] = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+        return batch
 
-        batch = self.processor.apply_chat_template(
-            messages,
-            chat_template=self.chat_template,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            return_assistant_tokens_mask=True,
-            # The template writes BOS where the model wants one.
-            processor_kwargs={"padding": True, "padding_side": "right", "add_special_tokens": False},
-        )
-        labels = batch["input_ids"].masked_fill(batch.pop("assistant_masks") == 0, -100)
-        # The mask goes by characters, and an image token may touch the answer in LLaVA's plain format.
-        batch["labels"] = labels.masked_fill(batch["input_ids"] == self.processor.image_token_id, -100)
-        self._check(rows, batch)
-        if "pixel_values" not in batch:
-            self._add_blank_image(batch)
-        return dict(batch)
+    def _pad(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> dict[str, Any]:
+        longest = max(len(input_ids) for input_ids, _ in samples)
+        num_blank = self.tokenize.tokens_per_image if blank else 0
+        tokenizer = self.tokenize.processor.tokenizer
+        shape = (len(samples), longest + num_blank)
+        input_ids = torch.full(shape, tokenizer.pad_token_id)
+        attention_mask = torch.zeros(shape, dtype=torch.long)
+        labels = torch.full(shape, IGNORED)
+        for number, (sample_ids, sample_labels) in enumerate(samples):
+            input_ids[number, : len(sample_ids)] = torch.tensor(sample_ids)
+            attention_mask[number, : len(sample_ids)] = 1
+            labels[number, : len(sample_ids)] = torch.tensor(sample_labels)
+        input_ids[0, longest:] = self.tokenize.processor.image_token_id
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
-    def _check(self, rows: list[dict[str, Any]], batch: dict[str, torch.Tensor]) -> None:
-        lengths = batch["attention_mask"].sum(dim=1).tolist()
-        supervised = (batch["labels"] != -100).sum(dim=1).tolist()
-        for row, length, num_supervised in zip(rows, lengths, supervised, strict=True):
-            if self.max_length is not None and length > self.max_length:
-                raise BadRowError(
-                    f"{row['source']}: {length} tokens, more than max_length {self.max_length}. Rows are never cut: "
-                    "raise max_length, or leave the row out of the data."
-                )
-            if num_supervised == 0:
-                raise BadRowError(f"{row['source']}: no token of it is trained; the template marks no answer.")
-
-    def _add_blank_image(self, batch: dict[str, torch.Tensor]) -> None:
-        """Append the tokens of a blank picture to every row, and its pixels once: they belong to the first row."""
-        size = self.processor.image_processor.crop_size
-        blank = Image.new("RGB", (size["width"], size["height"]))
-        batch["pixel_values"] = self.processor.image_processor(blank, return_tensors="pt")["pixel_values"]
-        (num_tokens,) = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])]).num_image_tokens
-
-        num_rows = batch["input_ids"].shape[0]
-        image_tokens = torch.full((num_rows, num_tokens), self.processor.tokenizer.pad_token_id)
-        image_tokens[0] = self.processor.image_token_id
-        ignored = torch.zeros_like(image_tokens)
-        for name, extra in (("input_ids", image_tokens), ("attention_mask", ignored), ("labels", ignored - 100)):
-            batch[name] = torch.cat([batch[name], extra], dim=1)  # [num_rows, sequence_length + num_tokens]
+    def _pack(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> dict[str, Any]:
+        lengths = [len(input_ids) for input_ids, _ in samples]
+        input_ids = [token for sample_ids, _ in samples for token in sample_ids]
+        labels = [label for _, sample_labels in samples for label in sample_labels]
+        if blank:
+            # Every token a sample of its own, which tells it from a real picture and costs next to nothing.
+            lengths += [1] * self.tokenize.tokens_per_image
+            input_ids += [self.tokenize.processor.image_token_id] * self.tokenize.tokens_per_image
+            labels += [IGNORED] * self.tokenize.tokens_per_image
+        boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return {
+            "input_ids": torch.tensor([input_ids]),
+            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+            "labels": torch.tensor([labels]),
+            "cu_seq_lens_q": boundaries,
+            "cu_seq_lens_k": boundaries,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
+        }

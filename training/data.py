@@ -4,15 +4,21 @@ A row has `images` (paths, or what `datasets.Image(decode=False)` gives), `conve
 and `value`) and `source` (file or dataset and number, for messages to people).
 """
 
+import hashlib
 import json
 import logging
+import os
+import zlib
+from collections.abc import Callable
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 
-from datasets import Dataset, DatasetDict, Image, List, Value, load_dataset, load_from_disk
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, DatasetDict, Image, IterableDataset, List, Value, load_dataset, load_from_disk
 from PIL import Image as PILImage
-from PIL import UnidentifiedImageError
+from PIL import ImageOps, UnidentifiedImageError
 
 
 logger = logging.getLogger(__name__)
@@ -25,8 +31,14 @@ class BadRowError(ValueError):
     """A row that can't be trained on; the message names its source and the reason."""
 
 
-def load_rows(name: str, image_folder: str | None = None, config: str | None = None, split: str = "train") -> Dataset:
-    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub.
+def load_rows(
+    name: str,
+    image_folder: str | None = None,
+    config: str | None = None,
+    split: str = "train",
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
+    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub; the latter also as a stream.
 
     `image_folder` goes before the paths of a JSON file; without it they are relative to the file's own folder.
 
@@ -35,12 +47,14 @@ def load_rows(name: str, image_folder: str | None = None, config: str | None = N
     """
     path = Path(name)
     if path.suffix in (".json", ".jsonl"):
-        return _load_json(path, Path(image_folder) if image_folder is not None else path.parent)
+        rows = _load_json(path, Path(image_folder) if image_folder is not None else path.parent)
+        return rows.to_iterable_dataset() if streaming else rows
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         dataset = load_from_disk(name)
         dataset = dataset[split] if isinstance(dataset, DatasetDict) else dataset
     else:
-        dataset = load_dataset(name, config, split=split)
+        dataset = load_dataset(name, config, split=split, streaming=streaming)
+    dataset = dataset.to_iterable_dataset() if streaming and isinstance(dataset, Dataset) else dataset
     return _standardise(dataset, name)
 
 
@@ -65,7 +79,7 @@ def _load_json(path: Path, image_folder: Path) -> Dataset:
     for row in rows:
         given = row.get("images", row.get("image"))
         given = [] if given is None else given if isinstance(given, list) else [given]
-        images.append([str(image_folder / str(image)) for image in given])
+        images.append([_inside(image_folder, str(image), f"{path}, row {len(images)}") for image in given])
     # Only the fields that are used: LLaVA's `id` is a number in some rows and a string in others, which Arrow refuses.
     return Dataset.from_dict(
         {
@@ -76,11 +90,21 @@ def _load_json(path: Path, image_folder: Path) -> Dataset:
     ).cast_column("images", List(Value("string")))
 
 
-def _standardise(dataset: Dataset, name: str) -> Dataset:
+def _inside(folder: Path, name: str, source: str) -> str:
+    """The path of a picture. Data from elsewhere must not read files outside the folder that it was given."""
+    path = os.path.normpath(folder / name)
+    if not Path(path).is_relative_to(os.path.normpath(folder)):
+        raise BadRowError(f"{source}: image {name} lies outside the image folder {folder}; give --image_folder.")
+    return path
+
+
+def _standardise(dataset: Dataset | IterableDataset, name: str) -> Dataset | IterableDataset:
     """Give a dataset of `conversations` and `images` or `image` the columns of this module, pictures undecoded.
 
     Columns are renamed and cast, never rewritten: the pictures of a dataset can take hundreds of gigabytes.
     """
+    if dataset.column_names is None:  # a stream may not know them before it is read
+        dataset = dataset._resolve_features()
     if "conversations" not in dataset.column_names:
         raise ValueError(f"{name}: no column 'conversations' among {dataset.column_names}.")
     if "images" not in dataset.column_names:
@@ -93,6 +117,8 @@ def _standardise(dataset: Dataset, name: str) -> Dataset:
     elif isinstance(feature, List) and isinstance(feature.feature, Image):
         dataset = dataset.cast_column("images", List(Image(decode=False)))
     dataset = dataset.select_columns(["images", "conversations"])
+    if isinstance(dataset, IterableDataset):
+        return dataset.map(lambda _, number: {"source": f"{name}, row {number}"}, with_indices=True)
     return dataset.add_column("source", [f"{name}, row {number}" for number in range(len(dataset))])
 
 
@@ -140,11 +166,12 @@ def find_problem(row: dict[str, Any], image_token: str) -> str | None:
 def check_rows(
     dataset: Dataset,
     image_token: str,
+    tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
     bad_rows: Literal["error", "skip"],
     report_file: Path,
     num_proc: int | None = None,
-) -> Dataset:
-    """The dataset without its bad rows.
+) -> tuple[Dataset, str]:
+    """The dataset without its bad rows and with a column `length`, in tokens; and a fingerprint of what it says.
 
     With `"error"` the first bad row ends the run, and pictures are opened when training comes to them. With `"skip"`
     every picture is opened once beforehand, and the bad rows go to `report_file`, a line of JSON each.
@@ -153,43 +180,125 @@ def check_rows(
         BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if there is no other.
     """
 
-    def reason(row: dict[str, Any]) -> dict[str, str]:
-        problem = find_problem(row, image_token)
-        if problem is None and bad_rows == "skip":
-            try:
-                open_images(row)
-            except BadRowError as error:
-                problem = str(error).removeprefix(f"{row['source']}: ")
-        return {"problem": problem or ""}
+    def measure(table: pa.Table) -> dict[str, list[Any]]:
+        columns = {name: table[name].to_pylist() for name in ("conversations", "source")}
+        images = _picture_references(table["images"], with_bytes=bad_rows == "skip")
+        measured: dict[str, list[Any]] = {"problem": [], "length": [], "checksum": []}
+        for turns, source, pictures in zip(columns["conversations"], columns["source"], images, strict=True):
+            row = {"conversations": turns, "source": source, "images": pictures}
+            problem, length = _measure_row(row, image_token, tokenize, open_pictures=bad_rows == "skip")
+            measured["problem"].append(problem)
+            measured["length"].append(length)
+            measured["checksum"].append(zlib.crc32(json.dumps(turns).encode()))
+        return measured
 
-    # Not from the cache: files may have come or gone since.
-    problems = dataset.map(
-        reason,
+    # Not from the cache: files may have come or gone since. As Arrow, since pictures of hundreds of gigabytes would be
+    # read otherwise.
+    measured = dataset.with_format("arrow").map(
+        measure,
+        batched=True,
         num_proc=num_proc,
         remove_columns=dataset.column_names,
         load_from_cache_file=False,
+        new_fingerprint=hashlib.sha256(os.urandom(16)).hexdigest(),
         desc="Checking rows",
-    )["problem"]
-    problems = list(problems)
+    )
+    problems, lengths, checksums = (
+        measured.with_format("arrow")[name].to_pylist() for name in ("problem", "length", "checksum")
+    )
     bad = [number for number, problem in enumerate(problems) if problem]
-    if not bad:
-        return dataset
-    sources = dataset.select_columns("source")
-    examples = [{"source": sources[number]["source"], "problem": problems[number]} for number in bad]
-    if bad_rows == "error" or len(bad) == len(dataset):
-        first = examples[0]
-        raise BadRowError(
-            f"{first['source']}: {first['problem']}. {len(bad)} of {len(dataset)} rows are bad; mend the data, or "
-            "leave them out with --bad_rows skip."
-        )
-    report_file.parent.mkdir(parents=True, exist_ok=True)
-    report_file.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
-    logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(dataset), report_file)
-    return dataset.select([number for number, problem in enumerate(problems) if not problem])
+    good = [number for number, problem in enumerate(problems) if not problem]
+    if bad:
+        sources = dataset.select_columns("source")
+        examples = [{"source": sources[number]["source"], "problem": problems[number]} for number in bad]
+        if bad_rows == "error" or not good:
+            first = examples[0]
+            raise BadRowError(
+                f"{first['source']}: {first['problem']}. {len(bad)} of {len(dataset)} rows are bad; mend the data, or "
+                "leave them out with --bad_rows skip."
+            )
+        report_file.parent.mkdir(parents=True, exist_ok=True)
+        report_file.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
+        logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(dataset), report_file)
+    dataset = dataset.add_column("length", lengths)
+    content = np.array([(lengths[number], checksums[number]) for number in good], dtype=np.int64)
+    return (dataset.select(good) if bad else dataset), hashlib.sha256(content.tobytes()).hexdigest()
+
+
+def check_stream(
+    dataset: IterableDataset,
+    image_token: str,
+    tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
+    bad_rows: Literal["error", "skip"],
+    report_file: Path,
+) -> IterableDataset:
+    """The same for data that is read as it comes: rows get their `length` when they are reached.
+
+    Bad rows are added to `report_file` as they are met; `None` stands for a process that should not write it.
+    """
+
+    def is_good(row: dict[str, Any]) -> bool:
+        if row["problem"] and bad_rows == "error":
+            raise BadRowError(f"{row['source']}: {row['problem']}.")
+        if row["problem"]:
+            with report_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"source": row["source"], "problem": row["problem"]}) + "\n")
+        return not row["problem"]
+
+    def measure(row: dict[str, Any]) -> dict[str, Any]:
+        problem, length = _measure_row(row, image_token, tokenize, open_pictures=bad_rows == "skip")
+        return {"problem": problem, "length": length}
+
+    return dataset.map(measure).filter(is_good).remove_columns("problem")
+
+
+def _measure_row(
+    row: dict[str, Any],
+    image_token: str,
+    tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
+    open_pictures: bool,
+) -> tuple[str, int]:
+    """Why a row can't be trained on, or nothing; and its length in tokens."""
+    problem = find_problem(row, image_token)
+    if problem is not None:
+        return problem, 0
+    try:
+        if open_pictures:
+            open_images(row)
+        return "", len(tokenize(row)[0])
+    except BadRowError as error:
+        return str(error).removeprefix(f"{row['source']}: "), 0
+
+
+def _picture_references(column: pa.ChunkedArray, with_bytes: bool) -> list[Any]:
+    """A column of pictures as Python values, the bytes of encoded ones left where they are unless asked for."""
+    if with_bytes:
+        return column.to_pylist()
+    references: list[Any] = []
+    for chunk in column.chunks:
+        kind = chunk.type.value_type if pa.types.is_list(chunk.type) else chunk.type
+        if not pa.types.is_struct(kind):  # paths
+            references += chunk.to_pylist()
+            continue
+        pictures = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
+        leaves = [
+            {"bytes": None, "path": path} if there else None
+            for path, there in zip(pictures.field("path").to_pylist(), pictures.is_valid().to_pylist(), strict=True)
+        ]
+        if pa.types.is_list(chunk.type):
+            remaining = iter(leaves)
+            counts = chunk.value_lengths().fill_null(0).to_pylist()
+            references += [[next(remaining) for _ in range(count)] for count in counts]
+        else:
+            references += leaves
+    return references
 
 
 def open_images(row: dict[str, Any]) -> list[PILImage.Image]:
-    """The row's pictures, decoded, in RGB.
+    """The row's pictures, decoded, in RGB, as people see them.
+
+    The camera's orientation is applied, 16-bit grey is scaled to 8, transparency is dropped, and an animation gives
+    its first frame. The content decides the format, not the file's name.
 
     Raises:
         BadRowError: if one can't be read.
@@ -204,7 +313,11 @@ def _open_image(image: str | dict[str, Any], source: str) -> PILImage.Image:
         file = BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
     try:
         with PILImage.open(file) as opened:
-            return opened.convert("RGB")
+            if opened.mode.startswith("I;16"):  # converted as it is, everything above 255 would be white
+                return PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
+            if opened.mode in ("I", "F"):
+                raise OSError(f"pixels of mode {opened.mode} have no known range")
+            return ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, UnidentifiedImageError, SyntaxError, PILImage.DecompressionBombError) as error:
         name = image if isinstance(image, str) else image["path"]
         raise BadRowError(f"{source}: image {name} can't be read ({error}).") from error

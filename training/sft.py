@@ -2,28 +2,38 @@
 
     accelerate launch training/sft.py --config training/recipes/Qwen2.5-7B-Instruct/stage1.yaml
 
-Every field of the recipe can be given on the command line too, which wins. The output is a complete checkpoint folder.
+Every field of the recipe can be given on the command line too, which wins. The output is a complete checkpoint folder;
+for stage "adapt" it is an adapter, which training/merge.py turns into one.
 """
 
 import logging
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, LlavaProcessor
-from transformers.trainer_utils import get_last_checkpoint
 from trl import SFTConfig, TrlParser
 
+import training.attention  # noqa: F401 - registers "varlen"
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.chat_template import plain_template
+from training.checkpoints import check_same_run, find_problem, newest_complete
 from training.collator import VisionLanguageCollator
-from training.data import check_rows, load_rows
-from training.stages import Stage, describe_stage, prepare_stage
+from training.data import check_rows, check_stream, load_rows
+from training.packing import PackedBatchSampler, pack_window, plan_accumulation
+from training.stages import LearningRates, Stage, describe_stage, prepare_stage
+from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
 
 
 logger = logging.getLogger(__name__)
+
+CHOICES = {"stage": tuple(Stage), "bad_rows": ("error", "skip")}
+# Rows of a stream that are packed together.
+PACKING_WINDOW = 512
 
 
 @dataclass
@@ -32,31 +42,58 @@ class ScriptArguments:
 
     model_name_or_path: str = field(metadata={"help": "NormLlava checkpoint to start from: folder or Hub id."})
     dataset_name: str = field(metadata={"help": "LLaVA JSON file, dataset folder or Hub id."})
-    stage: Literal["align", "instruct"] = field(metadata={"help": "What to train; see training/stages.py."})
+    stage: Literal["align", "instruct", "adapt"] = field(metadata={"help": "What to train; see training/stages.py."})
     image_folder: str | None = field(
         default=None, metadata={"help": "Goes before the image paths of a JSON file; its own folder by default."}
     )
     dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
     dataset_split: str = field(default="train", metadata={"help": "Split of a dataset."})
+    streaming: bool = field(
+        default=False, metadata={"help": "Read the data as it comes, in its own order; needs max_steps."}
+    )
     vision_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the vision encoder; required in stage 'instruct'."}
+    )
+    norm_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the projector's norm; learning_rate by default."}
+    )
+    clip_by_module: bool = field(
+        default=False, metadata={"help": "Clip each module's gradient to max_grad_norm, not that of all together."}
     )
     global_batch_size: int | None = field(
         default=None,
         metadata={"help": "Samples a step over all devices; sets gradient_accumulation_steps to what this takes."},
     )
+    packed_length: int | None = field(
+        default=None,
+        metadata={"help": "Join samples into rows of at most this many tokens, instead of padding them."},
+    )
     bad_rows: Literal["error", "skip"] = field(
         default="error", metadata={"help": "Stop at a bad row, or leave all of them out and list them in a file."}
     )
-    attn_implementation: str = field(default="sdpa", metadata={"help": "Attention, as in `from_pretrained`."})
+    attn_implementation: str = field(
+        default="sdpa", metadata={"help": "Attention of the language model: 'varlen' for packed rows, 'sdpa', ..."}
+    )
+    load_in_4bit: bool = field(
+        default=False, metadata={"help": "Hold the language model in 4-bit NF4; for stage 'adapt'."}
+    )
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters of stage 'adapt'."})
+    lora_alpha: int = field(default=32, metadata={"help": "The adapters' output is scaled by lora_alpha / lora_r."})
+    resume_changed: bool = field(
+        default=False, metadata={"help": "Resume although data, batch or learning rate are not those of before."}
+    )
 
     def __post_init__(self) -> None:
         # A recipe's values bypass the parser's own check of choices.
-        for name, allowed in (("stage", ("align", "instruct")), ("bad_rows", ("error", "skip"))):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
-        if self.stage == "instruct" and self.vision_learning_rate is None:
+        if self.stage == Stage.INSTRUCT and self.vision_learning_rate is None:
             raise ValueError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
+        if self.load_in_4bit and self.stage != Stage.ADAPT:
+            raise ValueError("load_in_4bit goes with stage 'adapt' alone: 4-bit weights can't be trained.")
+        if self.packed_length is None and self.attn_implementation == "varlen":
+            raise ValueError("attn_implementation 'varlen' is for packed rows: give packed_length, or use 'sdpa'.")
 
 
 @dataclass
@@ -64,21 +101,41 @@ class TrainingConfig(SFTConfig):
     """TRL's arguments, with defaults that don't lose data in silence."""
 
     max_length: int | None = field(
-        default=None, metadata={"help": "Longest row allowed, in tokens; a longer one is an error, none is cut."}
+        default=None, metadata={"help": "Longest sample allowed, in tokens; a longer one is a bad row, none is cut."}
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay off: rows are read when needed."})
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Off: a loss that is no number ends it."})
+
+
+def check_arguments(script_args: ScriptArguments, args: TrainingConfig) -> None:
+    """Refuse what does not go together before anything is loaded. Raises `ValueError`."""
+    if args.packing or args.padding_free:
+        raise ValueError("TRL packs text alone; give packed_length to pack rows with pictures.")
+    if args.report_to is None:
+        raise ValueError('report_to must be named, for example "none".')
+    if script_args.packed_length is not None and args.per_device_train_batch_size != 1:
+        raise ValueError("With packed_length a device takes one row at a time: set per_device_train_batch_size to 1.")
+    if script_args.streaming and args.max_steps <= 0:
+        raise ValueError("The length of a stream is not known: give max_steps.")
+    if script_args.streaming and script_args.packed_length is not None and script_args.global_batch_size is not None:
+        raise ValueError(
+            "Rows packed from a stream hold as many samples as fit, so no global_batch_size can be kept: give "
+            "gradient_accumulation_steps, or leave streaming or packed_length."
+        )
+    if script_args.packed_length is not None and not script_args.streaming and script_args.global_batch_size is None:
+        raise ValueError("Packed rows hold varying numbers of samples: give global_batch_size, the samples of a step.")
+    if script_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
+        raise ValueError("Give either global_batch_size or gradient_accumulation_steps, not both.")
 
 
 def set_accumulation(args: TrainingConfig, global_batch_size: int | None) -> None:
-    """Choose the accumulation steps that give the global batch on this many devices.
+    """Choose the accumulation steps that give the global batch on this many devices, for padded batches.
 
     Raises:
-        ValueError: if it can't be met, or is stated twice.
+        ValueError: if it can't be met.
     """
     if global_batch_size is None:
         return
-    if args.gradient_accumulation_steps != 1:
-        raise ValueError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     per_pass = args.per_device_train_batch_size * args.world_size
     if global_batch_size % per_pass:
         raise ValueError(
@@ -88,78 +145,174 @@ def set_accumulation(args: TrainingConfig, global_batch_size: int | None) -> Non
     args.gradient_accumulation_steps = global_batch_size // per_pass
 
 
-def find_checkpoint(args: TrainingConfig) -> str | None:
-    """Where to go on from: `resume_from_checkpoint: true` means the last checkpoint, if there is one yet.
+def plan_packing(args: TrainingConfig, rows: Dataset, samples_per_step: int, packed_length: int) -> PackedBatchSampler:
+    """Sampler of packed rows; sets the accumulation steps that they take."""
+    lengths = list(rows["length"])
+    epochs = math.ceil(args.num_train_epochs)
+    if args.max_steps > 0:
+        epochs = math.ceil(args.max_steps / max(len(lengths) // samples_per_step, 1))
+    args.gradient_accumulation_steps = plan_accumulation(
+        lengths, samples_per_step, args.world_size, args.seed, epochs, packed_length
+    )
+    return PackedBatchSampler(
+        lengths, samples_per_step, args.world_size, args.process_index, args.gradient_accumulation_steps, args.seed
+    )
+
+
+def find_checkpoint(args: TrainingConfig) -> Path | None:
+    """Where to go on from: `resume_from_checkpoint: true` means the newest complete checkpoint, if there is one.
 
     Raises:
-        ValueError: if the output folder holds a run and nothing says to go on with it.
+        ValueError: if the output folder holds a run and nothing says to go on with it, or a checkpoint that is named
+            can't be resumed from.
     """
-    last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    output_dir = Path(args.output_dir)
     if str(args.resume_from_checkpoint).lower() == "true":
-        return last
-    if args.resume_from_checkpoint is None and (last or (Path(args.output_dir) / "config.json").exists()):
+        with args.main_process_first(desc="looking for a checkpoint"):
+            return newest_complete(output_dir, args.process_index == 0)
+    if args.resume_from_checkpoint is not None:
+        checkpoint = Path(args.resume_from_checkpoint)
+        problem = find_problem(checkpoint)
+        if problem is not None:
+            raise ValueError(f"{checkpoint} can't be resumed from: {problem}.")
+        return checkpoint
+    if any(output_dir.glob("checkpoint-*")) or any(output_dir.glob("*config.json")):
         raise ValueError(
             f"output_dir {args.output_dir} already holds a run. Go on with it by --resume_from_checkpoint true, or "
             "choose another folder."
         )
-    return args.resume_from_checkpoint
+    return None
+
+
+def load_model(script_args: ScriptArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
+    """The model to start from: float32, but for a language model in 4 bits."""
+    options: dict[str, Any] = {"dtype": torch.float32}
+    if script_args.load_in_4bit:
+        from training.adapters import quantization_config  # needs the extra "qlora"
+
+        options = {
+            "dtype": torch.bfloat16 if args.bf16 else torch.float32,
+            "quantization_config": quantization_config(torch.bfloat16 if args.bf16 else torch.float32),
+            "device_map": {"": args.device},
+        }
+    return NormLlavaForConditionalGeneration.from_pretrained(
+        script_args.model_name_or_path,
+        # Packing concerns the language model alone.
+        attn_implementation={"text_config": script_args.attn_implementation, "vision_config": "sdpa"},
+        **options,
+    )
+
+
+def describe_run(script_args: ScriptArguments, args: TrainingConfig, data: str) -> dict[str, Any]:
+    """What the weights of a run depend on; a resumed run must be made of the same."""
+    names = ("model_name_or_path", "stage", "packed_length", "streaming", "load_in_4bit", "lora_r", "lora_alpha")
+    rates = ("vision_learning_rate", "norm_learning_rate", "clip_by_module", "global_batch_size")
+    trl_names = (
+        "seed", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
+        "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16",
+    )  # fmt: skip
+    return {
+        "data": data,
+        "num_processes": args.world_size,
+        **{name: getattr(script_args, name) for name in names + rates},
+        **{name: getattr(args, name) for name in trl_names},
+    }
 
 
 def main() -> None:
     """Run the command line."""
     script_args, args = TrlParser((ScriptArguments, TrainingConfig)).parse_args_and_config()
     logging.basicConfig(level=logging.INFO if args.process_index == 0 else logging.ERROR, format="%(message)s")
-    stage = Stage(script_args.stage)
-    set_accumulation(args, script_args.global_batch_size)
+    check_arguments(script_args, args)
+    if script_args.packed_length is None:
+        set_accumulation(args, script_args.global_batch_size)
     checkpoint = find_checkpoint(args)
+    stage = Stage(script_args.stage)
 
     processor: LlavaProcessor = AutoProcessor.from_pretrained(script_args.model_name_or_path)
-    with args.main_process_first(desc="reading the data"):
-        rows = load_rows(
-            script_args.dataset_name, script_args.image_folder, script_args.dataset_config, script_args.dataset_split
-        )
-        rows = check_rows(
-            rows,
-            processor.image_token,
-            script_args.bad_rows,
-            Path(args.output_dir) / "bad_rows.jsonl",
-            args.dataset_num_proc,
-        )
-
-    model = NormLlavaForConditionalGeneration.from_pretrained(
-        script_args.model_name_or_path, dtype=torch.float32, attn_implementation=script_args.attn_implementation
-    )
-    groups = prepare_stage(
-        model,
-        stage,
-        args.learning_rate,
-        script_args.vision_learning_rate or 0.0,
-        frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32,
-    )
     template = (
         plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
     )
+    tokenize = RowTokenizer(processor, template, args.max_length)
+    sampler = None
+    with args.main_process_first(desc="reading the data"):
+        rows: Dataset | IterableDataset = load_rows(
+            script_args.dataset_name,
+            script_args.image_folder,
+            script_args.dataset_config,
+            script_args.dataset_split,
+            script_args.streaming,
+        )
+        report_file = Path(args.output_dir) / "bad_rows.jsonl"
+        if isinstance(rows, IterableDataset):
+            rows = check_stream(rows, processor.image_token, tokenize, script_args.bad_rows, report_file)
+            data = script_args.dataset_name
+        else:
+            rows, data = check_rows(
+                rows, processor.image_token, tokenize, script_args.bad_rows, report_file, args.dataset_num_proc
+            )
+    if script_args.packed_length is not None and isinstance(rows, IterableDataset):
+        rows = rows.map(
+            pack_window,
+            batched=True,
+            batch_size=PACKING_WINDOW,
+            remove_columns=["images", "conversations", "source", "length"],
+            fn_kwargs={"packed_length": script_args.packed_length},
+        )
+    elif script_args.packed_length is not None:
+        assert script_args.global_batch_size is not None
+        sampler = plan_packing(args, rows, script_args.global_batch_size, script_args.packed_length)
+
+    run = describe_run(script_args, args, data)
+    if checkpoint is not None and not script_args.resume_changed:
+        check_same_run(checkpoint, run)
+    model = load_model(script_args, args)
+    trained: Any = model
+    if stage is Stage.ADAPT:
+        from training.adapters import add_adapters  # needs the extra "qlora"
+
+        torch.manual_seed(args.seed)
+        trained = add_adapters(model, script_args.lora_r, script_args.lora_alpha)
+    rates = LearningRates(
+        common=args.learning_rate,
+        vision=script_args.vision_learning_rate or 0.0,
+        norm=script_args.norm_learning_rate or args.learning_rate,
+    )
+    groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
     trainer = NormLlavaTrainer(
-        model,
+        trained,
         groups,
+        run,
+        sampler=sampler,
+        clip_by_module=script_args.clip_by_module,
         args=args,
         train_dataset=rows,
         processing_class=processor,
-        data_collator=VisionLanguageCollator(processor, template, args.max_length),
+        data_collator=VisionLanguageCollator(tokenize, packed=script_args.packed_length is not None),
     )
     logger.info("%s", describe_stage(stage, groups))
-    logger.info(
-        "%d rows; %d processes x %d rows x %d accumulation steps = global batch %d",
-        len(rows),
-        args.world_size,
-        args.per_device_train_batch_size,
-        args.gradient_accumulation_steps,
-        args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps,
-    )
-    trainer.train(resume_from_checkpoint=checkpoint)
+    logger.info("%s", describe_batch(script_args, args, rows))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     trainer.save_model()
     trainer.save_state()
     logger.info("Saved to %s", args.output_dir)
+
+
+def describe_batch(script_args: ScriptArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:
+    """The line that training prints: how many rows there are, and how many a step takes on how many processes."""
+    size = "a stream of" if isinstance(rows, IterableDataset) else f"{len(rows)}"
+    steps = args.world_size * args.gradient_accumulation_steps
+    if script_args.packed_length is None:
+        batch = f"{args.per_device_train_batch_size} rows"
+        total = f"global batch {steps * args.per_device_train_batch_size}"
+    else:
+        batch = f"1 packed row of up to {script_args.packed_length} tokens"
+        samples = f"{script_args.global_batch_size} samples" if script_args.global_batch_size else "what they hold"
+        total = f"global batch {samples} in {steps} packed rows"
+    return (
+        f"{size} rows; {args.world_size} processes x {batch} x {args.gradient_accumulation_steps} accumulation steps "
+        f"= {total}"
+    )
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training.chat_template import plain_template
 from training.collator import VisionLanguageCollator
 from training.data import BadRowError
-from training.stages import Stage, prepare_stage
+from training.stages import LearningRates, Stage, prepare_stage
+from training.tokenization import RowTokenizer
 
 
 def make_row(folder: Path, answer: str, *more: str, num_images: int = 1) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
         make_row(tmp_path, "Text alone.", num_images=0),
         make_row(tmp_path, "Two.", num_images=2),
     ]
-    batch = VisionLanguageCollator(processor, processor.chat_template)(rows)
+    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(rows)
     end = processor.tokenizer.eos_token
     space = " " if end == "</s>" else ""  # Vicuna's answers start with one
     expected = [f"{space}A dog.{end}{space}Yes, a dog.{end}", f"{space}Text alone.{end}", f"{space}Two.{end}"]
@@ -62,7 +63,7 @@ def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
 
 def test_plain_rows_are_picture_caption_and_line_break(processor: Any, tmp_path: Path) -> None:
     template = plain_template(processor.tokenizer, processor.image_token)
-    batch = VisionLanguageCollator(processor, template)(
+    batch = VisionLanguageCollator(RowTokenizer(processor, template))(
         [make_row(tmp_path, "A dog."), make_row(tmp_path, "A black cat.")]
     )
     bos = processor.tokenizer.bos_token or ""
@@ -85,7 +86,7 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
     rows = [make_row(tmp_path, answer, num_images=0) for answer in ("Short.", "A longer answer, of more words.")]
-    batch = VisionLanguageCollator(processor, processor.chat_template)(rows)
+    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(rows)
     length = int(batch["attention_mask"].sum(1).max())
     without = {name: batch[name][:, :length] for name in ("input_ids", "attention_mask", "labels")}
 
@@ -100,7 +101,7 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
         torch.testing.assert_close(parameter.grad, language_gradients[name], msg=name)
 
     # Stage 1 trains nothing else, so without the picture it would have nothing to differentiate.
-    prepare_stage(model, Stage.ALIGN, 1e-3, 0.0)
+    prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 0.0, 1e-3))
     losses_and_gradient(model, batch)
     with pytest.raises(RuntimeError, match="does not require grad"):
         losses_and_gradient(model, without)
@@ -109,7 +110,7 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
 def test_long_rows_are_refused_not_cut(composed: Callable[..., Path], tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     rows = [make_row(tmp_path, "Short."), make_row(tmp_path, "long " * 40)]
-    collator = VisionLanguageCollator(processor, processor.chat_template, max_length=100)
+    collator = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template, max_length=100))
     collator(rows[:1])
     with pytest.raises(BadRowError, match=r"rows.json, row long.* more than max_length 100. Rows are never cut"):
         collator(rows)
@@ -119,4 +120,4 @@ def test_a_row_without_trained_tokens_is_refused(composed: Callable[..., Path], 
     processor = AutoProcessor.from_pretrained(composed())
     template = "{{ '<|image_pad|>' }}{% for message in messages %}{{ message['role'] }}{% endfor %}"
     with pytest.raises(BadRowError, match=r"rows.json, row A dog.*: no token of it is trained"):
-        VisionLanguageCollator(processor, template)([make_row(tmp_path, "A dog.")])
+        VisionLanguageCollator(RowTokenizer(processor, template))([make_row(tmp_path, "A dog.")])

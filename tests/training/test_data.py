@@ -24,6 +24,10 @@ def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json"
     return folder / name
 
 
+def one_token(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    return [0], [0]
+
+
 GOOD_ROWS = [
     {"id": 1, "image": "a.png", "conversations": turns("<image>\nWhat?", "A dog.")},
     {"id": "two", "conversations": turns("Hello.", "Hello to you.")},
@@ -34,7 +38,9 @@ GOOD_ROWS = [
 @pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
 def test_llava_json(tmp_path: Path, name: str) -> None:
     path = write_json(tmp_path, GOOD_ROWS, name)
-    rows = check_rows(load_rows(str(path), str(tmp_path / "pictures")), "<image>", "error", tmp_path / "bad.jsonl")
+    rows = check_rows(
+        load_rows(str(path), str(tmp_path / "pictures")), "<image>", one_token, "error", tmp_path / "bad.jsonl"
+    )[0]
     assert [len(row_images(row)) for row in rows] == [1, 0, 2]
     assert [image.mode for image in open_images(rows[2])] == ["RGB", "RGB"]
     assert open_images(rows[0])[0].getpixel((0, 0)) == (1, 2, 3)
@@ -59,7 +65,7 @@ def test_dataset_with_pictures_inside(tmp_path: Path, layout: str) -> None:
     else:
         feature = dataset.cast_column(column, Image()) if layout == "image" else dataset
         feature.save_to_disk(tmp_path / "stored")
-    rows = check_rows(load_rows(str(tmp_path / "stored")), "<image>", "error", tmp_path / "bad.jsonl")
+    rows = check_rows(load_rows(str(tmp_path / "stored")), "<image>", one_token, "error", tmp_path / "bad.jsonl")[0]
     assert [len(row_images(row)) for row in rows] == [1, 0]
     assert open_images(rows[0])[0].getpixel((0, 0)) == (1, 2, 3)
     assert to_messages(rows[1]) == [
@@ -86,7 +92,7 @@ def test_a_bad_row_is_an_error_with_its_place(tmp_path: Path, message: str) -> N
     path = write_json(tmp_path, [GOOD_ROWS[0], BAD_ROWS[message]])
     rows = load_rows(str(path), str(tmp_path / "pictures"))
     with pytest.raises(BadRowError, match=f"data.json, row 1: .*{message}.*1 of 2 rows"):
-        check_rows(rows, "<|image_pad|>", "error", tmp_path / "bad.jsonl")
+        check_rows(rows, "<|image_pad|>", one_token, "error", tmp_path / "bad.jsonl")
 
 
 def test_bad_rows_are_left_out_and_listed(tmp_path: Path) -> None:
@@ -97,7 +103,7 @@ def test_bad_rows_are_left_out_and_listed(tmp_path: Path) -> None:
     whole = (tmp_path / "pictures" / "a.png").read_bytes()
     (tmp_path / "pictures" / "torn.png").write_bytes(whole[: len(whole) // 2])
     rows = load_rows(str(path), str(tmp_path / "pictures"))
-    kept = check_rows(rows, "<|image_pad|>", "skip", tmp_path / "out" / "bad.jsonl")
+    kept, _ = check_rows(rows, "<|image_pad|>", one_token, "skip", tmp_path / "out" / "bad.jsonl")
     assert [row["source"][-1] for row in kept] == ["9", "0", "1"]
     listed = [json.loads(line) for line in (tmp_path / "out" / "bad.jsonl").read_text().splitlines()]
     assert len(listed) == len(BAD_ROWS) + 1
@@ -108,11 +114,13 @@ def test_bad_rows_are_left_out_and_listed(tmp_path: Path) -> None:
 def test_pictures_are_opened_when_needed(tmp_path: Path) -> None:
     path = write_json(tmp_path, [{"image": "torn.png", "conversations": turns("<image>\nWhat?", "A dog.")}])
     (tmp_path / "pictures" / "torn.png").write_bytes(b"no picture")
-    rows = check_rows(load_rows(str(path), str(tmp_path / "pictures")), "<image>", "error", tmp_path / "bad.jsonl")
+    rows = check_rows(
+        load_rows(str(path), str(tmp_path / "pictures")), "<image>", one_token, "error", tmp_path / "bad.jsonl"
+    )[0]
     with pytest.raises(BadRowError, match=r"data.json, row 0: image .*torn.png can't be read"):
         open_images(rows[0])
     with pytest.raises(BadRowError, match="1 of 1 rows are bad"):
-        check_rows(rows, "<image>", "skip", tmp_path / "bad.jsonl")
+        check_rows(rows, "<image>", one_token, "skip", tmp_path / "bad.jsonl")
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """The training script as people start it: both stages, resuming, and errors before any work is lost."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -8,71 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
-from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from modeling_normllava import NormLlavaForConditionalGeneration
+from runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
 from training import sft
-from training.stages import Stage, describe_stage, prepare_stage
-
-
-ROOT = Path(__file__).parents[2]
-FAST = {
-    "use_cpu": True,
-    "bf16": False,
-    "per_device_train_batch_size": 2,
-    "global_batch_size": 4,
-    "learning_rate": 1e-3,
-    "logging_steps": 2,
-    "report_to": "none",
-    "gradient_checkpointing": False,
-    "num_train_epochs": 1,
-}
-INSTRUCT = {"stage": "instruct", "vision_learning_rate": 2e-4}
-NORM = "model.multi_modal_projector.norm"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LLaVA JSON of 24 rows with pictures and 6 without, four of these in a row."""
-    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
-    rows: list[dict[str, Any]] = []
-    for number in range(24):
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / f"{number}.png")
-        turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"number {number}"}]
-        rows.append({"id": number, "image": f"{number}.png", "conversations": turns})
-    for number in (0, 1, 2, 3, 12, 20):
-        turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": f"text {number}"}]
-        rows.insert(number, {"id": f"t{number}", "conversations": turns})
-    (folder / "data.json").write_text(json.dumps(rows))
-    return folder / "data.json"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> None:
-    """Run the script in this process with a recipe of these fields."""
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**FAST, **fields}))
-    monkeypatch.setattr(sys, "argv", ["sft.py", "--config", str(recipe)])
-    sft.main()
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
-
-
-def logged(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def moved(before: Path, after: Path) -> set[str]:
-    old, new = weights(before), weights(after)
-    assert old.keys() == new.keys()
-    return {name for name in old if not torch.equal(old[name], new[name])}
+from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 
 
 def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
@@ -106,7 +49,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
     assert [line["step"] for line in metrics] == [2, 4, 6, 8, 8]
     for line in metrics[:-1]:
         assert line["norm/ratio"] == pytest.approx(line["norm/visual"] / line["norm/text"])
-        assert line["vision_learning_rate"] == pytest.approx(line["learning_rate"] / 5)
+        assert line["learning_rate/vision_tower"] == pytest.approx(line["learning_rate"] / 5)
         parts = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
         total = sum(line[f"grad_norm/{part}"] ** 2 for part in parts) ** 0.5
         assert total == pytest.approx(line["grad_norm"], rel=1e-4)
@@ -177,6 +120,62 @@ def test_gradient_accumulation_is_exact(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
+def test_packing_trains_as_padding_does(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: dict[str, Any],
+) -> None:
+    fields = {"model_name_or_path": str(composed()), "dataset_name": str(data), "logging_steps": 1, **stage}
+    fields |= {"global_batch_size": 30, "num_train_epochs": 3}  # all rows a step, so that their order does not matter
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "padded"))
+    run(monkeypatch, tmp_path, **{**fields, **PACKED}, output_dir=str(tmp_path / "packed"))
+    padded, packed = ([line for line in logged(tmp_path / name) if "loss" in line] for name in ("padded", "packed"))
+    assert len(packed) == 3
+    for line, expected in zip(packed, padded, strict=True):
+        for name in ("loss", "norm/visual", "norm/text", "grad_norm", "grad_norm/multi_modal_projector", "num_tokens"):
+            assert line[name] == pytest.approx(expected[name], rel=1e-4), name
+
+
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
+def test_streams_train_in_their_own_order(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    packing: dict[str, Any],
+) -> None:
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "streaming": True}
+    fields |= {
+        "max_steps": 3,
+        "global_batch_size": None,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        **packing,
+    }
+    for name in ("one", "two"):
+        run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / name))
+    assert moved(tmp_path / "one", tmp_path / "two") == set()
+    lines = [line for line in logged(tmp_path / "one") if "loss" in line]
+    assert lines[-1]["num_tokens"] > 0
+    assert len(lines) == 3
+
+
+def test_resuming_a_packed_run_in_its_second_epoch(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields |= {"num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6}
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    run(monkeypatch, tmp_path, **fields, output_dir=str(unbroken))
+    assert logged(unbroken)[-1]["step"] == 8
+    shutil.copytree(unbroken / "checkpoint-6", broken / "checkpoint-6")
+    run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
+    assert moved(unbroken, broken) == set()
+
+
 def test_no_telemetry(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +213,7 @@ def test_wrong_recipes_stop_at_once(
 
 def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[..., Path]) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
-    groups = prepare_stage(model, Stage.ALIGN, 1e-3, 0.0, frozen_dtype=torch.bfloat16)
+    groups = prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 0.0, 1e-3), frozen_dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         trained = name.startswith("model.multi_modal_projector.")
         assert parameter.requires_grad == trained, name

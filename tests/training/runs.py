@@ -1,0 +1,52 @@
+"""Running the training script in tests, and reading what it leaves."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from training import sft
+
+
+ROOT = Path(__file__).parents[2]
+FAST = {
+    "use_cpu": True,
+    "bf16": False,
+    "per_device_train_batch_size": 2,
+    "global_batch_size": 4,
+    "learning_rate": 1e-3,
+    "logging_steps": 2,
+    "report_to": "none",
+    "gradient_checkpointing": False,
+    "num_train_epochs": 1,
+}
+INSTRUCT = {"stage": "instruct", "vision_learning_rate": 2e-4}
+PACKED = {"packed_length": 120, "per_device_train_batch_size": 1, "attn_implementation": "varlen"}
+NORM = "model.multi_modal_projector.norm"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> None:
+    """Run the script in this process with a recipe of these fields."""
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**FAST, **fields}))
+    monkeypatch.setattr(sys, "argv", ["sft.py", "--config", str(recipe)])
+    sft.main()
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def moved(before: Path, after: Path) -> set[str]:
+    old, new = weights(before), weights(after)
+    assert old.keys() == new.keys()
+    return {name for name in old if not torch.equal(old[name], new[name])}

@@ -1,0 +1,111 @@
+"""QLoRA as people run it: what is quantized and trained, the run, the adapter, and the merged model."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+
+bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+
+from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
+from runs import ROOT, logged, run  # noqa: E402
+from training.adapters import add_adapters, quantization_config  # noqa: E402
+from training.collator import VisionLanguageCollator  # noqa: E402
+from training.merge import merge  # noqa: E402
+from training.tokenization import RowTokenizer  # noqa: E402
+
+
+QLORA = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
+
+
+@pytest.fixture
+def quantized(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
+    return NormLlavaForConditionalGeneration.from_pretrained(
+        composed(), dtype=torch.float32, quantization_config=quantization_config(torch.float32)
+    )
+
+
+def test_the_language_model_alone_is_quantized_and_adapted(quantized: NormLlavaForConditionalGeneration) -> None:
+    in_4bit = {name for name, module in quantized.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    linear = {name for name, module in quantized.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert in_4bit == {name for name in linear if name.startswith("model.language_model.layers.")}
+    assert quantized.model.multi_modal_projector.norm.weight.dtype == torch.float32
+
+    adapted = add_adapters(quantized, rank=4, alpha=8)
+    with_adapter = {name.removesuffix(".lora_A") for name, _ in quantized.named_modules() if name.endswith(".lora_A")}
+    assert with_adapter == in_4bit
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert all(".lora_" in name or ".multi_modal_projector.modules_to_save." in name for name in trained)
+    assert len(trained) == 2 * len(in_4bit) + 6
+
+
+def test_a_run_learns_saves_reloads_and_merges(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {
+        **QLORA,
+        "model_name_or_path": str(composed()),
+        "dataset_name": str(data),
+        "num_train_epochs": 6,
+        "logging_steps": 8,
+        "gradient_checkpointing": True,
+        "output_dir": str(tmp_path / "adapter"),
+    }
+    run(monkeypatch, tmp_path, **fields)
+    lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
+    losses = [line["loss"] for line in lines]
+    assert losses == sorted(losses, reverse=True)
+    # The frozen head is random and can't be sure of anything, but the right token comes first more and more often.
+    assert lines[0]["mean_token_accuracy"] < 0.2
+    assert lines[-1]["mean_token_accuracy"] > 0.5
+
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    gain = saved["base_model.model.model.multi_modal_projector.norm.weight"]
+    start = load_file(composed() / "model.safetensors")["model.multi_modal_projector.norm.weight"]
+    assert (gain != start).all()  # none of it would have moved in bfloat16
+
+    # The adapter reloads to the same logits, here on the base that it was trained on.
+    processor = AutoProcessor.from_pretrained(tmp_path / "adapter")
+    row = {
+        "images": [str(data.parent / "7.png")],
+        "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "number 7"}],
+        "source": "row",
+    }
+    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))([row])
+    base = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    for name, tensor in peft.get_peft_model_state_dict(adapted).items():
+        assert torch.equal(tensor, saved[name]), name
+    with torch.no_grad():
+        expected = adapted(**batch).logits
+
+    # Merged, it is an ordinary folder of the class that gives the same logits.
+    command = [sys.executable, "training/merge.py", "--adapter", str(tmp_path / "adapter")]
+    result = subprocess.run(
+        [*command, "--output_dir", str(tmp_path / "merged")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    assert {path.name for path in (tmp_path / "merged").iterdir()} >= {
+        "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    with torch.no_grad():
+        torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_merging_keeps_the_norm_float32(composed: Callable[..., Path], tmp_path: Path) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
+    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
+    merged = merge(str(tmp_path), dtype="bfloat16")
+    assert merged.lm_head.weight.dtype == torch.bfloat16
+    assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32

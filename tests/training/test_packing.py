@@ -1,0 +1,202 @@
+"""Packed rows: the same training as padded ones, nothing lost, rows even and within their limit."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, set_seed
+
+import training.attention  # noqa: F401 - registers "varlen"
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.collator import VisionLanguageCollator
+from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation
+from training.tokenization import RowTokenizer
+
+
+NUM_IMAGES = [1, 0, 2, 1, 0]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[dict[str, Any]]:
+    """Rows with one picture, two and none, of different lengths."""
+    rows = []
+    for number, num_images in enumerate(NUM_IMAGES):
+        paths = [str(tmp_path / f"{number}-{image}.png") for image in range(num_images)]
+        for image, path in enumerate(paths):
+            Image.effect_noise((28, 28), 40 + 20 * number + image).convert("RGB").save(path)
+        turns = [
+            {"from": "human", "value": "<image>\n" * num_images + "What" + " really" * number + "?"},
+            {"from": "gpt", "value": f"answer {number}" + " and more" * (5 - number)},
+        ]
+        rows.append({"images": paths, "conversations": turns, "source": f"row {number}"})
+    return rows
+
+
+def lengths_of(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return (700 + 300 * torch.rand(count, generator=generator) ** 4 * 10).long().tolist()
+
+
+def backward(model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]) -> float:
+    """Backward pass of a loss in float64, which the model's own is not; returns the loss."""
+    labels = inputs["labels"][:, 1:]
+    inputs = {name: value.double() if name == "pixel_values" else value for name, value in inputs.items()}
+    inputs.pop("labels")
+    # As in training: with a cache transformers doesn't look for packed samples.
+    logits = model(**inputs, use_cache=False).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss.backward()
+    return loss.item()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "varlen"])
+@pytest.mark.parametrize("text", ["qwen2", "qwen3", "llama", "gemma3"])
+def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
+    composed: Callable[..., Path], rows: list[dict[str, Any]], attention: str, text: str
+) -> None:
+    folder = composed(text=text)
+    tokenize = RowTokenizer(*(lambda p: (p, p.chat_template))(AutoProcessor.from_pretrained(folder)))
+    set_seed(0)
+    padded = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
+    packed = NormLlavaForConditionalGeneration.from_pretrained(
+        folder, dtype=torch.float64, attn_implementation={"text_config": attention, "vision_config": "sdpa"}
+    )
+    batch = VisionLanguageCollator(tokenize)(rows)
+    row = VisionLanguageCollator(tokenize, packed=True)(rows)
+    assert "attention_mask" not in row
+    assert row["input_ids"].shape == (1, batch["attention_mask"].sum())
+    losses = [backward(model, inputs) for model, inputs in ((padded, batch), (packed, row))]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
+    gradients = [
+        {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        for model in (padded, packed)
+    ]
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        # Root mean square norms are computed in float32 whatever the model's dtype.
+        # A key's bias has no gradient but rounding: the softmax takes it out.
+        error = (gradient - gradients[1][name]).norm()
+        assert error <= 1e-6 * gradient.norm() + 1e-9, f"{name}: {error:.1e} of {gradient.norm():.1e}"
+
+
+def test_a_blank_picture_changes_nothing_in_a_packed_row(
+    composed: Callable[..., Path], rows: list[dict[str, Any]]
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float64)
+    row = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed=True)([rows[1], rows[4]])
+    texts = int((row["input_ids"] != processor.image_token_id).sum())
+    without = {name: row[name][:, :texts] for name in ("input_ids", "position_ids", "labels")}
+
+    gradients = []
+    for inputs in (row, without):
+        model.zero_grad()
+        backward(model, inputs)
+        gradients.append({n: p.grad.clone() for n, p in model.model.language_model.named_parameters()})
+        blank = model.model.multi_modal_projector.linear_1.weight.grad
+        assert (blank is None) == (inputs is without)
+        assert blank is None or not blank.any()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-9, atol=1e-14, msg=name)
+
+
+def test_varlen_refuses_padded_batches(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(
+        composed(), attn_implementation={"text_config": "varlen", "vision_config": "sdpa"}
+    )
+    with pytest.raises(ValueError, match=r"varlen.* is for packed rows"):
+        model(**VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(rows))
+
+
+def test_rows_are_even() -> None:
+    lengths = lengths_of(128)
+    rows = partition(lengths, 8)
+    totals = [sum(lengths[member] for member in row) for row in rows]
+    assert sorted(member for row in rows for member in row) == list(range(128))
+    assert totals == sorted(totals, reverse=True)
+    # Longest-first dealing leaves a difference of one of the shorter samples at most.
+    assert max(totals) - min(totals) <= min(lengths)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+@pytest.mark.parametrize("count", [64, 67, 79])
+def test_every_sample_once_in_an_epoch_and_the_same_steps_on_any_number_of_processes(
+    num_processes: int, count: int
+) -> None:
+    lengths = lengths_of(count)
+    accumulation_steps = plan_accumulation(lengths, 16, num_processes, 42, 1, 4000)
+    samplers = [
+        PackedBatchSampler(lengths, 16, num_processes, rank, accumulation_steps, 42) for rank in range(num_processes)
+    ]
+    rows = [list(sampler) for sampler in samplers]
+    assert all(len(of_process) == len(samplers[0]) for of_process in rows)
+    assert sorted(sample for of_process in rows for row in of_process for sample in row) == list(range(count))
+    assert all(sum(lengths[sample] for sample in row) <= 4000 for of_process in rows for row in of_process)
+    # The samples of a step don't depend on who shares it.
+    single = PackedBatchSampler(lengths, 16, 1, 0, 16, 42).steps()
+    for number, step in enumerate(single[: count // 16 - 1]):
+        window = slice(number * accumulation_steps, (number + 1) * accumulation_steps)
+        assert sorted(sample for of_process in rows for row in of_process[window] for sample in row) == sorted(step)
+
+
+def test_epochs_are_shuffled_anew_and_repeatably() -> None:
+    sampler = PackedBatchSampler(lengths_of(64), 16, 1, 0, 4, 42)
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    second = list(sampler)
+    assert second != first
+    again = PackedBatchSampler(lengths_of(64), 16, 1, 0, 4, 42)
+    again.set_epoch(1)
+    assert list(again) == second
+
+
+def test_the_fewest_accumulation_steps_that_fit() -> None:
+    lengths = lengths_of(512)
+    for packed_length in (4000, 6000, 16000):
+        steps = plan_accumulation(lengths, 64, 2, 42, 2, packed_length)
+        fewer = PackedBatchSampler(lengths, 64, 2, 0, steps - 1, 42) if steps > 1 else None
+        assert PackedBatchSampler(lengths, 64, 2, 0, steps, 42).fits(packed_length)
+        if fewer is not None:
+            fits = [fewer.set_epoch(epoch) or fewer.fits(packed_length) for epoch in range(2)]
+            assert not all(fits)
+
+
+def test_plans_that_cannot_be_met() -> None:
+    with pytest.raises(ValueError, match="longest sample has 900 tokens, a packed row 800"):
+        plan_accumulation([100, 900], 2, 1, 42, 1, 800)
+    with pytest.raises(ValueError, match="2 samples a step can't be shared by 4 processes"):
+        plan_accumulation([100, 100, 100, 100], 2, 4, 42, 1, 800)
+    with pytest.raises(ValueError, match="fits the last samples of an epoch"):
+        plan_accumulation([400] * 9, 4, 4, 42, 1, 700)
+
+
+def test_a_window_of_a_stream_loses_nothing() -> None:
+    window = {"length": lengths_of(50), "images": [[]] * 50, "source": [f"row {n}" for n in range(50)]}
+    packs = pack_window(copy.deepcopy(window), 4000)["rows"]
+    assert sorted(row["source"] for pack in packs for row in pack) == sorted(window["source"])
+    totals = [sum(row["length"] for row in pack) for pack in packs]
+    assert max(totals) <= 4000
+    assert sum(totals) / (4000 * len(totals)) > 0.85
+    with pytest.raises(ValueError, match=r"row 0: .* more than packed_length 10"):
+        pack_window({**window, "length": [11] + [1] * 49}, 10)
+
+
+@pytest.mark.slow
+def test_flex_attention_masks_by_sample_too(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
+    # On CPU it has no backward pass.
+    processor = AutoProcessor.from_pretrained(composed())
+    row = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed=True)(rows)
+    logits = []
+    for attention in ("flex_attention", "varlen"):
+        model = NormLlavaForConditionalGeneration.from_pretrained(
+            composed(), attn_implementation={"text_config": attention, "vision_config": "sdpa"}
+        )
+        with torch.no_grad():
+            logits.append(model(**row, use_cache=False).logits)
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)

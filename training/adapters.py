@@ -1,0 +1,53 @@
+"""4-bit weights and LoRA for the language model alone; vision encoder, projector and norm stay whole.
+
+The libraries' short cuts hit the wrong modules: short names of modules to skip are ignored in silence, so that the
+projector is quantized too; a list of them replaces the default that spares the head; and
+`target_modules="all-linear"` puts adapters into the vision encoder.
+"""
+
+import re
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from modeling_normllava import NormLlavaForConditionalGeneration
+
+
+UNQUANTIZED = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+
+
+def quantization_config(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+    """NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3) for the language model's linear layers."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute_dtype,
+        llm_int8_skip_modules=UNQUANTIZED,
+    )
+
+
+def add_adapters(model: NormLlavaForConditionalGeneration, rank: int, alpha: int) -> PeftModel:
+    """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
+
+    Args:
+        model: The model, quantized or not.
+        rank: Rank r of the adapters.
+        alpha: The adapters' output is scaled by alpha / r.
+    """
+    prefix = "model.language_model.layers"
+    linear = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.get_submodule(prefix).named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(linear))})",
+        modules_to_save=["multi_modal_projector"],
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)

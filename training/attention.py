@@ -1,0 +1,85 @@
+"""Attention over packed rows that computes each sample on its own, registered with transformers as "varlen".
+
+sdpa and eager mask a packed row by a matrix of its length squared and compute all of it. Here the cost is the sum of
+the samples' squares: on CUDA by the variable-length FlashAttention that ships with torch, elsewhere sample by sample.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask
+
+
+def varlen_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within the samples of a packed row.
+
+    Args:
+        module: The attention layer.
+        query: `(1, num_heads, sequence_length, head_dim)`.
+        key, value: `(1, num_key_value_heads, sequence_length, head_dim)`.
+        attention_mask: Must be `None`.
+        cu_seq_lens_q: Where samples begin, `(num_samples + 1,)`, int32, as the collator gives it. Without it the row
+            is one sample.
+        max_length_q: Length of the longest sample.
+
+    Returns:
+        `(1, sequence_length, num_heads, head_dim)`, and `None` for the weights, which are never built.
+
+    Raises:
+        ValueError: for a padded batch.
+    """
+    if attention_mask is not None:
+        raise ValueError('Attention "varlen" is for packed rows; use "sdpa" for padded batches.')
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, **kwargs)
+    if query.is_cuda:
+        if dropout:
+            raise ValueError(
+                'Attention "varlen" has no dropout; use "sdpa" or set the model\'s attention_dropout to 0.'
+            )
+        # Only here, so that older versions of torch can train with other attention.
+        from torch.nn.attention.varlen import varlen_attn
+
+        window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+        q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
+        longest = int(max_length_q or query.shape[2])
+        output: Any = varlen_attn(
+            q,
+            k,
+            v,
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            longest,
+            longest,
+            scale=scaling,
+            window_size=window,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # [sequence_length, num_heads, head_dim]
+        return output[None], None
+    if sliding_window is not None and max_length_q is not None and max_length_q > sliding_window:
+        raise ValueError('Attention "varlen" knows sliding windows on CUDA only; use "sdpa".')
+    lengths = cu_seq_lens_q.diff().tolist()
+    outputs = [
+        sdpa_attention_forward(module, q, k, v, None, dropout, scaling, is_causal=True)[0]
+        for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
+    ]
+    return torch.cat(outputs, dim=1), None
+
+
+AttentionInterface.register("varlen", varlen_attention_forward)
+AttentionMaskInterface.register("varlen", flash_attention_mask)

@@ -1,0 +1,56 @@
+"""Merge a trained adapter into its base model, unquantized, and save an ordinary checkpoint folder.
+
+    python training/merge.py --adapter runs/Qwen2.5-7B-Instruct/qlora --output_dir runs/Qwen2.5-7B-Instruct/merged
+
+Merging into 4-bit weights would round the result to 4 bits again.
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+import torch
+from peft import PeftConfig, PeftModel
+from transformers import AutoProcessor
+
+from modeling_normllava import NormLlavaForConditionalGeneration
+
+
+logger = logging.getLogger(__name__)
+
+
+def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLlavaForConditionalGeneration:
+    """The base model with the adapter merged in.
+
+    Args:
+        adapter: Folder or Hub id of the adapter.
+        base: Folder or Hub id of the base model, if it is no longer where it was in training.
+        dtype: Of the merged weights; `"auto"` is that of the base checkpoint. Merging itself is done in float32.
+    """
+    name = base or PeftConfig.from_pretrained(adapter).base_model_name_or_path
+    target = NormLlavaForConditionalGeneration.from_pretrained(name, dtype=dtype).dtype if dtype == "auto" else dtype
+    model = NormLlavaForConditionalGeneration.from_pretrained(name, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return merged.to(getattr(torch, target) if isinstance(target, str) else target)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description="Merge an adapter into its base model.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--adapter", required=True, help="folder or Hub id of the adapter")
+    parser.add_argument("--output_dir", required=True, type=Path, help="folder to write")
+    parser.add_argument("--base", help="the base model, if it is no longer where it was in training")
+    parser.add_argument("--dtype", default="auto", help="of the merged weights; auto: as in the base checkpoint")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.output_dir.exists() and any(args.output_dir.iterdir()):
+        parser.error(f"{args.output_dir} is not empty; choose another folder")
+    merge(args.adapter, args.base, args.dtype).save_pretrained(args.output_dir)
+    AutoProcessor.from_pretrained(args.adapter).save_pretrained(args.output_dir)
+    logger.info("Saved to %s", args.output_dir)
+
+
+if __name__ == "__main__":
+    main()

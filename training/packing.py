@@ -1,0 +1,144 @@
+"""Which samples share a packed row, planned from their lengths: packing changes the speed and not the training.
+
+Every optimizer step sees the samples that it would see unpacked: `samples_per_step` of them, in a shuffled order. They
+are dealt into as many rows as there are processes and accumulation steps, all rows of nearly the same length, so that
+no process waits for another and there is no padding at all.
+"""
+
+import heapq
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+
+def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
+    """Deal samples into `num_rows` rows, the longest sample first and always to the shortest row.
+
+    Args:
+        lengths: Tokens of each sample; at least `num_rows` of them.
+        num_rows: Number of rows; none stays empty.
+
+    Returns:
+        The sample numbers of each row in rising order, the longest row first.
+    """
+    rows: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_rows)]
+    for sample in sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample)):
+        total, number, members = heapq.heappop(rows)
+        members.append(sample)
+        heapq.heappush(rows, (total + lengths[sample], number, members))
+    return [sorted(members) for _, _, members in sorted(rows, key=lambda row: (-row[0], row[1]))]
+
+
+# Trainer takes this class of sampler as it is: one that deals batches to processes by itself.
+class PackedBatchSampler(BatchRebalanceSampler):
+    """Yields the rows of one process, each a list of sample numbers.
+
+    Args:
+        lengths: Tokens of each sample.
+        samples_per_step: Samples of an optimizer step over all processes.
+        num_processes, process_index: Who shares the work.
+        accumulation_steps: Rows of a process in an optimizer step.
+        seed: Of the shuffled order, together with the epoch.
+    """
+
+    def __init__(
+        self,
+        lengths: list[int],
+        samples_per_step: int,
+        num_processes: int,
+        process_index: int,
+        accumulation_steps: int,
+        seed: int,
+    ) -> None:
+        self.lengths = lengths
+        self.samples_per_step = samples_per_step
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.accumulation_steps = accumulation_steps
+        self.seed = seed
+        self.epoch = 0
+
+    def steps(self) -> list[list[int]]:
+        """The samples of each step of the epoch; fewer than there are processes join the step before them."""
+        order = torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(self.seed + self.epoch))
+        steps = [step.tolist() for step in order.split(self.samples_per_step)]
+        if len(steps) > 1 and len(steps[-1]) < self.num_processes:
+            steps[-2:] = [steps[-2] + steps[-1]]
+        return steps
+
+    def rows(self, step: list[int]) -> list[list[int]]:
+        """The rows of a step for all processes: those of an accumulation step stand together."""
+        accumulation_steps = min(self.accumulation_steps, len(step) // self.num_processes)
+        rows = partition([self.lengths[sample] for sample in step], accumulation_steps * self.num_processes)
+        return [[step[member] for member in row] for row in rows]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps():
+            yield from self.rows(step)[self.process_index :: self.num_processes]
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.lengths), self.samples_per_step)
+        return full * self.accumulation_steps + min(self.accumulation_steps, rest // self.num_processes)
+
+    def fits(self, packed_length: int) -> bool:
+        """Whether no row of the epoch has more tokens than that."""
+        return all(
+            sum(self.lengths[sample] for sample in self.rows(step)[0]) <= packed_length for step in self.steps()
+        )
+
+
+def plan_accumulation(
+    lengths: list[int], samples_per_step: int, num_processes: int, seed: int, num_epochs: int, packed_length: int
+) -> int:
+    """The fewest accumulation steps with which no row of the run is longer than `packed_length`.
+
+    Raises:
+        ValueError: if there are too few samples, or one is longer than a row.
+    """
+    if samples_per_step < num_processes or len(lengths) < num_processes:
+        raise ValueError(
+            f"{min(samples_per_step, len(lengths))} samples a step can't be shared by {num_processes} processes."
+        )
+    if max(lengths) > packed_length:
+        raise ValueError(
+            f"The longest sample has {max(lengths)} tokens, a packed row {packed_length}: raise packed_length, or set "
+            "max_length to it and leave longer samples out with --bad_rows skip."
+        )
+    for accumulation_steps in range(1, samples_per_step // num_processes + 1):
+        sampler = PackedBatchSampler(lengths, samples_per_step, num_processes, 0, accumulation_steps, seed)
+        if all(sampler.set_epoch(epoch) or sampler.fits(packed_length) for epoch in range(num_epochs)):
+            return accumulation_steps
+    raise ValueError(
+        f"No number of accumulation steps fits the last samples of an epoch into rows of {packed_length} tokens: "
+        "raise packed_length or change global_batch_size."
+    )
+
+
+def pack_window(window: dict[str, list[Any]], packed_length: int) -> dict[str, list[Any]]:
+    """Pack a window of a stream into as few rows as hold it. For `IterableDataset.map(batched=True)`.
+
+    Args:
+        window: Columns of the rows of the window, with their `length`.
+        packed_length: Longest packed row, in tokens.
+
+    Returns:
+        Columns `rows`, whose values are lists of rows, and `images`, empty: by its name TRL knows data with pictures.
+    """
+    rows = [dict(zip(window, values, strict=True)) for values in zip(*window.values(), strict=True)]
+    lengths = [row["length"] for row in rows]
+    if max(lengths) > packed_length:
+        longest = max(rows, key=lambda row: row["length"])
+        raise ValueError(
+            f"{longest['source']}: {longest['length']} tokens, more than packed_length {packed_length}; raise it, or "
+            "set max_length to it and leave longer samples out with --bad_rows skip."
+        )
+    for num_rows in range(-(-sum(lengths) // packed_length), len(rows) + 1):
+        packs = partition(lengths, num_rows)
+        if sum(lengths[member] for member in packs[0]) <= packed_length:
+            break
+    return {
+        "rows": [[rows[member] for member in pack] for pack in packs],
+        "images": [None] * len(packs),
+    }

@@ -1,0 +1,65 @@
+"""From a row to the token ids and labels of a sample, pictures unopened: their number of tokens is known."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import LlavaProcessor
+
+from training.data import BadRowError, to_messages
+
+
+IGNORED = -100
+
+
+@dataclass
+class RowTokenizer:
+    """Turns a row into `input_ids` and `labels`, two lists of the same length.
+
+    Labels are -100 but for what the template marks with `{% generation %}`; the first is always -100, since nothing
+    comes before it to predict it from. Each image token of the text is repeated as often as a picture has tokens.
+
+    Args:
+        processor: The model's processor.
+        chat_template: Jinja template that says what a row looks like.
+        max_length: Longest sample allowed, in tokens. Samples are never cut; `None` allows any length.
+    """
+
+    processor: LlavaProcessor
+    chat_template: str
+    max_length: int | None = None
+    tokens_per_image: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        size = self.processor.image_processor.crop_size
+        counts = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])])
+        (self.tokens_per_image,) = counts.num_image_tokens
+
+    def __call__(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+        """Tokenize a row. Raises `BadRowError` if it is too long or has nothing to learn."""
+        encoded = self.processor.tokenizer.apply_chat_template(
+            to_messages(row),
+            chat_template=self.chat_template,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        input_ids: list[int] = []
+        labels: list[int] = []
+        for token, trained in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
+            if token == self.processor.image_token_id:
+                # The mask goes by characters, and a picture may touch the answer in LLaVA's plain format.
+                input_ids += [token] * self.tokens_per_image
+                labels += [IGNORED] * self.tokens_per_image
+            else:
+                input_ids.append(token)
+                labels.append(token if trained else IGNORED)
+        labels[:1] = [IGNORED]
+
+        if self.max_length is not None and len(input_ids) > self.max_length:
+            raise BadRowError(
+                f"{row['source']}: {len(input_ids)} tokens, more than max_length {self.max_length}. Rows are never "
+                "cut: raise max_length, or leave the row out with --bad_rows skip."
+            )
+        if all(label == IGNORED for label in labels):
+            raise BadRowError(f"{row['source']}: no token of it is trained; the template marks no answer.")
+        return input_ids, labels

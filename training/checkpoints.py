@@ -25,15 +25,28 @@ def publish(folder: Path, destination: Path) -> None:
 
     Files become readable by others: safetensors creates them for their owner alone.
     """
+    _make_durable(folder)
+    if destination.exists():  # of an earlier run from an older checkpoint
+        shutil.rmtree(destination)
+    os.rename(folder, destination)
+    _sync(destination.parent)
+
+
+def publish_files(folder: Path, destination: Path) -> None:
+    """Move the files of a finished folder into one that is there already, config.json last: no model without it."""
+    _make_durable(folder)
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+        os.replace(path, destination / path.name)
+    folder.rmdir()
+    _sync(destination)
+
+
+def _make_durable(folder: Path) -> None:
     for path in sorted(folder.rglob("*"), reverse=True):
         if path.is_file():
             path.chmod(0o644)
         _sync(path)
     _sync(folder)
-    if destination.exists():  # of an earlier run from an older checkpoint
-        shutil.rmtree(destination)
-    os.rename(folder, destination)
-    _sync(destination.parent)
 
 
 def _sync(path: Path) -> None:

@@ -17,7 +17,7 @@ from trl import SFTTrainer
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
 from training.callbacks import InterfaceMonitor, MetricsFile, total_norm
-from training.checkpoints import RUN_FILE, SAVING_FOLDER, publish
+from training.checkpoints import RUN_FILE, SAVING_FOLDER, publish, publish_files
 from training.packing import PackedBatchSampler
 from training.stages import ModuleGroup
 
@@ -193,6 +193,21 @@ class NormLlavaTrainer(SFTTrainer):
             publish(folder, output_dir / folder.name)
             shutil.rmtree(aside)
             rotate_checkpoints(output_dir=str(output_dir), save_total_limit=self.args.save_total_limit, use_mtime=True)
+        self.accelerator.wait_for_everyone()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; that of the whole run, for which no folder is named, only once it is all written."""
+        if output_dir is not None:
+            super().save_model(output_dir, _internal_call)
+            return
+        aside = Path(self.args.output_dir) / SAVING_FOLDER
+        if self.is_world_process_zero() and aside.exists():
+            shutil.rmtree(aside)
+        self.accelerator.wait_for_everyone()
+        super().save_model(str(aside), _internal_call)
+        self.accelerator.wait_for_everyone()
+        if self.is_world_process_zero():
+            publish_files(aside, Path(self.args.output_dir))
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:

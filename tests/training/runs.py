@@ -38,15 +38,15 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> None:
     sft.main()
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "model.safetensors")
+def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    return load_file(folder / name)
 
 
 def logged(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def moved(before: Path, after: Path) -> set[str]:
-    old, new = weights(before), weights(after)
+def moved(before: Path, after: Path, file: str = "model.safetensors") -> set[str]:
+    old, new = weights(before, file), weights(after, file)
     assert old.keys() == new.keys()
     return {name for name in old if not torch.equal(old[name], new[name])}

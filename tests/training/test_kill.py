@@ -1,0 +1,66 @@
+"""A run killed at any point of a save goes on to the weights of a run that was never stopped, to the bit."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import FAST, INSTRUCT, PACKED, ROOT, moved
+
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+
+ADAPT = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4}
+STREAM = {"streaming": True, "max_steps": 8, "global_batch_size": None, "gradient_accumulation_steps": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": "align"},
+    "stage 2": INSTRUCT,
+    "stage 2, packed": {**INSTRUCT, **PACKED},
+    "stage 2, streaming and packed": {**INSTRUCT, **PACKED, **STREAM},
+    "QLoRA, packed": {**ADAPT, **PACKED},
+}
+# Weights are larger than the first, optimizer states than the second.
+BYTES = ["bytes:4096", "bytes:60000", "bytes:150000", "bytes:300000"]
+
+
+def drive(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *points: str) -> str:
+    recipe = folder / "recipe.yaml"
+    fields = {**FAST, **KINDS[kind], "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    recipe.write_text(yaml.safe_dump({**fields, "save_steps": 3, "output_dir": "given below"}))
+    result = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("kill_driver.py")), str(recipe), str(folder), *points],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr[-3000:]
+    return result.stdout
+
+
+def kill_at(
+    kind: str, composed: Callable[..., Path], data: Path, folder: Path, choose: Callable[[int], list[str]]
+) -> None:
+    drive(kind, composed, data, folder)
+    events = len((folder / "unbroken" / "events.txt").read_text().splitlines())
+    points = choose(events)
+    drive(kind, composed, data, folder, *points)
+    name = "adapter_model.safetensors" if kind.startswith("QLoRA") else "model.safetensors"
+    for point in points:
+        assert moved(folder / "unbroken", folder / point, name) == set(), point
+
+
+def test_killed_at_a_few_points(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    kill_at("stage 2, packed", composed, data, tmp_path, lambda n: [f"event:{n // 4}", f"event:{n // 2}", BYTES[1]])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_many_points(kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    step = 1 if kind == "stage 2, packed" else 4
+    kill_at(kind, composed, data, tmp_path, lambda n: [f"event:{point}" for point in range(1, n + 1, step)])

@@ -126,6 +126,8 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
     """What both models share: the config, how the norm starts, and the check that a checkpoint is whole."""
 
     config: NormLlavaConfig
+    # A unit of its own in sharding, where all weights of a unit have one dtype, and in device maps.
+    _no_split_modules = ["NormLlavaMultiModalProjector"]  # noqa: RUF012 - as transformers has it
     # In full: a bare "norm" would keep every norm of the language model in float32.
     _keep_in_fp32_modules_strict = {"multi_modal_projector.norm"}  # noqa: RUF012 - as transformers has it
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoProcessor, LlavaProcessor
+from transformers import AutoProcessor, LlavaProcessor, PreTrainedModel
 from trl import SFTConfig, TrlParser
 
 import training.attention  # noqa: F401 - registers "varlen"
@@ -104,6 +104,9 @@ class TrainingConfig(SFTConfig):
         default=None, metadata={"help": "Longest sample allowed, in tokens; a longer one is a bad row, none is cut."}
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay off: rows are read when needed."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Off: every trained parameter has a gradient in every batch."}
+    )
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Off: a loss that is no number ends it."})
 
 
@@ -111,8 +114,10 @@ def check_arguments(script_args: ScriptArguments, args: TrainingConfig) -> None:
     """Refuse what does not go together before anything is loaded. Raises `ValueError`."""
     if args.packing or args.padding_free:
         raise ValueError("TRL packs text alone; give packed_length to pack rows with pictures.")
-    if args.report_to is None:
-        raise ValueError('report_to must be named, for example "none".')
+    if args.push_to_hub:
+        raise ValueError(
+            "push_to_hub would upload training_args.bin, which holds your token; upload the folder after."
+        )
     if script_args.packed_length is not None and args.per_device_train_batch_size != 1:
         raise ValueError("With packed_length a device takes one row at a time: set per_device_train_batch_size to 1.")
     if script_args.streaming and args.max_steps <= 0:
@@ -195,12 +200,23 @@ def load_model(script_args: ScriptArguments, args: TrainingConfig) -> NormLlavaF
             "quantization_config": quantization_config(torch.bfloat16 if args.bf16 else torch.float32),
             "device_map": {"": args.device},
         }
-    return NormLlavaForConditionalGeneration.from_pretrained(
+    model = NormLlavaForConditionalGeneration.from_pretrained(
         script_args.model_name_or_path,
         # Packing concerns the language model alone.
         attn_implementation={"text_config": script_args.attn_implementation, "vision_config": "sdpa"},
         **options,
     )
+    name_sharding_units(model)
+    return model
+
+
+def name_sharding_units(model: PreTrainedModel) -> None:
+    """Leave the names of modules that the model has in `_no_split_modules`, which FSDP2 shards one by one.
+
+    A vision encoder names its whole family's, text encoder included, and accelerate refuses names that it can't find.
+    """
+    present = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
 
 
 def describe_run(script_args: ScriptArguments, args: TrainingConfig, data: str) -> dict[str, Any]:

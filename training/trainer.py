@@ -26,6 +26,15 @@ from training.stages import ModuleGroup
 WRAPPER_PREFIXES = ("base_model.model.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
+def write_class_files(folder: Path) -> None:
+    """Name the model's class in a saved folder's config, and put its files there.
+
+    Saving does so by itself, but FSDP2 makes a class of its own on the fly, whose name nobody can import.
+    """
+    NormLlavaConfig.from_pretrained(folder).save_pretrained(folder)
+    shutil.copy(modeling_normllava.__file__, folder)
+
+
 class EpochSetter(TrainerCallback):
     """Tells a sampler the epoch. Trainer tells only samplers that it has wrapped for several processes."""
 
@@ -204,19 +213,18 @@ class NormLlavaTrainer(SFTTrainer):
         if self.is_world_process_zero() and aside.exists():
             shutil.rmtree(aside)
         self.accelerator.wait_for_everyone()
-        super().save_model(str(aside), _internal_call)
+        super().save_model(str(aside), _internal_call=True)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             publish_files(aside, Path(self.args.output_dir))
         self.accelerator.wait_for_everyone()
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save model and processor. Sharding renames the model's class on the fly; the folder gets the real one."""
+        """Save model and processor."""
         super()._save(output_dir, state_dict)
         folder = Path(output_dir or self.args.output_dir)
         if self.args.should_save and (folder / "config.json").exists():
-            NormLlavaConfig.from_pretrained(folder).save_pretrained(folder)
-            shutil.copy(modeling_normllava.__file__, folder)
+            write_class_files(folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         adapter = Path(resume_from_checkpoint) / "adapter_model.safetensors"

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import uuid
 import zlib
 from collections.abc import Callable
 from io import BytesIO
@@ -200,7 +201,7 @@ def check_rows(
         num_proc=num_proc,
         remove_columns=dataset.column_names,
         load_from_cache_file=False,
-        new_fingerprint=hashlib.sha256(os.urandom(16)).hexdigest(),
+        new_fingerprint=uuid.uuid4().hex,
         desc="Checking rows",
     )
     problems, lengths, checksums = (
@@ -234,13 +235,14 @@ def check_stream(
 ) -> IterableDataset:
     """The same for data that is read as it comes: rows get their `length` when they are reached.
 
-    Bad rows are added to `report_file` as they are met; `None` stands for a process that should not write it.
+    Bad rows are added to `report_file` as they are met, by each process that meets them.
     """
 
     def is_good(row: dict[str, Any]) -> bool:
         if row["problem"] and bad_rows == "error":
             raise BadRowError(f"{row['source']}: {row['problem']}.")
         if row["problem"]:
+            report_file.parent.mkdir(parents=True, exist_ok=True)
             with report_file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"source": row["source"], "problem": row["problem"]}) + "\n")
         return not row["problem"]

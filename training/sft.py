@@ -262,6 +262,8 @@ def main() -> None:
         report_file = Path(args.output_dir) / "bad_rows.jsonl"
         if isinstance(rows, IterableDataset):
             rows = check_stream(rows, processor.image_token, tokenize, script_args.bad_rows, report_file)
+            # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
+            rows = rows.repeat(None)
             data = script_args.dataset_name
         else:
             rows, data = check_rows(

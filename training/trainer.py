@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from trl import SFTTrainer
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
@@ -184,7 +184,21 @@ class NormLlavaTrainer(SFTTrainer):
         return str(Path(output_dir) / SAVING_FOLDER) if self._saving else output_dir
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint aside, then move it to its place in one step. See [`~training.checkpoints.publish`]."""
+        """Save a checkpoint aside, then move it to its place in one step. See [`~training.checkpoints.publish`].
+
+        Raises:
+            OSError: if it can't be written; the checkpoints before it are untouched.
+        """
+        try:
+            self._save_aside(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            last = get_last_checkpoint(self.args.output_dir)
+            raise OSError(
+                f"checkpoint-{self.state.global_step} could not be written ({error}). Make room and go on with "
+                f"--resume_from_checkpoint true; the last checkpoint is {last or 'the start'}."
+            ) from error
+
+    def _save_aside(self, model: nn.Module, trial: Any) -> None:
         output_dir = Path(self.args.output_dir)
         aside = output_dir / SAVING_FOLDER
         if self.is_world_process_zero() and aside.exists():

@@ -1,14 +1,29 @@
 """Reading rows as the field ships them, and telling people which row is bad and why."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Dataset, Image, load_dataset
 from PIL import Image as PILImage
+from transformers import AutoProcessor
 
-from training.data import BadRowError, check_rows, load_rows, open_images, row_images, to_messages
+from training.collator import VisionLanguageCollator
+from training.data import (
+    BadRowError,
+    _picture_references,
+    check_rows,
+    check_stream,
+    load_rows,
+    open_images,
+    row_images,
+    to_messages,
+)
+from training.tokenization import RowTokenizer
 
 
 def turns(*values: str) -> list[dict[str, str]]:
@@ -121,6 +136,114 @@ def test_pictures_are_opened_when_needed(tmp_path: Path) -> None:
         open_images(rows[0])
     with pytest.raises(BadRowError, match="1 of 1 rows are bad"):
         check_rows(rows, "<image>", one_token, "skip", tmp_path / "bad.jsonl")
+
+
+def open_one(path: Path) -> PILImage.Image:
+    return open_images({"images": [str(path)], "source": "data.json, row 0"})[0]
+
+
+def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path) -> None:
+    for number, name in enumerate(("../secret.png", "/etc/passwd", "a/../../secret.png")):
+        rows = [{"image": name, "conversations": turns("<image>\nWhat?", "A dog.")}]
+        path = write_json(tmp_path, rows, f"{number}.json")
+        with pytest.raises(BadRowError, match=r"row 0: image .* lies outside the image folder .*pictures"):
+            load_rows(str(path), str(tmp_path / "pictures"))
+    inside = [{"image": "b/../a.png", "conversations": turns("<image>\nWhat?", "A dog.")}]
+    assert load_rows(str(write_json(tmp_path, inside)), str(tmp_path / "pictures"))[0]["images"][0].endswith("/a.png")
+
+
+def test_pictures_of_every_kind_come_out_as_people_see_them(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    PILImage.fromarray(ramp).save(tmp_path / "16bit.png")
+    assert np.array_equal(np.asarray(open_one(tmp_path / "16bit.png"))[..., 0], (ramp >> 8).astype(np.uint8))
+
+    red = PILImage.new("RGB", (6, 4), (255, 0, 0))
+    red.convert("CMYK").save(tmp_path / "cmyk.jpg")
+    red.convert("P").save(tmp_path / "palette.png")
+    red.convert("RGBA").save(tmp_path / "alpha.png")
+    red.save(tmp_path / "really_png.jpg", format="png")
+    frames = [PILImage.new("RGB", (6, 4), (0, 0, 255))]
+    red.save(tmp_path / "animated.gif", save_all=True, append_images=frames)
+    for name in ("cmyk.jpg", "palette.png", "alpha.png", "really_png.jpg", "animated.gif"):
+        picture = open_one(tmp_path / name)
+        assert picture.mode == "RGB", name
+        assert np.abs(np.array(picture.getpixel((3, 2))) - (255, 0, 0)).max() < 8, name
+
+    turned = PILImage.Exif()
+    turned[0x0112] = 6  # held upright by the photographer, stored on its side
+    red.save(tmp_path / "turned.jpg", exif=turned)
+    assert open_one(tmp_path / "turned.jpg").size == (4, 6)
+
+
+def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PILImage.new("F", (4, 4)).save(tmp_path / "float.tiff")
+    PILImage.effect_noise((64, 64), 50).save(tmp_path / "whole.jpg")
+    whole = (tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "torn.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "empty.png").write_bytes(b"")
+    PILImage.new("L", (100, 100)).save(tmp_path / "bomb.png")
+    for name in ("float.tiff", "torn.jpg", "text.png", "empty.png"):
+        with pytest.raises(BadRowError, match=f"data.json, row 0: image .*{name} can't be read"):
+            open_one(tmp_path / name)
+    monkeypatch.setattr(PILImage, "MAX_IMAGE_PIXELS", 4000)  # Pillow refuses twice this
+    with pytest.raises(BadRowError, match=r"bomb.png can't be read .*decompression bomb"):
+        open_one(tmp_path / "bomb.png")
+
+
+HOSTILE = {
+    "turn 0 is not": {"conversations": [{"from": "human", "value": 7}]},
+    "turn 0 is not .*: 'Hi'": {"conversations": ["Hi"]},
+    "empty or not a list of turns": {"conversations": {"from": "human"}},
+    "no assistant turn": {"conversations": turns("What?", "  \n ")},
+    "image file .* is missing": {"image": {"path": "a.png"}, "conversations": turns("<image>", "A dog.")},
+    "more than max_length 900": {"conversations": turns("What?", "very " * 10_000)},
+}
+
+
+@pytest.mark.parametrize("message", HOSTILE)
+def test_rows_of_the_wrong_type_or_size(tmp_path: Path, message: str, composed: Callable[..., Path]) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    tokenize = RowTokenizer(processor, processor.chat_template, max_length=900)
+    rows = load_rows(str(write_json(tmp_path, [GOOD_ROWS[1], HOSTILE[message]])), str(tmp_path / "pictures"))
+    with pytest.raises(BadRowError, match=f"data.json, row 1: .*{message}"):
+        check_rows(rows, processor.image_token, tokenize, "error", tmp_path / "bad.jsonl")
+    kept, _ = check_rows(rows, processor.image_token, tokenize, "skip", tmp_path / "bad.jsonl")
+    assert len(kept) == 1
+    assert (tmp_path / "bad.jsonl").exists()
+
+
+def test_the_length_column_and_the_fingerprint(tmp_path: Path, composed: Callable[..., Path]) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    rows = load_rows(str(write_json(tmp_path, GOOD_ROWS)), str(tmp_path / "pictures"))
+    checked, fingerprint = check_rows(rows, processor.image_token, tokenize, "error", tmp_path / "bad.jsonl")
+    batch = VisionLanguageCollator(tokenize)(list(checked))
+    assert checked["length"][:] == batch["attention_mask"].sum(1).tolist()
+    same = check_rows(rows, processor.image_token, tokenize, "error", tmp_path / "bad.jsonl", num_proc=2)[1]
+    assert same == fingerprint
+    other = [{**GOOD_ROWS[0], "conversations": turns("<image>\nWhat?", "A cat.")}, *GOOD_ROWS[1:]]
+    rows = load_rows(str(write_json(tmp_path, other)), str(tmp_path / "pictures"))
+    assert check_rows(rows, processor.image_token, tokenize, "error", tmp_path / "bad.jsonl")[1] != fingerprint
+
+
+def test_checking_does_not_read_the_bytes_of_pictures(tmp_path: Path) -> None:
+    column = pa.chunked_array([[[{"bytes": b"x" * 10, "path": "a"}], [], None, [{"bytes": b"y", "path": None}] * 2]])
+    references = _picture_references(column, with_bytes=False)
+    assert references == [[{"bytes": None, "path": "a"}], [], [], [{"bytes": None, "path": None}] * 2]
+    single = pa.chunked_array([[{"bytes": b"x", "path": "a"}, None]])
+    assert _picture_references(single, with_bytes=False) == [{"bytes": None, "path": "a"}, None]
+
+
+def test_a_stream_lists_its_bad_rows_as_they_come(tmp_path: Path) -> None:
+    path = write_json(tmp_path, [GOOD_ROWS[1], BAD_ROWS["no assistant turn"], GOOD_ROWS[0]])
+    stream = load_rows(str(path), str(tmp_path / "pictures"), streaming=True)
+    kept = list(check_stream(stream, "<image>", one_token, "skip", tmp_path / "out" / "bad.jsonl"))
+    assert [row["source"][-1] for row in kept] == ["0", "2"]
+    assert [row["length"] for row in kept] == [1, 1]
+    assert "no assistant turn" in (tmp_path / "out" / "bad.jsonl").read_text()
+    with pytest.raises(BadRowError, match=r"data.json, row 1: no assistant turn"):
+        list(check_stream(stream, "<image>", one_token, "error", tmp_path / "bad.jsonl"))
 
 
 def test_wrong_files_are_named(tmp_path: Path) -> None:

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import yaml
-from runs import FAST, INSTRUCT, PACKED, ROOT, logged, weights
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForImageTextToText
 
 from modeling_normllava import NormLlavaForConditionalGeneration
+from runs import FAST, INSTRUCT, PACKED, ROOT, logged, weights
 
 
 def launch(folder: Path, *arguments: str, **fields: Any) -> str:
@@ -58,7 +58,7 @@ def test_two_processes_train_as_one_does(
 
 
 def sharded_step(rank: int, folder: str, store: str) -> None:
-    """Shard as accelerate does with FSDP2, on CPU; train a step; save. accelerate itself would fall back to DDP here."""
+    """Shard as accelerate does with FSDP2, train a step and save. accelerate itself would fall back to DDP on CPU."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy

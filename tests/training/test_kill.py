@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from runs import FAST, INSTRUCT, PACKED, ROOT, moved
 
 
@@ -24,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 2, streaming and packed": {**INSTRUCT, **PACKED, **STREAM},
     "QLoRA, packed": {**ADAPT, **PACKED},
 }
-# Weights are larger than the first, optimizer states than the second.
+# The state file is longer than the first, the weights are longer than the next two, the optimizer's state than all.
 BYTES = ["bytes:4096", "bytes:60000", "bytes:150000", "bytes:300000"]
 
 
@@ -63,4 +64,5 @@ def test_killed_at_a_few_points(composed: Callable[..., Path], data: Path, tmp_p
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_many_points(kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     step = 1 if kind == "stage 2, packed" else 4
-    kill_at(kind, composed, data, tmp_path, lambda n: [f"event:{point}" for point in range(1, n + 1, step)])
+    torn = BYTES[:1] if kind.startswith(("QLoRA", "stage 1")) else BYTES  # small optimizer states
+    kill_at(kind, composed, data, tmp_path, lambda n: [f"event:{point}" for point in range(1, n + 1, step)] + torn)

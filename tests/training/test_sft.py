@@ -96,18 +96,67 @@ def test_each_module_moves_at_its_own_rate(
         "model_name_or_path": str(composed()),
         "dataset_name": str(data),
         "max_steps": 1,
+        "logging_steps": 1,
         "lr_scheduler_type": "constant",
         "global_batch_size": 30,
+        "norm_learning_rate": 5e-4,
     }
     run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    (line, _) = logged(tmp_path / "out")
+    assert line["learning_rate/multi_modal_projector.norm"] == 5e-4
     before, after = weights(composed()), weights(tmp_path / "out")
     for name, rate in (
         ("model.vision_tower.embeddings.patch_embedding.weight", 2e-4),
         ("model.multi_modal_projector.linear_1.weight", 1e-3),
-        (f"{NORM}.weight", 1e-3),
+        (f"{NORM}.weight", 5e-4),
         ("model.language_model.layers.0.mlp.up_proj.weight", 1e-3),
     ):
         assert (after[name] - before[name]).abs().max().item() == pytest.approx(rate, rel=0.05), name
+
+
+def test_clipping_by_module_leaves_the_small_gradients_whole(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With plain SGD a weight moves by its gradient, so the change says what was clipped.
+    fields = {
+        **INSTRUCT,
+        "model_name_or_path": str(composed()),
+        "dataset_name": str(data),
+        "max_steps": 1,
+        "logging_steps": 1,
+        "lr_scheduler_type": "constant",
+        "global_batch_size": 30,
+        "optim": "sgd",
+        "learning_rate": 1.0,
+        "vision_learning_rate": 1.0,
+    }
+    parts = {
+        "multi_modal_projector.norm": f"{NORM}.",
+        "language_model": "model.language_model.",
+        "lm_head": "lm_head.",
+    }
+    for by_module in (False, True):
+        folder = tmp_path / str(by_module)
+        limit = 0.05
+        run(monkeypatch, tmp_path, **fields, output_dir=str(folder), clip_by_module=by_module, max_grad_norm=limit)
+        (line, _) = logged(folder)
+        before, after = weights(composed()), weights(folder)
+        for part, prefix in parts.items():
+            moves = [(after[name] - before[name]).norm() for name in before if name.startswith(prefix)]
+            norm = line[f"grad_norm/{part}"]
+            scale = limit / max(norm, limit) if by_module else limit / line["grad_norm"]
+            assert torch.stack(moves).norm().item() == pytest.approx(norm * scale, rel=0.02), part
+
+
+def test_layers_past_the_one_that_is_read_are_not_run(model: NormLlavaForConditionalGeneration) -> None:
+    pixel_values = torch.rand(2, 3, 28, 28)
+    expected = model.model.get_image_features(pixel_values).pooler_output
+    prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 0.0, 1e-3))
+    ran: list[int] = []
+    for number, layer in enumerate(model.model.vision_tower.encoder.layers):
+        layer.mlp.register_forward_hook(lambda *_, number=number: ran.append(number))
+    assert torch.equal(torch.stack(model.model.get_image_features(pixel_values).pooler_output), torch.stack(expected))
+    assert ran == [0, 1]  # Llava reads the hidden state before the last of three layers
 
 
 def test_gradient_accumulation_is_exact(
@@ -187,6 +236,9 @@ def test_no_telemetry(
     assert sent == []
 
 
+ONE_ROW = {"per_device_train_batch_size": 1}
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -196,6 +248,19 @@ def test_no_telemetry(
         ({"global_batch_size": 5}, "global_batch_size 5 is no multiple of per_device_train_batch_size 2 times 1"),
         ({"gradient_accumulation_steps": 2}, "either global_batch_size or gradient_accumulation_steps"),
         ({"warmup_ration": 0.1}, "warmup_ration"),
+        ({"packing": True}, "give packed_length"),
+        ({"packed_length": 200}, "set per_device_train_batch_size to 1"),
+        (
+            {"packed_length": 200, "per_device_train_batch_size": 1, "global_batch_size": None},
+            "give global_batch_size",
+        ),
+        ({"packed_length": 9, **ONE_ROW}, "longest sample has .* tokens, a packed row 9"),
+        ({"attn_implementation": "varlen"}, "is for packed rows"),
+        ({"streaming": True}, "give max_steps"),
+        ({"streaming": True, "max_steps": 2, **PACKED}, "no global_batch_size can be kept"),
+        ({"load_in_4bit": True}, "goes with stage 'adapt' alone"),
+        ({"push_to_hub": True}, "holds your token"),
+        ({"max_length": 9}, "more than max_length 9"),
     ],
 )
 def test_wrong_recipes_stop_at_once(

@@ -1,0 +1,206 @@
+"""Checkpoints: what is complete, what is refused, and what a run does when it can't go on."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runs import INSTRUCT, PACKED, logged, moved, run
+from training.checkpoints import find_problem, newest_complete
+from training.data import BadRowError
+
+
+@pytest.fixture(scope="module")
+def finished(composed: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Fields of a run of eight steps, finished, with checkpoints 3, 6 and 8 in `output_dir`. Read-only."""
+    folder = tmp_path_factory.mktemp("finished")
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        run(monkeypatch, folder, **fields, output_dir=str(folder / "out"))
+    return {**fields, "output_dir": str(folder / "out")}
+
+
+@pytest.fixture
+def copied(finished: dict[str, Any], tmp_path: Path) -> Path:
+    """A copy of the finished run's folder with checkpoints 3 and 6."""
+    shutil.copytree(finished["output_dir"], tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-8")
+    return tmp_path / "out"
+
+
+def test_checkpoints_are_readable_by_others(copied: Path) -> None:
+    for path in (*copied.glob("checkpoint-6/*"), copied / "model.safetensors"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o044 == 0o044, path
+    assert not (copied / ".saving").exists()
+    assert find_problem(copied / "checkpoint-6") is None
+
+
+def tear(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+FAULTS: dict[str, Callable[[Path], object]] = {
+    "weights torn": lambda folder: tear(folder / "model.safetensors"),
+    "weights gone": lambda folder: (folder / "model.safetensors").unlink(),
+    "optimizer torn": lambda folder: tear(folder / "optimizer.pt"),
+    "optimizer gone": lambda folder: (folder / "optimizer.pt").unlink(),
+    "scheduler torn": lambda folder: tear(folder / "scheduler.pt"),
+    "random state gone": lambda folder: (folder / "rng_state.pth").unlink(),
+    "state torn": lambda folder: tear(folder / "trainer_state.json"),
+    "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
+    "another number of processes": lambda folder: (folder / "run.json").write_text('{"num_processes": 2}'),
+    "run not recorded": lambda folder: (folder / "run.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_checkpoint_is_moved_aside_and_the_one_before_it_taken(
+    copied: Path, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    FAULTS[fault](copied / "checkpoint-6")
+    assert newest_complete(copied, is_main_process=True) == copied / "checkpoint-3"
+    assert not (copied / "checkpoint-6").exists()
+    assert (copied / "broken" / "checkpoint-6").is_dir()
+    assert "checkpoint-6 is not complete" in caplog.text
+
+
+def test_going_on_from_the_one_before_gives_the_same_weights(
+    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tear(copied / "checkpoint-6" / "optimizer.pt")
+    with (copied / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # torn by the kill
+    run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
+    assert moved(Path(finished["output_dir"]), copied) == set()
+    assert [line["step"] for line in logged(copied)] == [2, 4, 6, 8, 8]
+
+
+def test_a_broken_checkpoint_that_is_named_is_refused(
+    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = copied / "checkpoint-6"
+    tear(named / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"checkpoint-6 can't be resumed from: a file is missing or broken"):
+        run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": str(named)})
+
+
+def test_weights_that_do_not_fit_are_an_error(
+    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = copied / "checkpoint-6" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["renamed"] = tensors.pop("lm_head.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"Missing: \['lm_head.weight'\]; unexpected: \['renamed'\]"):
+        run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
+
+
+def test_another_run_is_refused_with_the_differences(
+    finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = json.loads(data.read_text())
+    rows[3]["conversations"][1]["value"] = "something else"
+    for row in rows:
+        if "image" in row:
+            row["image"] = str(data.parent / row["image"])
+    (tmp_path / "changed.json").write_text(json.dumps(rows))
+    changed = {
+        **finished,
+        "output_dir": str(copied),
+        "resume_from_checkpoint": True,
+        "dataset_name": str(tmp_path / "changed.json"),
+        "image_folder": "/",
+        "learning_rate": 2e-3,
+        "global_batch_size": 8,
+    }
+    with pytest.raises(ValueError, match="is of another run") as error:
+        run(monkeypatch, tmp_path, **changed)
+    assert "learning_rate: 0.001 before, 0.002 now" in str(error.value)
+    assert "global_batch_size: 4 before, 8 now" in str(error.value)
+    assert "  data: " in str(error.value)
+    run(monkeypatch, tmp_path, **changed, resume_changed=True)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_checkpoint(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FloatingPointError, match="in step"):
+        run(
+            monkeypatch,
+            tmp_path,
+            **{**finished, "output_dir": str(tmp_path / "out"), "learning_rate": 1e30, "save_steps": 1},
+            lr_scheduler_type="constant",
+        )
+    last = newest_complete(tmp_path / "out", is_main_process=True)
+    assert last is not None
+
+
+def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output_dir = tmp_path / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    weights = (Path(finished["output_dir"]) / "model.safetensors").stat().st_size
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write past the limit fails, as on a full disk
+    rename = os.rename
+
+    def full_after_the_first(source: Any, destination: Any) -> None:
+        rename(source, destination)
+        if str(destination).endswith("checkpoint-3"):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (weights, before[1]))
+
+    monkeypatch.setattr(os, "rename", full_after_the_first)
+    try:
+        with pytest.raises((OSError, RuntimeError), match=r"checkpoint-6.*checkpoint-3"):
+            run(monkeypatch, tmp_path, **{**finished, "output_dir": str(output_dir)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert not (output_dir / "checkpoint-6").exists()
+    run(monkeypatch, tmp_path, **{**finished, "output_dir": str(output_dir), "resume_from_checkpoint": True})
+    assert moved(Path(finished["output_dir"]), output_dir) == set()
+
+
+def test_a_picture_that_vanishes_is_named(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(data.parent, tmp_path / "data")
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "num_train_epochs": 2, "save_steps": 2}
+
+    def vanish(*args: Any, **kwargs: Any) -> None:
+        (tmp_path / "data" / "5.png").unlink(missing_ok=True)
+
+    monkeypatch.setattr("training.callbacks.MetricsFile.on_log", vanish)
+    with pytest.raises(BadRowError, match=r"data.json, row \d+: image .*5.png can't be read"):
+        run(
+            monkeypatch,
+            tmp_path,
+            **fields,
+            dataset_name=str(tmp_path / "data" / "data.json"),
+            output_dir=str(tmp_path / "out"),
+        )
+    assert newest_complete(tmp_path / "out", is_main_process=True) is not None
+
+
+def test_the_optimizer_holds_what_is_trained_and_nothing_else(finished: dict[str, Any]) -> None:
+    state = torch.load(Path(finished["output_dir"]) / "checkpoint-8" / "optimizer.pt", weights_only=False)
+    names = [group["module"] for group in state["param_groups"]]
+    assert list(dict.fromkeys(names)) == [
+        "multi_modal_projector",
+        "multi_modal_projector.norm",
+        "language_model",
+        "lm_head",
+        "vision_tower",
+    ]
+    # Llava reads the second of three layers: 16 tensors each, and the embeddings.
+    vision = [group for group in state["param_groups"] if group["module"] == "vision_tower"]
+    assert sum(len(group["params"]) for group in vision) == 2 * 16 + 3

@@ -100,8 +100,9 @@ def prepare_stage(
             if not parameter.is_floating_point():  # 4-bit weights, packed into bytes
                 continue
             parameter.requires_grad_(trained)
-            # A step of 1e-5 is lost in the rounding of most bfloat16 weights.
-            parameter.data = parameter.data.to(torch.float32 if trained else frozen_dtype)
+            # A step of 1e-5 is lost in the rounding of most bfloat16 weights. What is not read runs on what is.
+            whole = trained or (tune_all and group.name.startswith("vision_tower"))
+            parameter.data = parameter.data.to(torch.float32 if whole else frozen_dtype)
     return groups
 
 

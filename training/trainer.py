@@ -20,6 +20,7 @@ from training.callbacks import InterfaceMonitor, MetricsFile, total_norm
 from training.checkpoints import RUN_FILE, SAVING_FOLDER, publish, publish_files
 from training.packing import PackedBatchSampler
 from training.stages import ModuleGroup
+from training.tokenization import IGNORED
 
 
 # What wrappers put into parameter names.
@@ -75,6 +76,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._sampler = sampler
         self._clip_by_module = clip_by_module
         self._saving = False
+        self._scored: torch.Tensor | None = None
         # TRL rounds what a quantized model trains to bfloat16, in which small steps and most of the gain are lost.
         masters = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         super().__init__(model=model, **kwargs)
@@ -82,6 +84,7 @@ class NormLlavaTrainer(SFTTrainer):
             if parameter.dtype != master.dtype:
                 parameter.data = master.to(parameter.device)
         base: NormLlavaForConditionalGeneration = self._unwrapped()
+        base.model.register_forward_hook(self._keep_scored)
         self._monitor = InterfaceMonitor(base)
         self.add_callback(self._monitor)
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
@@ -137,6 +140,26 @@ class NormLlavaTrainer(SFTTrainer):
                 f"{self.state.global_step}, unharmed; lower the learning rate, or look at the rows of this step."
             )
         return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
+        """TRL's loss, with the head applied to supervised positions alone.
+
+        TRL does so by itself where it has Triton; elsewhere it scores every position, the pictures' included.
+        """
+        labels = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)  # of the next token
+        self._scored = labels != IGNORED
+        shift_labels = labels[self._scored][None]  # [1, num_supervised]
+        try:
+            return super().compute_loss(model, {**inputs, "shift_labels": shift_labels}, *args, **kwargs)
+        finally:
+            self._scored = None
+
+    def _keep_scored(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._scored is not None:
+            output.last_hidden_state = output.last_hidden_state[self._scored][None]  # [1, num_supervised, hidden_size]
+        return output
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip, all together or module by module, and measure the modules' norms beforehand.

@@ -47,8 +47,9 @@ def test_the_language_model_alone_is_quantized_and_adapted(quantized: NormLlavaF
     assert len(trained) == 2 * len(in_4bit) + 6
 
 
+@pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_a_run_learns_saves_reloads_and_merges(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
     fields: dict[str, Any] = {
         **QLORA,
@@ -57,6 +58,7 @@ def test_a_run_learns_saves_reloads_and_merges(
         "num_train_epochs": 6,
         "logging_steps": 8,
         "gradient_checkpointing": True,
+        "bf16": bf16,
         "output_dir": str(tmp_path / "adapter"),
     }
     run(monkeypatch, tmp_path, **fields)

@@ -290,6 +290,29 @@ def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[...
     assert "0.001" in table
 
 
+@pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
+def test_a_small_step_moves_every_value_in_bfloat16_training(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: dict[str, Any],
+) -> None:
+    # A bfloat16 weight of 0.014 has its neighbour 6e-5 away: a step of 1e-5 would be lost.
+    fields = {**stage, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "bf16": True}
+    fields |= {"learning_rate": 1e-5, "max_steps": 1, "lr_scheduler_type": "constant", "global_batch_size": 30}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    before, after = weights(composed()), weights(tmp_path / "out")
+    trained = [f"{NORM}.weight", "model.multi_modal_projector.linear_2.weight"]
+    if stage is INSTRUCT:
+        trained += ["model.language_model.layers.0.mlp.up_proj.weight", "lm_head.weight"]
+    for name in trained:
+        assert after[name].dtype == torch.float32
+        assert ((after[name] - before[name]).abs() > 5e-6).float().mean() > 0.98, name
+    frozen = after["model.vision_tower.encoder.layers.0.mlp.fc1.weight"]
+    assert frozen.dtype == (torch.float32 if stage is INSTRUCT else torch.bfloat16)
+
+
 @pytest.mark.parametrize("recipe", sorted((ROOT / "training" / "recipes").glob("*/*.yaml")), ids=str)
 def test_recipes_parse(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # bfloat16 is refused where no device has it, which says nothing about the recipe.
@@ -301,6 +324,9 @@ def test_recipes_parse(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert args.lr_scheduler_type == "cosine"
     assert args.warmup_steps == 0.03
     if "digits" not in str(recipe):
+        assert script_args.packed_length is not None
+        sft.check_arguments(script_args, args)
+    if recipe.stem in ("stage1", "stage2") and "digits" not in str(recipe):
         stage1 = script_args.stage == "align"
         assert script_args.global_batch_size == (256 if stage1 else 128)
         assert args.learning_rate == (1e-3 if stage1 else 1e-5)

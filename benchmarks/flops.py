@@ -1,0 +1,69 @@
+"""Arithmetic of a training step, for the model FLOPs utilisation (MFU).
+
+MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of the device), as in PaLM (arXiv 2204.02311, App. B).
+Model FLOPs are what the mathematics needs, whatever the code does: padding, recomputation and vision layers past the
+one that is read don't count. With N weights in matrix products and t tokens, a linear part costs
+
+    forward                    2 N t
+    gradient of its input      2 N t    if anything before it is trained
+    gradient of its weights    2 N t    if it is trained itself
+
+so a frozen language model costs 4 N t in stage 1, not 6 N t, and a frozen vision encoder 2 N t. The head sees only the
+supervised tokens. Attention over a sample of L tokens costs 4 L² d a layer forward (d = heads x head size), half of
+that where it is causal, and twice the forward again in the backward pass.
+"""
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from training.stages import Stage
+
+
+def _matrix_weights(module: nn.Module) -> int:
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d))
+
+
+def step_flops(
+    model: NormLlavaForConditionalGeneration,
+    stage: Stage,
+    lengths: Sequence[int],
+    num_images: int,
+    num_supervised: int,
+) -> dict[str, float]:
+    """Model FLOPs of a step, by part.
+
+    Args:
+        model: The model; its vision encoder must have layers in `encoder.layers`, as SigLIP and CLIP do.
+        stage: What is trained: `Stage.ALIGN` or `Stage.INSTRUCT`.
+        lengths: Tokens of each sample.
+        num_images: Pictures in all samples.
+        num_supervised: Supervised tokens in all samples.
+    """
+    config: NormLlavaConfig = model.config
+    vision, text = config.vision_config, config.text_config
+    tune_all = stage is Stage.INSTRUCT
+    patches = (vision.image_size // vision.patch_size) ** 2 * num_images
+    layer = config.vision_feature_layer
+    num_layers = layer if layer >= 0 else vision.num_hidden_layers + layer + 1
+    encoder = model.model.vision_tower.encoder.layers[:num_layers]
+    read = sum(_matrix_weights(module) for module in encoder)
+    read += _matrix_weights(model.model.vision_tower.embeddings)
+    projector = model.model.multi_modal_projector
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = text.num_attention_heads * head_size
+    per_picture = patches // max(num_images, 1)
+    vision_attention = 4.0 * num_images * per_picture**2 * vision.hidden_size * num_layers
+    text_attention = 2.0 * sum(length**2 for length in lengths) * width * text.num_hidden_layers
+    return {
+        "vision_tower": 2.0 * read * patches * (3 if tune_all else 1),
+        "vision attention": vision_attention * (3 if tune_all else 1),
+        # In stage 1 nothing before the first of its two layers is trained.
+        "multi_modal_projector": 2.0
+        * patches
+        * (3 * _matrix_weights(projector) - (0 if tune_all else _matrix_weights(projector.linear_1))),
+        "language_model": 2.0 * _matrix_weights(model.model.language_model) * sum(lengths) * (3 if tune_all else 2),
+        "language attention": text_attention * 3,
+        "lm_head": 2.0 * model.lm_head.weight.numel() * num_supervised * (3 if tune_all else 2),
+    }

@@ -1,0 +1,128 @@
+"""Models of random weights and rows of synthetic text, for benchmarks.
+
+The rows of stage 2 mix the sources of LLaVA-1.5 in their published sizes (arXiv 2310.03744, Table 7); how long a row
+of each is, is our estimate from how they are made. Stage 1 is a picture and a short caption. For the small model
+pictures have 81 tokens in place of 729, and texts are a ninth as long.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    LlavaConfig,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+)
+
+from modeling_normllava import NormLlavaConfig
+from training.chat_template import chat_template
+from training.stages import Stage
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model of random weights and the batches that it is trained on."""
+
+    vision: dict[str, int]
+    text: dict[str, int]
+    text_scale: int
+    """Texts are this many times shorter than real ones."""
+    samples_per_step: int
+    rows_per_batch: int
+    """Of the padded arm."""
+    packed_length: dict[Stage, int]
+
+
+SIZES = {
+    "small": Size(
+        vision={"hidden_size": 160, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 4,
+                "image_size": 126, "patch_size": 14},
+        text={"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6, "num_attention_heads": 8,
+              "num_key_value_heads": 2, "vocab_size": 2048, "max_position_embeddings": 4096},
+        text_scale=9, samples_per_step=16, rows_per_batch=8, packed_length={Stage.ALIGN: 2048, Stage.INSTRUCT: 2560},
+    ),
+    "Qwen2.5-7B": Size(
+        vision={"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+                "image_size": 384, "patch_size": 14},
+        text={"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+              "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768},
+        text_scale=1, samples_per_step=32, rows_per_batch=4, packed_length={Stage.ALIGN: 16384, Stage.INSTRUCT: 8192},
+    ),
+}  # fmt: skip
+
+# Thousands of rows; then, estimated, the median of a row's text in tokens and its spread as exp(sigma).
+MIXTURE = {
+    "LLaVA": (158, 300, 1.6), "ShareGPT, no picture": (40, 1100, 1.8), "VQAv2, GQA": (155, 260, 1.5),
+    "OKVQA, OCRVQA, A-OKVQA": (155, 170, 1.4), "TextCaps": (22, 90, 1.3), "RefCOCO, VG": (134, 480, 1.6),
+}  # fmt: skip
+
+
+def write_rows(folder: Path, stage: Stage, size: Size, count: int) -> Path:
+    """Rows of synthetic text and noise, as a LLaVA JSON file."""
+    rng = np.random.default_rng(0)
+    pictures = []
+    for number in range(64):
+        # Half as large again as the encoder's, as photographs are larger too.
+        side = size.vision["image_size"] * 3 // 2
+        noise = Image.fromarray(rng.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)).resize((side, side))
+        noise.save(folder / f"{number}.jpg")
+        pictures.append(f"{number}.jpg")
+    rows = []
+    weights = np.array([thousands for thousands, _, _ in MIXTURE.values()], dtype=float)
+    for number in range(count):
+        if stage is Stage.ALIGN:
+            source, median, spread = "caption", 20, 1.5
+        else:
+            source = str(rng.choice(list(MIXTURE), p=weights / weights.sum()))
+            _, median, spread = MIXTURE[source]
+        words = median * math.exp(rng.normal(0, math.log(spread)))
+        words = int(np.clip(words, 8, 2048)) // (1 if stage is Stage.ALIGN else size.text_scale)
+        question, answer = (" ".join(f"w{word}" for word in rng.integers(0, 1000, max(half, 2)))
+                            for half in (words // 2, words - words // 2))  # fmt: skip
+        has_picture = "no picture" not in source
+        turns = [
+            {"from": "human", "value": ("<image>\n" if has_picture else "") + question},
+            {"from": "gpt", "value": answer},
+        ]
+        rows.append({"conversations": turns, **({"image": pictures[number % 64]} if has_picture else {})})
+    (folder / "rows.json").write_text(json.dumps(rows))
+    return folder / "rows.json"
+
+
+def build_processor(size: Size) -> LlavaProcessor:
+    """A processor whose tokenizer has a token for each word of the synthetic text."""
+    words = ["<unk>", "user", "assistant", *(f"w{number}" for number in range(1000))]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>", additional_special_tokens=special
+    )
+    side = size.vision["image_size"]
+    image_processor = SiglipImageProcessor(
+        size={"height": side, "width": side}, crop_size={"height": side, "width": side}, do_center_crop=False
+    )
+    return LlavaProcessor(
+        image_processor=image_processor, tokenizer=tokenizer, patch_size=size.vision["patch_size"],
+        vision_feature_select_strategy="full", num_additional_image_tokens=0, image_token="<|image_pad|>",
+        chat_template=chat_template(tokenizer, "<|image_pad|>"),
+    )  # fmt: skip
+
+
+def build_config(size: Size, processor: LlavaProcessor, ours: bool) -> LlavaConfig:
+    """The configuration of NormLlava or of plain Llava."""
+    fields = {
+        "vision_config": SiglipVisionConfig(**size.vision, vision_use_head=False),
+        "text_config": Qwen2Config(**size.text, tie_word_embeddings=False),
+        "image_token_index": processor.image_token_id,
+        "vision_feature_select_strategy": "full",
+    }
+    return NormLlavaConfig(**fields, projector_norm_target=0.8) if ours else LlavaConfig(**fields)

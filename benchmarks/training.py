@@ -1,0 +1,289 @@
+"""Training speed: NormLlavaTrainer on packed rows against TRL's plain SFTTrainer on Llava, on the same rows.
+
+    python -m benchmarks.training --size small --output benchmarks/results/training_cpu.json
+    python -m benchmarks.training --size Qwen2.5-7B --output benchmarks/results/training_gpu.json    # on a GPU
+
+Each arm runs in a process of its own, the arms in turn, several times; the result is the ratio of their speeds in a
+repeat. Both train alike: the same weights and dtypes, samples a step, optimizer and checkpointing. What differs is
+what a user gets: padded batches of rows as they come and sdpa, or packed rows and "varlen". See benchmarks/flops.py
+for MFU and benchmarks/synthetic.py for the rows.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset, Image, List
+from torch import nn
+from transformers import LlavaForConditionalGeneration, LlavaProcessor, TrainerCallback, set_seed
+from trl import SFTTrainer
+
+import training.attention  # noqa: F401 - registers "varlen"
+from benchmarks.flops import step_flops
+from benchmarks.synthetic import SIZES, Size, build_config, build_processor, write_rows
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.chat_template import plain_template
+from training.collator import VisionLanguageCollator
+from training.data import check_rows, load_rows, row_images, row_turns
+from training.packing import PackedBatchSampler, plan_accumulation
+from training.sft import TrainingConfig
+from training.stages import LearningRates, Stage, prepare_stage
+from training.tokenization import RowTokenizer
+from training.trainer import NormLlavaTrainer
+
+
+logger = logging.getLogger(__name__)
+
+# Dense bfloat16 FLOP/s by the vendors' data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# The first steps build caches and compile kernels.
+WARM_UP_STEPS = 2
+SEED = 42
+
+
+class StepTimes(TrainerCallback):
+    """When each step ended, in seconds."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note the time, once the device is done."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.times.append(time.perf_counter())
+
+
+def our_trainer(
+    model: NormLlavaForConditionalGeneration,
+    stage: Stage,
+    size: Size,
+    rows: Dataset,
+    tokenize: RowTokenizer,
+    common: dict[str, Any],
+) -> SFTTrainer:
+    """NormLlavaTrainer on packed rows."""
+    lengths = list(rows["length"])
+    frozen_dtype = torch.bfloat16 if common["bf16"] else torch.float32
+    groups = prepare_stage(model, stage, LearningRates(1e-5, 2e-6, 1e-5), frozen_dtype)
+    accumulation = plan_accumulation(lengths, size.samples_per_step, 1, SEED, 1, size.packed_length[stage])
+    return NormLlavaTrainer(
+        model,
+        groups,
+        run={},
+        sampler=PackedBatchSampler(lengths, size.samples_per_step, 1, 0, accumulation, SEED),
+        args=TrainingConfig(**common, per_device_train_batch_size=1, gradient_accumulation_steps=accumulation),
+        train_dataset=rows,
+        processing_class=tokenize.processor,
+        data_collator=VisionLanguageCollator(tokenize, packed=True),
+    )
+
+
+def plain_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row as TRL takes it: it puts the pictures before the text by itself."""
+    roles = {"human": "user", "gpt": "assistant"}
+    messages = [
+        {"role": roles[turn["from"]], "content": turn["value"].replace("<image>\n", "")} for turn in row_turns(row)
+    ]
+    return {"messages": messages, "images": row_images(row)}
+
+
+def plain_trainer(
+    model: LlavaForConditionalGeneration,
+    stage: Stage,
+    size: Size,
+    rows: Dataset,
+    tokenize: RowTokenizer,
+    common: dict[str, Any],
+) -> SFTTrainer:
+    """TRL's SFTTrainer as its documentation has it for pictures."""
+    for module in (model.model.vision_tower, model.model.language_model, model.lm_head):
+        module.requires_grad_(stage is Stage.INSTRUCT)
+        if stage is Stage.ALIGN and common["bf16"]:
+            module.to(torch.bfloat16)
+    processor: LlavaProcessor = tokenize.processor
+    # TRL makes a list of parts of every message.
+    processor.chat_template = tokenize.chat_template.replace('message["content"] +', 'message["content"][0]["text"] +')
+    batch = size.rows_per_batch
+    return SFTTrainer(
+        model,
+        TrainingConfig(
+            **common,
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=size.samples_per_step // batch,
+            assistant_only_loss=True,
+        ),
+        train_dataset=Dataset.from_list([plain_row(row) for row in rows]).cast_column("images", List(Image())),
+        processing_class=processor,
+    )
+
+
+def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str, Any]) -> dict[str, Any]:
+    """Train for some steps and measure, in this process."""
+    size, cuda = SIZES[size_name], torch.cuda.is_available()
+    set_seed(SEED)
+    with tempfile.TemporaryDirectory() as name:
+        processor = build_processor(size)
+        plain = plain_template(processor.tokenizer, processor.image_token)
+        tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
+        rows = load_rows(str(write_rows(Path(name), stage, size, steps * size.samples_per_step)))
+        rows, _ = check_rows(rows, processor.image_token, tokenize, "error", Path(name) / "bad.jsonl")
+        supervised = sum(label != -100 for row in rows for label in tokenize(row)[1])
+        num_images = sum(len(row_images(row)) for row in rows)
+
+        ours = arm == "ours"
+        model_class = NormLlavaForConditionalGeneration if ours else LlavaForConditionalGeneration
+        attention = {"text_config": "varlen" if ours else "sdpa", "vision_config": "sdpa"}
+        with torch.device("cuda" if cuda else "cpu"):
+            model = model_class._from_config(
+                build_config(size, processor, ours), attn_implementation=attention, dtype=torch.float32
+            )
+        make = our_trainer if ours else plain_trainer
+        trainer = make(model, stage, size, rows, tokenize, {**common, "output_dir": name, "max_steps": steps})
+        times = StepTimes()
+        trainer.add_callback(times)
+        computed: list[int] = []
+
+        def count(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            computed.append(kwargs["input_ids"].numel())
+
+        model.model.register_forward_pre_hook(count, with_kwargs=True)
+        flops = sum(step_flops(model, stage, rows["length"], num_images, supervised).values())
+        trainer.train()
+
+    share = 1 - WARM_UP_STEPS / steps
+    seconds = times.times[-1] - times.times[WARM_UP_STEPS - 1]
+    tokens = sum(rows["length"])
+    # Of the whole process on a CPU.
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        "seconds": seconds,
+        "tokens_per_second": tokens * share / seconds,
+        "supervised_tokens_per_second": supervised * share / seconds,
+        "model_flops_per_second": flops * share / seconds,
+        "padding_share": 1 - tokens / sum(computed),
+        "peak_memory_gib": peak / 2**30,
+        "train_loss": trainer.state.log_history[-1]["train_loss"],
+    }
+
+
+def peak_flops() -> tuple[float, str]:
+    """Peak FLOP/s of the device, and where the figure is from."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        known = [peak for part, peak in PEAK_FLOPS.items() if part in name]
+        if not known:
+            raise ValueError(f"No peak FLOP/s known for {name}; add it to PEAK_FLOPS from its data sheet.")
+        return known[0], "data sheet, dense bfloat16"
+    a = torch.randn(2048, 2048)
+    best = float("inf")
+    for _ in range(10):
+        started = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - started)
+    return 2 * 2048**3 / best, "best of 10 products of 2048 x 2048 matrices, float32, measured here"
+
+
+def compare(stage: Stage, args: argparse.Namespace, common: dict[str, Any]) -> dict[str, Any]:
+    """Run both arms in turn, each in a process of its own, and compare them repeat by repeat."""
+    measured: dict[str, list[dict[str, Any]]] = {"plain": [], "ours": []}
+    for repeat in range(args.repeats):
+        for arm in ("plain", "ours") if repeat % 2 == 0 else ("ours", "plain"):
+            command = [sys.executable, "-m", "benchmarks.training", "--size", args.size, "--steps", str(args.steps)]
+            command += ["--arm", arm, "--stage", stage.value, "--common", json.dumps(common)]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode:
+                raise RuntimeError(f"arm {arm!r} of stage {stage.value!r} failed:\n{result.stderr[-3000:]}")
+            measured[arm].append(json.loads(result.stdout.splitlines()[-1]))
+            logger.info("%s, %s: %.1f tokens/s", stage.value, arm, measured[arm][-1]["tokens_per_second"])
+    ratios = [
+        ours["tokens_per_second"] / plain["tokens_per_second"]
+        for ours, plain in zip(measured["ours"], measured["plain"], strict=True)
+    ]
+    peak, source = peak_flops()
+    report: dict[str, Any] = {
+        "speed_ratio": {"median": statistics.median(ratios), "all": ratios},
+        "peak_flops": {"value": peak, "source": source},
+    }
+    for arm, runs in measured.items():
+        medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        report[arm] = {**medians, "mfu": medians["model_flops_per_second"] / peak}
+    return report
+
+
+def describe(stage: Stage, report: dict[str, Any]) -> str:
+    """The table of a stage."""
+    columns = ["tokens_per_second", "supervised_tokens_per_second", "mfu", "peak_memory_gib", "padding_share"]
+    lines = [f"{stage.value:10}" + "".join(f"{name.replace('_per_second', '/s'):>22}" for name in columns)]
+    for arm in ("plain", "ours"):
+        lines.append(f"{arm:10}" + "".join(f"{report[arm][name]:22.4g}" for name in columns))
+    ratios = report["speed_ratio"]
+    lines.append(f"ratio of tokens/s: {ratios['median']:.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios['all'])})")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description="Compare training speed with plain TRL.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--size", choices=SIZES, default="small", help="model and batches")
+    parser.add_argument(
+        "--steps", type=int, default=12, help=f"steps of each arm, the first {WARM_UP_STEPS} not timed"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="times that the two arms run in turn")
+    parser.add_argument("--gradient_checkpointing", action="store_true", help="in both arms")
+    parser.add_argument("--optim", default="adamw_torch", help="optimizer of both arms")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    parser.add_argument("--arm", choices=("ours", "plain"), help=argparse.SUPPRESS)
+    parser.add_argument("--stage", type=Stage, help=argparse.SUPPRESS)
+    parser.add_argument("--common", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.arm is not None:
+        sys.stdout.write(json.dumps(run_arm(args.arm, args.stage, args.size, args.steps, args.common)) + "\n")
+        return
+    cuda = torch.cuda.is_available()
+    common = {
+        "learning_rate": 1e-5,
+        "bf16": cuda,
+        "use_cpu": not cuda,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "optim": args.optim,
+        "seed": SEED,
+        "dataloader_num_workers": 8 if cuda else 0,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name()
+        if cuda
+        else f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__},
+        "size": args.size,
+        "steps": args.steps,
+        "settings": common,
+    }
+    for stage in (Stage.ALIGN, Stage.INSTRUCT):
+        results[stage.value] = compare(stage, args, common)
+        logger.info("%s", describe(stage, results[stage.value]))
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

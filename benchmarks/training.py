@@ -36,7 +36,7 @@ from benchmarks.synthetic import SIZES, Size, build_config, build_processor, wri
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.chat_template import plain_template
 from training.collator import VisionLanguageCollator
-from training.data import check_rows, load_rows, row_images, row_turns
+from training.data import keep_good_rows, load_rows, measure_rows, row_images, row_turns
 from training.packing import PackedBatchSampler, plan_accumulation
 from training.sft import TrainingConfig
 from training.stages import LearningRates, Stage, prepare_stage
@@ -139,7 +139,8 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
         plain = plain_template(processor.tokenizer, processor.image_token)
         tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
         rows = load_rows(str(write_rows(Path(name), stage, size, steps * size.samples_per_step)))
-        rows, _ = check_rows(rows, processor.image_token, tokenize, "error", Path(name) / "bad.jsonl")
+        measured = measure_rows(rows, processor.image_token, tokenize, open_pictures=False)
+        rows, _ = keep_good_rows(rows, measured, "error", report_file=None)
         supervised = sum(label != -100 for row in rows for label in tokenize(row)[1])
         num_images = sum(len(row_images(row)) for row in rows)
 

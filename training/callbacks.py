@@ -86,7 +86,7 @@ class InterfaceMonitor(TrainerCallback):
             metrics |= {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
         norm = trained_projector(self._model).norm
         for name, parameter in (("gain", getattr(norm, "weight", None)), ("bias", getattr(norm, "bias", None))):
-            if parameter is not None:
+            if parameter is not None and parameter.numel():  # ZeRO-3 takes it away between passes
                 metrics[f"projector_norm/{name}_mean_abs"] = _whole(parameter.abs().mean()).item()
                 metrics[f"projector_norm/{name}_l2"] = _whole(parameter.norm()).item()
         metrics |= {f"grad_norm/{name}": value.item() for name, value in self.gradients.items()}

@@ -11,6 +11,7 @@ import os
 import uuid
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
@@ -164,30 +165,34 @@ def find_problem(row: dict[str, Any], image_token: str) -> str | None:
     return None
 
 
-def check_rows(
+@dataclass(frozen=True)
+class MeasuredRows:
+    """What a look at every row found."""
+
+    problems: list[str]
+    """Why a row can't be trained on; empty for a good one."""
+    lengths: list[int]
+    """Tokens of each row."""
+    checksums: list[int]
+    """Of each row's conversation."""
+
+
+def measure_rows(
     dataset: Dataset,
     image_token: str,
     tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
-    bad_rows: Literal["error", "skip"],
-    report_file: Path,
+    open_pictures: bool,
     num_proc: int | None = None,
-) -> tuple[Dataset, str]:
-    """The dataset without its bad rows and with a column `length`, in tokens; and a fingerprint of what it says.
-
-    With `"error"` the first bad row ends the run, and pictures are opened when training comes to them. With `"skip"`
-    every picture is opened once beforehand, and the bad rows go to `report_file`, a line of JSON each.
-
-    Raises:
-        BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if there is no other.
-    """
+) -> MeasuredRows:
+    """Look at every row: at its text, at its pictures' files, and inside these only with `open_pictures`."""
 
     def measure(table: pa.Table) -> dict[str, list[Any]]:
         columns = {name: table[name].to_pylist() for name in ("conversations", "source")}
-        images = _picture_references(table["images"], with_bytes=bad_rows == "skip")
+        images = _picture_references(table["images"], with_bytes=open_pictures)
         measured: dict[str, list[Any]] = {"problem": [], "length": [], "checksum": []}
         for turns, source, pictures in zip(columns["conversations"], columns["source"], images, strict=True):
             row = {"conversations": turns, "source": source, "images": pictures}
-            problem, length = _measure_row(row, image_token, tokenize, open_pictures=bad_rows == "skip")
+            problem, length = _measure_row(row, image_token, tokenize, open_pictures)
             measured["problem"].append(problem)
             measured["length"].append(length)
             measured["checksum"].append(zlib.crc32(json.dumps(turns).encode()))
@@ -204,26 +209,41 @@ def check_rows(
         new_fingerprint=uuid.uuid4().hex,
         desc="Checking rows",
     )
-    problems, lengths, checksums = (
-        measured.with_format("arrow")[name].to_pylist() for name in ("problem", "length", "checksum")
+    return MeasuredRows(
+        *(measured.with_format("arrow")[name].to_pylist() for name in ("problem", "length", "checksum"))
     )
-    bad = [number for number, problem in enumerate(problems) if problem]
-    good = [number for number, problem in enumerate(problems) if not problem]
+
+
+def keep_good_rows(
+    dataset: Dataset, measured: MeasuredRows, bad_rows: Literal["error", "skip"], report_file: Path | None
+) -> tuple[Dataset, str]:
+    """The dataset without its bad rows and with a column `length`, in tokens; and a fingerprint of what it says.
+
+    Bad rows go to `report_file`, a line of JSON each; `None` for a process that should not write it.
+
+    Raises:
+        BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if there is no other.
+    """
+    bad = [number for number, problem in enumerate(measured.problems) if problem]
+    good = [number for number, problem in enumerate(measured.problems) if not problem]
     if bad:
         sources = dataset.select_columns("source")
-        examples = [{"source": sources[number]["source"], "problem": problems[number]} for number in bad]
+        examples = [{"source": sources[number]["source"], "problem": measured.problems[number]} for number in bad]
         if bad_rows == "error" or not good:
             first = examples[0]
             raise BadRowError(
                 f"{first['source']}: {first['problem']}. {len(bad)} of {len(dataset)} rows are bad; mend the data, or "
                 "leave them out with --bad_rows skip."
             )
-        report_file.parent.mkdir(parents=True, exist_ok=True)
-        report_file.write_text("".join(json.dumps(example) + "\n" for example in examples), encoding="utf-8")
-        logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(dataset), report_file)
-    dataset = dataset.add_column("length", lengths)
-    content = np.array([(lengths[number], checksums[number]) for number in good], dtype=np.int64)
-    return (dataset.select(good) if bad else dataset), hashlib.sha256(content.tobytes()).hexdigest()
+        if report_file is not None:
+            report_file.parent.mkdir(parents=True, exist_ok=True)
+            lines = [json.dumps(example) + "\n" for example in examples]
+            report_file.write_text("".join(lines), encoding="utf-8")
+            logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(dataset), report_file)
+    dataset = dataset.add_column("length", measured.lengths)
+    content = [(measured.lengths[number], measured.checksums[number]) for number in good]
+    fingerprint = hashlib.sha256(np.array(content, dtype=np.int64).tobytes()).hexdigest()
+    return (dataset.select(good) if bad else dataset), fingerprint
 
 
 def check_stream(
@@ -233,7 +253,7 @@ def check_stream(
     bad_rows: Literal["error", "skip"],
     report_file: Path,
 ) -> IterableDataset:
-    """The same for data that is read as it comes: rows get their `length` when they are reached.
+    """The same for data that is read as it comes: rows are looked at, and get their `length`, when they are reached.
 
     Bad rows are added to `report_file` as they are met, by each process that meets them.
     """

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, LlavaProcessor, PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, TrlParser
 
 import training.attention  # noqa: F401 - registers "varlen"
@@ -22,7 +24,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training.chat_template import plain_template
 from training.checkpoints import check_same_run, find_problem, newest_complete
 from training.collator import VisionLanguageCollator
-from training.data import check_rows, check_stream, load_rows
+from training.data import check_stream, keep_good_rows, load_rows, measure_rows
 from training.packing import PackedBatchSampler, pack_window, plan_accumulation
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 from training.tokenization import RowTokenizer
@@ -173,7 +175,7 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
     """
     output_dir = Path(args.output_dir)
     if str(args.resume_from_checkpoint).lower() == "true":
-        with args.main_process_first(desc="looking for a checkpoint"):
+        with args.main_process_first(local=False, desc="looking for a checkpoint"):
             return newest_complete(output_dir, args.process_index == 0)
     if args.resume_from_checkpoint is not None:
         checkpoint = Path(args.resume_from_checkpoint)
@@ -191,6 +193,8 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
 
 def load_model(script_args: ScriptArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
     """The model to start from: float32, but for a language model in 4 bits."""
+    # ZeRO-3 would share the weights out while loading, before the stage has looked at them.
+    unset_hf_deepspeed_config()
     options: dict[str, Any] = {"dtype": torch.float32}
     if script_args.load_in_4bit:
         from training.adapters import quantization_config  # needs the extra "qlora"
@@ -235,6 +239,52 @@ def describe_run(script_args: ScriptArguments, args: TrainingConfig, data: str) 
     }
 
 
+def read_rows(
+    script_args: ScriptArguments, args: TrainingConfig, tokenize: RowTokenizer
+) -> tuple[Dataset | IterableDataset, str]:
+    """The checked rows with their lengths, and what a resumed run must find again: a fingerprint, a stream's name."""
+    with args.main_process_first(desc="reading the data"):
+        rows: Dataset | IterableDataset = load_rows(
+            script_args.dataset_name,
+            script_args.image_folder,
+            script_args.dataset_config,
+            script_args.dataset_split,
+            script_args.streaming,
+        )
+    image_token = tokenize.processor.image_token
+    report_file = Path(args.output_dir) / "bad_rows.jsonl"
+    if isinstance(rows, IterableDataset):
+        rows = check_stream(rows, image_token, tokenize, script_args.bad_rows, report_file)
+        # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
+        return rows.repeat(None), script_args.dataset_name
+    is_main_process = args.process_index == 0
+    measured: list[Any] = [None]
+    if is_main_process:
+        open_pictures = script_args.bad_rows == "skip"
+        measured = [measure_rows(rows, image_token, tokenize, open_pictures, args.dataset_num_proc)]
+    broadcast_object_list(measured)
+    return keep_good_rows(rows, measured[0], script_args.bad_rows, report_file if is_main_process else None)
+
+
+def pack_rows(
+    script_args: ScriptArguments, args: TrainingConfig, rows: Dataset | IterableDataset
+) -> tuple[Dataset | IterableDataset, PackedBatchSampler | None]:
+    """Pack a stream, or plan the packing of a dataset, which its sampler does; neither without `packed_length`."""
+    if script_args.packed_length is None:
+        return rows, None
+    if isinstance(rows, IterableDataset):
+        packed = rows.map(
+            pack_window,
+            batched=True,
+            batch_size=PACKING_WINDOW,
+            remove_columns=["images", "conversations", "source", "length"],
+            fn_kwargs={"packed_length": script_args.packed_length},
+        )
+        return packed, None
+    assert script_args.global_batch_size is not None  # check_arguments
+    return rows, plan_packing(args, rows, script_args.global_batch_size, script_args.packed_length)
+
+
 def main() -> None:
     """Run the command line."""
     script_args, args = TrlParser((ScriptArguments, TrainingConfig)).parse_args_and_config()
@@ -250,40 +300,12 @@ def main() -> None:
         plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
     )
     tokenize = RowTokenizer(processor, template, args.max_length)
-    sampler = None
-    with args.main_process_first(desc="reading the data"):
-        rows: Dataset | IterableDataset = load_rows(
-            script_args.dataset_name,
-            script_args.image_folder,
-            script_args.dataset_config,
-            script_args.dataset_split,
-            script_args.streaming,
-        )
-        report_file = Path(args.output_dir) / "bad_rows.jsonl"
-        if isinstance(rows, IterableDataset):
-            rows = check_stream(rows, processor.image_token, tokenize, script_args.bad_rows, report_file)
-            # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
-            rows = rows.repeat(None)
-            data = script_args.dataset_name
-        else:
-            rows, data = check_rows(
-                rows, processor.image_token, tokenize, script_args.bad_rows, report_file, args.dataset_num_proc
-            )
-    if script_args.packed_length is not None and isinstance(rows, IterableDataset):
-        rows = rows.map(
-            pack_window,
-            batched=True,
-            batch_size=PACKING_WINDOW,
-            remove_columns=["images", "conversations", "source", "length"],
-            fn_kwargs={"packed_length": script_args.packed_length},
-        )
-    elif script_args.packed_length is not None:
-        assert script_args.global_batch_size is not None
-        sampler = plan_packing(args, rows, script_args.global_batch_size, script_args.packed_length)
-
+    rows, data = read_rows(script_args, args, tokenize)
+    rows, sampler = pack_rows(script_args, args, rows)
     run = describe_run(script_args, args, data)
     if checkpoint is not None and not script_args.resume_changed:
         check_same_run(checkpoint, run)
+
     model = load_model(script_args, args)
     trained: Any = model
     if stage is Stage.ADAPT:
@@ -325,8 +347,8 @@ def describe_batch(script_args: ScriptArguments, args: TrainingConfig, rows: Dat
         total = f"global batch {steps * args.per_device_train_batch_size}"
     else:
         batch = f"1 packed row of up to {script_args.packed_length} tokens"
-        samples = f"{script_args.global_batch_size} samples" if script_args.global_batch_size else "what they hold"
-        total = f"global batch {samples} in {steps} packed rows"
+        samples = script_args.global_batch_size
+        total = f"global batch {samples} in {steps} packed rows" if samples else f"{steps} packed rows a step"
     return (
         f"{size} rows; {args.world_size} processes x {batch} x {args.gradient_accumulation_steps} accumulation steps "
         f"= {total}"

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,9 +16,10 @@ from training.collator import VisionLanguageCollator
 from training.data import (
     BadRowError,
     _picture_references,
-    check_rows,
     check_stream,
+    keep_good_rows,
     load_rows,
+    measure_rows,
     open_images,
     row_images,
     to_messages,
@@ -41,6 +42,18 @@ def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json"
 
 def one_token(row: dict[str, Any]) -> tuple[list[int], list[int]]:
     return [0], [0]
+
+
+def check_rows(
+    rows: Dataset,
+    image_token: str,
+    tokenize: Any,
+    bad_rows: Literal["error", "skip"],
+    report_file: Path,
+    num_proc: int | None = None,
+) -> tuple[Dataset, str]:
+    measured = measure_rows(rows, image_token, tokenize, bad_rows == "skip", num_proc)
+    return keep_good_rows(rows, measured, bad_rows, report_file)
 
 
 GOOD_ROWS = [

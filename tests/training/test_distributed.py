@@ -1,5 +1,6 @@
 """Two processes: the training of one process, and the traps of sharded saving."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForImageTextToText
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from runs import FAST, INSTRUCT, PACKED, ROOT, logged, weights
+from runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved, weights
 
 
 def launch(folder: Path, *arguments: str, **fields: Any) -> str:
@@ -53,8 +54,31 @@ def test_two_processes_train_as_one_does(
     for name, tensor in weights(two).items():
         if name.endswith("k_proj.bias"):  # no gradient but rounding, which Adam blows up
             continue
-        moved = (weights(one)[name] - before[name]).norm()
-        assert (tensor - weights(one)[name]).norm() <= 0.01 * moved + 1e-6, name
+        distance = (weights(one)[name] - before[name]).norm()
+        assert (tensor - weights(one)[name]).norm() <= 0.01 * distance + 1e-6, name
+
+
+@pytest.mark.slow
+def test_zero3_trains_and_resumes_as_one_process_does(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config = yaml.safe_load((ROOT / "training" / "accelerate" / "zero3.yaml").read_text())
+    on_cpu = tmp_path / "zero3_cpu.yaml"
+    on_cpu.write_text(yaml.safe_dump({**config, "num_processes": 2, "mixed_precision": "no", "use_cpu": True}))
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields |= {"global_batch_size": 10, "save_steps": 2}
+    one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
+    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
+    launch(tmp_path, "--config_file", str(on_cpu), **fields, output_dir=str(two))
+    shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
+    launch(tmp_path, "--config_file", str(on_cpu), **fields, output_dir=str(resumed), resume_from_checkpoint=True)
+    expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
+    for line, other in zip(got, expected, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    assert moved(two, resumed) == set()
 
 
 def sharded_step(rank: int, folder: str, store: str) -> None:

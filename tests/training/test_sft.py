@@ -212,6 +212,18 @@ def test_streams_train_in_their_own_order(
     assert len(lines) == 3
 
 
+def test_batches_by_length_are_resumed_too(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    fields |= {"train_sampling_strategy": "group_by_length"}
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    run(monkeypatch, tmp_path, **fields, output_dir=str(unbroken))
+    shutil.copytree(unbroken / "checkpoint-3", broken / "checkpoint-3")
+    run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
+    assert moved(unbroken, broken) == set()
+
+
 def test_resuming_a_packed_run_in_its_second_epoch(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

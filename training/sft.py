@@ -116,6 +116,8 @@ def check_arguments(script_args: ScriptArguments, args: TrainingConfig) -> None:
     """Refuse what does not go together before anything is loaded. Raises `ValueError`."""
     if args.packing or args.padding_free:
         raise ValueError("TRL packs text alone; give packed_length to pack rows with pictures.")
+    if script_args.clip_by_module and args.deepspeed_plugin is not None:
+        raise ValueError("DeepSpeed clips all gradients together by itself: leave clip_by_module.")
     if args.push_to_hub:
         raise ValueError(
             "push_to_hub would upload training_args.bin, which holds your token; upload the folder after."

@@ -167,24 +167,25 @@ class NormLlavaTrainer(SFTTrainer):
         Returns:
             Norm of the whole gradient before clipping.
         """
-        sharded_away = self.is_deepspeed_enabled  # DeepSpeed clips by itself and leaves no gradients to look at
-        if (self._monitor.active or self._clip_by_module) and not sharded_away:
-            self.accelerator.unscale_gradients()
+        scaler = self.accelerator.scaler  # of float16, which multiplies the loss
+        # DeepSpeed clips by itself and leaves no gradients to look at.
+        if (self._monitor.active or self._clip_by_module) and not self.is_deepspeed_enabled:
             by_module: dict[str, list[nn.Parameter]] = {}
             for module, parameter in self._by_module(self.accelerator.unwrap_model(model)):
                 if parameter.grad is not None:
                     by_module.setdefault(module, []).append(parameter)
-            norms = {module: total_norm(parameters) for module, parameters in by_module.items()}
-            self._monitor.gradients = norms
             if self._clip_by_module:
-                for module, parameters in by_module.items():
-                    nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norms[module])
-                norm = torch.stack(list(norms.values())).norm()
-            else:
-                norm = super()._clip_grad_norm(model)
+                self.accelerator.unscale_gradients()
+            scale = 1.0 if scaler is None or self._clip_by_module else scaler.get_scale()
+            norms = {module: total_norm(parameters) / scale for module, parameters in by_module.items()}
+            self._monitor.gradients = norms
+        if self._clip_by_module:
+            for module, parameters in by_module.items():
+                nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norms[module])
+            norm = torch.stack(list(norms.values())).norm()
         else:
             norm = super()._clip_grad_norm(model)
-        if not math.isfinite(float(norm)):
+        if scaler is None and not math.isfinite(float(norm)):  # the scaler skips such a step by itself
             raise FloatingPointError(
                 f"The gradient's norm is {float(norm)} in step {self.state.global_step + 1}, before its update; lower "
                 "the learning rate, or look at the rows of this step."

@@ -104,6 +104,19 @@ def test_weights_that_do_not_fit_are_an_error(
         run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
 
 
+def test_a_model_of_tied_embeddings_is_resumed(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed(text="gemma3")), "dataset_name": str(data)}
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    run(monkeypatch, tmp_path, **fields, save_steps=3, output_dir=str(unbroken))
+    shutil.copytree(unbroken / "checkpoint-3", broken / "checkpoint-3")
+    fields |= {"resume_from_checkpoint": True, "save_steps": 3}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(broken))
+    assert "lm_head.weight" not in load_file(broken / "model.safetensors")
+    assert moved(unbroken, broken) == set()
+
+
 def test_another_run_is_refused_with_the_differences(
     finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

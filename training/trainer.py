@@ -37,7 +37,7 @@ def write_class_files(folder: Path) -> None:
 
 
 class EpochSetter(TrainerCallback):
-    """Tells a sampler the epoch. Trainer tells only samplers that it has wrapped for several processes."""
+    """Tells a sampler the epoch where Trainer does not: where several processes resume in the middle of one."""
 
     def __init__(self, sampler: PackedBatchSampler) -> None:
         self._sampler = sampler

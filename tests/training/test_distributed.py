@@ -59,6 +59,22 @@ def test_two_processes_train_as_one_does(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packing", [{"per_device_train_batch_size": 5}, PACKED], ids=["padded", "packed"])
+def test_two_processes_resume_in_the_second_epoch(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
+) -> None:
+    two = ("--config_file", "training/accelerate/cpu_ddp.yaml")
+    fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields |= {"global_batch_size": 10, "num_train_epochs": 2, "save_steps": 5}
+    launch(tmp_path, *two, **fields, output_dir=str(tmp_path / "unbroken"))
+    shutil.copytree(tmp_path / "unbroken" / "checkpoint-5", tmp_path / "broken" / "checkpoint-5")
+    launch(tmp_path, *two, **fields, output_dir=str(tmp_path / "broken"), resume_from_checkpoint=True)
+    expected, got = ([line for line in logged(tmp_path / name) if "loss" in line] for name in ("unbroken", "broken"))
+    assert len(expected) == 6
+    assert got[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
 def test_zero3_trains_and_resumes_as_one_process_does(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

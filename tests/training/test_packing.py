@@ -12,6 +12,7 @@ from transformers import AutoProcessor, set_seed
 
 import training.attention  # noqa: F401 - registers "varlen"
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.callbacks import InterfaceMonitor
 from training.collator import VisionLanguageCollator
 from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation
 from training.tokenization import RowTokenizer
@@ -102,6 +103,23 @@ def test_a_blank_picture_changes_nothing_in_a_packed_row(
         assert blank is None or not blank.any()
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-9, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_blank_picture_is_not_measured(
+    composed: Callable[..., Path], rows: list[dict[str, Any]], packed: bool
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed()).train()
+    collator = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed)
+    monitor = InterfaceMonitor(model)
+    monitor.active = True
+    model.model(**{name: value for name, value in collator([rows[1]]).items() if name != "labels"}, use_cache=False)
+    assert "norm/visual" not in monitor.collect(lambda sums: sums)
+    model.model(**{name: value for name, value in collator(rows).items() if name != "labels"}, use_cache=False)
+    metrics = monitor.collect(lambda sums: sums)
+    target = model.model.multi_modal_projector.norm.weight.norm().item()
+    assert metrics["norm/visual"] == pytest.approx(target, rel=0.05)
 
 
 def test_varlen_refuses_padded_batches(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from modeling_normllava import NormLlavaForConditionalGeneration
 from runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
 from training import sft
+from training.collator import VisionLanguageCollator
+from training.data import load_rows
+from training.packing import PackedBatchSampler
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
+from training.tokenization import RowTokenizer
 
 
 def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
@@ -188,6 +192,22 @@ def test_packing_trains_as_padding_does(
             assert line[name] == pytest.approx(expected[name], rel=1e-4), name
 
 
+def test_the_loss_is_the_one_that_transformers_computes(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "max_steps": 1}
+    run(
+        monkeypatch,
+        tmp_path,
+        **{**fields, "global_batch_size": 30, "logging_steps": 1},
+        output_dir=str(tmp_path / "out"),
+    )
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(composed())
+    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(list(load_rows(str(data))))
+    assert logged(tmp_path / "out")[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
 def test_streams_train_in_their_own_order(
     composed: Callable[..., Path],
@@ -230,11 +250,31 @@ def test_resuming_a_packed_run_in_its_second_epoch(
     fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data)}
     fields |= {"num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6}
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    epochs: list[int] = []
+    steps = PackedBatchSampler.steps
+
+    def noting_the_epoch(sampler: PackedBatchSampler) -> list[list[int]]:
+        epochs.append(sampler.epoch)
+        return steps(sampler)
+
+    monkeypatch.setattr(PackedBatchSampler, "__iter__", lambda sampler: iter(
+        [row for step in noting_the_epoch(sampler) for row in sampler.rows(step)]
+    ))  # fmt: skip
     run(monkeypatch, tmp_path, **fields, output_dir=str(unbroken))
     assert logged(unbroken)[-1]["step"] == 8
+    assert epochs == [0, 1]
     shutil.copytree(unbroken / "checkpoint-6", broken / "checkpoint-6")
     run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
+    assert epochs == [0, 1, 1]
     assert moved(unbroken, broken) == set()
+
+
+def test_sharding_finds_the_modules_that_the_model_names(composed: Callable[..., Path], tmp_path: Path) -> None:
+    script_args = sft.ScriptArguments(model_name_or_path=str(composed()), dataset_name="", stage="align")
+    model = sft.load_model(script_args, sft.TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    present = {type(module).__name__ for module in model.modules()}
+    assert {"NormLlavaMultiModalProjector", "Qwen2DecoderLayer", "SiglipEncoderLayer"} <= set(model._no_split_modules)
+    assert set(model._no_split_modules) <= present
 
 
 def test_no_telemetry(

@@ -47,7 +47,9 @@ def varlen_attention_forward(
         raise ValueError('Attention "varlen" is for packed rows; use "sdpa" for padded batches.')
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, **kwargs)
-    if query.is_cuda:
+    # Under autocast the rotary embedding makes float32 of queries and keys, which FlashAttention does not take.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if query.is_cuda and value.dtype in (torch.float16, torch.bfloat16):
         if dropout:
             raise ValueError(
                 'Attention "varlen" has no dropout; use "sdpa" or set the model\'s attention_dropout to 0.'

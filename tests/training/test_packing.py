@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, set_seed
 
-import training.attention  # noqa: F401 - registers "varlen"
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.attention import varlen_attention_forward
 from training.callbacks import InterfaceMonitor
 from training.collator import VisionLanguageCollator
 from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation
@@ -120,6 +120,17 @@ def test_a_blank_picture_is_not_measured(
     metrics = monitor.collect(lambda sums: sums)
     target = model.model.multi_modal_projector.norm.weight.norm().item()
     assert metrics["norm/visual"] == pytest.approx(target, rel=0.05)
+
+
+def test_varlen_takes_queries_and_keys_in_the_dtype_of_values(model: NormLlavaForConditionalGeneration) -> None:
+    layer = model.model.language_model.layers[0].self_attn
+    query, key, value = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8).bfloat16()
+    boundaries = torch.tensor([0, 4, 9], dtype=torch.int32)
+    output, _ = varlen_attention_forward(layer, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=5)
+    assert output.shape == (1, 9, 4, 8)
+    assert output.dtype == torch.bfloat16
+    alone, _ = varlen_attention_forward(layer, query[:, :, 4:], key[:, :, 4:], value[:, :, 4:].float(), None)
+    torch.testing.assert_close(output[:, 4:].float(), alone, rtol=0.02, atol=0.02)
 
 
 def test_varlen_refuses_padded_batches(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
-from runs import ROOT, logged, run  # noqa: E402
+from script_runs import ROOT, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
 from training.merge import merge  # noqa: E402

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from runs import INSTRUCT, PACKED, logged, moved, run
+from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training.checkpoints import find_problem, newest_complete
 from training.data import BadRowError
 

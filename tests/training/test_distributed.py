@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForImageTextToText
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved, weights
+from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved, weights
 
 
 def launch(folder: Path, *arguments: str, **fields: Any) -> str:

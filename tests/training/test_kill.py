@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runs import FAST, INSTRUCT, PACKED, ROOT, moved
+from script_runs import FAST, INSTRUCT, PACKED, ROOT, moved
 
 
 pytest.importorskip("bitsandbytes")

@@ -13,7 +13,7 @@ import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
+from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
 from training import sft
 from training.collator import VisionLanguageCollator
 from training.data import load_rows

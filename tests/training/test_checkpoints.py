@@ -217,3 +217,18 @@ def test_the_optimizer_holds_what_is_trained_and_nothing_else(finished: dict[str
     # Llava reads the second of three layers: 16 tensors each, and the embeddings.
     vision = [group for group in state["param_groups"] if group["module"] == "vision_tower"]
     assert sum(len(group["params"]) for group in vision) == 2 * 16 + 3
+
+
+def test_norms_and_biases_do_not_decay(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**finished, "weight_decay": 0.1, "max_steps": 1, "save_steps": 1, "output_dir": str(tmp_path / "out")}
+    run(monkeypatch, tmp_path, **fields)
+    groups = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)["param_groups"]
+    decays = [(group["module"], group["weight_decay"], len(group["params"])) for group in groups]
+    assert [decay for decay in decays if "projector" in decay[0]] == [
+        ("multi_modal_projector", 0.1, 2),
+        ("multi_modal_projector", 0.0, 2),
+        ("multi_modal_projector.norm", 0.0, 2),
+    ]
+    assert ("lm_head", 0.1, 1) in decays

@@ -122,6 +122,16 @@ def test_a_blank_picture_is_not_measured(
     assert metrics["norm/visual"] == pytest.approx(target, rel=0.05)
 
 
+@pytest.mark.parametrize("vision", ["siglip", "siglip2", "clip"])
+def test_every_encoder_gives_as_many_features_as_there_are_tokens(
+    composed: Callable[..., Path], rows: list[dict[str, Any]], vision: str
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed(vision=vision))
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision))
+    assert model(**VisionLanguageCollator(tokenize, packed=True)(rows), use_cache=False).loss.isfinite()
+
+
 def test_varlen_takes_queries_and_keys_in_the_dtype_of_values(model: NormLlavaForConditionalGeneration) -> None:
     layer = model.model.language_model.layers[0].self_attn
     query, key, value = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8).bfloat16()

@@ -1,0 +1,79 @@
+"""The theory's functions against plain geometry and simulation."""
+
+import math
+
+import pytest
+import torch
+
+from diagnostics.theory import (
+    attraction_window,
+    balanced_angle,
+    check,
+    expected_cosine,
+    measure_attraction,
+    simulate_cosine,
+    turning_angle,
+)
+
+
+def test_turning_angle_is_the_angle_between_before_and_after() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2000, 16, dtype=torch.float64)
+    update = torch.randn_like(hidden) * torch.logspace(-2, 2, 2000, dtype=torch.float64)[:, None]
+    cosine = torch.nn.functional.cosine_similarity
+    angle = turning_angle(hidden.norm(dim=-1), update.norm(dim=-1), cosine(hidden, update).clamp(-1, 1).acos())
+    expected = cosine(hidden, hidden + update).clamp(-1, 1).acos()
+    assert (expected > math.pi / 2).any()  # which a plain arctangent gets wrong
+    torch.testing.assert_close(angle, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_theorem_1_is_the_mean_of_random_updates() -> None:
+    for attraction in (0.0, -0.4, 0.5, 1.0):
+        drawn = simulate_cosine(0.3, 0.5, 1.1, attraction, 128, 20_000, seed=1)
+        expected = expected_cosine(torch.tensor(0.3), torch.tensor(0.5), torch.tensor(1.1), attraction).item()
+        assert drawn.mean().item() == pytest.approx(expected, abs=4 * drawn.std().item() / 20_000**0.5 + 1e-6)
+
+
+def test_full_attraction_turns_both_towards_each_other() -> None:
+    alpha = torch.tensor(1.4, dtype=torch.float64)
+    turned = expected_cosine(alpha.cos(), torch.tensor(0.2), torch.tensor(0.5), attraction=1.0)
+    assert turned.item() == pytest.approx(math.cos(1.4 - 0.2 - 0.5))
+
+
+def test_lowering_the_visual_norm_alone_lowers_retention() -> None:
+    # Half a right angle for text; visual tokens that hardly turn, and then as much as text: 0.707 to 0.500.
+    text, one = torch.tensor(math.pi / 4), torch.ones(())
+    assert expected_cosine(one, torch.zeros(()), text).item() == pytest.approx(0.7071, abs=1e-4)
+    assert expected_cosine(one, text, text).item() == pytest.approx(0.5)
+    shares = check(draws=20_000, seed=3)
+    assert shares["retention falls when the visual norm alone is lowered"] == 1
+    assert shares["Lemma 1 fails"] == 0
+
+
+def test_balanced_angles_keep_the_product_of_tangents() -> None:
+    shared = balanced_angle(torch.tensor(0.2), torch.tensor(1.0))
+    assert shared.tan().item() ** 2 == pytest.approx(math.tan(0.2) * math.tan(1.0), rel=1e-5)
+
+
+def test_the_window_is_where_turning_more_helps() -> None:
+    window = attraction_window(cosine=0.5, theta_text=0.9, theta_before=0.1, theta_after=0.9)
+    assert window is not None
+    angles = [torch.tensor(value) for value in (0.5, 0.1, 0.9)]
+    for attraction, helps in ((window[0] - 0.02, False), (sum(window) / 2, True), (window[1] + 0.02, False)):
+        gain = expected_cosine(angles[0], angles[2], angles[2], attraction)
+        gain -= expected_cosine(angles[0], angles[1], angles[2], attraction)
+        assert (gain.item() > 0) == helps, attraction
+    assert attraction_window(cosine=0.9, theta_text=1.0, theta_before=0.2, theta_after=1.0) is None
+
+
+def test_attraction_is_read_off_an_update_that_was_made_with_it() -> None:
+    torch.manual_seed(0)
+    token, other = torch.randn(2, 64, dtype=torch.float64)
+    unit = token / token.norm()
+    towards = other - (other @ unit) * unit
+    towards /= towards.norm()
+    across = torch.randn(64, dtype=torch.float64)
+    across -= (across @ unit) * unit + (across @ towards) * towards
+    update = 0.6 * towards + 0.8 * across / across.norm() + 3 * unit  # what goes along the token does not count
+    measured = measure_attraction(token[None], (token + update)[None], other[None])
+    assert measured.item() == pytest.approx(0.6, abs=1e-5)

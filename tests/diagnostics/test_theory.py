@@ -56,9 +56,9 @@ def test_balanced_angles_keep_the_product_of_tangents() -> None:
 
 
 def test_the_window_is_where_turning_more_helps() -> None:
-    window = attraction_window(cosine=0.5, theta_text=0.9, theta_before=0.1, theta_after=0.9)
+    window = attraction_window(cosine=0.5, theta_text=0.7, theta_before=0.05, theta_after=0.7)
     assert window is not None
-    angles = [torch.tensor(value) for value in (0.5, 0.1, 0.9)]
+    angles = [torch.tensor(value) for value in (0.5, 0.05, 0.7)]
     for attraction, helps in ((window[0] - 0.02, False), (sum(window) / 2, True), (window[1] + 0.02, False)):
         gain = expected_cosine(angles[0], angles[2], angles[2], attraction)
         gain -= expected_cosine(angles[0], angles[1], angles[2], attraction)

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from datasets import Dataset, DatasetDict, Image, IterableDataset, List, Value, load_dataset, load_from_disk
 from PIL import Image as PILImage
-from PIL import ImageOps, UnidentifiedImageError
+from PIL import ImageOps
 
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,10 @@ def find_problem(row: dict[str, Any], image_token: str) -> str | None:
         row: A row of this module.
         image_token: What the processor's tokenizer reads as a picture; text must not hold it.
     """
-    turns, images = row_turns(row), row_images(row)
+    try:
+        turns, images = row_turns(row), row_images(row)
+    except json.JSONDecodeError:
+        return "`conversations` is text that is not JSON"
     if not isinstance(turns, list) or not turns:
         return "`conversations` is empty or not a list of turns"
     for number, turn in enumerate(turns):
@@ -340,7 +343,7 @@ def _open_image(image: str | dict[str, Any], source: str) -> PILImage.Image:
             if opened.mode in ("I", "F"):
                 raise OSError(f"pixels of mode {opened.mode} have no known range")
             return ImageOps.exif_transpose(opened).convert("RGB")
-    except (OSError, UnidentifiedImageError, SyntaxError, PILImage.DecompressionBombError) as error:
+    except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         name = image if isinstance(image, str) else image["path"]
         raise BadRowError(f"{source}: image {name} can't be read ({error}).") from error
 

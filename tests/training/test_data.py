@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, Image, load_dataset
 from PIL import Image as PILImage
+from PIL.PngImagePlugin import PngInfo
 from transformers import AutoProcessor
 
 from training.collator import VisionLanguageCollator
@@ -196,7 +197,10 @@ def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "empty.png").write_bytes(b"")
     PILImage.new("L", (100, 100)).save(tmp_path / "bomb.png")
-    for name in ("float.tiff", "torn.jpg", "text.png", "empty.png"):
+    text = PngInfo()
+    text.add_text("comment", "x" * 5_000_000, zip=True)
+    PILImage.new("L", (4, 4)).save(tmp_path / "text_bomb.png", pnginfo=text)
+    for name in ("float.tiff", "torn.jpg", "text.png", "empty.png", "text_bomb.png"):
         with pytest.raises(BadRowError, match=f"data.json, row 0: image .*{name} can't be read"):
             open_one(tmp_path / name)
     monkeypatch.setattr(PILImage, "MAX_IMAGE_PIXELS", 4000)  # Pillow refuses twice this
@@ -246,6 +250,13 @@ def test_checking_does_not_read_the_bytes_of_pictures(tmp_path: Path) -> None:
     assert references == [[{"bytes": None, "path": "a"}], [], [], [{"bytes": None, "path": None}] * 2]
     single = pa.chunked_array([[{"bytes": b"x", "path": "a"}, None]])
     assert _picture_references(single, with_bytes=False) == [{"bytes": None, "path": "a"}, None]
+
+
+def test_conversations_of_plain_text_are_bad_rows(tmp_path: Path) -> None:
+    Dataset.from_dict({"images": [[]], "conversations": ["Hello."]}).save_to_disk(tmp_path / "stored")
+    rows = load_rows(str(tmp_path / "stored"))
+    with pytest.raises(BadRowError, match="row 0: `conversations` is text that is not JSON"):
+        check_rows(rows, "<image>", one_token, "error", tmp_path / "bad.jsonl")
 
 
 def test_a_stream_lists_its_bad_rows_as_they_come(tmp_path: Path) -> None:

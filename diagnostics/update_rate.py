@@ -1,82 +1,64 @@
-"""How fast visual and text tokens turn from layer to layer of the decoder.
+"""How long visual and text tokens are at each layer of the decoder, and how fast they turn.
 
-Source: "The Unseen Bias" (arXiv 2512.08374), Fig. 3 and 4: the cosine between a token's hidden states before and
-after a layer stands for its angular velocity (eq. 8); the closer to 1, the slower it turns.
+Source: "The Unseen Bias" (arXiv 2512.08374), Fig. 1b, 3, 4 and 5: the cosine between a token's hidden states before
+and after a layer stands for its angular velocity (eq. 8); the closer to 1, the slower it turns.
 """
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
-from diagnostics.norms import token_norms
+from diagnostics.capture import Record
+from diagnostics.statistics import mean_and_interval
 
 
-@dataclass(frozen=True)
-class TokenDynamics:
-    """One modality's way through the decoder, means over its tokens.
+DEFINITIONS = {
+    "norm": "L2 norm of the hidden states that enter each layer, and last of what leaves the last layer, before the "
+    "decoder's final norm",
+    "cosine": "cosine between what enters a layer and what leaves it; 1 means that the token does not turn",
+    "update_ratio": "norm of a layer's whole residual update over the norm of what enters, ‖u‖/‖h‖",
+    "update_cosine": "cosine between what enters a layer and the update, cos(u, h)",
+    "angle": "angle in degrees by which the update turns the token, by equation 8 from the two numbers before",
+    "update_rate": "1 - cosine, mean over the layers",
+    "gap": "cosine of visual tokens less that of text tokens, by layer in pairs within each sample; above 0, visual "
+    "tokens turn more slowly",
+}
 
-    Attributes:
-        norms: Mean L2 norm of the hidden states that enter each layer, and of what leaves the last one, before the
-            decoder's final norm: `num_layers + 1` values.
-        cosines: Mean cosine between a layer's input and output: `num_layers` values.
-        num_tokens: Tokens averaged over.
+
+def measure_layers(records: Sequence[Record]) -> dict[str, Any]:
+    """The numbers of `DEFINITIONS` by modality and layer, with intervals.
+
+    Returns:
+        Under `"visual"` and `"text"`, by name `{"mean": [...], "interval": [...]}` over the layers, and `update_rate`
+        alike for one value; under `"gap"` the same over the layers, and under `"mean_gap"` for their mean.
     """
-
-    norms: list[float]
-    cosines: list[float]
-    num_tokens: int
-
-    @property
-    def update_rate(self) -> float:
-        """Mean of `1 - cosine` over the layers."""
-        return 1 - sum(self.cosines) / len(self.cosines)
-
-
-@torch.no_grad()
-def measure_dynamics(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> dict[str, TokenDynamics]:
-    """Dynamics of the `"visual"` and the `"text"` tokens of one batch. Padding is left out.
-
-    Args:
-        model: A vision-language model of transformers with `config.image_token_id` and `get_decoder().layers`.
-        inputs: What its processor returns, with `input_ids` and `attention_mask` `(batch_size, sequence_length)`.
-
-    Raises:
-        ValueError: if the batch has no visual or no text tokens.
-    """
-    is_image = inputs["input_ids"] == model.config.image_token_id
-    attended = inputs["attention_mask"].bool()
-    masks = {"visual": is_image & attended, "text": ~is_image & attended}
-    for name, mask in masks.items():
-        if not mask.any():
-            raise ValueError(f"The batch holds no {name} tokens (image_token_id {model.config.image_token_id}).")
-
-    states: list[torch.Tensor] = []  # num_layers + 1 of [batch_size, sequence_length, hidden_size]
-    layers = model.get_decoder().layers
-    hooks = [layers[0].register_forward_pre_hook(lambda _, args: states.append(args[0]))]
-    hooks += [
-        layer.register_forward_hook(
-            lambda _, args, output: states.append(output[0] if isinstance(output, tuple) else output)
-        )
-        for layer in layers
-    ]
-    try:
-        model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    norms = [token_norms(state) for state in states]
-    cosines = [
-        nn.functional.cosine_similarity(before.float(), after.float(), dim=-1) for before, after in pairwise(states)
-    ]
-    return {
-        name: TokenDynamics(
-            norms=[values[mask].mean().item() for values in norms],
-            cosines=[values[mask].mean().item() for values in cosines],
-            num_tokens=int(mask.sum()),
-        )
-        for name, mask in masks.items()
+    values = {
+        modality: {
+            "norm": _by_sample(records, modality, lambda record: record.layer_norms),
+            "cosine": _by_sample(records, modality, lambda record: record.cosines),
+            "update_ratio": _by_sample(records, modality, lambda record: record.update_ratios),
+            "update_cosine": _by_sample(records, modality, lambda record: record.update_cosines),
+            "angle": _by_sample(records, modality, lambda record: record.angles.rad2deg()),
+        }
+        for modality in ("visual", "text")
     }
+    measured: dict[str, Any] = {}
+    for modality, by_name in values.items():
+        measured[modality] = {name: _describe(samples) for name, samples in by_name.items()}
+        measured[modality]["update_rate"] = _describe(1 - by_name["cosine"].mean(axis=1, keepdims=True), scalar=True)
+    gap = values["visual"]["cosine"] - values["text"]["cosine"]
+    measured["gap"] = _describe(gap)
+    measured["mean_gap"] = _describe(gap.mean(axis=1, keepdims=True), scalar=True)
+    return measured
+
+
+def _by_sample(records: Sequence[Record], modality: str, value: Callable[[Record], torch.Tensor]) -> np.ndarray:
+    """Mean over a sample's tokens, `(num_samples, num_values)`."""
+    return np.stack([value(r)[:, getattr(r.tokens, modality)].double().mean(1).numpy() for r in records])
+
+
+def _describe(samples: np.ndarray, scalar: bool = False) -> dict[str, Any]:
+    mean, interval = mean_and_interval(samples)
+    return {"mean": mean[0], "interval": interval[0]} if scalar else {"mean": mean, "interval": interval}

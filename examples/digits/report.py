@@ -10,7 +10,6 @@ import argparse
 import json
 import logging
 from collections import defaultdict
-from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,15 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from diagnostics.update_rate import TokenDynamics, measure_dynamics
+from diagnostics import loading
+from diagnostics.dynamics import measure_point
+from diagnostics.plots import draw_layers
 
 
 logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 50
+PROBE_SIZE = 64
 Question = dict[str, Any]
 
 
@@ -111,29 +113,35 @@ def evaluate(run_dir: Path, questions: list[Question]) -> tuple[dict[str, dict[s
     }, image_answers
 
 
-def measure(run_dir: Path, questions: list[Question]) -> dict[str, dict[str, TokenDynamics]]:
-    """Norms and update rates on one batch of test questions, through composing and training."""
+def write_probe(questions: list[Question], path: Path) -> None:
+    """The first questions in LLaVA's layout, for the diagnostics."""
+    rows = [
+        {
+            "image": str(row["image"].relative_to(path.parent)),
+            "conversations": [
+                {"from": "human", "value": f"<image>\n{row['question']}"},
+                {"from": "gpt", "value": row["answer"]},
+            ],
+        }
+        for row in questions[:PROBE_SIZE]
+    ]
+    path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
+def measure(run_dir: Path, probe: Path) -> dict[str, dict[str, Any]]:
+    """Norms and turning of tokens on the probe, through composing and training."""
+    questions, _ = loading.load_questions(str(probe), None, "", PROBE_SIZE)
     measured = {}
-    prompts = [with_image(question) for question in questions[:200]]
     for label, name in (
         ("composed, norm taken out", "composed"),
         ("composed", "composed"),
         ("after stage 1", "stage1"),
         ("after stage 2", "stage2"),
     ):
-        model = AutoModelForImageTextToText.from_pretrained(run_dir / name, trust_remote_code=True).eval()
+        model, processor = loading.load_model(str(run_dir / name))
         if label.endswith("taken out"):
             model.model.multi_modal_projector.norm = torch.nn.Identity()
-        processor = AutoProcessor.from_pretrained(run_dir / name, trust_remote_code=True)
-        inputs = processor.apply_chat_template(
-            prompts,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            processor_kwargs={"padding": True},
-        )
-        measured[label] = measure_dynamics(model, inputs)
+        measured[label] = measure_point(model, processor, questions, step=0)
     return measured
 
 
@@ -155,26 +163,16 @@ def draw_answers(questions: list[Question], answers: list[str], path: Path) -> N
     plt.close(figure)
 
 
-def draw_norms(measured: dict[str, dict[str, TokenDynamics]], path: Path) -> None:
+def draw_norms(measured: dict[str, dict[str, Any]], path: Path) -> None:
     """Norm and turning by layer and modality: without the norm, with it, and after training."""
-    labels = [label for label in measured if label != "after stage 1"]
-    figure, axes = plt.subplots(2, len(labels), figsize=(11, 5.6), sharey="row", sharex="row")
-    for column, label in enumerate(labels):
-        for name, colour in (("visual", "tab:orange"), ("text", "tab:blue")):
-            dynamics = measured[label][name]
-            axes[0, column].plot(dynamics.norms, marker="o", color=colour, label=name)
-            axes[1, column].plot(range(1, len(dynamics.cosines) + 1), dynamics.cosines, marker="o", color=colour)
-        axes[0, column].set(title=label, yscale="log", xlabel="layers passed", xticks=range(len(dynamics.norms)))
-        axes[1, column].set(xlabel="layer", xticks=range(1, len(dynamics.norms)))
-    axes[0, 0].set_ylabel("mean L2 norm of tokens")
-    axes[1, 0].set_ylabel("cosine, before to after a layer\n(1: does not turn)")
-    axes[0, 0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    chosen = {label: point for label, point in measured.items() if label != "after stage 1"}
+    models = [
+        {"name": label, "num_layers": len(point["layers"]["gap"]["mean"]), **point} for label, point in chosen.items()
+    ]
+    draw_layers(models, path)
 
 
-def render(scores: dict[str, dict[str, float]], measured: dict[str, dict[str, TokenDynamics]], count: int) -> str:
+def render(scores: dict[str, dict[str, float]], measured: dict[str, dict[str, Any]], count: int) -> str:
     """The table that the quickstart prints."""
     lines = [f"Exact match on {count} held-out questions", f"{'':34}{'all':>16}{'digit':>9}{'colour':>9}{'both':>9}"]
     for name, score in scores.items():
@@ -182,12 +180,13 @@ def render(scores: dict[str, dict[str, float]], measured: dict[str, dict[str, To
         total = f"{100 * score['all']:.1f}%{error}"
         lines.append(f"{name:34}{total:>16}" + "".join(f"{100 * score[kind]:8.1f}%" for kind in CHANCE))
     lines += ["", f"{'':30}{'norm of tokens at the decoder':>32}{'update rate, 1 - cos':>26}"]
-    lines.append(f"{'':30}{'visual':>11}{'text':>10}{'ratio':>11}{'visual':>14}{'text':>12}")
-    for label, by_modality in measured.items():
-        visual, text = by_modality["visual"], by_modality["text"]
+    lines.append(f"{'':30}{'visual':>11}{'text':>10}{'ratio':>11}{'visual':>14}{'text':>12}{'gap':>12}")
+    for label, point in measured.items():
+        interface, layers = point["interface"], point["layers"]
         lines.append(
-            f"{label:30}{visual.norms[0]:11.3f}{text.norms[0]:10.3f}{visual.norms[0] / text.norms[0]:10.2f}x"
-            f"{visual.update_rate:14.3f}{text.update_rate:12.3f}"
+            f"{label:30}{interface['visual_at_decoder']['mean']:11.3f}{interface['text_at_decoder']['mean']:10.3f}"
+            f"{interface['ratio']['mean']:10.2f}x{layers['visual']['update_rate']['mean']:14.3f}"
+            f"{layers['text']['update_rate']['mean']:12.3f}{layers['mean_gap']['mean']:12.3f}"
         )
     return "\n".join(lines)
 
@@ -202,11 +201,12 @@ def main() -> None:
     run_dir = parser.parse_args().run_dir
     questions = load_questions(run_dir / "data")
     scores, answers = evaluate(run_dir, questions)
-    measured = measure(run_dir, questions)
+    probe = run_dir / "data" / "probe.json"
+    write_probe(questions, probe)
+    measured = measure(run_dir, probe)
     draw_answers(questions, answers, run_dir / "answers.png")
     draw_norms(measured, run_dir / "norms.png")
-    dynamics = {label: {name: asdict(value) for name, value in row.items()} for label, row in measured.items()}
-    report = {"questions": len(questions), "accuracy": scores, "dynamics": dynamics}
+    report = {"questions": len(questions), "accuracy": scores, "dynamics": measured}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     logger.info("%s", render(scores, measured, len(questions)))
 

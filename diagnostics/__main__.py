@@ -1,0 +1,133 @@
+"""Measure vision-language models side by side and write a report.
+
+    python -m diagnostics --model llava-hf/llava-1.5-7b-hf --data questions.json --output_dir report/
+
+`--data` is what training takes (LLaVA's JSON or JSONL, a dataset on disk or on the Hub) or a folder of pictures. Out
+come `report.json`, `report.md`, `report.html` and the plots.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from diagnostics import plots
+from diagnostics.embeddings import measure_embeddings, vocabulary_norms
+from diagnostics.key_space import Basis
+from diagnostics.loading import load_model, load_questions
+from diagnostics.measure import measure_model
+from diagnostics.report import render_html, render_markdown
+
+
+logger = logging.getLogger(__name__)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m diagnostics", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", nargs="+", required=True, help="folders or Hub ids, compared side by side; the first is the base")
+    add("--names", nargs="+", help="what the report calls them; by default what --model says")
+    add("--base_model", help="language model whose embeddings are set beside: folder or Hub id")
+    add("--data", required=True, help="pictures and questions, or a folder of pictures")
+    add("--image_folder", help="goes before the picture paths of a JSON file; its own folder by default")
+    add("--question", default="Describe this picture.", help="asked about the pictures of a folder")
+    add("--num_samples", type=int, default=32, help="pictures to measure (default: 32)")
+    add("--output_dir", type=Path, required=True, help="folder for the report; written over if it holds one")
+    add("--layers", type=int, nargs="+", help="layers to draw attention and compare keys of; 6 by default")
+    add("--heads", type=int, nargs="+", help="heads whose mean attention is drawn; all by default")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
+    add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
+    add("--load_in_4bit", action="store_true", help="hold the weights in NF4")
+    add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
+    args = parser.parse_args()
+    if args.names is not None and len(args.names) != len(args.model):
+        parser.error(f"--names gives {len(args.names)} names for {len(args.model)} models")
+    if args.num_samples < 1:
+        parser.error("--num_samples must be at least 1")
+    return args
+
+
+def measure_base(name: str) -> dict[str, Any]:
+    """The embeddings of a language model."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+    return {
+        "name": name,
+        "embeddings": measure_embeddings(vocabulary_norms(model), AutoTokenizer.from_pretrained(name)),
+    }
+
+
+def without_nan(value: Any) -> Any:
+    """The same with `None` for numbers that are none, which JSON can't hold."""
+    if isinstance(value, dict):
+        return {str(key): without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and value != value else value
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers_logging.set_verbosity_error()
+    plt.switch_backend("agg")
+    args = parse_arguments()
+    try:
+        questions, passed_over = load_questions(args.data, args.image_folder, args.question, args.num_samples)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"--data: {error}") from error
+    if passed_over:
+        logger.info("%d rows of %s have no picture and were passed over", passed_over, args.data)
+    models, pictures = [], []
+    bases: dict[tuple[int, int], Basis] = {}
+    for path, name in zip(args.model, args.names or args.model, strict=True):
+        try:
+            model, processor = load_model(path, args.dtype, args.device_map, args.load_in_4bit, args.trust_remote_code)
+            measured, drawn = measure_model(model, processor, questions, name, bases, args.layers, args.heads)
+        except ValueError as error:
+            raise SystemExit(f"--model {path}: {error}") from error
+        models.append(measured)
+        pictures.append(drawn)
+        del model
+    report = without_nan(
+        {
+            "command": "python -m diagnostics " + shlex.join(sys.argv[1:]),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "data": Path(args.data).name,
+            "num_samples": len(questions),
+            "passed_over": passed_over,
+            "models": models,
+            "base": measure_base(args.base_model) if args.base_model else None,
+        }
+    )
+    folder: Path = args.output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    plots.draw_layers(models, folder / "layers.png")
+    plots.draw_attention(models, folder / "attention.png")
+    plots.draw_keys(models, pictures, folder / "keys.png")
+    (folder / "attention_maps.png").unlink(missing_ok=True)
+    plots.draw_maps(models, pictures, questions, folder / "attention_maps.png")
+    markdown = render_markdown(report, folder)
+    (folder / "report.md").write_text(markdown, encoding="utf-8")
+    (folder / "report.html").write_text(render_html(markdown, folder), encoding="utf-8")
+    aside = folder / "report.json.tmp"
+    aside.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
+    os.replace(aside, folder / "report.json")
+    logger.info("%s", markdown.split("## In short")[1].split("## ")[0].strip())
+    logger.info("Report in %s", folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Where text looks in the picture (App. G of "The Unseen Bias", arXiv 2512.08374)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from diagnostics.capture import Record, Tokens
+from diagnostics.statistics import mean_and_interval
+
+
+DEFINITIONS = {
+    "queries": "the last ordinary text tokens past the last picture, 15 at most, and the position that the answer "
+    "begins from; numbers are means over queries and heads",
+    "mass": "share of a query's attention that falls on visual tokens",
+    "uniform_mass": "the same if a query looked at every token before it alike",
+    "entropy": "entropy of the attention over visual tokens alone, made to sum to 1, over its largest value log2(n): "
+    "1 is evenly spread, 0 is all on one token",
+    "bottom_third": "share of the attention on visual tokens that falls on the lowest third of the picture's rows; "
+    "`uniform_bottom_third` is those rows' share of the tokens",
+    "without_sinks": "the same with sink, special and newline tokens taken out of the keys and the rest made to sum "
+    "to 1; `with_sinks` leaves everything in",
+}
+
+
+def bottom_rows(grid: tuple[int, int]) -> torch.Tensor:
+    """Which visual tokens lie in the lowest third of the picture, `(height * width,)`: rows whose centre does."""
+    height, width = grid
+    low = (torch.arange(height) + 0.5) / height > 2 / 3
+    return low.repeat_interleave(width)
+
+
+def attention_numbers(
+    attention: torch.Tensor, tokens: Tokens, visible: torch.Tensor, bottom: torch.Tensor | None
+) -> dict[str, float]:
+    """`mass`, `entropy` and, if the layout is known, `bottom_third` of one layer of one sample; see `DEFINITIONS`.
+
+    Args:
+        attention: `(num_heads, num_queries, S)`.
+        tokens: Which position is what.
+        visible: Keys that count, `(S,)`.
+        bottom: Positions of visual tokens in the lowest third, `(S,)`.
+    """
+    attention = attention.double() * visible
+    attention = attention / attention.sum(-1, keepdim=True).clamp(min=1e-30)
+    mass = attention[..., tokens.visual].sum(-1)
+    within = attention[..., tokens.visual] / mass.clamp(min=1e-30)[..., None]
+    entropy = torch.special.entr(within).sum(-1) / np.log(max(int(tokens.visual.sum()), 2))
+    numbers = {"mass": mass.mean().item(), "entropy": entropy.mean().item()}
+    if bottom is not None:
+        numbers["bottom_third"] = (attention[..., bottom].sum(-1) / mass.clamp(min=1e-30)).mean().item()
+    return numbers
+
+
+def measure_attention(records: Sequence[Record]) -> dict[str, Any] | None:
+    """The numbers of `DEFINITIONS` by layer, `None` where the model's attention was not recorded.
+
+    Returns:
+        `layers`; under `"with_sinks"` and `"without_sinks"`, by name `{"mean": [...], "interval": [...]}` over these
+        layers; `uniform_mass`, `uniform_bottom_third`. `bottom_third` is there if every picture's layout is known.
+    """
+    layers = sorted(records[0].attention)
+    if not layers:
+        return None
+    knows_layout = all(record.grid is not None for record in records)
+    measured: dict[str, Any] = {"layers": layers}
+    uniform_mass, uniform_bottom = [], []
+    values: dict[str, dict[str, list[list[float]]]] = {"with_sinks": {}, "without_sinks": {}}
+    for record in records:
+        everything = torch.ones_like(record.tokens.visual)
+        bottom = None
+        if knows_layout:
+            assert record.grid is not None
+            bottom = torch.zeros_like(everything)
+            bottom[record.with_sinks.visual.nonzero()[:, 0]] = bottom_rows(record.grid)
+            uniform_bottom.append(bottom[record.with_sinks.visual].double().mean().item())
+        before = (record.queries + 1).double() - record.tokens.excluded["padding"].sum()
+        uniform_mass.append((record.with_sinks.visual.sum() / before).mean().item())
+        ordinary = record.tokens.visual | record.tokens.text
+        for kind, tokens, visible in (
+            ("with_sinks", record.with_sinks, everything),
+            ("without_sinks", record.tokens, ordinary),
+        ):
+            low = None if bottom is None else bottom & tokens.visual
+            numbers = [attention_numbers(record.attention[layer], tokens, visible, low) for layer in layers]
+            for name in numbers[0]:
+                values[kind].setdefault(name, []).append([row[name] for row in numbers])
+    for kind, by_name in values.items():
+        measured[kind] = {}
+        for name, samples in by_name.items():
+            mean, interval = mean_and_interval(np.array(samples))
+            measured[kind][name] = {"mean": mean, "interval": interval}
+    measured["uniform_mass"] = float(np.mean(uniform_mass))
+    measured["uniform_bottom_third"] = float(np.mean(uniform_bottom)) if knows_layout else None
+    return measured
+
+
+def attention_map(
+    record: Record, layer: int, heads: Sequence[int] | None = None, query: int = -1
+) -> torch.Tensor | None:
+    """One query's attention over the picture, `(height, width)`, or `None` where its layout is not known.
+
+    Args:
+        record: Of one sample.
+        layer: One of the layers that were recorded.
+        heads: Heads to take the mean of; all by default.
+        query: Number of the query among those recorded; the last one is where the answer begins.
+    """
+    if record.grid is None:
+        return None
+    rows = record.attention[layer][:, query, record.with_sinks.visual]
+    return (rows if heads is None else rows[list(heads)]).mean(0).reshape(record.grid)

@@ -1,0 +1,179 @@
+"""A run's way through training on a fixed set of pictures (Fig. 5 of "The Unseen Bias", arXiv 2512.08374).
+
+    python -m diagnostics.dynamics --run runs/digits/stage1 --data questions.json
+
+Measures every checkpoint of a run, and writes `dynamics.jsonl`, a line for each, and `dynamics.png` into its folder.
+Checkpoints that are in the file already are not measured again. During training `training/sft.py --probe_steps 100`
+writes the same lines through [`DynamicsCallback`].
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import torch
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging as transformers_logging
+
+from diagnostics.embeddings import vocabulary_norms
+from diagnostics.loading import Question, load_model, load_questions
+from diagnostics.measure import measure_dynamics, record_questions
+from diagnostics.plots import draw_dynamics
+
+
+logger = logging.getLogger(__name__)
+
+FILE = "dynamics.jsonl"
+
+
+def measure_point(model: PreTrainedModel, processor: Any, questions: Sequence[Question], step: int) -> dict[str, Any]:
+    """What [`measure_dynamics`] gives, with the step and a fingerprint of the questions."""
+    records, _ = record_questions(model, processor, questions, layers=())
+    sources = "\n".join(question.source for question in questions)
+    return {
+        "step": step,
+        "questions": hashlib.sha256(sources.encode()).hexdigest()[:16],
+        **measure_dynamics(model, records, vocabulary_norms(model)),
+    }
+
+
+def read_points(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file in the order of their steps; a last line that was torn by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    return sorted((json.loads(line) for line in lines), key=lambda point: point["step"])
+
+
+def write_points(points: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the file anew, all of it or nothing."""
+    aside = path.with_suffix(".tmp")
+    aside.write_text("".join(json.dumps(point) + "\n" for point in points), encoding="utf-8")
+    aside.replace(path)
+
+
+class DynamicsCallback(TrainerCallback):
+    """Measures the model in training before the first step, every `steps` steps and after the last one.
+
+    Every process measures, since a sharded model can't run otherwise; the first one writes.
+
+    Args:
+        model: The model that is trained; adapters in place, wrappers off.
+        processor: Its processor.
+        questions: What to measure on.
+        steps: Steps between two measurements.
+        path: File to write, a line of JSON each.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, processor: Any, questions: Sequence[Question], steps: int, path: Path
+    ) -> None:
+        self._model, self._processor, self._questions = model, processor, questions
+        self._steps, self._path = steps, path
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure the start, unless the run goes on from a checkpoint."""
+        if state.global_step == 0:
+            if state.is_world_process_zero:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.unlink(missing_ok=True)
+            self._measure(args, state)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Measure when it is time."""
+        if state.global_step % self._steps == 0 or state.global_step == state.max_steps:
+            self._measure(args, state)
+
+    def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16):
+                point = measure_point(self._model, self._processor, self._questions, state.global_step)
+        finally:
+            self._model.train(was_training)
+        if state.is_world_process_zero:
+            earlier = [before for before in read_points(self._path) if before["step"] < state.global_step]
+            write_points([*earlier, point], self._path)
+
+
+def measure_run(run: Path, questions: Sequence[Question], trust_remote_code: bool = False) -> list[dict[str, Any]]:
+    """Measure every checkpoint of a run that its `dynamics.jsonl` does not hold yet, and add it there.
+
+    Returns:
+        All points, by step.
+
+    Raises:
+        ValueError: if there are no checkpoints, or the file holds points on other questions.
+    """
+    folders = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
+    if not folders:
+        raise ValueError(f"{run} holds no {PREFIX_CHECKPOINT_DIR}-<step> folders; train with --save_strategy steps.")
+    points = read_points(run / FILE)
+    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[-1])):
+        step = int(folder.name.split("-")[-1])
+        if any(point["step"] == step for point in points):
+            continue
+        logger.info("measuring %s", folder)
+        model, processor = load_model(str(folder), trust_remote_code=trust_remote_code)
+        points = sorted([*points, measure_point(model, processor, questions, step)], key=lambda p: p["step"])
+        if len({point["questions"] for point in points}) > 1:
+            raise ValueError(
+                f"{run / FILE} holds points that were measured on other questions: give the same --data and "
+                "--num_samples, or move the file away."
+            )
+        write_points(points, run / FILE)
+    return points
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers_logging.set_verbosity_error()
+    plt.switch_backend("agg")
+    parser = argparse.ArgumentParser(
+        prog="python -m diagnostics.dynamics",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--run", type=Path, required=True, help="output_dir of a training run")
+    add("--data", required=True, help="pictures and questions, or a folder of pictures")
+    add("--image_folder", help="goes before the picture paths of a JSON file; its own folder by default")
+    add("--question", default="Describe this picture.", help="asked about the pictures of a folder")
+    add("--num_samples", type=int, default=16, help="pictures to measure (default: 16)")
+    add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
+    args = parser.parse_args()
+    try:
+        questions, _ = load_questions(args.data, args.image_folder, args.question, args.num_samples)
+        points = measure_run(args.run, questions, args.trust_remote_code)
+    except (ValueError, OSError) as error:
+        raise SystemExit(str(error)) from error
+    draw_dynamics(points, args.run / "dynamics.png")
+    logger.info("%8s%10s%10s%10s%14s%12s", "step", "visual", "text", "ratio", "1-cos visual", "1-cos text")
+    for point in points:
+        interface, layers = point["interface"], point["layers"]
+        logger.info(
+            "%8d%10.3f%10.3f%10.2f%14.3f%12.3f",
+            point["step"],
+            interface["visual_at_decoder"]["mean"],
+            interface["text_at_decoder"]["mean"],
+            interface["ratio"]["mean"],
+            layers["visual"]["update_rate"]["mean"],
+            layers["text"]["update_rate"]["mean"],
+        )
+    logger.info("Points and plot in %s", args.run)
+
+
+if __name__ == "__main__":
+    main()

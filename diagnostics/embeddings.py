@@ -1,0 +1,45 @@
+"""Norms of the text embeddings, and which tokens have the longest (Tables 6 to 8 of "The Unseen Bias")."""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from diagnostics.norms import embedding_norms
+
+
+DEFINITIONS = {
+    "mean": "mean L2 norm of what the embedding layer returns for each token id, all-zero rows left out (T, eq. 11)",
+    "num_zero": "rows that are all zero",
+    "top": "the tokens with the longest embeddings",
+}
+
+
+def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
+    """Norms of the embedding layer's output by token id, `(num_embeddings,)`."""
+    embeddings = model.get_input_embeddings()
+    return embedding_norms(embeddings, embeddings.num_embeddings)
+
+
+def measure_embeddings(norms: torch.Tensor, tokenizer: PreTrainedTokenizerBase, top_k: int = 10) -> dict[str, Any]:
+    """What `DEFINITIONS` says, with `std`, `max` and `num_embeddings`, of norms by token id.
+
+    A token is given as `repr` would show it; ids past the tokenizer's own, which pad the table, by number.
+    """
+    nonzero = norms[norms > 0].double()
+    longest = norms.topk(min(top_k, len(norms)))
+    return {
+        "mean": nonzero.mean().item(),
+        "std": nonzero.std(correction=0).item(),
+        "max": nonzero.max().item(),
+        "num_embeddings": len(norms),
+        "num_zero": int((norms == 0).sum()),
+        "top": [
+            {"id": token, "token": _show(token, tokenizer), "norm": norm}
+            for token, norm in zip(longest.indices.tolist(), longest.values.tolist(), strict=True)
+        ],
+    }
+
+
+def _show(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    return repr(tokenizer.decode([token])) if token < len(tokenizer) else f"id {token}, not in the tokenizer"

@@ -1,0 +1,183 @@
+"""Any vision-language model with its processor, and pictures with questions as its inputs."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from diagnostics.capture import PROJECTORS, NoVisualTokensError, image_token_id
+from training.data import load_rows, open_images, row_images, row_turns, to_messages
+
+
+# What families call their vision encoder, as `PreTrainedModel.get_encoder` knows them.
+ENCODERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
+PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A picture with a question, as chat messages.
+
+    Attributes:
+        source: Where it comes from, for messages to people.
+        images: The pictures, in RGB.
+        prompt: Messages up to the first answer.
+        conversation: All messages.
+    """
+
+    source: str
+    images: list[Image.Image]
+    prompt: list[dict[str, Any]]
+    conversation: list[dict[str, Any]]
+
+
+def load_model(
+    name: str,
+    dtype: str = "auto",
+    device_map: str | None = None,
+    load_in_4bit: bool = False,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """A model in eval mode and its processor, from a folder or the Hub.
+
+    Args:
+        name: Folder or Hub id.
+        dtype: `"auto"` for the checkpoint's own, or torch's name of one.
+        device_map: As in `from_pretrained`; `"auto"` spreads a model over what there is.
+        load_in_4bit: Hold the decoder's weights in NF4, and the way to it as it is; needs the extra "qlora".
+        trust_remote_code: Run the code in the repository; not needed for NormLlava.
+        revision: Of the Hub's repository.
+
+    Raises:
+        NoVisualTokensError: if the model has none.
+    """
+    options: dict[str, Any] = {}
+    if load_in_4bit:
+        compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=compute_dtype,
+            llm_int8_skip_modules=[rf"(.*\.)?{name}" for name in (*ENCODERS, *PROJECTORS, "lm_head")],
+        )
+    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
+    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, device_map=device_map, **common, **options)
+    image_token_id(model)
+    return model.eval(), AutoProcessor.from_pretrained(name, **common)
+
+
+def load_questions(data: str, image_folder: str | None, question: str, num_samples: int) -> tuple[list[Question], int]:
+    """The first pictures with a question each.
+
+    Args:
+        data: Rows as training takes them (LLaVA's JSON or JSONL, a dataset on disk or on the Hub), or a folder of
+            pictures.
+        image_folder: Goes before the paths of a JSON file.
+        question: Asked about the pictures of a folder.
+        num_samples: How many at most.
+
+    Returns:
+        The questions, and how many rows without a picture were passed over on the way.
+
+    Raises:
+        NoVisualTokensError: if there are no pictures.
+        BadRowError: if one can't be read.
+    """
+    folder = Path(data)
+    if folder.is_dir() and not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
+        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES)
+        turns = [{"from": "human", "value": f"<image>\n{question}"}]
+        rows: Any = [{"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths]
+    else:
+        rows = load_rows(data, image_folder)
+    questions: list[Question] = []
+    passed_over = 0
+    for row in rows:
+        if len(questions) == num_samples:
+            break
+        if not row_images(row):
+            passed_over += 1
+            continue
+        questions.append(_to_question(row))
+    if not questions:
+        raise NoVisualTokensError(
+            f"{data} holds no pictures ({passed_over} rows without one). Give rows with `image` or `images` and "
+            "`conversations`, or a folder of pictures."
+        )
+    return questions, passed_over
+
+
+def _to_question(row: dict[str, Any]) -> Question:
+    turns = row_turns(row)
+    images = open_images(row)
+    first_answer = next((number for number, turn in enumerate(turns) if turn["from"] == "gpt"), len(turns))
+    prompt, conversation = (
+        _with_images(to_messages({**row, "conversations": part}), images) for part in (turns[:first_answer], turns)
+    )
+    return Question(row["source"], images, prompt, conversation)
+
+
+def _with_images(messages: list[dict[str, Any]], images: list[Image.Image]) -> list[dict[str, Any]]:
+    """The messages with a picture in each of their image parts, and every content a list of parts."""
+    remaining = iter(images)
+    filled = []
+    for message in messages:
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [{**part, "image": next(remaining)} if part["type"] == "image" else part for part in parts]
+        filled.append({**message, "content": parts})
+    return filled
+
+
+def prepare_inputs(
+    model: PreTrainedModel, processor: Any, question: Question, answered: bool = False
+) -> dict[str, Any]:
+    """What the processor makes of a question, on the model's device and in its dtype; one sample, unpadded.
+
+    Args:
+        model, processor: As [`load_model`] returns them.
+        question: The question.
+        answered: Take the whole conversation, not the prompt alone.
+    """
+    messages = question.conversation if answered else question.prompt
+    if getattr(processor, "chat_template", None):
+        inputs = processor.apply_chat_template(
+            messages,
+            add_generation_prompt=not answered,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    else:
+        mark = getattr(processor, "image_token", "<image>")
+        parts = [part for message in messages for part in message["content"]]
+        text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        inputs = processor(images=images, text=text, return_tensors="pt")
+    return dict(inputs.to(model.device, dtype=model.dtype))
+
+
+def answer_inputs(model: PreTrainedModel, processor: Any, question: Question) -> tuple[dict[str, Any], int]:
+    """Inputs of a whole conversation, and the position that its first answer begins at; of a question without one, the
+    position past its first visual token."""
+    inputs = prepare_inputs(model, processor, question, answered=True)
+    if question.conversation != question.prompt:
+        return inputs, prepare_inputs(model, processor, question)["input_ids"].shape[1]
+    visual = (inputs["input_ids"][0] == image_token_id(model)).nonzero()
+    return inputs, int(visual[0, 0]) + 1
+
+
+def find_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a processor, which may be one itself."""
+    return getattr(processor, "tokenizer", processor)

@@ -1,0 +1,51 @@
+"""Where training has taken the norm behind the projector (Table 5 of "The Unseen Bias", arXiv 2512.08374)."""
+
+from math import sqrt
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from diagnostics.capture import find_projector
+
+
+DEFINITIONS = {
+    "gain_l2": "L2 norm of the gain",
+    "gain_mean_abs": "mean of |g_i|",
+    "bias_l2": "L2 norm of the bias",
+    "bias_mean_abs": "mean of |b_i|",
+    "gain_start": "value of every g_i when the model was composed: T/√d, or 1 without alignment; b = 0",
+    "gain_drift": "L2 norm of the gain less its start",
+    "gain_drift_relative": "the same over the L2 norm of the start",
+    "yields": "norm of visual tokens that gain and bias lead to, √(Σg² + Σb²): exact where the normalised coordinates "
+    "have mean square 1 each and mean 0 over tokens",
+}
+
+
+def find_norm(model: PreTrainedModel) -> Any:
+    """The norm in which a NormLlava's projector ends, or `None` for other models and the arm without it."""
+    if not hasattr(model.config, "projector_norm"):  # Qwen3-VL's merger has a `norm` too, in front
+        return None
+    norm = getattr(find_projector(model), "norm", None)
+    return norm if hasattr(norm, "weight") else None
+
+
+def measure_projector_norm(model: PreTrainedModel) -> dict[str, Any] | None:
+    """What `DEFINITIONS` says; `None` for a model whose projector does not end in a norm."""
+    norm = find_norm(model)
+    if norm is None:
+        return None
+    gain, bias = norm.weight.detach().double().cpu(), norm.bias.detach().double().cpu()
+    target = getattr(model.config, "projector_norm_target", None)
+    start = 1.0 if target is None else target / sqrt(len(gain))
+    drift = torch.linalg.vector_norm(gain - start).item()
+    return {
+        "gain_l2": gain.norm().item(),
+        "gain_mean_abs": gain.abs().mean().item(),
+        "bias_l2": bias.norm().item(),
+        "bias_mean_abs": bias.abs().mean().item(),
+        "gain_start": start,
+        "gain_drift": drift,
+        "gain_drift_relative": drift / (start * sqrt(len(gain))),
+        "yields": (gain.square().sum() + bias.square().sum()).sqrt().item(),
+    }

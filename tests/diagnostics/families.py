@@ -1,0 +1,278 @@
+"""Small random models of every family that the diagnostics are tested on, with a sample for each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, PreTrainedModel, set_seed
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+VOCAB, IMAGE, START, END, BOS = 200, 199, 198, 197, 1
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": VOCAB,
+    "bos_token_id": BOS,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 7,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+GRID = torch.tensor([[1, 4, 6]])  # patches of a picture: time, height, width
+
+
+@dataclass(frozen=True)
+class Family:
+    """How to make a small model of a family and pictures for it.
+
+    Attributes:
+        config: Of the small model.
+        pictures: Returns what the image processor would, for one picture.
+        image_tokens: Image tokens of one picture.
+        token_types: Name of the input that marks image tokens, where the family has one.
+        boundaries: Whether pictures stand between two tokens of the vocabulary that the config names.
+    """
+
+    config: Callable[[], Any]
+    pictures: Callable[[], dict[str, torch.Tensor]]
+    image_tokens: int
+    token_types: str | None = None
+    boundaries: bool = False
+
+
+def config(model_type: str, **fields: Any) -> Any:
+    return CONFIG_MAPPING[model_type](**fields)
+
+
+def text(model_type: str, **fields: Any) -> Any:
+    return config(model_type, **TEXT, **fields)
+
+
+def square(size: int = 28, **extra: torch.Tensor) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {"pixel_values": torch.rand(1, 3, size, size) * 2 - 1, **extra}
+
+
+def patches(width: int) -> Callable[[], dict[str, torch.Tensor]]:
+    return lambda: {"pixel_values": torch.randn(int(GRID.prod(-1).sum()), width), "image_grid_thw": GRID}
+
+
+def llava(vision: str, **fields: Any) -> Callable[[], Any]:
+    return lambda: config(
+        "llava", text_config=text("llama"), vision_config=config(vision, **VISION), image_token_index=IMAGE, **fields
+    )
+
+
+def grid_vision(model_type: str, **fields: Any) -> Any:
+    """Vision config of the families that take a picture as patches with a grid."""
+    sizes = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "patch_size": 4}
+    return {**sizes, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, **fields}
+
+
+TOKENS = {"image_token_id": IMAGE, "video_token_id": 196}
+QWEN_TOKENS = {**TOKENS, "vision_start_token_id": START, "vision_end_token_id": END}
+GLM_TOKENS = {**TOKENS, "image_start_token_id": START, "image_end_token_id": END}
+
+FAMILIES: dict[str, Family] = {
+    "llava-clip": Family(llava("clip_vision_model"), square(), 16),
+    "llava-siglip": Family(llava("siglip_vision_model", vision_feature_select_strategy="full"), square(), 16),
+    "llava_next": Family(
+        lambda: config(
+            "llava_next",
+            text_config=text("llama"),
+            vision_config=config("clip_vision_model", **VISION),
+            image_token_index=IMAGE,
+            image_grid_pinpoints=[[28, 56], [56, 28]],
+        ),
+        lambda: {
+            "pixel_values": torch.rand(1, 3, 3, 28, 28) * 2 - 1,
+            "image_sizes": torch.tensor([[28, 56]]),
+        },
+        16 + 4 * 8 + 4,  # the whole picture, two tiles, and a newline at the end of each of their rows
+    ),
+    "qwen2_5_vl": Family(
+        lambda: config(
+            "qwen2_5_vl",
+            text_config={**TEXT, "rope_parameters": MROPE},
+            vision_config=grid_vision("qwen2_5_vl", window_size=16, fullatt_block_indexes=[1]),
+            **QWEN_TOKENS,
+        ),
+        patches(3 * 2 * 4 * 4),
+        6,
+        "mm_token_type_ids",
+        boundaries=True,
+    ),
+    "qwen3_vl": Family(
+        lambda: config(
+            "qwen3_vl",
+            text_config={**TEXT, "head_dim": 8, "rope_parameters": {**MROPE, "mrope_interleaved": True}},
+            vision_config=grid_vision("qwen3_vl", num_position_embeddings=16, deepstack_visual_indexes=[0, 1]),
+            **QWEN_TOKENS,
+        ),
+        patches(3 * 2 * 4 * 4),
+        6,
+        "mm_token_type_ids",
+        boundaries=True,
+    ),
+    "glm4v": Family(
+        lambda: config(
+            "glm4v",
+            text_config={**TEXT, "rope_parameters": {**MROPE, "partial_rotary_factor": 1.0}},
+            vision_config=grid_vision("glm4v", image_size=28),
+            **GLM_TOKENS,
+        ),
+        patches(3 * 2 * 4 * 4),
+        6,
+        "mm_token_type_ids",
+        boundaries=True,
+    ),
+    "ovis2": Family(
+        lambda: config(
+            "ovis2",
+            text_config=text("qwen2"),
+            vision_config={**VISION, "vocab_size": 64, "num_visual_indicator_tokens": 5},
+            image_token_id=IMAGE,
+            visual_indicator_token_ids=[START, 195, 194, 193, END],
+            vocab_size=VOCAB,
+            hidden_size=32,
+        ),
+        square(),
+        16,
+        boundaries=True,
+    ),
+    "gemma3": Family(
+        lambda: config(
+            "gemma3",
+            text_config={**TEXT, "head_dim": 8, "sliding_window": 64},
+            vision_config=config("siglip_vision_model", **VISION, vision_use_head=False),
+            mm_tokens_per_image=4,
+            image_token_index=IMAGE,
+            boi_token_index=START,
+            eoi_token_index=END,
+        ),
+        square(),
+        4,
+        "token_type_ids",
+        boundaries=True,
+    ),
+    "idefics3": Family(
+        lambda: config(
+            "idefics3", text_config=text("llama"), vision_config=VISION, image_token_id=IMAGE, scale_factor=2
+        ),
+        lambda: {"pixel_values": torch.rand(1, 1, 3, 28, 28) * 2 - 1},
+        4,
+    ),
+    "smolvlm": Family(
+        lambda: config(
+            "smolvlm", text_config=text("llama"), vision_config=VISION, image_token_id=IMAGE, scale_factor=2
+        ),
+        lambda: {"pixel_values": torch.rand(1, 1, 3, 28, 28) * 2 - 1},
+        4,
+    ),
+    "internvl": Family(
+        lambda: config(
+            "internvl",
+            text_config=text("qwen2"),
+            vision_config={**VISION, "image_size": [28, 28], "patch_size": [7, 7]},
+            image_token_id=IMAGE,
+            image_seq_length=4,
+        ),
+        square(),
+        4,
+    ),
+    "paligemma": Family(
+        lambda: config(
+            "paligemma",
+            text_config=text("gemma", head_dim=8),
+            vision_config=config("siglip_vision_model", **VISION, vision_use_head=False, projection_dim=32),
+            image_token_index=IMAGE,
+            projection_dim=32,
+            hidden_size=32,
+            vocab_size=VOCAB,
+        ),
+        square(),
+        16,
+        "token_type_ids",
+    ),
+    "mistral3": Family(
+        lambda: config(
+            "mistral3",
+            text_config=text("mistral", head_dim=8),
+            vision_config=config("pixtral", **VISION),
+            image_token_index=IMAGE,
+            spatial_merge_size=2,
+        ),
+        square(28, image_sizes=torch.tensor([[28, 28]])),
+        4,
+    ),
+    "kimi_k25": Family(
+        lambda: config(
+            "kimi_k25",
+            text_config=config(
+                "deepseek_v3",
+                **{**TEXT, "num_key_value_heads": 4},
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_rope_head_dim=4,
+                qk_nope_head_dim=8,
+                v_head_dim=8,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=2,
+                moe_intermediate_size=16,
+                n_shared_experts=1,
+            ),
+            vision_config={
+                "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2,
+                "patch_size": 7, "pos_emb_height": 8, "pos_emb_width": 8,
+            },
+            projection_hidden_size=24,
+            **QWEN_TOKENS,
+        ),
+        lambda: {"pixel_values": torch.randn(24, 3, 7, 7), "image_grid_thw": GRID},
+        6,
+        boundaries=True,
+    ),
+}  # fmt: skip
+
+
+def build(name: str) -> PreTrainedModel:
+    """A random model of the family, the same on every call, in eval mode."""
+    set_seed(0)
+    model = AutoModelForImageTextToText.from_config(FAMILIES[name].config()).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2 and not parameter.any():  # Gemma 3 starts its projector at zero
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
+    """One sample: BOS, three words, a picture between its delimiters where there are any, nine words; with so much
+    padding on the left."""
+    family = FAMILIES[name]
+    words = torch.randint(10, 150, (12,), generator=torch.Generator().manual_seed(1)).tolist()
+    picture = [IMAGE] * family.image_tokens
+    if family.boundaries:
+        picture = [START, *picture, END]
+    row = [BOS, *words[:3], *picture, *words[3:]]
+    input_ids = torch.tensor([[0] * padding + row])
+    attention_mask = torch.tensor([[0] * padding + [1] * len(row)])
+    torch.manual_seed(2)
+    made = {"input_ids": input_ids, "attention_mask": attention_mask, **family.pictures()}
+    if family.token_types is not None:
+        made[family.token_types] = (input_ids == IMAGE).long()
+    return made

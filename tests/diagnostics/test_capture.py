@@ -1,0 +1,236 @@
+"""One forward pass through hooks: every family, against transformers' own outputs; and a model set by hand."""
+
+import copy
+
+import pytest
+import torch
+from hand_made import TEXT_NORM, UPDATE, VISUAL_NORM, set_by_hand
+from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from diagnostics.attention import measure_attention
+from diagnostics.capture import NoVisualTokensError, Probe, Record, find_grid, record_sample
+from diagnostics.embeddings import vocabulary_norms
+from diagnostics.gradients import measure_gradients
+from diagnostics.interface import measure_interface
+from diagnostics.key_space import measure_key_space
+from diagnostics.update_rate import measure_layers
+from families import FAMILIES, IMAGE, build, inputs
+
+
+Inputs = dict[str, torch.Tensor]
+# What the projector returns does not enter the decoder as it is: a newline feature, scaling, tiles put together.
+CHANGED_AFTER_PROJECTOR = ("llava_next", "paligemma")
+GRIDS = {
+    "qwen2_5_vl": (2, 3), "qwen3_vl": (2, 3), "glm4v": (2, 3), "kimi_k25": (2, 3), "llava_next": None,
+    "gemma3": (2, 2), "idefics3": (2, 2), "smolvlm": (2, 2), "internvl": (2, 2), "mistral3": (2, 2),
+}  # fmt: skip
+
+
+def states_of(model: PreTrainedModel, sample: Inputs) -> tuple[torch.Tensor, ...]:
+    with torch.no_grad():
+        return model(**sample, output_hidden_states=True).hidden_states
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_is_measured_and_its_logits_stay(name: str, padding: int, family_table: dict[str, str]) -> None:
+    model, sample = build(name), inputs(name, padding)
+    with torch.no_grad():
+        logits = model(**sample).logits
+        with Probe(model, sample) as probe:
+            assert torch.equal(model(**sample).logits, logits)
+        assert torch.equal(model(**sample).logits, logits)
+    record = probe.record()
+
+    ids = sample["input_ids"][0]
+    newlines = int(record.tokens.excluded.get("newline", torch.zeros(1)).sum())
+    assert newlines == (4 if name == "llava_next" else 0)
+    assert record.tokens.visual.sum() == (ids == IMAGE).sum() - newlines
+    assert record.tokens.text.sum() == 12
+    assert record.tokens.excluded["padding"].sum() == padding
+    assert record.tokens.excluded["special"].sum() == 1 + 2 * FAMILIES[name].boundaries
+    assert record.grid == GRIDS.get(name, (4, 4))
+    assert all(place in record.interface for place in ("encoder", "projector_input", "projector_output"))
+    assert any("added after layer 0, 1" in note for note in record.notes) == (name == "qwen3_vl")
+    if name not in CHANGED_AFTER_PROJECTOR:
+        after, before = record.interface["projector_output"][0], record.layer_norms[0, record.tokens.visual]
+        assert torch.allclose(after.sort().values, before.sort().values, rtol=1e-5)
+
+    vocabulary = vocabulary_norms(model)
+    interface = measure_interface([record], vocabulary, 32)
+    layers, attention = measure_layers([record]), measure_attention([record])
+    assert interface["text_at_decoder"]["mean"] == pytest.approx(interface["text_in_prompt"]["mean"], rel=1e-5)
+    assert attention is not None
+    keys = measure_key_space([record] * 2, {})
+    start = int((ids == IMAGE).nonzero()[-1, 0]) + 1
+    assert all(value > 0 for value in measure_gradients(model, [(sample, start)])["no norm"].values())
+    left_out = {reason: int(mask.sum()) for reason, mask in record.tokens.excluded.items() if mask.any()}
+    family_table[name] = (
+        f"{name:14}{interface['visual_at_decoder']['mean']:8.3f}{interface['text_at_decoder']['mean']:6.2f}"
+        f"{interface['ratio']['mean']:9.3f}{layers['visual']['update_rate']['mean']:9.4f}"
+        f"{layers['text']['update_rate']['mean']:9.4f}{attention['with_sinks']['mass']['mean'][0]:7.2f}"
+        f"{'few tokens' if keys is None else format(keys['mmd'][0], '.3f'):>12}  {left_out} {'; '.join(record.notes)}"
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_are_those_of_the_hidden_states(name: str) -> None:
+    model, sample = build(name), inputs(name)
+    record, states = record_sample(model, sample), states_of(model, sample)
+    for number, state in enumerate(states[:-1]):  # the last one is past the final norm
+        # What Qwen3-VL adds to visual tokens between layers is not in its hidden states.
+        seen = record.tokens.text if name == "qwen3_vl" and number > 0 else torch.ones_like(record.tokens.text)
+        assert torch.allclose(record.layer_norms[number, seen], state[0, seen].norm(dim=-1), rtol=1e-5)
+        if number + 2 == len(states):
+            break
+        before, after = states[number][0, seen].double(), states[number + 1][0, seen].double()
+        cosines = torch.cosine_similarity(before, after, dim=-1)
+        assert torch.allclose(record.cosines[number, seen].double(), cosines, atol=1e-6)
+        # Equation 8 from ‖u‖/‖h‖ and cos(u, h) gives the angle between before and after.
+        assert torch.allclose(record.angles[number, seen].double().cos(), cosines, atol=1e-5)
+        ratios = (after - before).norm(dim=-1) / before.norm(dim=-1)
+        assert torch.allclose(record.update_ratios[number, seen].double(), ratios, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_attention_is_that_of_the_eager_model(name: str, padding: int) -> None:
+    model, sample = build(name), inputs(name, padding)
+    record = record_sample(model, sample)
+    config = copy.deepcopy(model.config)
+    eager = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    eager.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        attentions = eager(**sample, output_attentions=True).attentions
+    for number, rows in record.attention.items():
+        assert rows.shape[1] == len(record.queries) < 16
+        assert torch.allclose(rows, attentions[number][0][:, record.queries], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_keys_are_those_before_rotation(name: str) -> None:
+    """Rotation keeps norms, so the keys that attention gets have the same ones, and other directions."""
+    model, sample = build(name), inputs(name)
+    seen: list[torch.Tensor] = []
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    decoder_modules = {id(module) for module in model.get_decoder().modules()}
+
+    def attend(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, *args: object, **kwargs: object
+    ) -> object:
+        if id(module) in decoder_modules:
+            seen.append(key[0])
+        return sdpa(module, query, key, *args, **kwargs)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    try:
+        with torch.no_grad():
+            model(**sample)
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    record = record_sample(model, sample)
+    for number, keys in record.keys.items():
+        rotated = seen[number][..., : keys.shape[-1]]  # multi-head latent attention rotates other dimensions
+        assert keys.shape == rotated.shape
+        assert torch.allclose(keys.norm(dim=-1), rotated.norm(dim=-1), rtol=1e-4)
+        assert torch.allclose(keys, rotated, atol=1e-6) == (name == "kimi_k25")
+
+
+def test_a_model_set_by_hand_gives_the_numbers_on_paper(hand_made: tuple[PreTrainedModel, Inputs]) -> None:
+    model, sample = hand_made
+    record = record_sample(model, sample)
+    vocabulary = vocabulary_norms(model)
+    interface = measure_interface([record, record], vocabulary, 32)
+    for place, norm in (
+        ("projector_output", VISUAL_NORM),
+        ("visual_at_decoder", VISUAL_NORM),
+        ("text_at_decoder", TEXT_NORM),
+        ("text_in_prompt", TEXT_NORM),
+        ("vocabulary", TEXT_NORM),
+    ):
+        entry = interface[place]
+        assert entry["mean"] == entry["median"] == entry["p95"] == pytest.approx(norm)
+        assert entry["rms"] == pytest.approx(norm / 32**0.5)
+        assert entry["width"] == 32
+        assert entry["std"] == pytest.approx(0, abs=1e-5)
+    assert interface["vocabulary"]["num_tokens"] == 190  # ten rows are all zero
+    assert interface["visual_at_decoder"]["num_tokens"] == 2 * 16
+    assert interface["ratio"]["mean"] == pytest.approx(VISUAL_NORM / TEXT_NORM)
+    assert interface["ratio_to_vocabulary"]["mean"] == pytest.approx(VISUAL_NORM / TEXT_NORM)
+
+    layers = measure_layers([record, record])
+    for modality, start in (("visual", VISUAL_NORM), ("text", TEXT_NORM)):
+        norms = [(start**2 + number * UPDATE**2) ** 0.5 for number in range(4)]
+        measured = layers[modality]
+        assert measured["norm"]["mean"] == pytest.approx(norms)
+        cosines = [norms[number] / norms[number + 1] for number in range(3)]
+        assert measured["cosine"]["mean"] == pytest.approx(cosines, abs=1e-6)
+        assert measured["update_ratio"]["mean"] == pytest.approx([UPDATE / norm for norm in norms[:-1]])
+        assert measured["update_cosine"]["mean"] == pytest.approx([0, 0, 0], abs=1e-6)
+        degrees = [torch.tensor(UPDATE / norm).atan().rad2deg().item() for norm in norms[:-1]]
+        assert measured["angle"]["mean"] == pytest.approx(degrees, rel=1e-5)
+        assert measured["update_rate"]["mean"] == pytest.approx(1 - sum(cosines) / 3, abs=1e-6)
+    gaps = [v - t for v, t in zip(layers["visual"]["cosine"]["mean"], layers["text"]["cosine"]["mean"], strict=True)]
+    assert layers["gap"]["mean"] == pytest.approx(gaps)
+    assert layers["mean_gap"]["mean"] == pytest.approx(sum(gaps) / 3)
+    assert layers["mean_gap"]["interval"] == pytest.approx([sum(gaps) / 3] * 2)
+
+
+def test_one_sink_is_left_out_and_named(hand_made: tuple[PreTrainedModel, Inputs]) -> None:
+    model, sample = hand_made
+    expected = measure_layers([record_sample(model, sample)])
+    position = 10  # a visual token
+    record = record_sample(set_by_hand(build("llava-siglip"), massive=(position,)), sample)
+    assert record.tokens.excluded["sink"].nonzero().flatten().tolist() == [position]
+    assert record.tokens.visual.sum() == record.with_sinks.visual.sum() - 1
+    measured = measure_layers([record])
+    assert measured["visual"]["norm"]["mean"] == pytest.approx(expected["visual"]["norm"]["mean"])
+    assert measured["gap"]["mean"] == pytest.approx(expected["gap"]["mean"], abs=1e-6)
+
+
+def test_a_grid_is_found_or_left_unknown() -> None:
+    visual = torch.ones(13, dtype=torch.bool)
+    assert find_grid({}, visual[:9], 1) == (3, 3)
+    assert find_grid({}, visual[:8], 1) is None
+    rows = torch.tensor([1, 1, 1, 0, 1, 1, 1]).bool()
+    assert find_grid({}, rows, 1) == (2, 3)
+    tiles = torch.tensor([1, 1, 1, 1, 0, 0, 1, 1, 1, 1]).bool()
+    assert find_grid({}, tiles, 1) is None
+    assert find_grid({"image_grid_thw": torch.tensor([[1, 4, 6]])}, visual[:6], 2) == (2, 3)
+    assert find_grid({"image_grid_thw": torch.tensor([[1, 4, 6]] * 2)}, visual[:12], 2) is None
+
+
+def test_hooks_are_gone_after_a_failure() -> None:
+    model, sample = build("llava-siglip"), inputs("llava-siglip")
+    with pytest.raises(RuntimeError, match="stop"), Probe(model, sample):
+        raise RuntimeError("stop")
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
+
+
+def test_what_has_nothing_visual_is_refused() -> None:
+    model, sample = build("llava-siglip"), inputs("llava-siglip")
+    words = torch.tensor([[1, 20, 21]])
+    with pytest.raises(NoVisualTokensError, match="holds no visual tokens"):
+        Probe(model, {"input_ids": words})
+    with pytest.raises(NoVisualTokensError, match="LlamaForCausalLM has no visual tokens"):
+        Probe(LlamaForCausalLM(LlamaConfig(**SMALL)), {"input_ids": words})
+    with pytest.raises(ValueError, match="no ordinary text"):
+        Probe(model, {"input_ids": sample["input_ids"][:, 4:20]})
+    with pytest.raises(ValueError, match="one sample at a time, got 2"):
+        Probe(model, {"input_ids": words.repeat(2, 1)})
+    with pytest.raises(RuntimeError, match="0 of 3 decoder layers were run"), Probe(model, sample) as probe:
+        probe.record()
+
+
+def test_another_attention_is_said_and_not_measured() -> None:
+    config = FAMILIES["llava-siglip"].config()
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    record: Record = record_sample(model, inputs("llava-siglip"))
+    assert record.attention == {}
+    assert measure_attention([record]) is None
+    assert any("runs with eager" in note for note in record.notes)
+
+
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 32}

@@ -1,0 +1,218 @@
+"""The command as a user runs it: from models and pictures on disk to the report; and what it refuses."""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+
+from diagnostics.__main__ import main
+from diagnostics.loading import answer_inputs, load_model, load_questions, prepare_inputs
+from diagnostics.measure import record_questions
+from diagnostics.report import escape, render_markdown
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.compose import compose
+
+
+Composed = Callable[..., Path]
+
+
+@pytest.fixture
+def data(tmp_path: Path, picture: Image.Image) -> Path:
+    """Three questions about pictures, and one without."""
+    rows = []
+    for number, question in enumerate(
+        ("what is it?", "<b>which | colour</b>?", "why, and how many of them are there?")
+    ):
+        picture.rotate(90 * number).save(tmp_path / f"{number}.png")
+        turns = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": "seven"}]
+        rows.append({"image": f"{number}.png", "conversations": turns})
+    rows.insert(1, {"conversations": [{"from": "human", "value": "no picture"}, {"from": "gpt", "value": "none"}]})
+    path = tmp_path / "questions.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["diagnostics", *map(str, arguments)])
+    main()
+
+
+class Page(HTMLParser):
+    """Collects tags and text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.images: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "img":
+            self.images.append(dict(attrs)["src"] or "")
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_two_models_side_by_side(
+    composed: Composed, backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "report"
+    plain = composed(projector_norm="none")
+    names = ("without", "with <script>|")
+    base = ("--base_model", backbones("qwen2"))
+    run(monkeypatch, "--model", plain, composed(), "--names", *names, *base, "--data", data, "--output_dir", out)
+    report = json.loads((out / "report.json").read_text())
+    assert (report["num_samples"], report["passed_over"], report["data"]) == (3, 1, "questions.json")
+    before, after = report["models"]
+    assert [model["name"] for model in report["models"]] == list(names)
+    assert after["interface"]["ratio_to_vocabulary"]["mean"] == pytest.approx(1, abs=0.01)  # what composing sets
+    assert before["projector_norm"] is None
+    assert after["projector_norm"]["gain_drift_relative"] == pytest.approx(0, abs=1e-6)
+    assert set(after["gradients"]) == {"compensated", "plain"}
+    assert set(before["gradients"]) == {"no norm"}
+    assert report["base"]["embeddings"]["mean"] == pytest.approx(after["embeddings"]["mean"])
+    assert after["excluded"]["special"] > 0
+    assert after["num_tokens"]["visual"] == 3 * 4
+
+    page = Page()
+    page.feed((out / "report.html").read_text())
+    assert len(page.images) == 4
+    assert all(image.startswith("data:image/png;base64,") for image in page.images)
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+    assert "with <script>|" in page.text
+    assert "Visual tokens enter the decoder" in page.text
+    assert not re.search(r"\bnan\b|None", page.text)
+    markdown = (out / "report.md").read_text()
+    assert sorted(re.findall(r"\]\((\w+\.png)\)", markdown)) == sorted(path.name for path in out.glob("*.png"))
+
+
+def test_what_was_not_recorded_leaves_a_dash(
+    composed: Composed, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "report"
+    run(monkeypatch, "--model", composed(), "--data", data, "--num_samples", 1, "--output_dir", out)
+    report = json.loads((out / "report.json").read_text())
+    (model,) = report["models"]
+    assert model["interface"]["ratio"]["interval"] is None  # one sample has no spread
+    model["attention"] = model["key_space"] = None
+    assert "Of the text's attention" not in render_markdown(report, out)
+
+
+def test_tokens_say_nothing_to_markdown_or_html() -> None:
+    assert escape("a|b<i>*_`&\n") == "a&#124;b&#60;i&#62;&#42;&#95;&#96;&#38;&#10;"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "0", "9"], r"has layers 0 to 1, got --layers 0 9"),
+        (["--heads", "7"], r"has heads 0 to 3, got --heads 7"),
+    ],
+)
+def test_layers_and_heads_that_are_not_there(
+    arguments: list[str], message: str, composed: Composed, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        run(monkeypatch, "--model", composed(), "--data", data, "--output_dir", tmp_path / "report", *arguments)
+
+
+def test_data_without_pictures(tmp_path: Path, composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "texts.json"
+    path.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
+    with pytest.raises(SystemExit, match=r"holds no pictures \(1 rows without one\)"):
+        run(monkeypatch, "--model", composed(), "--data", path, "--output_dir", tmp_path / "report")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match="holds no pictures"):
+        run(monkeypatch, "--model", composed(), "--data", tmp_path / "empty", "--output_dir", tmp_path / "report")
+
+
+def test_a_model_without_pictures(
+    backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match="llama"):
+        run(monkeypatch, "--model", backbones("llama"), "--data", data, "--output_dir", tmp_path / "report")
+
+
+def test_a_folder_of_pictures_and_a_question(tmp_path: Path, picture: Image.Image, composed: Composed) -> None:
+    for name in ("b.png", "a.jpg", "c.PNG"):
+        picture.save(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("not a picture")
+    questions, passed_over = load_questions(str(tmp_path), None, "what is it?", 2)
+    assert [Path(question.source).name for question in questions] == ["a.jpg", "b.png"]
+    assert passed_over == 0
+    model, processor = load_model(str(composed()))
+    text = processor.tokenizer.decode(prepare_inputs(model, processor, questions[0])["input_ids"][0])
+    assert "what is it?" in text
+    assert text.rstrip().endswith("assistant")  # where the answer begins
+    _, start = answer_inputs(model, processor, questions[0])
+    assert start > 4
+
+
+def test_a_processor_without_a_chat_template(data: Path, composed: Composed) -> None:
+    questions, _ = load_questions(str(data), None, "", 1)
+    model, processor = load_model(str(composed()))
+    processor.chat_template = None
+    inputs = prepare_inputs(model, processor, questions[0])
+    text = processor.tokenizer.decode(inputs["input_ids"][0])
+    assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
+
+
+def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:
+    questions, _ = load_questions(str(data), None, "", 2)
+    model, processor = load_model(str(composed()), dtype="float32")
+    records, _ = record_questions(model, processor, questions, [0, 1])
+    half, _ = load_model(str(composed()), dtype="bfloat16")
+    (rounded, *_), _ = record_questions(half, processor, questions[:1], [0, 1])
+    assert rounded.layer_norms.dtype == rounded.cosines.dtype == torch.float32
+    assert torch.allclose(rounded.layer_norms, records[0].layer_norms, rtol=0.05)
+
+    device_map = {
+        "model.vision_tower": "cpu",
+        "model.multi_modal_projector": "disk",
+        "model.language_model.embed_tokens": "disk",
+        "model.language_model.layers.0": "cpu",
+        "model.language_model.layers.1": "disk",
+        "model.language_model.norm": "cpu",
+        "model.language_model.rotary_emb": "cpu",
+        "lm_head": "disk",
+    }
+    spread = NormLlavaForConditionalGeneration.from_pretrained(
+        composed(), device_map=device_map, offload_folder=tmp_path / "offload", dtype=torch.float32
+    ).eval()
+    offloaded, _ = record_questions(spread, AutoProcessor.from_pretrained(composed()), questions, [0, 1])
+    for one, other in zip(records, offloaded, strict=True):
+        assert torch.equal(one.cosines, other.cosines)
+        assert torch.equal(one.keys[1], other.keys[1])
+        assert torch.equal(one.attention[1], other.attention[1])
+
+
+def test_four_bit_weights_are_measured(
+    data: Path, backbones: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    # bitsandbytes on CPU multiplies weights whose sides are multiples of 32 and 64.
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4, "head_dim": 16}
+    config = AutoConfig.from_pretrained(backbones("qwen2"), **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "text")
+    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path / "text")
+    model, processor = compose(str(backbones("siglip")), str(tmp_path / "text"), "gwc")
+    model.save_pretrained(tmp_path / "composed")
+    processor.save_pretrained(tmp_path / "composed")
+    out = tmp_path / "report"
+    options = ("--load_in_4bit", "--dtype", "float32")
+    run(monkeypatch, "--model", tmp_path / "composed", *options, "--data", data, "--output_dir", out)
+    (measured,) = json.loads((out / "report.json").read_text())["models"]
+    assert measured["key_space"] is not None
+    assert measured["interface"]["ratio_to_vocabulary"]["mean"] == pytest.approx(1, abs=0.01)
+    gradients = measured["gradients"]
+    assert gradients["compensated"]["projector_input"] > gradients["plain"]["projector_input"] > 0

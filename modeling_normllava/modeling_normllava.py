@@ -77,9 +77,7 @@ class Float32LayerNorm(nn.LayerNorm):
     def _apply(self, fn: Any, recurse: bool = True) -> "Float32LayerNorm":
         def keep_float32(tensor: torch.Tensor) -> torch.Tensor:
             applied = fn(tensor)
-            if applied.dtype in (torch.float16, torch.bfloat16):
-                return tensor.to(device=applied.device, dtype=torch.float32)
-            return applied
+            return tensor.to(applied.device) if applied.dtype in (torch.float16, torch.bfloat16) else applied
 
         return super()._apply(keep_float32, recurse)
 

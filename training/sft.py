@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
-from transformers import AutoProcessor, LlavaProcessor, PreTrainedModel
+from transformers import AutoProcessor, LlavaProcessor, PreTrainedModel, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, TrlParser
 
@@ -81,6 +81,15 @@ class ScriptArguments:
     )
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapters of stage 'adapt'."})
     lora_alpha: int = field(default=32, metadata={"help": "The adapters' output is scaled by lora_alpha / lora_r."})
+    bf16_weights: bool = field(
+        default=False,
+        metadata={"help": "Hold trained weights in bfloat16 too, which loses small updates; to see what that does."},
+    )
+    probe_steps: int | None = field(
+        default=None,
+        metadata={"help": "Measure norms and turning by layer every so many steps, into dynamics.jsonl."},
+    )
+    probe_samples: int = field(default=16, metadata={"help": "Pictures to measure on: the data's first."})
     resume_changed: bool = field(
         default=False, metadata={"help": "Resume although data, batch or learning rate are not those of before."}
     )
@@ -118,6 +127,8 @@ def check_arguments(script_args: ScriptArguments, args: TrainingConfig) -> None:
         raise ValueError("TRL packs text alone; give packed_length to pack rows with pictures.")
     if script_args.clip_by_module and args.deepspeed_plugin is not None:
         raise ValueError("DeepSpeed clips all gradients together by itself: leave clip_by_module.")
+    if script_args.bf16_weights and (args.bf16 or script_args.load_in_4bit):
+        raise ValueError("bf16_weights computes in bfloat16 throughout: leave bf16 and load_in_4bit.")
     if args.push_to_hub:
         raise ValueError(
             "push_to_hub would upload training_args.bin, which holds your token; upload the folder after."
@@ -228,7 +239,7 @@ def name_sharding_units(model: PreTrainedModel) -> None:
 def describe_run(script_args: ScriptArguments, args: TrainingConfig, data: str) -> dict[str, Any]:
     """What the weights of a run depend on; a resumed run must be made of the same."""
     names = ("model_name_or_path", "stage", "packed_length", "streaming", "load_in_4bit", "lora_r", "lora_alpha")
-    rates = ("vision_learning_rate", "norm_learning_rate", "clip_by_module", "global_batch_size")
+    rates = ("vision_learning_rate", "norm_learning_rate", "clip_by_module", "global_batch_size", "bf16_weights")
     trl_names = (
         "seed", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
         "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16",
@@ -320,7 +331,13 @@ def main() -> None:
         vision=script_args.vision_learning_rate or 0.0,
         norm=script_args.norm_learning_rate or args.learning_rate,
     )
-    groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
+    groups = prepare_stage(
+        model,
+        stage,
+        rates,
+        frozen_dtype=torch.bfloat16 if args.bf16 or script_args.bf16_weights else torch.float32,
+        trained_dtype=torch.bfloat16 if script_args.bf16_weights else torch.float32,
+    )
     trainer = NormLlavaTrainer(
         trained,
         groups,
@@ -332,12 +349,36 @@ def main() -> None:
         processing_class=processor,
         data_collator=VisionLanguageCollator(tokenize, packed=script_args.packed_length is not None),
     )
+    if script_args.probe_steps is not None:
+        trainer.add_callback(watch_dynamics(script_args, args, model, processor))
     logger.info("%s", describe_stage(stage, groups))
     logger.info("%s", describe_batch(script_args, args, rows))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     trainer.save_model()
     trainer.save_state()
     logger.info("Saved to %s", args.output_dir)
+
+
+def watch_dynamics(
+    script_args: ScriptArguments,
+    args: TrainingConfig,
+    model: NormLlavaForConditionalGeneration,
+    processor: LlavaProcessor,
+) -> TrainerCallback:
+    """The callback that measures the model on the data's first pictures while it is trained."""
+    from diagnostics.dynamics import FILE, DynamicsCallback  # needs the extra "diagnostics"
+    from diagnostics.loading import take_questions
+
+    assert script_args.probe_steps is not None
+    rows = load_rows(
+        script_args.dataset_name,
+        script_args.image_folder,
+        script_args.dataset_config,
+        script_args.dataset_split,
+        script_args.streaming,
+    )
+    questions, _ = take_questions(rows, script_args.probe_samples, script_args.dataset_name)
+    return DynamicsCallback(model, processor, questions, script_args.probe_steps, Path(args.output_dir) / FILE)
 
 
 def describe_batch(script_args: ScriptArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:

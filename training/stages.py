@@ -49,8 +49,9 @@ def prepare_stage(
     stage: Stage,
     rates: LearningRates,
     frozen_dtype: torch.dtype = torch.float32,
+    trained_dtype: torch.dtype = torch.float32,
 ) -> list[ModuleGroup]:
-    """Freeze what the stage doesn't train, give what it trains float32 weights, and say which is which.
+    """Freeze what the stage doesn't train, give what it trains its dtype, and say which is which.
 
     Layers of the vision encoder past the one that is read are not run any more; their weights stay as they are.
 
@@ -58,7 +59,8 @@ def prepare_stage(
         model: The model to prepare, in place. Its language model may hold LoRA adapters; for `Stage.ADAPT` it must.
         stage: The stage.
         rates: Learning rate by module.
-        frozen_dtype: What frozen weights are held in; trained ones are float32. Quantized weights stay quantized.
+        frozen_dtype: What frozen weights are held in. Quantized weights stay quantized.
+        trained_dtype: What trained weights, and so the optimizer's state, are held in.
 
     Returns:
         The parts of the model; every parameter is in exactly one of them.
@@ -102,7 +104,7 @@ def prepare_stage(
             parameter.requires_grad_(trained)
             # A step of 1e-5 is lost in the rounding of most bfloat16 weights. What is not read runs on what is.
             whole = trained or (tune_all and group.name.startswith("vision_tower"))
-            parameter.data = parameter.data.to(torch.float32 if whole else frozen_dtype)
+            parameter.data = parameter.data.to(trained_dtype if whole else frozen_dtype)
     return groups
 
 

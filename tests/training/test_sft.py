@@ -173,6 +173,28 @@ def test_gradient_accumulation_is_exact(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.parametrize(("bf16_weights", "moves"), [(False, True), (True, False)])
+def test_weights_in_bfloat16_lose_what_float32_keeps(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bf16_weights: bool,
+    moves: bool,
+) -> None:
+    """A gain of 1 moves in steps of 0.004 or more in bfloat16, so updates of 1e-3 leave it where it is."""
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(projector_norm="layernorm"))
+    torch.nn.init.ones_(model.model.multi_modal_projector.norm.weight)
+    model.save_pretrained(tmp_path / "gain1")
+    AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path / "gain1")
+    out = tmp_path / "out"
+    fields = {"stage": "align", "model_name_or_path": str(tmp_path / "gain1"), "dataset_name": str(data)}
+    run(monkeypatch, tmp_path, **fields, bf16_weights=bf16_weights, output_dir=str(out))
+    gain = weights(out)[f"{NORM}.weight"]
+    assert torch.equal(gain, torch.ones_like(gain)) != moves
+    assert moved(tmp_path / "gain1", out) - {f"{NORM}.weight"}  # the rest is trained either way
+
+
 @pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
 def test_packing_trains_as_padding_does(
     composed: Callable[..., Path],
@@ -312,6 +334,7 @@ ONE_ROW = {"per_device_train_batch_size": 1}
         ({"streaming": True, "max_steps": 2, **PACKED}, "no global_batch_size can be kept"),
         ({"load_in_4bit": True}, "goes with stage 'adapt' alone"),
         ({"push_to_hub": True}, "holds your token"),
+        ({"bf16_weights": True, "bf16": True}, "bf16_weights computes in bfloat16 throughout"),
         ({"max_length": 9}, "more than max_length 9"),
     ],
 )

@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: install quickstart test test-slow quality
+.PHONY: install quickstart ablation test test-slow quality
 
 install: $(VENV)/installed
 
@@ -16,6 +16,10 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 quickstart: install
 	$(BIN)/python examples/digits/quickstart.py
+
+ablation: quickstart
+	$(BIN)/python examples/digits/ablation.py
+	$(BIN)/python examples/digits/ablation_report.py
 
 test: install
 	$(BIN)/python -m pytest

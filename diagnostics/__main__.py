@@ -43,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--base_model", help="language model whose embeddings are set beside: folder or Hub id")
     add("--data", required=True, help="pictures and questions, or a folder of pictures")
     add("--image_folder", help="goes before the picture paths of a JSON file; its own folder by default")
+    add("--split", default="train", help="of a dataset (default: train)")
     add("--question", default="Describe this picture.", help="asked about the pictures of a folder")
     add("--num_samples", type=int, default=32, help="pictures to measure (default: 32)")
     add("--output_dir", type=Path, required=True, help="folder for the report; written over if it holds one")
@@ -85,7 +86,9 @@ def main() -> None:
     plt.switch_backend("agg")
     args = parse_arguments()
     try:
-        questions, passed_over = load_questions(args.data, args.image_folder, args.question, args.num_samples)
+        questions, passed_over = load_questions(
+            args.data, args.num_samples, args.image_folder, args.split, args.question
+        )
     except (ValueError, OSError) as error:
         raise SystemExit(f"--data: {error}") from error
     if passed_over:

@@ -150,12 +150,13 @@ def main() -> None:
     add("--run", type=Path, required=True, help="output_dir of a training run")
     add("--data", required=True, help="pictures and questions, or a folder of pictures")
     add("--image_folder", help="goes before the picture paths of a JSON file; its own folder by default")
+    add("--split", default="train", help="of a dataset (default: train)")
     add("--question", default="Describe this picture.", help="asked about the pictures of a folder")
     add("--num_samples", type=int, default=16, help="pictures to measure (default: 16)")
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
     args = parser.parse_args()
     try:
-        questions, _ = load_questions(args.data, args.image_folder, args.question, args.num_samples)
+        questions, _ = load_questions(args.data, args.num_samples, args.image_folder, args.split, args.question)
         points = measure_run(args.run, questions, args.trust_remote_code)
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error

@@ -1,5 +1,6 @@
 """Any vision-language model with its processor, and pictures with questions as its inputs."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,22 +78,21 @@ def load_model(
     return model.eval(), AutoProcessor.from_pretrained(name, **common)
 
 
-def load_questions(data: str, image_folder: str | None, question: str, num_samples: int) -> tuple[list[Question], int]:
+def load_questions(
+    data: str, num_samples: int, image_folder: str | None = None, split: str = "train", question: str = ""
+) -> tuple[list[Question], int]:
     """The first pictures with a question each.
 
     Args:
         data: Rows as training takes them (LLaVA's JSON or JSONL, a dataset on disk or on the Hub), or a folder of
             pictures.
-        image_folder: Goes before the paths of a JSON file.
-        question: Asked about the pictures of a folder.
         num_samples: How many at most.
+        image_folder: Goes before the paths of a JSON file.
+        split: Of a dataset.
+        question: Asked about the pictures of a folder.
 
     Returns:
-        The questions, and how many rows without a picture were passed over on the way.
-
-    Raises:
-        NoVisualTokensError: if there are no pictures.
-        BadRowError: if one can't be read.
+        What [`take_questions`] does.
     """
     folder = Path(data)
     if folder.is_dir() and not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
@@ -100,16 +100,26 @@ def load_questions(data: str, image_folder: str | None, question: str, num_sampl
         turns = [{"from": "human", "value": f"<image>\n{question}"}]
         rows: Any = [{"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths]
     else:
-        rows = load_rows(data, image_folder)
+        rows = load_rows(data, image_folder, split=split)
+    return take_questions(rows, num_samples, data)
+
+
+def take_questions(rows: Iterable[dict[str, Any]], num_samples: int, data: str) -> tuple[list[Question], int]:
+    """The first rows that have a picture, at most `num_samples`, and how many without one were passed over on the way.
+
+    Raises:
+        NoVisualTokensError: if there is none; `data` is what the message calls the rows.
+        BadRowError: if a picture can't be read.
+    """
     questions: list[Question] = []
     passed_over = 0
     for row in rows:
         if len(questions) == num_samples:
             break
-        if not row_images(row):
+        if row_images(row):
+            questions.append(_to_question(row))
+        else:
             passed_over += 1
-            continue
-        questions.append(_to_question(row))
     if not questions:
         raise NoVisualTokensError(
             f"{data} holds no pictures ({passed_over} rows without one). Give rows with `image` or `images` and "

@@ -62,10 +62,10 @@ def verdict(model: Model) -> str:
     elif high < 0:
         pace = "so visual tokens turn **faster**"
     else:
-        pace = f"no difference that {model['num_samples']} samples can show"
+        pace = f"a difference that {model['num_samples']} samples can't tell from none"
     sentences = [
         f"Visual tokens enter the decoder **{with_interval(ratio)} times** as long as text tokens.",
-        f"A layer turns them by {rates[0]} (1 − cosine), text tokens by {rates[1]}: {pace}.",
+        f"A layer turns them by {rates[0]} (1 − cosine) and text tokens by {rates[1]}, {pace}.",
     ]
     seen, keys = model["attention"], model["key_space"]
     if seen is not None:

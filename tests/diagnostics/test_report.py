@@ -147,7 +147,7 @@ def test_a_folder_of_pictures_and_a_question(tmp_path: Path, picture: Image.Imag
     for name in ("b.png", "a.jpg", "c.PNG"):
         picture.save(tmp_path / name)
     (tmp_path / "notes.txt").write_text("not a picture")
-    questions, passed_over = load_questions(str(tmp_path), None, "what is it?", 2)
+    questions, passed_over = load_questions(str(tmp_path), 2, question="what is it?")
     assert [Path(question.source).name for question in questions] == ["a.jpg", "b.png"]
     assert passed_over == 0
     model, processor = load_model(str(composed()))
@@ -159,7 +159,7 @@ def test_a_folder_of_pictures_and_a_question(tmp_path: Path, picture: Image.Imag
 
 
 def test_a_processor_without_a_chat_template(data: Path, composed: Composed) -> None:
-    questions, _ = load_questions(str(data), None, "", 1)
+    questions, _ = load_questions(str(data), 1)
     model, processor = load_model(str(composed()))
     processor.chat_template = None
     inputs = prepare_inputs(model, processor, questions[0])
@@ -168,7 +168,7 @@ def test_a_processor_without_a_chat_template(data: Path, composed: Composed) -> 
 
 
 def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:
-    questions, _ = load_questions(str(data), None, "", 2)
+    questions, _ = load_questions(str(data), 2)
     model, processor = load_model(str(composed()), dtype="float32")
     records, _ = record_questions(model, processor, questions, [0, 1])
     half, _ = load_model(str(composed()), dtype="bfloat16")

@@ -1,0 +1,96 @@
+"""A run followed through training, by the callback and from its checkpoints."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from diagnostics import dynamics
+from diagnostics.dynamics import FILE, measure_run, read_points
+from diagnostics.loading import load_questions
+from modeling_normllava import NormLlavaForConditionalGeneration
+from script_runs import INSTRUCT, run, weights
+
+
+@pytest.fixture
+def rows(tmp_path: Path, picture: Image.Image) -> Path:
+    """Twelve rows with a picture, and one without."""
+    made = [{"conversations": [{"from": "human", "value": "word?"}, {"from": "gpt", "value": "word"}]}]
+    for number in range(12):
+        picture.rotate(30 * number).save(tmp_path / f"{number}.png")
+        turns = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": f"number {number}"}]
+        made.append({"image": f"{number}.png", "conversations": turns})
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(made))
+    return path
+
+
+def test_the_callback_and_the_checkpoints_tell_the_same(
+    composed: Callable[..., Path], rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {
+        **INSTRUCT,
+        "model_name_or_path": str(composed()),
+        "dataset_name": str(rows),
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 2,
+    }
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "watched"), probe_steps=2, probe_samples=3)
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "plain"))
+    watched, plain = (weights(tmp_path / name) for name in ("watched", "plain"))
+    assert all(torch.equal(watched[name], plain[name]) for name in plain)  # watching changes nothing
+
+    during = read_points(tmp_path / "watched" / FILE)
+    assert [point["step"] for point in during] == [0, 2, 4]
+    assert during[0]["interface"]["ratio_to_vocabulary"]["mean"] == pytest.approx(1, abs=0.01)
+    assert during[0]["projector_norm"]["gain_drift"] < 1e-6 < during[1]["projector_norm"]["gain_drift"]
+
+    questions, _ = load_questions(str(rows), 3)
+    after = measure_run(tmp_path / "plain", questions)
+    assert [point["step"] for point in after] == [2, 4]
+    for one, other in zip(during[1:], after, strict=True):
+        assert one["questions"] == other["questions"]
+        for modality in ("visual", "text"):
+            expected = other["layers"][modality]["cosine"]["mean"]
+            assert one["layers"][modality]["cosine"]["mean"] == pytest.approx(expected, abs=1e-6)
+
+    # What is measured already is not measured again.
+    lines = (tmp_path / "plain" / FILE).read_text().splitlines(True)
+    (tmp_path / "plain" / FILE).write_text(lines[0].replace('"step": 2', '"step": 2, "kept": true') + lines[1][:40])
+    again = measure_run(tmp_path / "plain", questions)
+    assert [(point["step"], "kept" in point) for point in again] == [(2, True), (4, False)]
+    (tmp_path / "plain" / FILE).write_text(lines[0])
+    with pytest.raises(ValueError, match="measured on other questions"):
+        measure_run(tmp_path / "plain", questions[:2])
+
+
+def test_the_command_draws_a_run(
+    composed: Callable[..., Path],
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for step, norm in ((10, "gwc"), (5, "none")):
+        model = NormLlavaForConditionalGeneration.from_pretrained(composed(projector_norm=norm))
+        model.save_pretrained(tmp_path / "run" / f"checkpoint-{step}")
+        for path in composed().glob("*token*"):
+            (tmp_path / "run" / f"checkpoint-{step}" / path.name).write_bytes(path.read_bytes())
+        for name in ("processor_config.json", "chat_template.jinja"):
+            (tmp_path / "run" / f"checkpoint-{step}" / name).write_bytes((composed() / name).read_bytes())
+    command = ["dynamics", "--run", str(tmp_path / "run"), "--data", str(rows), "--num_samples", "2"]
+    monkeypatch.setattr(sys, "argv", command)
+    caplog.set_level("INFO")
+    dynamics.main()
+    assert (tmp_path / "run" / "dynamics.png").stat().st_size > 10_000
+    steps = [line.split()[0] for line in caplog.messages if line.strip().split()[0] in ("5", "10")]
+    assert steps == ["5", "10"]
+
+    monkeypatch.setattr(sys, "argv", [*command[:2], str(rows.parent / "nowhere"), *command[3:]])
+    with pytest.raises(SystemExit, match="holds no checkpoint-<step> folders"):
+        dynamics.main()

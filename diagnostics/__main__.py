@@ -49,6 +49,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output_dir", type=Path, required=True, help="folder for the report; written over if it holds one")
     add("--layers", type=int, nargs="+", help="layers to draw attention and compare keys of; 6 by default")
     add("--heads", type=int, nargs="+", help="heads whose mean attention is drawn; all by default")
+    add("--query", type=int, default=-1, help="query that is drawn: -1 is where the answer begins, -2 the word before")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
     add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
     add("--load_in_4bit", action="store_true", help="hold the weights in NF4")
@@ -98,7 +99,9 @@ def main() -> None:
     for path, name in zip(args.model, args.names or args.model, strict=True):
         try:
             model, processor = load_model(path, args.dtype, args.device_map, args.load_in_4bit, args.trust_remote_code)
-            measured, drawn = measure_model(model, processor, questions, name, bases, args.layers, args.heads)
+            measured, drawn = measure_model(
+                model, processor, questions, name, bases, args.layers, args.heads, args.query
+            )
         except ValueError as error:
             raise SystemExit(f"--model {path}: {error}") from error
         models.append(measured)

@@ -98,6 +98,7 @@ def measure_model(
     bases: dict[tuple[int, int], Basis],
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
+    query: int = -1,
     num_maps: int = 3,
 ) -> tuple[dict[str, Any], Pictures]:
     """Every measure of one model.
@@ -109,10 +110,11 @@ def measure_model(
         bases: Principal components of the keys, shared by the models that are compared; the first fills them in.
         layers: Layers whose attention is drawn and whose keys are compared; six evenly spread ones by default.
         heads: Heads whose mean is drawn; all by default.
+        query: Query whose attention is drawn: -1 is where the answer begins, -2 the last word before, and so on.
         num_maps: Samples whose attention is drawn.
 
     Raises:
-        ValueError: if a layer or head is not there.
+        ValueError: if a layer, a head or a query is not there.
     """
     tokenizer = find_tokenizer(processor)
     count = len(model.get_decoder().layers)
@@ -153,7 +155,9 @@ def measure_model(
     }
     pictures = Pictures()
     for record in records[:num_maps]:
-        maps = {layer: attention_map(record, layer, heads) for layer in sorted(record.attention)}
+        if not -len(record.queries) <= query < 0:
+            raise ValueError(f"A sample has queries -1 to -{len(record.queries)}, got --query {query}.")
+        maps = {layer: attention_map(record, layer, heads, query) for layer in sorted(record.attention)}
         pictures.maps.append({layer: values for layer, values in maps.items() if values is not None})
     if keys is not None:
         middle = keys["layers"][len(keys["layers"]) // 2]

@@ -130,7 +130,7 @@ def write_probe(questions: list[Question], path: Path) -> None:
 
 def measure(run_dir: Path, probe: Path) -> dict[str, dict[str, Any]]:
     """Norms and turning of tokens on the probe, through composing and training."""
-    questions, _ = loading.load_questions(str(probe), None, "", PROBE_SIZE)
+    questions, _ = loading.load_questions(str(probe), PROBE_SIZE)
     measured = {}
     for label, name in (
         ("composed, norm taken out", "composed"),

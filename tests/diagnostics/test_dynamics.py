@@ -13,15 +13,15 @@ from diagnostics import dynamics
 from diagnostics.dynamics import FILE, measure_run, read_points
 from diagnostics.loading import load_questions
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import INSTRUCT, run, weights
+from script_runs import INSTRUCT, logged, run, weights
 
 
 @pytest.fixture
 def rows(tmp_path: Path, picture: Image.Image) -> Path:
-    """Twelve rows with a picture, and one without."""
+    """Fifteen rows with a picture, and one without."""
     made = [{"conversations": [{"from": "human", "value": "word?"}, {"from": "gpt", "value": "word"}]}]
-    for number in range(12):
-        picture.rotate(30 * number).save(tmp_path / f"{number}.png")
+    for number in range(15):
+        picture.rotate(24 * number).save(tmp_path / f"{number}.png")
         turns = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": f"number {number}"}]
         made.append({"image": f"{number}.png", "conversations": turns})
     path = tmp_path / "rows.json"
@@ -45,10 +45,19 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
     watched, plain = (weights(tmp_path / name) for name in ("watched", "plain"))
     assert all(torch.equal(watched[name], plain[name]) for name in plain)  # watching changes nothing
 
+    lines = [line for line in logged(tmp_path / "watched") if "loss" in line]
+    assert ["norm/visual" in line for line in lines] == [True, True]
+
     during = read_points(tmp_path / "watched" / FILE)
     assert [point["step"] for point in during] == [0, 2, 4]
     assert during[0]["interface"]["ratio_to_vocabulary"]["mean"] == pytest.approx(1, abs=0.01)
     assert during[0]["projector_norm"]["gain_drift"] < 1e-6 < during[1]["projector_norm"]["gain_drift"]
+
+    # A run that goes on from an earlier checkpoint measures the rest again, and puts it in place of what was there.
+    checkpoint = str(tmp_path / "watched" / "checkpoint-2")
+    again = {"output_dir": str(tmp_path / "watched"), "probe_steps": 2, "probe_samples": 3}
+    run(monkeypatch, tmp_path, **fields, **again, resume_from_checkpoint=checkpoint)
+    assert read_points(tmp_path / "watched" / FILE) == during
 
     questions, _ = load_questions(str(rows), 3)
     after = measure_run(tmp_path / "plain", questions)

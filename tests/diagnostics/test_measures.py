@@ -201,11 +201,11 @@ def test_js_is_one_bit_apart_and_falls_with_n_where_there_is_no_difference() -> 
 
 def test_the_probe_keeps_a_picture_in_one_part() -> None:
     rng = np.random.default_rng(3)
-    is_visual = np.arange(200) % 2 == 0
-    samples = np.arange(200) // 20
+    is_visual = np.arange(200) // 10 % 2 == 0
+    samples = np.arange(200) % 10
     assert linear_probe(rng.normal(size=(200, 3)) + 5 * is_visual[:, None], is_visual, samples) == 1
-    # Every picture has a place of its own, which says nothing about the modality of another picture's tokens.
-    assert 0.3 < linear_probe(np.eye(10)[samples], is_visual, samples) < 0.7
+    # Each modality of each picture has a place of its own, which says nothing about another picture's tokens.
+    assert 0.3 < linear_probe(np.eye(20)[2 * samples + is_visual], is_visual, samples) < 0.7
     assert np.isnan(linear_probe(rng.normal(size=(8, 3)), np.arange(8) % 2 == 0, np.zeros(8)))
 
 
@@ -283,6 +283,12 @@ def test_gradients_are_those_of_backward_and_compensation_divides_by_the_mean_ga
     assert measured["compensated"]["loss"] == pytest.approx(loss.item())
     assert measured["compensated"]["projector_input"] == pytest.approx(entering[0].grad.norm().item(), rel=1e-4)
     assert measured["compensated"]["vision_encoder"] == pytest.approx(encoder.item(), rel=1e-4)
+
+    # In a batch of the same sample twice each token has half the gradient, and weights have the sum of both halves.
+    twice = measure_gradients(model, [(sample, 7)] * 2)["compensated"]
+    assert twice["vision_encoder"] == pytest.approx(measured["compensated"]["vision_encoder"], rel=1e-4)
+    for name in ("projector_input", "visual_embeddings", "text_embeddings"):
+        assert twice[name] == pytest.approx(measured["compensated"][name] / 2**0.5, rel=1e-4)
 
     factor = 1 / model.model.multi_modal_projector.norm.weight.abs().mean().item()
     for name in ("projector_input", "vision_encoder"):

@@ -117,6 +117,7 @@ def test_tokens_say_nothing_to_markdown_or_html() -> None:
     [
         (["--layers", "0", "9"], r"has layers 0 to 1, got --layers 0 9"),
         (["--heads", "7"], r"has heads 0 to 3, got --heads 7"),
+        (["--query", "-40"], r"has queries -1 to -\d+, got --query -40"),
     ],
 )
 def test_layers_and_heads_that_are_not_there(

@@ -1,0 +1,159 @@
+"""Train every arm of the ablation on the digits, with several seeds, through the real scripts.
+
+    make ablation
+
+Each arm is a line of options for composing and for the two stages; everything else, the projector's first weights and
+the order of the rows among it, is alike for arms of the same seed. What is there already is not made again, and a run
+that was stopped goes on from its last checkpoint. `ablation_report.py` writes up what comes out.
+"""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from quickstart import LAUNCH, ROOT, RUN
+from report import accuracy, answer, load_questions, with_image, with_text
+from tqdm import tqdm
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.utils import logging as transformers_logging
+
+import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+
+
+logger = logging.getLogger(__name__)
+
+SEEDS = (42, 1, 2)
+SGD_RATES = ("0.003", "0.01", "0.03", "0.1", "0.3")
+SGD = ("--optim", "sgd", "--optim_args", "momentum=0.9", "--max_grad_norm", "0")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One line of the ablation.
+
+    Attributes:
+        name: Folder, and key in the results.
+        title: What tables call it.
+        compose: Options of `training/compose.py`.
+        train: Options of both stages.
+        stages: How many of the two stages are run.
+    """
+
+    name: str
+    title: str
+    compose: tuple[str, ...]
+    train: tuple[str, ...] = ()
+    stages: int = 2
+
+
+LAYERNORM, GWC = ("--projector_norm", "layernorm"), ("--projector_norm", "gwc")
+ARMS = [
+    Arm("none", "no norm", ("--projector_norm", "none")),
+    Arm("gain1", "LayerNorm, gain 1", (*LAYERNORM, "--align_norm", "false")),
+    Arm("gain1-bf16", "LayerNorm, gain 1, bfloat16 weights", (*LAYERNORM, "--align_norm", "false"),
+        ("--bf16_weights", "true")),
+    Arm("layernorm", "LayerNorm at T", LAYERNORM),
+    Arm("gwc", "LayerNorm at T, compensated (GWC)", GWC),
+]  # fmt: skip
+# Where the compensation acts: stage 1 alone, in which everything that is trained lies at or before the norm.
+OPTIMIZER_ARMS = [
+    Arm(f"{norm}-{name}", f"{optimizer}, {norm}", options, train, stages=1)
+    for name, optimizer, train in (
+        ("adamw-unclipped", "AdamW, no clipping", ("--max_grad_norm", "0")),
+        *((f"sgd-{rate}", f"SGD with momentum, {rate}", (*SGD, "--learning_rate", rate)) for rate in SGD_RATES),
+    )
+    for norm, options in (("layernorm", LAYERNORM), ("gwc", GWC))
+]
+
+
+def arm_folder(root: Path, arm: Arm, seed: int) -> Path:
+    """Where the composed model, the stages and the evaluation of one run are."""
+    return root / arm.name / f"seed{seed}"
+
+
+def commands(arm: Arm, seed: int, folder: Path) -> list[tuple[Path, list[str]]]:
+    """What has to be run, in order: the file that a step writes last, and its command."""
+    compose = ["training/compose.py", "--vision_model", str(RUN / "vision"), "--text_model", str(RUN / "text")]
+    compose += ["--vision_feature_layer", "-1", "--seed", str(seed), *arm.compose]
+    steps = [(folder / "composed" / "processor_config.json", [*compose, "--output_dir", str(folder / "composed")])]
+    before = "composed"
+    for stage in ("stage1", "stage2")[: arm.stages]:
+        train = [*LAUNCH, "training/sft.py", "--config", f"training/recipes/digits/{stage}.yaml"]
+        train += ["--model_name_or_path", str(folder / before), "--output_dir", str(folder / stage)]
+        train += ["--seed", str(seed), "--resume_from_checkpoint", "true", *arm.train]
+        if stage == "stage1":
+            train += ["--save_strategy", "steps", "--save_steps", "100"]
+        steps.append((folder / stage / "trainer_state.json", train))
+        before = stage
+    return steps
+
+
+def evaluate(folder: Path, data_dir: Path) -> None:
+    """Exact match on the held-out questions about pictures and about descriptions, into `evaluation.json`."""
+    questions = load_questions(data_dir)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "stage2").eval()
+    processor = AutoProcessor.from_pretrained(folder / "stage2")
+    scores = {
+        name: accuracy(questions, answer(model, processor, [prompt(row) for row in questions], name))
+        for name, prompt in (("image questions", with_image), ("text-only questions", with_text))
+    }
+    aside = folder / "evaluation.tmp"
+    aside.write_text(json.dumps({"questions": len(questions), **scores}, indent=1), encoding="utf-8")
+    os.replace(aside, folder / "evaluation.json")
+
+
+def run_arm(arm: Arm, seed: int, root: Path) -> None:
+    """Compose, train and evaluate one arm with one seed, as far as that is still to be done.
+
+    Raises:
+        subprocess.CalledProcessError: if a command fails; its output is in `log.txt`.
+    """
+    folder = arm_folder(root, arm, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_WAIT_POLICY": "passive",
+    }
+    for result, command in commands(arm, seed, folder):
+        if result.exists():
+            continue
+        with (folder / "log.txt").open("a", encoding="utf-8") as log:
+            log.write(f"$ python {' '.join(command)}\n")
+            log.flush()
+            try:
+                subprocess.run(
+                    [sys.executable, *command], cwd=ROOT, env=environment, check=True, stdout=log, stderr=log
+                )
+            except subprocess.CalledProcessError:
+                logger.error("Failed; see %s", folder / "log.txt")
+                raise
+    if arm.stages == 2 and not (folder / "evaluation.json").exists():
+        evaluate(folder, ROOT / RUN / "data")
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers_logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "ablation", help="where the runs go")
+    root = parser.parse_args().output_dir.resolve()
+    for part in ("vision", "text", "data"):
+        if not (ROOT / RUN / part).is_dir():
+            raise SystemExit(f"{ROOT / RUN / part} is missing: run `make quickstart` first, which makes it.")
+    jobs = [(arm, seed) for seed in SEEDS for arm in ARMS + OPTIMIZER_ARMS]
+    for arm, seed in tqdm(jobs, desc="Ablation", unit="run"):
+        started = time.monotonic()
+        run_arm(arm, seed, root)
+        tqdm.write(f"{arm.title}, seed {seed}: {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

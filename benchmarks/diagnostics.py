@@ -22,7 +22,6 @@ import torch
 from tqdm import tqdm
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from diagnostics.attraction import AttractionProbe
 from diagnostics.capture import Probe
 from diagnostics.measure import spread_layers
 
@@ -68,10 +67,7 @@ def run_pass(model: LlavaForConditionalGeneration, sample: dict[str, torch.Tenso
         model.base_model(**sample)
         return 0
     positions = torch.linspace(0, sample["input_ids"].shape[1] - 1, KEYS).long()
-    with (
-        Probe(model, sample, layers=spread_layers(8), key_positions=positions) as probe,
-        AttractionProbe(model, probe.tokens),
-    ):
+    with Probe(model, sample, layers=spread_layers(8), key_positions=positions) as probe:
         model.base_model(**sample)
     return sum(tensor.nbytes for tensor in _tensors(vars(probe.record())))
 

@@ -5,15 +5,13 @@ Theorem 1 of "The Unseen Bias" (arXiv 2512.08374) takes the updates of a visual 
 """
 
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from diagnostics.capture import SINK_FACTOR, Tokens
+from diagnostics.norms import SINK_FACTOR
 from diagnostics.statistics import mean_and_interval
 from diagnostics.theory import measure_attraction
 
@@ -29,60 +27,38 @@ DEFINITIONS = {
 }
 
 
-class AttractionProbe:
-    """Watches the decoder's layers over one sample; `values` then holds the numbers of `DEFINITIONS` by layer.
+@torch.no_grad()
+def compare_updates(
+    before: torch.Tensor, after: torch.Tensor, visual: torch.Tensor, text: torch.Tensor
+) -> torch.Tensor:
+    """The numbers of `DEFINITIONS` of one layer and one sample, `(3,)`, of up to 64 evenly spaced tokens of each kind.
 
     Args:
-        model: The model.
-        tokens: Which position of the sample is what.
+        before, after: What enters the layer and what leaves it, `(S, hidden_size)`, float32.
+        visual, text: Which position is what, `(S,)`. Tokens that are over `SINK_FACTOR` times as long as the median of
+            their modality when they enter are left out.
     """
-
-    def __init__(self, model: PreTrainedModel, tokens: Tokens) -> None:
-        self._layers: nn.ModuleList = model.get_decoder().layers
-        self._tokens = tokens
-        self._hooks: list[Any] = []
-        self.values: list[list[float]] = []
-        """By layer, in the order of `DEFINITIONS`."""
-
-    def __enter__(self) -> Self:
-        self._hooks = [layer.register_forward_hook(self._see, with_kwargs=True) for layer in self._layers]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    @torch.no_grad()
-    def _see(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        after = (output if isinstance(output, torch.Tensor) else output[0])[0].float()
-        before = (args[0] if args else kwargs["hidden_states"])[0].to(after.device, torch.float32)
-        (visual, visual_after), (text, text_after) = (
-            self._choose(before, after, mask) for mask in (self._tokens.visual, self._tokens.text)
-        )
-        updates = [nn.functional.normalize(a - b, dim=-1) for a, b in ((visual_after, visual), (text_after, text))]
-        self.values.append(
-            [
-                (updates[0] @ updates[1].T).mean().item(),
-                measure_attraction(visual, visual_after, text).mean().item(),
-                measure_attraction(text, text_after, visual).mean().item(),
-            ]
-        )
-
-    @staticmethod
-    def _choose(before: torch.Tensor, after: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen = []
+    for mask in (visual, text):
         positions = mask.nonzero()[:, 0].to(before.device)
         norms = before[positions].norm(dim=-1)
         positions = positions[norms <= SINK_FACTOR * norms.median()]
         spaced = torch.linspace(0, len(positions) - 1, min(MAX_TOKENS, len(positions)), device=before.device)
-        positions = positions[spaced.round().long()]
-        return before[positions], after[positions]
+        chosen.append(positions[spaced.round().long()])
+    v, t = chosen
+    updates = nn.functional.normalize(after - before, dim=-1)
+    return torch.stack(
+        [
+            (updates[v] @ updates[t].T).mean(),
+            measure_attraction(before[v], after[v], before[t]).mean(),
+            measure_attraction(before[t], after[t], before[v]).mean(),
+        ]
+    )
 
 
-def measure_attractions(samples: Sequence[list[list[float]]]) -> dict[str, Any]:
-    """The numbers of `DEFINITIONS` by layer with intervals, from the `values` of a probe for each sample."""
-    values = np.array(samples)  # [num_samples, num_layers, 3]
+def measure_attractions(samples: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """The numbers of `DEFINITIONS` by layer with intervals, from `(num_layers, 3)` of each sample."""
+    values = np.stack([sample.double().numpy() for sample in samples])  # [num_samples, num_layers, 3]
     measured = {}
     for number, name in enumerate(DEFINITIONS):
         mean, interval = mean_and_interval(values[:, :, number])

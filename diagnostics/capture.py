@@ -15,14 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diagnostics.norms import token_norms
+from diagnostics.attraction import compare_updates
+from diagnostics.norms import SINK_FACTOR, token_norms
 from diagnostics.theory import turning_angle
 
 
 # What families call the module that takes the vision encoder's features to the decoder's width.
 PROJECTORS = ("multi_modal_projector", "mm_projector", "connector", "merger", "visual_embeddings_table")
-# A token is a sink if it is this many times as long as the median of its modality, in its sample, at some layer.
-SINK_FACTOR = 10.0
 # Rows of the attention that are kept of one sample, at most.
 MAX_QUERIES = 16
 
@@ -69,6 +68,7 @@ class Record:
         update_ratios: Norm of the layer's residual update over that of what enters, `(L, S)`.
         update_cosines: Between what enters a layer and the layer's residual update, `(L, S)`.
         angles: By which equation 8 says that the update turns the token, in radians, `(L, S)`.
+        attractions: What [`compare_updates`] returns by layer, `(L, 3)`.
         attention: By layer, the attention probabilities of the queries, `(num_heads, num_queries, S)`.
         queries: Positions of the queries, `(num_queries,)`.
         keys: By layer, keys before rotary embedding, `(num_key_value_heads, num_kept, head_dim)`.
@@ -87,6 +87,7 @@ class Record:
     update_ratios: torch.Tensor
     update_cosines: torch.Tensor
     angles: torch.Tensor
+    attractions: torch.Tensor
     attention: dict[int, torch.Tensor]
     queries: torch.Tensor
     keys: dict[int, torch.Tensor]
@@ -219,7 +220,8 @@ class Probe:
         self._hooks: list[Any] = []
         self._interface: dict[str, tuple[torch.Tensor, int]] = {}
         self._layer_values: dict[str, dict[int, torch.Tensor]] = {
-            name: {} for name in ("input_norms", "output_norms", "cosines", "ratios", "update_cosines", "angles")
+            name: {}
+            for name in ("input_norms", "output_norms", "cosines", "ratios", "update_cosines", "angles", "attractions")
         }
         self._attention: dict[int, torch.Tensor] = {}
         self._keys: dict[int, torch.Tensor] = {}
@@ -295,6 +297,8 @@ class Probe:
             stacked = torch.stack(list(values.values())).cpu()  # one transfer for all
             for name, value in zip(values, stacked, strict=True):
                 self._layer_values[name][number] = value
+            attraction = compare_updates(h, after, self.tokens.visual, self.tokens.text)
+            self._layer_values["attractions"][number] = attraction.cpu()
 
         return see
 
@@ -387,6 +391,7 @@ class Probe:
             update_ratios=stacked["ratios"],
             update_cosines=stacked["update_cosines"],
             angles=stacked["angles"],
+            attractions=stacked["attractions"],
             attention=self._attention,
             queries=self._queries,
             keys=self._keys,

@@ -34,7 +34,7 @@ FILE = "dynamics.jsonl"
 
 def measure_point(model: PreTrainedModel, processor: Any, questions: Sequence[Question], step: int) -> dict[str, Any]:
     """What [`measure_dynamics`] gives, with the step and a fingerprint of the questions."""
-    records, _ = record_questions(model, processor, questions, layers=())
+    records = record_questions(model, processor, questions, layers=())
     sources = "\n".join(question.source for question in questions)
     return {
         "step": step,

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from diagnostics.attention import attention_map, measure_attention
-from diagnostics.attraction import AttractionProbe, measure_attractions
+from diagnostics.attraction import measure_attractions
 from diagnostics.capture import Probe, Record, classify, image_token_id
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
 from diagnostics.gradients import measure_gradients
@@ -60,25 +60,21 @@ def record_questions(
     questions: Sequence[Question],
     layers: Sequence[int],
     title: str | None = None,
-) -> tuple[list[Record], list[list[list[float]]]]:
-    """A record for each question, with attention and keys of `layers`, and what [`AttractionProbe`] saw.
+) -> list[Record]:
+    """A record for each question, with attention and keys of `layers`.
 
     With a `title`, progress is shown. The head is not run: nothing is measured behind the decoder.
     """
     special_ids = find_tokenizer(processor).all_special_ids
     per_sample = max(32, 2 * MAX_TOKENS // len(questions))
-    records, attractions = [], []
+    records = []
     for question in tqdm(questions, desc=title, unit="sample", disable=title is None):
         inputs = prepare_inputs(model, processor, question)
         positions = _key_positions(inputs, model, special_ids, per_sample)
-        with (
-            Probe(model, inputs, special_ids, layers, positions) as probe,
-            AttractionProbe(model, probe.tokens) as attraction,
-        ):
+        with Probe(model, inputs, special_ids, layers, positions) as probe:
             model.base_model(**inputs)
         records.append(probe.record())
-        attractions.append(attraction.values)
-    return records, attractions
+    return records
 
 
 def measure_dynamics(model: PreTrainedModel, records: Sequence[Record], vocabulary: torch.Tensor) -> dict[str, Any]:
@@ -129,7 +125,7 @@ def measure_model(
     logger.info("%s: gradients", name)
     batch = [answer_inputs(model, processor, question) for question in questions[:GRADIENT_SAMPLES]]
     gradients = measure_gradients(model, batch, tokenizer.all_special_ids)
-    records, attractions = record_questions(model, processor, questions, chosen, name)
+    records = record_questions(model, processor, questions, chosen, name)
     vocabulary = vocabulary_norms(model)
     logger.info("%s: keys", name)
     keys = measure_key_space(records, bases)
@@ -149,7 +145,7 @@ def measure_model(
         **measure_dynamics(model, records, vocabulary),
         "embeddings": measure_embeddings(vocabulary, tokenizer),
         "attention": measure_attention(records),
-        "attraction": measure_attractions(attractions),
+        "attraction": measure_attractions([record.attractions for record in records]),
         "key_space": keys,
         "gradients": gradients,
     }

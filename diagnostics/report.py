@@ -10,7 +10,7 @@ from typing import Any
 from markdown_it import MarkdownIt
 
 from diagnostics import attention, attraction, embeddings, gradients, interface, key_space, projector_norm, update_rate
-from diagnostics.capture import SINK_FACTOR
+from diagnostics.norms import SINK_FACTOR
 
 
 STYLE = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from diagnostics.attention import attention_map, attention_numbers, bottom_rows, measure_attention
-from diagnostics.attraction import AttractionProbe, measure_attractions
+from diagnostics.attraction import measure_attractions
 from diagnostics.capture import Record, Tokens, record_sample
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
 from diagnostics.gradients import measure_gradients
@@ -302,10 +302,7 @@ def test_attraction_and_correlation_of_updates_set_by_hand(
 ) -> None:
     model, sample = hand_made
     record = record_sample(model, sample)
-    probe = AttractionProbe(model, record.tokens)
-    with probe:
-        model(**sample)
-    measured = measure_attractions([probe.values])
+    measured = measure_attractions([record.attractions])
     # Every token gets the same update, so they correlate fully. The first is across all tokens, which are parallel.
     assert measured["update_correlation"]["mean"] == pytest.approx([1, 1, 1])
     assert measured["attraction_visual_to_text"]["mean"][0] == pytest.approx(0, abs=1e-6)
@@ -323,7 +320,5 @@ def test_attraction_and_correlation_of_updates_set_by_hand(
     with torch.no_grad():
         model.get_input_embeddings().weight.zero_()[10:, 5] = 2
     model.get_decoder().layers = nn.ModuleList([Attract()])
-    probe = AttractionProbe(model, record.tokens)
-    with probe:
-        model(**sample)
-    assert measure_attractions([probe.values])["attraction_visual_to_text"]["mean"] == pytest.approx([1])
+    turned = measure_attractions([record_sample(model, sample).attractions])
+    assert turned["attraction_visual_to_text"]["mean"] == pytest.approx([1])

@@ -18,6 +18,7 @@ from trl import SFTTrainer
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
 from training.callbacks import InterfaceMonitor, MetricsFile, total_norm
 from training.checkpoints import RUN_FILE, SAVING_FOLDER, publish, publish_files
+from training.environment import describe_environment
 from training.packing import PackedBatchSampler
 from training.stages import ModuleGroup
 from training.tokenization import IGNORED
@@ -254,6 +255,8 @@ class NormLlavaTrainer(SFTTrainer):
         super().save_model(str(aside), _internal_call=True)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
+            run = self._run | {"environment": describe_environment(self.args.world_size)}
+            (aside / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
             publish_files(aside, Path(self.args.output_dir))
         self.accelerator.wait_for_everyone()
 

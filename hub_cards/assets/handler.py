@@ -1,0 +1,111 @@
+"""Inference Endpoints: chat messages with base64 pictures in, text out.
+
+A request is `{"inputs": [messages], "parameters": {"max_new_tokens": 256, "temperature": 0.0}}`; a message's content
+is text or a list of `{"type": "text", "text": ...}` and `{"type": "image", "image": "data:image/png;base64,..."}`.
+Only pictures in the request are opened: a path or URL is refused, so that nobody reads files or inner networks
+through it.
+"""
+
+import base64
+import binascii
+from io import BytesIO
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+
+MAX_IMAGES, MAX_BYTES, MAX_PIXELS = 8, 10_000_000, 40_000_000
+MAX_CHARACTERS, MAX_NEW_TOKENS = 50_000, 1024
+PARAMETERS = {"max_new_tokens": 256, "temperature": 0.0}
+
+
+class EndpointHandler:
+    """Loads the model in `path` and answers requests."""
+
+    def __init__(self, path: str = "") -> None:
+        device_map = "auto" if torch.cuda.is_available() else None
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            path, dtype="auto", device_map=device_map, trust_remote_code=True
+        ).eval()
+        self.processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)
+
+    @torch.no_grad()
+    def __call__(self, data: dict[str, Any]) -> dict[str, str]:
+        """Answer one conversation. Raises `ValueError`, with field and reason, for a request that is refused."""
+        messages = read_messages(data.get("inputs"))
+        parameters = read_parameters(data.get("parameters") or {})
+        inputs = self.processor.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        ).to(self.model.device, dtype=self.model.dtype)
+        temperature = parameters.pop("temperature")
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        generated = self.model.generate(**inputs, **parameters, **sampling)
+        answer = self.processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return {"generated_text": answer.strip()}
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """Chat messages with decoded pictures."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("inputs: a list of chat messages is needed")
+    read, images, characters = [], 0, 0
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
+            raise ValueError(f"inputs[{number}]: a message has a role (system, user or assistant) and content")
+        content = message.get("content")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(parts, list):
+            raise ValueError(f"inputs[{number}].content: text or a list of parts is needed")
+        filled = []
+        for part in parts:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                characters += len(part["text"])
+                filled.append({"type": "text", "text": part["text"]})
+            elif kind == "image":
+                images += 1
+                if images > MAX_IMAGES:
+                    raise ValueError(f"inputs: more than {MAX_IMAGES} pictures")
+                filled.append({"type": "image", "image": read_image(part.get("image"), f"inputs[{number}]")})
+            else:
+                raise ValueError(f"inputs[{number}].content: a part is text, or an image in base64")
+        read.append({"role": message["role"], "content": filled})
+    if characters > MAX_CHARACTERS:
+        raise ValueError(f"inputs: more than {MAX_CHARACTERS} characters of text")
+    return read
+
+
+def read_image(value: Any, place: str) -> Image.Image:
+    """A picture from base64, with or without `data:image/...;base64,` before it."""
+    if not isinstance(value, str):
+        raise ValueError(f"{place}: `image` is not base64 text")
+    if len(value) > MAX_BYTES * 4 // 3 + 64:
+        raise ValueError(f"{place}: the picture has more than {MAX_BYTES} bytes")
+    head, separator, body = value.partition(",")
+    if separator and not (head.startswith("data:image/") and head.endswith(";base64")):
+        raise ValueError(f"{place}: only pictures in base64 are taken, no URLs and no paths")
+    try:
+        content = base64.b64decode(body if separator else value, validate=True)
+        picture = Image.open(BytesIO(content))
+        if picture.width * picture.height > MAX_PIXELS:
+            raise ValueError(f"{place}: the picture has more than {MAX_PIXELS} pixels")
+        return picture.convert("RGB")
+    except (binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(
+            f"{place}: no picture in base64 ({type(error).__name__}); URLs and paths are not taken"
+        ) from error
+
+
+def read_parameters(given: Any) -> dict[str, Any]:
+    """Parameters within their limits."""
+    if not isinstance(given, dict) or set(given) - set(PARAMETERS):
+        raise ValueError(f"parameters: only {', '.join(PARAMETERS)} can be set")
+    parameters = PARAMETERS | given
+    tokens, temperature = parameters["max_new_tokens"], parameters["temperature"]
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_NEW_TOKENS:
+        raise ValueError(f"parameters.max_new_tokens: a whole number from 1 to {MAX_NEW_TOKENS}")
+    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature <= 2:
+        raise ValueError("parameters.temperature: a number from 0 to 2")
+    return parameters

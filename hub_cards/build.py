@@ -1,0 +1,210 @@
+"""Stage a trained folder for the Hub: what is on the list is copied, everything else stays behind."""
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from hub_cards.card import Widget, read_prose, render_card
+from hub_cards.facts import HUB_ID, Facts, collect_facts, weight_files
+from hub_cards.licences import APACHE, Licence, licence_of
+from training.data import load_rows, open_images, row_images, row_turns
+
+
+logger = logging.getLogger(__name__)
+
+ROOT = Path(__file__).resolve().parents[1]
+ASSETS = Path(__file__).with_name("assets")
+MANIFEST = "manifest.json"
+# Files of a checkpoint that are copied if they are there, beside weights and class files.
+JSON_FILES = (
+    "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json",
+)  # fmt: skip
+OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
+PLOTS = ("layers.png", "attention.png")
+MAX_WIDGETS = 3
+
+
+def build(
+    run: Path,
+    output_dir: Path,
+    repo_id: str,
+    prose_file: Path,
+    revision: str = "v1.0",
+    diagnostics: Path | None = None,
+    widget_data: Path | None = None,
+    own_licence: str | None = None,
+    base_licence_file: Path | None = None,
+) -> Path:
+    """Make the stage folder, its card last and its manifest after that.
+
+    Args:
+        run: Output folder of the last stage.
+        output_dir: Folder to make; must be empty or not there.
+        repo_id: What the repository will be called, `owner/name`.
+        prose_file: YAML with the card's prose.
+        revision: Tag that the card pins.
+        diagnostics: Folder of a report about this model.
+        widget_data: LLaVA JSON whose first pictures and questions become examples.
+        own_licence: Licence of a model that has no base model.
+        base_licence_file: The base model's licence text, where its licence asks for a copy.
+
+    Raises:
+        ValueError: if a fact or file that is needed is not there, or the name breaks the base model's licence.
+    """
+    if not HUB_ID.fullmatch(repo_id):
+        raise ValueError(f"--repo_id {repo_id!r} is not owner/name.")
+    if output_dir.exists() and any(output_dir.iterdir()):
+        raise ValueError(f"{output_dir} is not empty. Choose another folder, or empty it first.")
+    facts = collect_facts(run, diagnostics)
+    licence = licence_of(facts.base_models, own_licence)
+    check_name(repo_id, licence)
+    prose = read_prose(prose_file)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    copy_model(run, output_dir)
+    write_licence(licence, base_licence_file, output_dir)
+    shutil.copy(ASSETS / "handler.py", output_dir)
+    shutil.copy(ASSETS / "requirements.txt", output_dir)
+    plots = copy_plots(diagnostics, output_dir)
+    widgets = make_widgets(run, widget_data, output_dir) if widget_data is not None else []
+    code_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in output_dir.glob("*_normllava.py"))
+    card = render_card(facts, licence, prose, repo_id, revision, plots, widgets, code_lines)
+    (output_dir / "README.md").write_text(str(card), encoding="utf-8")
+    write_manifest(output_dir, repo_id, revision, facts)
+    return output_dir
+
+
+def check_name(repo_id: str, licence: Licence) -> None:
+    """Raises `ValueError` if the licence asks for a name that begins otherwise."""
+    name = repo_id.split("/")[1]
+    if licence.name_prefix is not None and not name.startswith(licence.name_prefix):
+        raise ValueError(
+            f"The {licence.title} asks that the model's name begin with {licence.name_prefix!r}: not {name!r}, but "
+            f"for example {licence.name_prefix}-{name}."
+        )
+
+
+def copy_model(run: Path, output_dir: Path) -> None:
+    """Weights, settings without names of this machine, and the class files that `auto_map` names."""
+    for path in weight_files(run):
+        shutil.copy(path, output_dir)
+    for name in JSON_FILES:
+        if (run / name).exists():
+            content = json.loads((run / name).read_text(encoding="utf-8"))
+            text = json.dumps(without_local_names(content), indent=2, ensure_ascii=False)
+            (output_dir / name).write_text(text + "\n", encoding="utf-8")
+    for name in OTHER_FILES:
+        if (run / name).exists():
+            shutil.copy(run / name, output_dir)
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    for module in {value.split(".")[0] for value in config["auto_map"].values()}:
+        shutil.copy(run / f"{module}.py", output_dir)
+
+
+def without_local_names(value: Any) -> Any:
+    """The same without `_name_or_path` fields that don't name a Hub repository."""
+    if isinstance(value, dict):
+        return {
+            key: without_local_names(entry)
+            for key, entry in value.items()
+            if not (key.endswith("name_or_path") and (not isinstance(entry, str) or not HUB_ID.fullmatch(entry)
+                                                      or Path(entry).exists()))
+        }  # fmt: skip
+    return [without_local_names(entry) for entry in value] if isinstance(value, list) else value
+
+
+def write_licence(licence: Licence, base_licence_file: Path | None, output_dir: Path) -> None:
+    """`LICENSE`, and `NOTICE` where the licence asks for one. Raises `ValueError` if its text is not at hand."""
+    if licence is APACHE:
+        shutil.copy(ROOT / "LICENSE", output_dir / "LICENSE")
+    elif base_licence_file is None:
+        raise ValueError(
+            f"The {licence.title} asks for a copy of the agreement: give --base_licence_file, which the base model's "
+            "repository holds as LICENSE.txt."
+        )
+    else:
+        text = base_licence_file.read_text(encoding="utf-8")
+        if licence.title.split(" License")[0].lower() not in re.sub(r"\s+", " ", text).lower():
+            raise ValueError(f"{base_licence_file} does not read like the {licence.title}.")
+        (output_dir / "LICENSE").write_text(text, encoding="utf-8")
+    if licence.notice is not None:
+        (output_dir / "NOTICE").write_text(licence.notice, encoding="utf-8")
+
+
+def copy_plots(diagnostics: Path | None, output_dir: Path) -> list[str]:
+    """The diagnostics' plots that the card shows."""
+    if diagnostics is None:
+        return []
+    (output_dir / "diagnostics").mkdir()
+    names = [name for name in PLOTS if (diagnostics / name).exists()]
+    for name in names:
+        shutil.copy(diagnostics / name, output_dir / "diagnostics")
+    return names
+
+
+@torch.no_grad()
+def make_widgets(run: Path, data: Path, output_dir: Path) -> list[Widget]:
+    """The data's first pictures, saved, with the model's own greedy answers to their questions."""
+    model = AutoModelForImageTextToText.from_pretrained(run).eval()
+    processor = AutoProcessor.from_pretrained(run)
+    (output_dir / "images").mkdir()
+    widgets: list[Widget] = []
+    for row in load_rows(str(data)):
+        if len(widgets) == MAX_WIDGETS:
+            break
+        if len(row_images(row)) != 1:
+            continue
+        question = row_turns(row)[0]["value"].replace("<image>", "").strip()
+        (picture,) = open_images(row)
+        name = f"images/example{len(widgets) + 1}.png"
+        picture.save(output_dir / name)
+        content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        generated = model.generate(**inputs.to(model.device), max_new_tokens=64, do_sample=False)
+        answer = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        widgets.append(Widget(name, question, answer.strip()))
+    if not widgets:
+        raise ValueError(f"{data} holds no row with one picture to make an example of.")
+    return widgets
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def staged_files(folder: Path) -> Iterable[Path]:
+    """All files of a stage folder, the manifest left out."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+
+
+def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> None:
+    """What the folder is, and hash and size of every file in it."""
+    environment = facts.stages[-1].environment if facts.stages else {}
+    manifest = {
+        "repo_id": repo_id,
+        "revision": revision,
+        "commit": environment.get("commit"),
+        "commit_is_clean": environment.get("commit_is_clean"),
+        "files": {
+            path.relative_to(folder).as_posix(): {"sha256": sha256(path), "size": path.stat().st_size}
+            for path in staged_files(folder)
+        },
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,150 @@
+"""The model card: metadata and text from [`Facts`], prose from a recipe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from hub_cards.facts import Facts
+from hub_cards.licences import Licence
+
+
+NOT_RECORDED = "not recorded"
+PROSE = ("summary", "intended_use", "out_of_scope", "training_data", "limits")
+NORMS = {
+    "gwc": "a LayerNorm whose gain starts at the norm of text tokens, with gradient compensation (GWC)",
+    "layernorm": "a LayerNorm",
+    "none": "no norm: this is the baseline of the method",
+}
+
+
+@dataclass(frozen=True)
+class Widget:
+    """An example that the Hub shows: a picture's name in the repository, a question, and the model's own answer."""
+
+    picture: str
+    question: str
+    answer: str
+
+
+def read_prose(path: Path) -> dict[str, Any]:
+    """The recipe's prose and `datasets`.
+
+    Raises:
+        ValueError: if a field is missing or empty.
+    """
+    prose = yaml.safe_load(path.read_text(encoding="utf-8"))
+    missing = [name for name in PROSE if not str((prose or {}).get(name) or "").strip()]
+    if missing:
+        raise ValueError(f"{path}: no {', '.join(missing)}. A card needs each: {', '.join(PROSE)}.")
+    return {name: value.strip() if isinstance(value, str) else value for name, value in prose.items()}
+
+
+def build_metadata(
+    facts: Facts, licence: Licence, name: str, datasets: list[str], widgets: list[Widget]
+) -> ModelCardData:
+    """The card's YAML block."""
+    results = [
+        EvalResult(
+            task_type="image-text-to-text",
+            task_name=row["task"],
+            dataset_type=row["dataset"],
+            dataset_name=row["dataset"],
+            dataset_split=row["split"],
+            metric_type=row["metric"],
+            metric_value=row["value"],
+        )
+        for row in facts.evaluations
+    ]
+    return ModelCardData(
+        base_model=facts.base_models or None,
+        datasets=datasets or None,
+        eval_results=results or None,
+        language="en",
+        library_name="transformers",
+        license=licence.identifier,
+        license_link=licence.link if licence.notice else None,
+        model_name=name,
+        pipeline_tag="image-text-to-text",
+        tags=["custom_code", "conversational", "normllava"],
+        widget=[
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image", "url": widget.picture},
+                            {"type": "text", "text": widget.question},
+                        ],
+                    }
+                ],
+                "output": {"text": widget.answer},
+            }
+            for widget in widgets
+        ]
+        or None,
+    )
+
+
+def render_card(
+    facts: Facts,
+    licence: Licence,
+    prose: dict[str, Any],
+    repo_id: str,
+    revision: str,
+    plots: list[str],
+    widgets: list[Widget],
+    code_lines: int,
+) -> ModelCard:
+    """The whole card. Every fact that is `None` reads "not recorded"."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "count": lambda value: NOT_RECORDED if not isinstance(value, int) else f"{value:,}",
+        "recorded": lambda value: NOT_RECORDED if value is None else value,
+        "significant": lambda value: NOT_RECORDED if value is None else f"{value:.3g}",
+        "link": lambda name: NOT_RECORDED if name is None else f"[{name}](https://huggingface.co/{name})",
+        "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
+        "interval": interval,
+    }
+    name = repo_id.split("/")[-1]
+    seconds = [stage.seconds for stage in facts.stages]
+    text = environment.get_template("card.md.jinja").render(
+        name=name,
+        repo_id=repo_id,
+        revision=revision,
+        facts=facts,
+        licence=licence,
+        prose=prose,
+        plots=plots,
+        code_lines=code_lines,
+        norm_sentence=NORMS[facts.projector_norm],
+        question=widgets[0].question if widgets else "What is in the picture?",
+        commands=sorted({row["command"] for row in facts.evaluations}),
+        hours=duration(sum(s for s in seconds if s)) if seconds and all(seconds) else None,
+        attribution=" ".join(f"Made from {base}." for base in facts.base_models)
+        or "All parts were trained from scratch.",
+    )
+    metadata = build_metadata(facts, licence, name, prose.get("datasets") or [], widgets)
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
+
+
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, whichever reads best."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def interval(entry: dict[str, Any]) -> str:
+    """A mean with its interval."""
+    mean = f"{entry['mean']:.3g}"
+    return mean if entry["interval"] is None else f"{mean} ({entry['interval'][0]:.3g} to {entry['interval'][1]:.3g})"

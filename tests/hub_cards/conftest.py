@@ -1,0 +1,75 @@
+"""A trained NormLlava staged for the Hub, made once a run."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from hub_cards.build import build
+
+
+PROSE = {
+    "summary": "Answers questions.",
+    "intended_use": "Tests.",
+    "out_of_scope": "All else.",
+    "training_data": "Random rows.",
+    "limits": "It knows nothing.",
+    "datasets": ["owner/rows"],
+}
+EVALUATION = {
+    "task": "Visual question answering", "dataset": "owner/rows", "split": "test", "metric": "exact_match",
+    "value": 0.5, "n": 200, "standard_error": 0.035, "command": "python evaluate.py", "baseline": 0.1,
+    "baseline_name": "guessing",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def trained(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as training leaves it: the model, the run's files, and what must never be published."""
+    run = tmp_path_factory.mktemp("trained") / "stage2"
+    shutil.copytree(composed(), run)
+    state = {"global_step": 8, "log_history": []}
+    (run / "trainer_state.json").write_text(json.dumps(state))
+    lines = [{"step": 4, "loss": 2.5, "num_tokens": 100.0}, {"step": 8, "loss": 1.5, "num_tokens": 200.0}]
+    lines.append({"step": 8, "train_runtime": 30.0})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    environment = {"device": "x86_64", "num_processes": 1, "commit": "0" * 40, "commit_is_clean": True}
+    arguments = {"stage": "instruct", "learning_rate": 1e-5, "model_name_or_path": str(run.parent / "gone")}
+    (run / "run.json").write_text(json.dumps({**arguments, "environment": environment}))
+    (run / "evaluation.json").write_text(json.dumps([EVALUATION]))
+    (run / "training_args.bin").write_bytes(b"\x80\x02.")
+    (run / "optimizer.pt").write_bytes(b"PK")
+    (run / "checkpoint-8").mkdir()
+    return run
+
+
+@pytest.fixture(scope="session")
+def prose(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prose") / "card.yaml"
+    path.write_text(yaml.safe_dump(PROSE))
+    return path
+
+
+@pytest.fixture(scope="session")
+def widget_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two rows with a picture."""
+    folder = tmp_path_factory.mktemp("widgets")
+    rows = []
+    for number in range(2):
+        Image.new("RGB", (30, 20), (90 * number, 20, 200)).save(folder / f"{number}.png")
+        turns = [{"from": "human", "value": "<image>\nwhat is it?"}]
+        rows.append({"image": f"{number}.png", "conversations": turns})
+    path = folder / "rows.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def staged(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The stage folder. Treat it as read-only."""
+    folder = tmp_path_factory.mktemp("staged") / "stage"
+    return build(trained, folder, "me/Tiny-NormLlava", prose, widget_data=widget_data, own_licence="apache-2.0")

@@ -1,0 +1,71 @@
+"""Load a model as a stranger would, in a process of its own that knows nothing of this repository.
+
+    python -I hub_cards/fresh_load.py <repository or folder> --revision v1.0 --output result/
+
+Writes hashes of all files, logits and greedy tokens on a fixed picture, and what the card's snippet prints.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import re
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
+
+
+def fixed_picture() -> Image.Image:
+    """A picture with structure, the same everywhere."""
+    values = torch.arange(48 * 64 * 3).reshape(48, 64, 3)
+    return Image.fromarray(((values * 7) % 256).to(torch.uint8).numpy())
+
+
+@torch.no_grad()
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source")
+    parser.add_argument("--revision", help="of a repository on the Hub; a folder has none")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    is_folder = Path(args.source).is_dir()
+    folder = Path(args.source) if is_folder else Path(snapshot_download(args.source, revision=args.revision))
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    hashes = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    (args.output / "hashes.json").write_text(json.dumps(hashes), encoding="utf-8")
+
+    pinned = {"trust_remote_code": True} | ({} if is_folder else {"revision": args.revision})
+    model = AutoModelForImageTextToText.from_pretrained(args.source, dtype=torch.float32, **pinned).eval()
+    processor = AutoProcessor.from_pretrained(args.source, **pinned)
+    content = [{"type": "image", "image": fixed_picture()}, {"type": "text", "text": "What is in the picture?"}]
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    logits = model(**inputs).logits
+    tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    base = AutoModel.from_pretrained(args.source, dtype=torch.float32, **pinned).eval()
+    hidden = base(**inputs).last_hidden_state
+    results = {"logits": logits.contiguous(), "tokens": tokens.contiguous(), "last_hidden_state": hidden.contiguous()}
+    save_file(results, args.output / "results.safetensors")
+
+    if not is_folder:
+        (snippet,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        printed = io.StringIO()
+        with torch.enable_grad(), contextlib.redirect_stdout(printed):
+            exec(compile(snippet, "the card's snippet", "exec"), {})
+        (args.output / "snippet.txt").write_text(printed.getvalue(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -113,6 +113,26 @@ def evaluate(run_dir: Path, questions: list[Question]) -> tuple[dict[str, dict[s
     }, image_answers
 
 
+def write_evaluation(scores: dict[str, dict[str, float]], count: int, path: Path) -> None:
+    """What the model card says about accuracy."""
+    rows = [
+        {
+            "task": name,
+            "dataset": "digits-quickstart",
+            "split": "test",
+            "metric": "exact_match",
+            "value": scores[name]["all"],
+            "standard_error": scores[name]["standard_error"],
+            "n": count,
+            "command": "python examples/digits/report.py --run_dir runs/digits",
+            "baseline": scores["guessing"]["all"],
+            "baseline_name": "guessing",
+        }
+        for name in ("image questions", "text-only questions")
+    ]
+    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
 def write_probe(questions: list[Question], path: Path) -> None:
     """The first questions in LLaVA's layout, for the diagnostics."""
     rows = [
@@ -204,6 +224,7 @@ def main() -> None:
     probe = run_dir / "data" / "probe.json"
     write_probe(questions, probe)
     measured = measure(run_dir, probe)
+    write_evaluation(scores, len(questions), run_dir / "stage2" / "evaluation.json")
     draw_answers(questions, answers, run_dir / "answers.png")
     draw_norms(measured, run_dir / "norms.png")
     report = {"questions": len(questions), "accuracy": scores, "dynamics": measured}

@@ -112,7 +112,8 @@ COMMANDS = {"build": run_build, "check": run_check, "push": run_push, "verify": 
 
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")  # the Hub's client would log every request
+    logger.setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
     args = parse_arguments()
     try:

@@ -68,10 +68,13 @@ def build(
     facts = collect_facts(run, diagnostics)
     licence = licence_of(facts.base_models, own_licence)
     check_name(repo_id, licence)
+    text = licence_text(licence, base_licence_file)
     prose = read_prose(prose_file)
     output_dir.mkdir(parents=True, exist_ok=True)
     copy_model(run, output_dir)
-    write_licence(licence, base_licence_file, output_dir)
+    (output_dir / "LICENSE").write_text(text, encoding="utf-8")
+    if licence.notice is not None:
+        (output_dir / "NOTICE").write_text(licence.notice, encoding="utf-8")
     shutil.copy(ASSETS / "handler.py", output_dir)
     shutil.copy(ASSETS / "requirements.txt", output_dir)
     plots = copy_plots(diagnostics, output_dir)
@@ -122,22 +125,19 @@ def without_local_names(value: Any) -> Any:
     return [without_local_names(entry) for entry in value] if isinstance(value, list) else value
 
 
-def write_licence(licence: Licence, base_licence_file: Path | None, output_dir: Path) -> None:
-    """`LICENSE`, and `NOTICE` where the licence asks for one. Raises `ValueError` if its text is not at hand."""
+def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
+    """Text of `LICENSE`. Raises `ValueError` if it is not at hand, or of another licence."""
     if licence is APACHE:
-        shutil.copy(ROOT / "LICENSE", output_dir / "LICENSE")
-    elif base_licence_file is None:
+        return (ROOT / "LICENSE").read_text(encoding="utf-8")
+    if base_licence_file is None:
         raise ValueError(
             f"The {licence.title} asks for a copy of the agreement: give --base_licence_file, which the base model's "
             "repository holds as LICENSE.txt."
         )
-    else:
-        text = base_licence_file.read_text(encoding="utf-8")
-        if licence.title.split(" License")[0].lower() not in re.sub(r"\s+", " ", text).lower():
-            raise ValueError(f"{base_licence_file} does not read like the {licence.title}.")
-        (output_dir / "LICENSE").write_text(text, encoding="utf-8")
-    if licence.notice is not None:
-        (output_dir / "NOTICE").write_text(licence.notice, encoding="utf-8")
+    text = base_licence_file.read_text(encoding="utf-8")
+    if licence.title.split(" License")[0].lower() not in re.sub(r"\s+", " ", text).lower():
+        raise ValueError(f"{base_licence_file} does not read like the {licence.title}.")
+    return text
 
 
 def copy_plots(diagnostics: Path | None, output_dir: Path) -> list[str]:

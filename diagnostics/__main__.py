@@ -103,7 +103,8 @@ def main() -> None:
                 model, processor, questions, name, bases, args.layers, args.heads, args.query
             )
         except ValueError as error:
-            raise SystemExit(f"--model {path}: {error}") from error
+            # transformers lists every class that it knows after the first line
+            raise SystemExit(f"--model {path}: {str(error).splitlines()[0]}") from error
         models.append(measured)
         pictures.append(drawn)
         del model

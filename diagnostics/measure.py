@@ -122,9 +122,14 @@ def measure_model(
         raise ValueError(f"{name} has heads 0 to {num_heads - 1}, got --heads {' '.join(map(str, heads))}.")
 
     # First, since bitsandbytes packs 4-bit weights on CPU in the first pass without gradients, and can't go back.
-    logger.info("%s: gradients", name)
-    batch = [answer_inputs(model, processor, question) for question in questions[:GRADIENT_SAMPLES]]
-    gradients = measure_gradients(model, batch, tokenizer.all_special_ids)
+    gradients = None
+    notes = set()
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        notes.add("gradients: not recorded, a backward pass would hold all offloaded weights at once")
+    else:
+        logger.info("%s: gradients", name)
+        batch = [answer_inputs(model, processor, question) for question in questions[:GRADIENT_SAMPLES]]
+        gradients = measure_gradients(model, batch, tokenizer.all_special_ids)
     records = record_questions(model, processor, questions, chosen, name)
     vocabulary = vocabulary_norms(model)
     logger.info("%s: keys", name)
@@ -141,7 +146,7 @@ def measure_model(
             reason: sum(int(record.tokens.excluded[reason].sum()) for record in records)
             for reason in records[0].tokens.excluded
         },
-        "notes": sorted({note for record in records for note in record.notes}),
+        "notes": sorted(notes.union(*(record.notes for record in records))),
         **measure_dynamics(model, records, vocabulary),
         "embeddings": measure_embeddings(vocabulary, tokenizer),
         "attention": measure_attention(records),

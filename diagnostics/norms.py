@@ -28,6 +28,8 @@ def embedding_norms(embeddings: nn.Module, num_embeddings: int, chunk_size: int 
         chunk_size: Ids per call; bounds the memory.
     """
     device = next(embeddings.parameters()).device
+    if device.type == "meta":  # offloaded: accelerate takes ids from anywhere
+        device = torch.device("cpu")
     chunks = torch.arange(num_embeddings, device=device).split(chunk_size)
     return torch.cat([token_norms(embeddings(ids[None])[0]).cpu() for ids in chunks])
 

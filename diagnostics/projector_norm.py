@@ -4,6 +4,7 @@ from math import sqrt
 from typing import Any
 
 import torch
+from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
 from diagnostics.capture import find_projector
@@ -35,7 +36,8 @@ def measure_projector_norm(model: PreTrainedModel) -> dict[str, Any] | None:
     norm = find_norm(model)
     if norm is None:
         return None
-    gain, bias = norm.weight.detach().double().cpu(), norm.bias.detach().double().cpu()
+    with align_module_device(norm):  # weights that are offloaded are on the meta device otherwise
+        gain, bias = norm.weight.detach().double().cpu(), norm.bias.detach().double().cpu()
     target = getattr(model.config, "projector_norm_target", None)
     start = 1.0 if target is None else target / sqrt(len(gain))
     drift = torch.linalg.vector_norm(gain - start).item()

@@ -192,7 +192,7 @@ def _gradients(models: Sequence[Model]) -> str:
     rows = [
         [escape(model["name"]), kind, *(number(values.get(name)) for name in names)]
         for model in models
-        for kind, values in model["gradients"].items()
+        for kind, values in (model["gradients"] or {}).items()
     ]
     return table(["model", "norm", *(name.replace("_", " ") for name in names)], rows)
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTo
 
 from diagnostics.__main__ import main
 from diagnostics.loading import answer_inputs, load_model, load_questions, prepare_inputs
-from diagnostics.measure import record_questions
+from diagnostics.measure import measure_model, record_questions
 from diagnostics.report import escape, render_markdown
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.compose import compose
@@ -140,7 +140,7 @@ def test_data_without_pictures(tmp_path: Path, composed: Composed, monkeypatch: 
 def test_a_model_without_pictures(
     backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match="llama"):
+    with pytest.raises(SystemExit, match=r"Unrecognized configuration class .*LlamaConfig.*$"):
         run(monkeypatch, "--model", backbones("llama"), "--data", data, "--output_dir", tmp_path / "report")
 
 
@@ -191,6 +191,9 @@ def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, compos
         composed(), device_map=device_map, offload_folder=tmp_path / "offload", dtype=torch.float32
     ).eval()
     offloaded = record_questions(spread, AutoProcessor.from_pretrained(composed()), questions, [0, 1])
+    measured, _ = measure_model(spread, processor, questions, "spread", {})
+    assert measured["gradients"] is None
+    assert any(note.startswith("gradients: not recorded") for note in measured["notes"])
     for one, other in zip(records, offloaded, strict=True):
         assert torch.equal(one.cosines, other.cosines)
         assert torch.equal(one.keys[1], other.keys[1])

@@ -26,13 +26,12 @@ def parse_arguments() -> argparse.Namespace:
         prog="python -m hub_cards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    add = (made := commands.add_parser("build", help="stage folder and card")).add_argument
-    made.formatter_class = argparse.ArgumentDefaultsHelpFormatter
+    add = commands.add_parser("build", help="stage folder and card").add_argument
     add("run", type=Path, help="output folder of the last stage")
     add("--repo_id", required=True, help="owner/name that the repository will have")
     add("--output_dir", type=Path, required=True, help="stage folder to make")
     add("--prose", type=Path, required=True, help="YAML with the card's prose")
-    add("--revision", default="v1.0", help="tag that the card pins")
+    add("--revision", default="v1.0", help="tag that the card pins (default: v1.0)")
     add("--diagnostics", type=Path, help="folder of a diagnostics report about this model")
     add(
         "--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples with the model's own answers"

@@ -52,6 +52,17 @@ def test_names_of_the_machine_are_taken_out(trained: Path, staged: Path) -> None
     assert config["text_config"] == text  # and nothing else
 
 
+def test_a_folder_of_the_machine_is_no_hub_id(
+    trained: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own" / "text").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    run = rename_parts(copy(trained, tmp_path / "run"), "own/text", None)
+    stage = build(run, tmp_path / "stage", "me/Mine", prose, **OWN)
+    assert "_name_or_path" not in json.loads((stage / "config.json").read_text())["text_config"]
+    assert "base_model" not in ModelCard.load(stage / "README.md").data.to_dict()
+
+
 def test_the_card_says_what_the_artefacts_say(staged: Path, trained: Path) -> None:
     card = ModelCard.load(staged / "README.md")
     model = NormLlavaForConditionalGeneration.from_pretrained(trained)

@@ -102,6 +102,15 @@ def test_what_is_not_there_is_not_made_up(trained: Path, prose: Path, tmp_path: 
     assert check(tmp_path / "stage") == []
 
 
+def test_a_run_that_did_not_say_where_it_ran(trained: Path, prose: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    (run / "run.json").unlink()
+    text = (build(run, tmp_path / "stage", "me/Bare", prose, **OWN) / "README.md").read_text()
+    assert "| steps | 8 |" in text
+    assert "| hardware | not recorded x not recorded |" in text
+    assert "| code | commit not recorded |" in text
+
+
 def test_earlier_stages_are_found(trained: Path, tmp_path: Path) -> None:
     first, second = copy(trained, tmp_path / "stage1"), copy(trained, tmp_path / "stage2")
     run = json.loads((second / "run.json").read_text())

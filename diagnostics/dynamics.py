@@ -32,13 +32,17 @@ logger = logging.getLogger(__name__)
 FILE = "dynamics.jsonl"
 
 
+def fingerprint(questions: Sequence[Question]) -> str:
+    """Tells points that were measured on the same questions from others."""
+    return hashlib.sha256("\n".join(question.source for question in questions).encode()).hexdigest()[:16]
+
+
 def measure_point(model: PreTrainedModel, processor: Any, questions: Sequence[Question], step: int) -> dict[str, Any]:
     """What [`measure_dynamics`] gives, with the step and a fingerprint of the questions."""
     records = record_questions(model, processor, questions, layers=())
-    sources = "\n".join(question.source for question in questions)
     return {
         "step": step,
-        "questions": hashlib.sha256(sources.encode()).hexdigest()[:16],
+        "questions": fingerprint(questions),
         **measure_dynamics(model, records, vocabulary_norms(model)),
     }
 
@@ -120,6 +124,11 @@ def measure_run(run: Path, questions: Sequence[Question], trust_remote_code: boo
     if not folders:
         raise ValueError(f"{run} holds no {PREFIX_CHECKPOINT_DIR}-<step> folders; train with --save_strategy steps.")
     points = read_points(run / FILE)
+    if any(point["questions"] != fingerprint(questions) for point in points):
+        raise ValueError(
+            f"{run / FILE} holds points that were measured on other questions: give the same --data and "
+            "--num_samples, or move the file away."
+        )
     for folder in sorted(folders, key=lambda path: int(path.name.split("-")[-1])):
         step = int(folder.name.split("-")[-1])
         if any(point["step"] == step for point in points):
@@ -127,11 +136,6 @@ def measure_run(run: Path, questions: Sequence[Question], trust_remote_code: boo
         logger.info("measuring %s", folder)
         model, processor = load_model(str(folder), trust_remote_code=trust_remote_code)
         points = sorted([*points, measure_point(model, processor, questions, step)], key=lambda p: p["step"])
-        if len({point["questions"] for point in points}) > 1:
-            raise ValueError(
-                f"{run / FILE} holds points that were measured on other questions: give the same --data and "
-                "--num_samples, or move the file away."
-            )
         write_points(points, run / FILE)
     return points
 

@@ -184,6 +184,7 @@ def draw_dynamics(points: Sequence[dict[str, Any]], path: Path) -> None:
             )
         axis.set(xlabel="layer", title=f"cosine by layer, {modality}")
         axis.sharey(axes[2])
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0].set(xlabel="step", title="norm at the decoder", yscale="log")
     axes[1].set(xlabel="step", title="update rate, 1 - cosine")
     axes[0].legend(fontsize=7)

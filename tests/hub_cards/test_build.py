@@ -9,9 +9,10 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from hub_cards.build import MANIFEST, build, sha256
+from hub_cards.build import MANIFEST, ROOT, build, sha256
+from hub_cards.card import read_prose
 from hub_cards.check import check
-from hub_cards.facts import collect_facts
+from hub_cards.facts import HUB_ID, collect_facts
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -124,6 +125,13 @@ def test_a_tied_head_and_no_norm(composed: Callable[..., Path], prose: Path, tmp
     assert check(tied) == []
     plain = build(composed(projector_norm="none"), tmp_path / "plain", "me/Plain", prose, **OWN)
     assert "stands no norm: this is the baseline of the method" in (plain / "README.md").read_text()
+
+
+def test_the_recipes_bring_their_prose() -> None:
+    files = sorted((ROOT / "training" / "recipes").glob("*/card.yaml"))
+    assert len(files) == 3
+    for path in files:
+        assert all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in read_prose(path)["datasets"])
 
 
 @pytest.mark.parametrize(

@@ -388,7 +388,10 @@ def test_a_small_step_moves_every_value_in_bfloat16_training(
     assert frozen.dtype == (torch.float32 if stage is INSTRUCT else torch.bfloat16)
 
 
-@pytest.mark.parametrize("recipe", sorted((ROOT / "training" / "recipes").glob("*/*.yaml")), ids=str)
+STAGES = [path for path in sorted((ROOT / "training" / "recipes").glob("*/*.yaml")) if path.name != "card.yaml"]
+
+
+@pytest.mark.parametrize("recipe", STAGES, ids=str)
 def test_recipes_parse(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # bfloat16 is refused where no device has it, which says nothing about the recipe.
     parser = sft.TrlParser((sft.ScriptArguments, sft.TrainingConfig))

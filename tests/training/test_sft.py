@@ -1,5 +1,6 @@
 """The training script as people start it: both stages, resuming, and errors before any work is lost."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -308,6 +309,20 @@ def test_no_telemetry(
     fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "max_steps": 1}
     run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
     assert sent == []
+
+
+def test_a_finished_run_says_what_it_was_made_of(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "max_steps": 1}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    made = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert (made["stage"], made["model_name_or_path"]) == ("align", str(composed()))
+    environment = made["environment"]
+    assert environment["num_processes"] == 1
+    assert environment["torch"] == torch.__version__
+    assert environment["device"]
+    assert set(environment) >= {"commit", "commit_is_clean", "transformers", "trl"}
 
 
 ONE_ROW = {"per_device_train_batch_size": 1}

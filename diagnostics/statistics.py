@@ -36,14 +36,14 @@ class Summary:
 def summarize(samples: Sequence[torch.Tensor]) -> Summary:
     """Sum up a number per token, one tensor `(num_tokens,)` for each sample."""
     means = np.array([[sample.double().mean().item()] for sample in samples])
-    tokens = torch.cat(list(samples)).double()
+    tokens = torch.cat(list(samples)).double().numpy()
     mean, interval = mean_and_interval(means)
     return Summary(
         mean=mean[0],
         interval=interval[0],
-        std=tokens.std(correction=0).item(),
-        median=tokens.quantile(0.5).item() if len(tokens) < 2**24 else tokens.median().item(),
-        p95=float(np.quantile(tokens.numpy(), 0.95)),
+        std=float(tokens.std()),
+        median=float(np.median(tokens)),
+        p95=float(np.quantile(tokens, 0.95)),
         num_tokens=len(tokens),
         num_samples=len(samples),
     )

@@ -1,5 +1,6 @@
 """The model card: metadata and text from [`Facts`], prose from a recipe."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from hub_cards.licences import Licence
 NOT_RECORDED = "not recorded"
 PROSE = ("summary", "intended_use", "out_of_scope", "training_data", "limits")
 NORMS = {
-    "gwc": "a LayerNorm whose gain starts at the norm of text tokens, with gradient compensation (GWC)",
+    "gwc": "a LayerNorm with gradient compensation (GWC)",
     "layernorm": "a LayerNorm",
     "none": "no norm: this is the baseline of the method",
 }
@@ -114,6 +115,7 @@ def render_card(
         "link": lambda name: NOT_RECORDED if name is None else f"[{name}](https://huggingface.co/{name})",
         "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
         "interval": interval,
+        "literal": lambda text: json.dumps(text, ensure_ascii=False),
     }
     name = repo_id.split("/")[-1]
     seconds = [stage.seconds for stage in facts.stages]

@@ -38,7 +38,10 @@ def main() -> None:
     is_folder = Path(args.source).is_dir()
     folder = Path(args.source) if is_folder else Path(snapshot_download(args.source, revision=args.revision))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    hashes = {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    hashes = {}
+    for path in files:
+        with path.open("rb") as file:
+            hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
     (args.output / "hashes.json").write_text(json.dumps(hashes), encoding="utf-8")
 
     pinned = {"trust_remote_code": True} | ({} if is_folder else {"revision": args.revision})
@@ -54,6 +57,7 @@ def main() -> None:
     )
     logits = model(**inputs).logits
     tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    del model  # one at a time: a large one may fit only once
     base = AutoModel.from_pretrained(args.source, dtype=torch.float32, **pinned).eval()
     hidden = base(**inputs).last_hidden_state
     results = {"logits": logits.contiguous(), "tokens": tokens.contiguous(), "last_hidden_state": hidden.contiguous()}

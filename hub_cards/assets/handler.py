@@ -12,7 +12,7 @@ from io import BytesIO
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
@@ -91,7 +91,7 @@ def read_image(value: Any, place: str) -> Image.Image:
         picture = Image.open(BytesIO(content))
         if picture.width * picture.height > MAX_PIXELS:
             raise ValueError(f"{place}: the picture has more than {MAX_PIXELS} pixels")
-        return picture.convert("RGB")
+        return ImageOps.exif_transpose(picture).convert("RGB")  # as in training
     except (binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(
             f"{place}: no picture in base64 ({type(error).__name__}); URLs and paths are not taken"

@@ -1,13 +1,17 @@
 """What is staged and what stays behind; what the card says, and what it does not make up."""
 
+import ast
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from PIL import Image
 
 from hub_cards.build import MANIFEST, ROOT, build, sha256
 from hub_cards.card import read_prose
@@ -101,6 +105,36 @@ def test_what_is_not_there_is_not_made_up(trained: Path, prose: Path, tmp_path: 
     assert "Training time: not recorded." in text
     assert "| vision encoder | not recorded |" in text
     assert check(tmp_path / "stage") == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({}, "visual tokens are as long as text tokens are in the mean, T = "),
+        ({"projector_norm_target": None}, "gain starts at 1, which makes visual tokens 5.66 long"),
+        ({"projector_norm": "none", "projector_norm_target": None}, "This model has nothing against it."),
+    ],
+)
+def test_the_card_says_where_the_norm_started(
+    settings: dict[str, Any], sentence: str, trained: Path, prose: Path, tmp_path: Path
+) -> None:
+    run = copy(trained, tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | settings))
+    text = (build(run, tmp_path / "stage", "me/Bare", prose, **OWN) / "README.md").read_text()
+    assert sentence in text
+
+
+def test_a_question_may_hold_quotes(trained: Path, prose: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (30, 20)).save(tmp_path / "0.png")
+    turns = [{"from": "human", "value": '<image>\nwhat does "A\\B"\nsay?'}]
+    (tmp_path / "rows.json").write_text(json.dumps([{"image": "0.png", "conversations": turns}]))
+    run = copy(trained, tmp_path / "run")
+    stage = build(run, tmp_path / "stage", "me/Bare", prose, widget_data=tmp_path / "rows.json", **OWN)
+    assert check(stage) == []
+    (code,) = re.findall(r"```python\n(.*?)```", (stage / "README.md").read_text(), re.DOTALL)
+    texts = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
+    assert 'what does "A\\B"\nsay?' in texts
 
 
 def test_a_run_that_did_not_say_where_it_ran(trained: Path, prose: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from transformers import pipeline
 
 from hub_cards import build
@@ -32,8 +32,13 @@ def load_file_as_module(path: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def handler(staged: Path) -> Any:
-    return load_file_as_module(staged / "handler.py").EndpointHandler(str(staged))
+def handler_module(staged: Path) -> ModuleType:
+    return load_file_as_module(staged / "handler.py")
+
+
+@pytest.fixture(scope="module")
+def handler(handler_module: ModuleType, staged: Path) -> Any:
+    return handler_module.EndpointHandler(str(staged))
 
 
 def png(size: tuple[int, int] = (30, 20)) -> str:
@@ -59,6 +64,16 @@ def test_the_handler_answers_as_the_pipeline_does(handler: Any, staged: Path) ->
     assert bare["generated_text"] == given["generated_text"].strip()
     text_alone = handler({"inputs": [{"role": "user", "content": "hello"}], "parameters": {"max_new_tokens": 4}})
     assert isinstance(text_alone["generated_text"], str)
+
+
+def test_the_handler_turns_pictures_as_training_does(handler_module: ModuleType) -> None:
+    picture, exif = Image.new("RGB", (30, 20), (200, 20, 90)), Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    buffer = io.BytesIO()
+    picture.save(buffer, "JPEG", exif=exif)
+    messages = request(base64.b64encode(buffer.getvalue()).decode())["inputs"]
+    (read, _) = handler_module.read_messages(messages)[0]["content"]
+    assert read["image"].size == (20, 30)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,12 @@ come `report.json`, `report.md`, `report.html` and the plots.
 import argparse
 import json
 import logging
+import math
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from diagnostics import plots
+from diagnostics.capture import DiagnosticsError
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
 from diagnostics.key_space import Basis
-from diagnostics.loading import load_model, load_questions
+from diagnostics.loading import add_arguments, load_model, model_options, read_questions
 from diagnostics.measure import measure_model
 from diagnostics.report import render_html, render_markdown
 
@@ -37,38 +41,36 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m diagnostics", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_arguments(parser, num_samples=32)
     add = parser.add_argument
     add("--model", nargs="+", required=True, help="folders or Hub ids, compared side by side; the first is the base")
     add("--names", nargs="+", help="what the report calls them; by default what --model says")
     add("--base_model", help="language model whose embeddings are set beside: folder or Hub id")
-    add("--data", required=True, help="pictures and questions, or a folder of pictures")
-    add("--image_folder", help="goes before the picture paths of a JSON file; its own folder by default")
-    add("--split", default="train", help="of a dataset (default: train)")
-    add("--question", default="Describe this picture.", help="asked about the pictures of a folder")
-    add("--num_samples", type=int, default=32, help="pictures to measure (default: 32)")
     add("--output_dir", type=Path, required=True, help="folder for the report; written over if it holds one")
     add("--layers", type=int, nargs="+", help="layers to draw attention and compare keys of; 6 by default")
     add("--heads", type=int, nargs="+", help="heads whose mean attention is drawn; all by default")
     add("--query", type=int, default=-1, help="query that is drawn: -1 is where the answer begins, -2 the word before")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
-    add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
-    add("--load_in_4bit", action="store_true", help="hold the weights in NF4")
-    add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
     args = parser.parse_args()
     if args.names is not None and len(args.names) != len(args.model):
         parser.error(f"--names gives {len(args.names)} names for {len(args.model)} models")
-    if args.num_samples < 1:
-        parser.error("--num_samples must be at least 1")
     return args
 
 
-def measure_base(name: str) -> dict[str, Any]:
+def measure_base(name: str, trust_remote_code: bool) -> dict[str, Any]:
     """The embeddings of a language model."""
-    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-    return {
-        "name": name,
-        "embeddings": measure_embeddings(vocabulary_norms(model), AutoTokenizer.from_pretrained(name)),
-    }
+    model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    return {"name": name, "embeddings": measure_embeddings(vocabulary_norms(model), tokenizer)}
+
+
+@contextmanager
+def naming(option: str, value: str) -> Iterator[None]:
+    """Leave the command with one line that names the option, if what it names can't be loaded."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        # transformers goes on to list every class that it knows
+        raise SystemExit(f"{option} {value}: {str(error).strip().splitlines()[0]}") from error
 
 
 def without_nan(value: Any) -> Any:
@@ -77,7 +79,7 @@ def without_nan(value: Any) -> Any:
         return {str(key): without_nan(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and value != value else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main() -> None:
@@ -86,25 +88,27 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     plt.switch_backend("agg")
     args = parse_arguments()
+    questions, passed_over = read_questions(args)
+    folder: Path = args.output_dir
     try:
-        questions, passed_over = load_questions(
-            args.data, args.num_samples, args.image_folder, args.split, args.question
-        )
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"--data: {error}") from error
-    if passed_over:
-        logger.info("%d rows of %s have no picture and were passed over", passed_over, args.data)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--output_dir: {error}") from error
+    base = None
+    if args.base_model:
+        with naming("--base_model", args.base_model):
+            base = measure_base(args.base_model, args.trust_remote_code)
     models, pictures = [], []
     bases: dict[tuple[int, int], Basis] = {}
     for path, name in zip(args.model, args.names or args.model, strict=True):
+        with naming("--model", path):
+            model, processor = load_model(path, **model_options(args))
         try:
-            model, processor = load_model(path, args.dtype, args.device_map, args.load_in_4bit, args.trust_remote_code)
             measured, drawn = measure_model(
                 model, processor, questions, name, bases, args.layers, args.heads, args.query
             )
-        except ValueError as error:
-            # transformers lists every class that it knows after the first line
-            raise SystemExit(f"--model {path}: {str(error).splitlines()[0]}") from error
+        except DiagnosticsError as error:
+            raise SystemExit(f"--model {path}: {error}") from error
         models.append(measured)
         pictures.append(drawn)
         del model
@@ -116,11 +120,9 @@ def main() -> None:
             "num_samples": len(questions),
             "passed_over": passed_over,
             "models": models,
-            "base": measure_base(args.base_model) if args.base_model else None,
+            "base": base,
         }
     )
-    folder: Path = args.output_dir
-    folder.mkdir(parents=True, exist_ok=True)
     plots.draw_layers(models, folder / "layers.png")
     plots.draw_attention(models, folder / "attention.png")
     plots.draw_keys(models, pictures, folder / "keys.png")

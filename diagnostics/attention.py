@@ -14,11 +14,10 @@ DEFINITIONS = {
     "queries": "the last ordinary text tokens past the last picture, 15 at most, and the position that the answer "
     "begins from; numbers are means over queries and heads",
     "mass": "share of a query's attention that falls on visual tokens",
-    "uniform_mass": "the same if a query looked at every token before it alike",
+    "evenly spread": "the same if a query looked alike at every token that the mask lets it see",
     "entropy": "entropy of the attention over visual tokens alone, made to sum to 1, over its largest value log2(n): "
     "1 is evenly spread, 0 is all on one token",
-    "bottom_third": "share of the attention on visual tokens that falls on the lowest third of the picture's rows; "
-    "`uniform_bottom_third` is those rows' share of the tokens",
+    "bottom_third": "share of the attention on visual tokens that falls on the lowest third of the picture's rows",
     "without_sinks": "the same with sink, special and newline tokens taken out of the keys and the rest made to sum "
     "to 1; `with_sinks` leaves everything in",
 }
@@ -32,17 +31,17 @@ def bottom_rows(grid: tuple[int, int]) -> torch.Tensor:
 
 
 def attention_numbers(
-    attention: torch.Tensor, tokens: Tokens, visible: torch.Tensor, bottom: torch.Tensor | None
+    attention: torch.Tensor, tokens: Tokens, counted: torch.Tensor, bottom: torch.Tensor | None
 ) -> dict[str, float]:
     """`mass`, `entropy` and, if the layout is known, `bottom_third` of one layer of one sample; see `DEFINITIONS`.
 
     Args:
-        attention: `(num_heads, num_queries, S)`.
+        attention: `(num_heads, num_queries, S)`, of any scale: it is made to sum to 1 over the keys that count.
         tokens: Which position is what.
-        visible: Keys that count, `(S,)`.
+        counted: Keys that count, `(S,)`.
         bottom: Positions of visual tokens in the lowest third, `(S,)`.
     """
-    attention = attention.double() * visible
+    attention = attention.double() * counted
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=1e-30)
     mass = attention[..., tokens.visual].sum(-1)
     within = attention[..., tokens.visual] / mass.clamp(min=1e-30)[..., None]
@@ -58,42 +57,40 @@ def measure_attention(records: Sequence[Record]) -> dict[str, Any] | None:
 
     Returns:
         `layers`; under `"with_sinks"` and `"without_sinks"`, by name `{"mean": [...], "interval": [...]}` over these
-        layers; `uniform_mass`, `uniform_bottom_third`. `bottom_third` is there if every picture's layout is known.
+        layers, and the same under `"evenly_spread"` in each. `bottom_third` is there if every picture's layout is
+        known.
     """
     layers = sorted(records[0].attention)
     if not layers:
         return None
     knows_layout = all(record.grid is not None for record in records)
     measured: dict[str, Any] = {"layers": layers}
-    uniform_mass, uniform_bottom = [], []
-    values: dict[str, dict[str, list[list[float]]]] = {"with_sinks": {}, "without_sinks": {}}
-    for record in records:
-        everything = torch.ones_like(record.tokens.visual)
-        bottom = None
-        if knows_layout:
-            assert record.grid is not None
-            bottom = torch.zeros_like(everything)
-            bottom[record.with_sinks.visual.nonzero()[:, 0]] = bottom_rows(record.grid)
-            uniform_bottom.append(bottom[record.with_sinks.visual].double().mean().item())
-        before = (record.queries + 1).double() - record.tokens.excluded["padding"].sum()
-        uniform_mass.append((record.with_sinks.visual.sum() / before).mean().item())
-        ordinary = record.tokens.visual | record.tokens.text
-        for kind, tokens, visible in (
-            ("with_sinks", record.with_sinks, everything),
-            ("without_sinks", record.tokens, ordinary),
-        ):
-            low = None if bottom is None else bottom & tokens.visual
-            numbers = [attention_numbers(record.attention[layer], tokens, visible, low) for layer in layers]
-            for name in numbers[0]:
-                values[kind].setdefault(name, []).append([row[name] for row in numbers])
-    for kind, by_name in values.items():
-        measured[kind] = {}
-        for name, samples in by_name.items():
-            mean, interval = mean_and_interval(np.array(samples))
-            measured[kind][name] = {"mean": mean, "interval": interval}
-    measured["uniform_mass"] = float(np.mean(uniform_mass))
-    measured["uniform_bottom_third"] = float(np.mean(uniform_bottom)) if knows_layout else None
+    for kind in ("with_sinks", "without_sinks"):
+        seen, even = [], []
+        for record in records:
+            everything = torch.ones_like(record.tokens.visual)
+            tokens, counted = record.with_sinks, everything
+            if kind == "without_sinks":
+                tokens, counted = record.tokens, record.tokens.visual | record.tokens.text
+            bottom = None
+            if knows_layout:
+                assert record.grid is not None
+                bottom = torch.zeros_like(everything)
+                bottom[record.with_sinks.visual.nonzero()[:, 0]] = bottom_rows(record.grid)
+                bottom &= tokens.visual
+            seen.append([attention_numbers(record.attention[layer], tokens, counted, bottom) for layer in layers])
+            even.append([attention_numbers(record.visible[layer][None], tokens, counted, bottom) for layer in layers])
+        measured[kind] = _describe(seen) | {"evenly_spread": _describe(even)}
     return measured
+
+
+def _describe(samples: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Means and intervals by name and layer, from a dict for each layer of each sample."""
+    described = {}
+    for name in samples[0][0]:
+        mean, interval = mean_and_interval(np.array([[numbers[name] for numbers in sample] for sample in samples]))
+        described[name] = {"mean": mean, "interval": interval}
+    return described
 
 
 def attention_map(

@@ -19,6 +19,8 @@ from diagnostics.theory import measure_attraction
 # Tokens of either modality that are compared in one sample.
 MAX_TOKENS = 64
 DEFINITIONS = {
+    "tokens": f"at most {MAX_TOKENS} of each kind in a sample, evenly spaced; left out are those that enter the layer "
+    f"over {SINK_FACTOR:g} times as long as the median of their modality",
     "update_correlation": "mean cosine between the updates of a visual and of a text token by one layer; independent "
     "updates give 0",
     "attraction_visual_to_text": "mean κ of visual tokens towards text tokens: cosine of a token's update and the "
@@ -27,16 +29,18 @@ DEFINITIONS = {
 }
 
 
+NUMBERS = ("update_correlation", "attraction_visual_to_text", "attraction_text_to_visual")
+
+
 @torch.no_grad()
 def compare_updates(
     before: torch.Tensor, after: torch.Tensor, visual: torch.Tensor, text: torch.Tensor
 ) -> torch.Tensor:
-    """The numbers of `DEFINITIONS` of one layer and one sample, `(3,)`, of up to 64 evenly spaced tokens of each kind.
+    """The three `NUMBERS` of one layer and one sample, `(3,)`; see `DEFINITIONS`.
 
     Args:
         before, after: What enters the layer and what leaves it, `(S, hidden_size)`, float32.
-        visual, text: Which position is what, `(S,)`. Tokens that are over `SINK_FACTOR` times as long as the median of
-            their modality when they enter are left out.
+        visual, text: Which position is what, `(S,)`.
     """
     chosen = []
     for mask in (visual, text):
@@ -57,10 +61,10 @@ def compare_updates(
 
 
 def measure_attractions(samples: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The numbers of `DEFINITIONS` by layer with intervals, from `(num_layers, 3)` of each sample."""
+    """The `NUMBERS` by layer with intervals, from `(num_layers, 3)` of each sample."""
     values = np.stack([sample.double().numpy() for sample in samples])  # [num_samples, num_layers, 3]
     measured = {}
-    for number, name in enumerate(DEFINITIONS):
+    for number, name in enumerate(NUMBERS):
         mean, interval = mean_and_interval(values[:, :, number])
         measured[name] = {"mean": mean, "interval": interval}
     return measured

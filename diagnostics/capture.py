@@ -26,8 +26,12 @@ PROJECTORS = ("multi_modal_projector", "mm_projector", "connector", "merger", "v
 MAX_QUERIES = 16
 
 
-class NoVisualTokensError(ValueError):
-    """The model or the data has none of what is to be measured; the message says which and what to do."""
+class DiagnosticsError(ValueError):
+    """What was asked for can't be measured on this model with this data; the message says why and what to do."""
+
+
+class NoVisualTokensError(DiagnosticsError):
+    """The model or the data has no visual tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +66,13 @@ class Record:
             the model has these, norms of shape `(num_tokens,)`.
         layer_norms: Norm of what enters each layer, and of what leaves the last one: `(L + 1, S)`. That is before the
             decoder's final norm.
-        output_norms: Norm of what leaves each layer `(L, S)`; differs from the next layer's where features are added
-            in between.
         cosines: Between what enters a layer and what leaves it, `(L, S)`.
         update_ratios: Norm of the layer's residual update over that of what enters, `(L, S)`.
         update_cosines: Between what enters a layer and the layer's residual update, `(L, S)`.
         angles: By which equation 8 says that the update turns the token, in radians, `(L, S)`.
         attractions: What [`compare_updates`] returns by layer, `(L, 3)`.
         attention: By layer, the attention probabilities of the queries, `(num_heads, num_queries, S)`.
+        visible: By layer, which keys the mask lets each query see, `(num_queries, S)`.
         queries: Positions of the queries, `(num_queries,)`.
         keys: By layer, keys before rotary embedding, `(num_key_value_heads, num_kept, head_dim)`.
         key_positions: Positions of the keys, `(num_kept,)`.
@@ -82,13 +85,13 @@ class Record:
     with_sinks: Tokens
     interface: dict[str, tuple[torch.Tensor, int]]
     layer_norms: torch.Tensor
-    output_norms: torch.Tensor
     cosines: torch.Tensor
     update_ratios: torch.Tensor
     update_cosines: torch.Tensor
     angles: torch.Tensor
     attractions: torch.Tensor
     attention: dict[int, torch.Tensor]
+    visible: dict[int, torch.Tensor]
     queries: torch.Tensor
     keys: dict[int, torch.Tensor]
     key_positions: torch.Tensor
@@ -100,6 +103,12 @@ def find_projector(model: PreTrainedModel) -> nn.Module | None:
     """The module that takes vision features to the decoder, found by its name; `None` where none has a known one."""
     found = [(name.count("."), module) for name, module in model.named_modules() if name.split(".")[-1] in PROJECTORS]
     return min(found, key=lambda entry: entry[0])[1] if found else None
+
+
+def find_encoder(model: PreTrainedModel) -> nn.Module | None:
+    """The vision encoder, or `None` where the model names none."""
+    encoder = model.get_encoder(modality="image")
+    return None if encoder is model or encoder is model.base_model else encoder
 
 
 def image_token_id(model: PreTrainedModel) -> int:
@@ -129,8 +138,20 @@ def named_token_ids(config: Any) -> set[int]:
     return ids - {config.image_token_id}
 
 
-def classify(inputs: dict[str, torch.Tensor], image_token: int, special_ids: Iterable[int]) -> Tokens:
-    """Sort the positions of one sample by what they hold; newline features and sinks are not known yet."""
+def classify(model: PreTrainedModel, inputs: dict[str, Any], special_ids: Iterable[int] = ()) -> Tokens:
+    """Sort the positions of one sample by what they hold; newline features and sinks are not known yet.
+
+    Args:
+        model: The model, whose config names the image token and others that are no ordinary text.
+        inputs: What its processor returns for one sample, `input_ids` of shape `(1, S)`.
+        special_ids: Further ids that are no ordinary text: the tokenizer's special tokens.
+
+    Raises:
+        NoVisualTokensError: if there is nothing visual.
+        DiagnosticsError: if there is no ordinary text.
+    """
+    image_token = image_token_id(model)
+    special_ids = {*special_ids, *named_token_ids(model.config)} - {image_token}
     input_ids = inputs["input_ids"][0].cpu()
     mask = inputs.get("attention_mask")
     attended = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask[0].bool().cpu()
@@ -143,7 +164,7 @@ def classify(inputs: dict[str, torch.Tensor], image_token: int, special_ids: Ite
         )
     text = attended & ~visual & ~special
     if not text.any():
-        raise ValueError("A sample holds no ordinary text tokens to compare the picture's with: ask a question.")
+        raise DiagnosticsError("A sample holds no ordinary text tokens to compare the picture's with: ask a question.")
     return Tokens(visual, text, {"padding": ~attended, "special": special})
 
 
@@ -186,17 +207,18 @@ class Probe:
     Args:
         model: The model. Attention is watched if its decoder runs with `attn_implementation="sdpa"`.
         inputs: What its processor returns for one sample, `input_ids` of shape `(1, S)`.
-        special_ids: Ids that are not ordinary text, beside those that the config names: a tokenizer's
-            `all_special_ids`.
+        special_ids: As in [`classify`].
         layers: Layers whose attention rows and keys are kept; all by default.
         key_positions: Positions whose keys are kept, of the sample; all by default.
+        num_images: Pictures in the sample; only a single one has a grid.
 
     Attributes:
-        tokens: Which position is what, as far as the inputs alone tell.
+        tokens: Which position is what, as far as the inputs alone tell; newline features only once the model ran.
 
     Raises:
-        NoVisualTokensError: if there is nothing visual to measure.
-        ValueError: if there is more than one sample, or no ordinary text.
+        NoVisualTokensError: if there is nothing visual to measure; that pictures reach the decoder on another way
+            than as tokens shows only when the model runs.
+        DiagnosticsError: if there is more than one sample, or no ordinary text.
     """
 
     def __init__(
@@ -206,13 +228,13 @@ class Probe:
         special_ids: Iterable[int] = (),
         layers: Iterable[int] | None = None,
         key_positions: torch.Tensor | None = None,
+        num_images: int = 1,
     ) -> None:
         if inputs["input_ids"].shape[0] != 1:
-            raise ValueError(f"A probe watches one sample at a time, got {inputs['input_ids'].shape[0]}.")
-        self._model, self._inputs = model, inputs
+            raise DiagnosticsError(f"A probe watches one sample at a time, got {inputs['input_ids'].shape[0]}.")
+        self._model, self._inputs, self._num_images = model, inputs, num_images
+        self.tokens = classify(model, inputs, special_ids)
         self._decoder_layers: nn.ModuleList = model.get_decoder().layers
-        special = set(special_ids) - {image_token_id(model)}
-        self.tokens = classify(inputs, image_token_id(model), special | named_token_ids(model.config))
         self._layers = set(range(len(self._decoder_layers)) if layers is None else layers)
         self._queries = self._choose_queries()
         length = inputs["input_ids"].shape[1]
@@ -224,8 +246,9 @@ class Probe:
             for name in ("input_norms", "output_norms", "cosines", "ratios", "update_cosines", "angles", "attractions")
         }
         self._attention: dict[int, torch.Tensor] = {}
+        self._visible: dict[int, torch.Tensor] = {}
         self._keys: dict[int, torch.Tensor] = {}
-        self._newline: torch.Tensor | None = None
+        self._attention_before: Any = None
         self._notes: list[str] = []
 
     def _choose_queries(self) -> torch.Tensor:
@@ -236,9 +259,17 @@ class Probe:
         return torch.unique(torch.cat([queries, attended[-1:]]))
 
     def __enter__(self) -> Self:
-        model = self._model
-        encoder, projector = model.get_encoder(modality="image"), find_projector(model)
-        if encoder is model or encoder is model.base_model:
+        try:
+            self._watch()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _watch(self) -> None:
+        encoder, projector = find_encoder(self._model), find_projector(self._model)
+        self._attention_before = ALL_ATTENTION_FUNCTIONS._local_mapping.get("sdpa")
+        if encoder is None:
             self._notes.append("vision encoder: not recorded, the model names none")
         else:
             self._hooks.append(encoder.register_forward_hook(self._see_encoder))
@@ -246,12 +277,12 @@ class Probe:
             self._notes.append(f"projector: not recorded, no module is called {', '.join(PROJECTORS)}")
         else:
             self._hooks.append(projector.register_forward_hook(self._see_projector, with_kwargs=True))
+        self._hooks.append(self._decoder_layers[0].register_forward_pre_hook(self._see_entrance, with_kwargs=True))
         for number, layer in enumerate(self._decoder_layers):
             self._hooks.append(layer.register_forward_hook(self._see_layer(number), with_kwargs=True))
             if number in self._layers:
                 self._watch_keys(number, layer)
         self._watch_attention()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -260,6 +291,8 @@ class Probe:
             hook.remove()
         self._hooks.clear()
         ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
+        if self._attention_before is not None:
+            ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attention_before
 
     def _see_encoder(self, module: nn.Module, args: Any, output: Any) -> None:
         features = output if isinstance(output, torch.Tensor) else output.last_hidden_state
@@ -279,8 +312,6 @@ class Probe:
         def see(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             after = output if isinstance(output, torch.Tensor) else output[0]
             before = args[0] if args else kwargs["hidden_states"]
-            if number == 0:
-                self._find_newlines(before[0])
             h, after = before[0].to(after.device, torch.float32), after[0].float()  # [S, hidden_size]
             update = after - h
             norms, update_norms, output_norms = (torch.linalg.vector_norm(x, dim=-1) for x in (h, update, after))
@@ -302,12 +333,22 @@ class Probe:
 
         return see
 
-    def _find_newlines(self, embeddings: torch.Tensor) -> None:
-        """LLaVA-NeXT ends each row of a picture with a learned feature that never saw the projector."""
+    @torch.no_grad()
+    def _see_entrance(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Look at what enters the decoder: is it visual, and which of it never saw the projector?"""
+        embeddings = (args[0] if args else kwargs["hidden_states"])[0]  # [S, hidden_size]
+        token = torch.tensor([[image_token_id(self._model)]], device=self._model.device)
+        placeholder = self._model.get_input_embeddings()(token)[0].to(embeddings)
+        if torch.equal(embeddings[self.tokens.visual], placeholder.expand(int(self.tokens.visual.sum()), -1)):
+            raise NoVisualTokensError(
+                f"{type(self._model).__name__} has no visual tokens: what enters its decoder in a picture's place is "
+                "the embedding of a placeholder, so pictures reach it on another way, such as cross-attention."
+            )
+        # LLaVA-NeXT ends each row of a picture with a learned feature.
         for name, parameter in self._model.named_parameters():
             if name.split(".")[-1] == "image_newline":
-                newline = parameter.detach().to(embeddings)
-                self._newline = ((embeddings == newline).all(-1)).cpu() & self.tokens.visual
+                newline = (embeddings == parameter.to(embeddings)).all(-1).cpu() & self.tokens.visual
+                self.tokens = self.tokens.without("newline", newline)
 
     def _watch_keys(self, number: int, layer: nn.Module) -> None:
         modules = {name.split(".")[-1]: module for name, module in layer.named_modules()}
@@ -357,15 +398,20 @@ class Probe:
         ) -> Any:
             number = numbers.get(id(module))
             if number is not None:
-                rows = attention_rows(query, key, attention_mask, self._queries, module, **kwargs)
-                self._attention[number] = rows.cpu()
+                rows, visible = attention_rows(query, key, attention_mask, self._queries, module, **kwargs)
+                self._attention[number], self._visible[number] = rows.cpu(), visible.cpu()
             return sdpa(module, query, key, value, attention_mask, **kwargs)
 
         # Under its own name: transformers chooses masks, and torch kernels, by it.
         ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
 
     def record(self) -> Record:
-        """What was seen. Raises `RuntimeError` if the forward pass was not run, or not through all layers."""
+        """What was seen.
+
+        Raises:
+            RuntimeError: if the forward pass was not run, or not through all layers.
+            DiagnosticsError: if the hidden states overflowed.
+        """
         values = self._layer_values
         count = len(self._decoder_layers)
         if len(values["cosines"]) != count:
@@ -373,8 +419,10 @@ class Probe:
         stacked = {name: torch.stack([rows[number] for number in range(count)]) for name, rows in values.items()}
         layer_norms = torch.cat([stacked["input_norms"], stacked["output_norms"][-1:]])
         tokens = self.tokens
-        if self._newline is not None:
-            tokens = tokens.without("newline", self._newline)
+        if not layer_norms[:, tokens.visual | tokens.text].isfinite().all():
+            raise DiagnosticsError(
+                f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
+            )
         self._note_added_features(stacked["input_norms"], stacked["output_norms"], tokens)
         vision_config = getattr(self._model.config, "vision_config", None)
         merge_size = getattr(vision_config, "spatial_merge_size", None)
@@ -386,17 +434,17 @@ class Probe:
             with_sinks=tokens,
             interface=self._interface,
             layer_norms=layer_norms,
-            output_norms=stacked["output_norms"],
             cosines=stacked["cosines"],
             update_ratios=stacked["ratios"],
             update_cosines=stacked["update_cosines"],
             angles=stacked["angles"],
             attractions=stacked["attractions"],
             attention=self._attention,
+            visible=self._visible,
             queries=self._queries,
             keys=self._keys,
             key_positions=self._key_positions,
-            grid=find_grid(self._inputs, tokens.visual, merge_size),
+            grid=find_grid(self._inputs, tokens.visual, merge_size) if self._num_images == 1 else None,
             notes=self._notes,
         )
 
@@ -421,8 +469,8 @@ def attention_rows(
     is_causal: bool | None = None,
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
-) -> torch.Tensor:
-    """Attention probabilities of some queries in float32, by the rules of transformers' sdpa.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention probabilities of some queries in float32, by the rules of transformers' sdpa, and what they may see.
 
     Args:
         query: `(1, num_heads, S, head_dim)`, `key` with `num_key_value_heads`.
@@ -431,7 +479,7 @@ def attention_rows(
         module: The attention module, which says whether it is causal where nothing else does.
 
     Returns:
-        `(num_heads, num_queries, S)`.
+        Probabilities `(num_heads, num_queries, S)`, and which keys the mask leaves, `(num_queries, S)`.
     """
     rows = rows.to(query.device)
     chosen, keys = query[0][:, rows].float(), key[0].float()
@@ -439,15 +487,19 @@ def attention_rows(
     scores = chosen @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if position_bias is not None:
         scores = scores + position_bias[0][:, rows].float()
+    visible = torch.ones(len(rows), keys.shape[1], dtype=torch.bool, device=rows.device)
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         if causal:
-            hidden = torch.arange(keys.shape[1], device=rows.device)[None] > rows[:, None]
-            scores = scores.masked_fill(hidden, -torch.inf)
+            visible = torch.arange(keys.shape[1], device=rows.device)[None] <= rows[:, None]
+            scores = scores.masked_fill(~visible, -torch.inf)
+    elif mask.dtype == torch.bool:
+        visible = mask[0, 0, rows]
+        scores = scores.masked_fill(~mask[0][:, rows], -torch.inf)
     else:
-        mask = mask[0][:, rows]
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
-    return scores.softmax(-1)
+        visible = mask[0, 0, rows] > torch.finfo(mask.dtype).min / 2
+        scores = scores + mask[0][:, rows].float()
+    return scores.softmax(-1), visible
 
 
 def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
@@ -466,17 +518,3 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
             median = layer_norms[1:, mask].median(dim=1, keepdim=True).values
             sinks |= (layer_norms[1:] > SINK_FACTOR * median).any(0) & mask
     return sinks
-
-
-@torch.no_grad()
-def record_sample(
-    model: PreTrainedModel,
-    inputs: dict[str, Any],
-    special_ids: Iterable[int] = (),
-    layers: Iterable[int] | None = None,
-    key_positions: torch.Tensor | None = None,
-) -> Record:
-    """Run one sample through a model and return what [`Probe`] saw; arguments are the probe's."""
-    with Probe(model, inputs, special_ids, layers, key_positions) as probe:
-        model(**inputs)
-    return probe.record()

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging as transformers_logging
 
 from diagnostics.embeddings import vocabulary_norms
-from diagnostics.loading import Question, load_model, load_questions
+from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
 from diagnostics.measure import measure_dynamics, record_questions
 from diagnostics.plots import draw_dynamics
 
@@ -33,8 +33,24 @@ FILE = "dynamics.jsonl"
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
-    """Tells points that were measured on the same questions from others."""
-    return hashlib.sha256("\n".join(question.source for question in questions).encode()).hexdigest()[:16]
+    """Tells points that were measured on the same pictures and prompts from others, wherever these lie."""
+    seen = hashlib.sha256()
+    for question in questions:
+        for message in question.prompt:
+            texts = [part.get("text", "") for part in message["content"]]
+            seen.update(repr((message["role"], texts)).encode())
+        for image in question.images:
+            seen.update(repr(image.size).encode() + image.tobytes())
+    return seen.hexdigest()[:16]
+
+
+def check_questions(points: Sequence[dict[str, Any]], questions: Sequence[Question], path: Path) -> None:
+    """Raises `ValueError` if a file holds points on other questions."""
+    if any(point["questions"] != fingerprint(questions) for point in points):
+        raise ValueError(
+            f"{path} holds points that were measured on other questions: give the same ones (--data, --question, "
+            "--num_samples; --probe_samples in training), or move the file away."
+        )
 
 
 def measure_point(model: PreTrainedModel, processor: Any, questions: Sequence[Question], step: int) -> dict[str, Any]:
@@ -84,8 +100,14 @@ class DynamicsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure the start, unless the run goes on from a checkpoint."""
-        if state.global_step == 0:
+        """Measure the start, unless the run goes on from a checkpoint.
+
+        Raises:
+            ValueError: if the run was measured on other questions before.
+        """
+        if state.global_step > 0:
+            check_questions(read_points(self._path), self._questions, self._path)
+        else:
             if state.is_world_process_zero:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.unlink(missing_ok=True)
@@ -111,8 +133,16 @@ class DynamicsCallback(TrainerCallback):
             write_points([*earlier, point], self._path)
 
 
-def measure_run(run: Path, questions: Sequence[Question], trust_remote_code: bool = False) -> list[dict[str, Any]]:
+def measure_run(
+    run: Path, questions: Sequence[Question], start: str | None = None, **options: Any
+) -> list[dict[str, Any]]:
     """Measure every checkpoint of a run that its `dynamics.jsonl` does not hold yet, and add it there.
+
+    Args:
+        run: Its `output_dir`.
+        questions: What to measure on.
+        start: The model that the run began from, measured as step 0.
+        options: As for [`load_model`].
 
     Returns:
         All points, by step.
@@ -124,17 +154,15 @@ def measure_run(run: Path, questions: Sequence[Question], trust_remote_code: boo
     if not folders:
         raise ValueError(f"{run} holds no {PREFIX_CHECKPOINT_DIR}-<step> folders; train with --save_strategy steps.")
     points = read_points(run / FILE)
-    if any(point["questions"] != fingerprint(questions) for point in points):
-        raise ValueError(
-            f"{run / FILE} holds points that were measured on other questions: give the same --data and "
-            "--num_samples, or move the file away."
-        )
-    for folder in sorted(folders, key=lambda path: int(path.name.split("-")[-1])):
-        step = int(folder.name.split("-")[-1])
+    check_questions(points, questions, run / FILE)
+    steps = {int(path.name.split("-")[-1]): str(path) for path in folders}
+    if start is not None:
+        steps[0] = start
+    for step, name in sorted(steps.items()):
         if any(point["step"] == step for point in points):
             continue
-        logger.info("measuring %s", folder)
-        model, processor = load_model(str(folder), trust_remote_code=trust_remote_code)
+        logger.info("measuring %s", name)
+        model, processor = load_model(name, **options)
         points = sorted([*points, measure_point(model, processor, questions, step)], key=lambda p: p["step"])
         write_points(points, run / FILE)
     return points
@@ -152,16 +180,12 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--run", type=Path, required=True, help="output_dir of a training run")
-    add("--data", required=True, help="pictures and questions, or a folder of pictures")
-    add("--image_folder", help="goes before the picture paths of a JSON file; its own folder by default")
-    add("--split", default="train", help="of a dataset (default: train)")
-    add("--question", default="Describe this picture.", help="asked about the pictures of a folder")
-    add("--num_samples", type=int, default=16, help="pictures to measure (default: 16)")
-    add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
+    add("--start", help="the model that the run began from, to be measured as step 0: folder or Hub id")
+    add_arguments(parser, num_samples=16)
     args = parser.parse_args()
+    questions, _ = read_questions(args)
     try:
-        questions, _ = load_questions(args.data, args.num_samples, args.image_folder, args.split, args.question)
-        points = measure_run(args.run, questions, args.trust_remote_code)
+        points = measure_run(args.run, questions, args.start, **model_options(args))
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
     draw_dynamics(points, args.run / "dynamics.png")

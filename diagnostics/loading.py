@@ -1,5 +1,7 @@
 """Any vision-language model with its processor, and pictures with questions as its inputs."""
 
+import argparse
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 from PIL import Image
 from transformers import (
+    AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
     BitsAndBytesConfig,
@@ -17,8 +20,10 @@ from transformers import (
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from diagnostics.capture import PROJECTORS, NoVisualTokensError, image_token_id
-from training.data import load_rows, open_images, row_images, row_turns, to_messages
+from training.data import BadRowError, find_problem, load_rows, open_images, row_turns, to_messages
 
+
+logger = logging.getLogger(__name__)
 
 # What families call their vision encoder, as `PreTrainedModel.get_encoder` knows them.
 ENCODERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
@@ -31,7 +36,7 @@ class Question:
 
     Attributes:
         source: Where it comes from, for messages to people.
-        images: The pictures, in RGB.
+        images: The prompt's pictures, in RGB.
         prompt: Messages up to the first answer.
         conversation: All messages.
     """
@@ -62,6 +67,7 @@ def load_model(
 
     Raises:
         NoVisualTokensError: if the model has none.
+        OSError, ValueError: if it can't be loaded.
     """
     options: dict[str, Any] = {}
     if load_in_4bit:
@@ -73,9 +79,53 @@ def load_model(
             llm_int8_skip_modules=[rf"(.*\.)?{name}" for name in (*ENCODERS, *PROJECTORS, "lm_head")],
         )
     common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
-    model = AutoModelForImageTextToText.from_pretrained(name, dtype=dtype, device_map=device_map, **common, **options)
+    try:
+        model = AutoModelForImageTextToText.from_pretrained(
+            name, dtype=dtype, device_map=device_map, **common, **options
+        )
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        raise NoVisualTokensError(
+            "This is no model for pictures and text: transformers lists none with the config "
+            f"{type(AutoConfig.from_pretrained(name, **common)).__name__}."
+        ) from error
     image_token_id(model)
     return model.eval(), AutoProcessor.from_pretrained(name, **common)
+
+
+def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
+    """What every command that measures takes: which pictures, and how a model is loaded."""
+    add = parser.add_argument
+    add("--data", required=True, help="pictures and questions, or a folder of pictures")
+    add("--image_folder", help="goes before the picture paths of a JSON file; its own folder by default")
+    add("--split", default="train", help="of a dataset (default: train)")
+    add("--question", default="Describe this picture.", help="asked about the pictures of a folder")
+    add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
+    add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
+    add("--load_in_4bit", action="store_true", help="hold the weights in NF4")
+    add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
+
+
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of [`load_model`] from the command line."""
+    return {name: getattr(args, name) for name in ("dtype", "device_map", "load_in_4bit", "trust_remote_code")}
+
+
+def read_questions(args: argparse.Namespace) -> tuple[list[Question], int]:
+    """What [`load_questions`] does, from the command line; leaves it with the cause if there are none."""
+    if args.num_samples < 1:
+        raise SystemExit("--num_samples must be at least 1.")
+    try:
+        questions, passed_over = load_questions(
+            args.data, args.num_samples, args.image_folder, args.split, args.question
+        )
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"--data: {error}") from error
+    if passed_over:
+        logger.info("%d rows of %s ask about no picture and were passed over", passed_over, args.data)
+    return questions, passed_over
 
 
 def load_questions(
@@ -105,37 +155,43 @@ def load_questions(
 
 
 def take_questions(rows: Iterable[dict[str, Any]], num_samples: int, data: str) -> tuple[list[Question], int]:
-    """The first rows that have a picture, at most `num_samples`, and how many without one were passed over on the way.
+    """The first rows with a picture before their first answer, at most `num_samples`, and how many others were passed
+    over on the way.
 
     Raises:
         NoVisualTokensError: if there is none; `data` is what the message calls the rows.
-        BadRowError: if a picture can't be read.
+        BadRowError: if a row is malformed or a picture can't be read.
     """
     questions: list[Question] = []
     passed_over = 0
     for row in rows:
         if len(questions) == num_samples:
             break
-        if row_images(row):
-            questions.append(_to_question(row))
+        question = _to_question(row)
+        if question.images:
+            questions.append(question)
         else:
             passed_over += 1
     if not questions:
         raise NoVisualTokensError(
-            f"{data} holds no pictures ({passed_over} rows without one). Give rows with `image` or `images` and "
-            "`conversations`, or a folder of pictures."
+            f"{data} holds no pictures to ask about ({passed_over} rows without one before the first answer). Give "
+            "rows with `image` or `images` and `conversations`, or a folder of pictures."
         )
     return questions, passed_over
 
 
 def _to_question(row: dict[str, Any]) -> Question:
+    problem = find_problem(row, needs_answer=False)
+    if problem is not None:
+        raise BadRowError(f"{row['source']}: {problem}.")
     turns = row_turns(row)
     images = open_images(row)
     first_answer = next((number for number, turn in enumerate(turns) if turn["from"] == "gpt"), len(turns))
     prompt, conversation = (
         _with_images(to_messages({**row, "conversations": part}), images) for part in (turns[:first_answer], turns)
     )
-    return Question(row["source"], images, prompt, conversation)
+    asked_about = sum(part["type"] == "image" for message in prompt for part in message["content"])
+    return Question(row["source"], images[:asked_about], prompt, conversation)
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Image.Image]) -> list[dict[str, Any]]:
@@ -178,6 +234,20 @@ def prepare_inputs(
     return dict(inputs.to(model.device, dtype=model.dtype))
 
 
+def seen_picture(inputs: dict[str, Any], question: Question) -> Image.Image:
+    """A question's first picture as the vision encoder gets it, cropped and scaled; colours stretched to their range.
+
+    Where the processor cuts a picture into patches or tiles, the whole picture as it was given.
+    """
+    pixels = inputs.get("pixel_values")
+    if pixels is None or pixels.ndim < 4 or pixels.shape[-3] != 3 or pixels[..., 0, 0, 0].numel() != 1:
+        return question.images[0]
+    pixels = pixels.reshape(pixels.shape[-3:]).float().cpu()
+    low, high = pixels.amin(), pixels.amax()
+    levels = (255 * (pixels - low) / (high - low).clamp(min=1e-6)).to(torch.uint8)
+    return Image.fromarray(levels.permute(1, 2, 0).numpy())
+
+
 def answer_inputs(model: PreTrainedModel, processor: Any, question: Question) -> tuple[dict[str, Any], int]:
     """Inputs of a whole conversation, and the position that its first answer begins at; of a question without one, the
     position past its first visual token."""
@@ -191,3 +261,10 @@ def answer_inputs(model: PreTrainedModel, processor: Any, question: Question) ->
 def find_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a processor, which may be one itself."""
     return getattr(processor, "tokenizer", processor)
+
+
+def special_ids(processor: Any) -> set[int]:
+    """Ids that a processor's tokenizer marks as special, also those without a role: Llama 3 delimits turns by such."""
+    tokenizer = find_tokenizer(processor)
+    marked = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    return marked | set(tokenizer.all_special_ids)

@@ -1,23 +1,24 @@
 """All measures of one model, from one forward pass for each sample and one backward pass over a few."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from diagnostics.attention import attention_map, measure_attention
 from diagnostics.attraction import measure_attractions
-from diagnostics.capture import Probe, Record, classify, image_token_id
+from diagnostics.capture import DiagnosticsError, Probe, Record, Tokens, classify
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
 from diagnostics.gradients import measure_gradients
 from diagnostics.interface import measure_interface
 from diagnostics.key_space import MAX_TOKENS, Basis, measure_key_space, project
-from diagnostics.loading import Question, answer_inputs, find_tokenizer, prepare_inputs
+from diagnostics.loading import Question, answer_inputs, find_tokenizer, prepare_inputs, seen_picture, special_ids
 from diagnostics.projector_norm import measure_projector_norm
 from diagnostics.update_rate import measure_layers
 
@@ -29,8 +30,15 @@ GRADIENT_SAMPLES = 4
 
 @dataclass
 class Pictures:
-    """What is drawn and is no number: maps of attention by sample and layer, and the t-SNE of one layer's keys."""
+    """What is drawn and is no number.
 
+    Attributes:
+        seen: By sample, the picture as the vision encoder got it.
+        maps: By sample, attention over it by layer.
+        keys: Number of a layer, and t-SNE of its visual and text keys.
+    """
+
+    seen: list[Image.Image] = field(default_factory=list)
     maps: list[dict[int, torch.Tensor]] = field(default_factory=list)
     keys: tuple[int, np.ndarray, np.ndarray] | None = None
 
@@ -40,11 +48,8 @@ def spread_layers(count: int, chosen: int = 6) -> list[int]:
     return sorted({round(number) for number in np.linspace(0, count - 1, min(chosen, count))})
 
 
-def _key_positions(
-    inputs: dict[str, Any], model: PreTrainedModel, special_ids: Iterable[int], count: int
-) -> torch.Tensor:
+def _key_positions(tokens: Tokens, count: int) -> torch.Tensor:
     """Positions of at most `count` visual and `count` text tokens, drawn at random, the same on every call."""
-    tokens = classify(inputs, image_token_id(model), special_ids)
     generator = torch.Generator().manual_seed(0)
     chosen = []
     for mask in (tokens.visual, tokens.text):
@@ -64,16 +69,22 @@ def record_questions(
     """A record for each question, with attention and keys of `layers`.
 
     With a `title`, progress is shown. The head is not run: nothing is measured behind the decoder.
+
+    Raises:
+        DiagnosticsError: if a question can't be measured; the message names it.
     """
-    special_ids = find_tokenizer(processor).all_special_ids
+    special = special_ids(processor)
     per_sample = max(32, 2 * MAX_TOKENS // len(questions))
     records = []
     for question in tqdm(questions, desc=title, unit="sample", disable=title is None):
         inputs = prepare_inputs(model, processor, question)
-        positions = _key_positions(inputs, model, special_ids, per_sample)
-        with Probe(model, inputs, special_ids, layers, positions) as probe:
-            model.base_model(**inputs)
-        records.append(probe.record())
+        try:
+            positions = _key_positions(classify(model, inputs, special), per_sample)
+            with Probe(model, inputs, special, layers, positions, len(question.images)) as probe:
+                model.base_model(**inputs)
+            records.append(probe.record())
+        except DiagnosticsError as error:
+            raise type(error)(f"{question.source}: {error}") from error
     return records
 
 
@@ -110,16 +121,15 @@ def measure_model(
         num_maps: Samples whose attention is drawn.
 
     Raises:
-        ValueError: if a layer, a head or a query is not there.
+        DiagnosticsError: if a layer, a head or a query is not there, or a question can't be measured.
     """
-    tokenizer = find_tokenizer(processor)
     count = len(model.get_decoder().layers)
     chosen = spread_layers(count) if layers is None else sorted(set(layers))
     if chosen[0] < 0 or chosen[-1] >= count:
-        raise ValueError(f"{name} has layers 0 to {count - 1}, got --layers {' '.join(map(str, chosen))}.")
+        raise DiagnosticsError(f"{name} has layers 0 to {count - 1}, got --layers {' '.join(map(str, chosen))}.")
     num_heads = model.config.get_text_config().num_attention_heads
     if heads is not None and not all(0 <= head < num_heads for head in heads):
-        raise ValueError(f"{name} has heads 0 to {num_heads - 1}, got --heads {' '.join(map(str, heads))}.")
+        raise DiagnosticsError(f"{name} has heads 0 to {num_heads - 1}, got --heads {' '.join(map(str, heads))}.")
 
     # First, since bitsandbytes packs 4-bit weights on CPU in the first pass without gradients, and can't go back.
     gradients = None
@@ -129,8 +139,13 @@ def measure_model(
     else:
         logger.info("%s: gradients", name)
         batch = [answer_inputs(model, processor, question) for question in questions[:GRADIENT_SAMPLES]]
-        gradients = measure_gradients(model, batch, tokenizer.all_special_ids)
+        gradients = measure_gradients(model, batch, special_ids(processor))
+        if gradients is None:
+            notes.add("gradients: not recorded, no text follows a picture or answers a question")
     records = record_questions(model, processor, questions, chosen, name)
+    for record in records[:num_maps]:
+        if not -len(record.queries) <= query < 0:
+            raise DiagnosticsError(f"A sample has queries -1 to -{len(record.queries)}, got --query {query}.")
     vocabulary = vocabulary_norms(model)
     logger.info("%s: keys", name)
     keys = measure_key_space(records, bases)
@@ -148,16 +163,15 @@ def measure_model(
         },
         "notes": sorted(notes.union(*(record.notes for record in records))),
         **measure_dynamics(model, records, vocabulary),
-        "embeddings": measure_embeddings(vocabulary, tokenizer),
+        "embeddings": measure_embeddings(vocabulary, find_tokenizer(processor)),
         "attention": measure_attention(records),
         "attraction": measure_attractions([record.attractions for record in records]),
         "key_space": keys,
         "gradients": gradients,
     }
     pictures = Pictures()
-    for record in records[:num_maps]:
-        if not -len(record.queries) <= query < 0:
-            raise ValueError(f"A sample has queries -1 to -{len(record.queries)}, got --query {query}.")
+    for question, record in zip(questions[:num_maps], records, strict=False):
+        pictures.seen.append(seen_picture(prepare_inputs(model, processor, question), question))
         maps = {layer: attention_map(record, layer, heads, query) for layer in sorted(record.attention)}
         pictures.maps.append({layer: values for layer, values in maps.items() if values is not None})
     if keys is not None:

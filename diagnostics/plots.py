@@ -33,7 +33,7 @@ def _columns(rows: int, models: Sequence[dict[str, Any]], height: float = 2.6) -
         layout="constrained",
     )
     for axis, model in zip(axes[0], models, strict=True):
-        axis.set_title(model["name"], fontsize=9, wrap=True)
+        axis.set_title(model["name"], fontsize=9, wrap=True, parse_math=False)
     for axis in axes.flat:  # layers have no halves
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes
@@ -74,21 +74,14 @@ def draw_attention(models: Sequence[dict[str, Any]], path: Path) -> None:
             continue
         for row, name in enumerate(("mass", "entropy", "bottom_third")):
             for kind, style in (("with_sinks", "-"), ("without_sinks", "--")):
-                if name in attention[kind]:
-                    label = kind.replace("_", " ")
-                    curve = attention[kind][name]
-                    draw_curve(
-                        axes[row, column], attention["layers"], curve, color="tab:green", linestyle=style, label=label
-                    )
-            uniform = {
-                "mass": attention["uniform_mass"],
-                "entropy": 1.0,
-                "bottom_third": attention["uniform_bottom_third"],
-            }
-            if uniform[name] is not None:
-                axes[row, column].axhline(
-                    uniform[name], color="grey", linewidth=0.8, linestyle=":", label="evenly spread"
-                )
+                for curves, colour, ending in (
+                    (attention[kind], "tab:green", ""),
+                    (attention[kind]["evenly_spread"], "grey", ", evenly spread"),
+                ):
+                    if name in curves:
+                        label = kind.replace("_", " ") + ending
+                        style_of = {"color": colour, "linestyle": style, "label": label}
+                        draw_curve(axes[row, column], attention["layers"], curves[name], **style_of)
         axes[0, column].legend(fontsize=7)
         axes[2, column].set_xlabel("layer")
     for row, label in enumerate(("mass on the picture", "entropy in the picture", "share of bottom third")):
@@ -98,29 +91,26 @@ def draw_attention(models: Sequence[dict[str, Any]], path: Path) -> None:
 
 def draw_maps(
     models: Sequence[dict[str, Any]], pictures: Sequence[Pictures], questions: Sequence[Question], path: Path
-) -> bool:
-    """Attention of the position that the answer begins from, over the first pictures; a row for each model.
-
-    Returns whether there was anything to draw.
-    """
+) -> None:
+    """One query's attention over the first pictures, as the model sees them, if their layout is known; a row for each
+    picture and model."""
     rows = [
-        (model["name"], number, maps)
+        (model["name"], number, drawn.seen[number], maps)
         for number in range(len(pictures[0].maps))
         for model, drawn in zip(models, pictures, strict=True)
-        if number < len(drawn.maps) and (maps := drawn.maps[number])
+        if (maps := drawn.maps[number])
     ]
     if not rows:
-        return False
-    columns = 1 + max(len(maps) for _, _, maps in rows)
+        return
+    columns = 1 + max(len(maps) for *_, maps in rows)
     figure, axes = plt.subplots(
         len(rows), columns, figsize=(1.7 * columns, 1.95 * len(rows)), squeeze=False, layout="constrained"
     )
-    for row, (name, number, maps) in enumerate(rows):
-        image = questions[number].images[0]
+    for row, (name, number, image, maps) in enumerate(rows):
         texts = [part["text"] for part in questions[number].prompt[-1]["content"] if part["type"] == "text"]
         axes[row, 0].imshow(image)
-        axes[row, 0].set_title(" ".join(texts)[:40], fontsize=7)
-        axes[row, 0].set_ylabel(name, fontsize=7)
+        axes[row, 0].set_title(" ".join(texts)[:40], fontsize=7, parse_math=False)
+        axes[row, 0].set_ylabel(name, fontsize=7, parse_math=False)
         for axis, (layer, values) in zip(axes[row, 1:], maps.items(), strict=False):
             axis.imshow(image.convert("L"), cmap="gray", alpha=0.6)
             extent = (-0.5, image.width - 0.5, image.height - 0.5, -0.5)
@@ -129,7 +119,6 @@ def draw_maps(
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     _save(figure, path)
-    return True
 
 
 def draw_keys(models: Sequence[dict[str, Any]], pictures: Sequence[Pictures], path: Path) -> None:

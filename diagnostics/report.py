@@ -56,10 +56,11 @@ def verdict(model: Model) -> str:
     ratio, layers = model["interface"]["ratio"], model["layers"]
     rates = [number(layers[modality]["update_rate"]["mean"]) for modality in ("visual", "text")]
     gap = layers["mean_gap"]
-    low, high = gap["interval"] or (gap["mean"], gap["mean"])
-    if low > 0:
+    if gap["interval"] is None:
+        pace = "on one sample, which has no spread"
+    elif gap["interval"][0] > 0:
         pace = "so visual tokens turn **more slowly**"
-    elif high < 0:
+    elif gap["interval"][1] < 0:
         pace = "so visual tokens turn **faster**"
     else:
         pace = f"a difference that {model['num_samples']} samples can't tell from none"
@@ -69,15 +70,15 @@ def verdict(model: Model) -> str:
     ]
     seen, keys = model["attention"], model["key_space"]
     if seen is not None:
-        mass = _mean(seen["with_sinks"]["mass"]["mean"])
+        mass, even = (_mean(of["mass"]["mean"]) for of in (seen["with_sinks"], seen["with_sinks"]["evenly_spread"]))
         sentences.append(
-            f"Of the text's attention {mass:.0%} falls on the picture, against {seen['uniform_mass']:.0%} if it were "
-            "evenly spread."
+            f"Of the text's attention {mass:.0%} falls on the picture, against {even:.0%} if it were evenly spread."
         )
     if keys is not None:
-        mmd, baseline = _mean(keys["mmd"]), _mean(keys["mmd_baseline"])
+        mmd, baseline, p_value = _mean(keys["mmd"]), _mean(keys["mmd_baseline"]), max(keys["p_value"])
         sentences.append(
-            f"The keys are {number(mmd)} apart in MMD², random halves of one modality {number(baseline, 2)}."
+            f"The keys are {number(mmd)} apart in MMD² (p at most {number(p_value, 1)} in every layer), random halves "
+            f"of one modality {number(baseline, 2)}."
         )
     return f"- **{escape(model['name'])}**: " + " ".join(sentences)
 
@@ -156,20 +157,12 @@ def _attention(models: Sequence[Model]) -> str:
         if seen is None:
             continue
         for kind in ("with_sinks", "without_sinks"):
-            numbers = [
-                number(_mean(seen[kind][name]["mean"])) if name in seen[kind] else "–"
-                for name in ("mass", "entropy", "bottom_third")
-            ]
-            rows.append([escape(model["name"]), kind.replace("_", " "), *numbers])
-        rows.append(
-            [
-                escape(model["name"]),
-                "evenly spread",
-                number(seen["uniform_mass"]),
-                "1",
-                number(seen["uniform_bottom_third"]),
-            ]
-        )
+            for curves, title in ((seen[kind], ""), (seen[kind]["evenly_spread"], ", evenly spread")):
+                numbers = [
+                    number(_mean(curves[name]["mean"])) if name in curves else "–"
+                    for name in ("mass", "entropy", "bottom_third")
+                ]
+                rows.append([escape(model["name"]), kind.replace("_", " ") + title, *numbers])
     return table(["means over layers", "", "mass", "entropy", "bottom third"], rows)
 
 
@@ -200,7 +193,7 @@ def _gradients(models: Sequence[Model]) -> str:
 def _attraction(models: Sequence[Model]) -> str:
     rows = []
     for model in models:
-        for name in attraction.DEFINITIONS:
+        for name in attraction.NUMBERS:
             values = model["attraction"][name]["mean"]
             rows.append(
                 [
@@ -270,7 +263,8 @@ def render_markdown(report: dict[str, Any], folder: Path) -> str:
     parts += [
         "## What was measured and left out",
         excluded,
-        "Left out of every number on visual and text tokens: padding; special tokens of the tokenizer and of the "
+        "Left out of the numbers on visual and text tokens, but for gradients and where a definition says otherwise: "
+        "padding; special tokens of the tokenizer and of the "
         "config (BOS, delimiters of chat and pictures); row ends that a model puts among a picture's features; sinks, "
         f"which are tokens over {SINK_FACTOR:g} times as long as the median of their modality in their sample behind "
         "some layer. "

@@ -62,19 +62,28 @@ def attraction_window(
     The gain in [`expected_cosine`] is a quadratic in κ that opens downwards, so it is positive between its roots.
 
     Args:
-        cosine: cos α of the two tokens before.
-        theta_text: Angle that the text token turns by.
-        theta_before, theta_after: Angles that the visual token turns by, before and after its norm is lowered.
+        cosine: cos α of the two tokens before, above 0.
+        theta_text: Angle that the text token turns by, above 0.
+        theta_before, theta_after: Angles that the visual token turns by, before and after its norm is lowered; the
+            latter is larger. All angles are at most a right one.
 
     Returns:
         Both ends, or `None` where it never helps.
+
+    Raises:
+        ValueError: for a cosine or angles outside of these.
     """
-    sine = math.sqrt(max(1 - cosine**2, 0.0))
+    if not (0 < cosine < 1 and 0 < theta_text <= math.pi / 2 and 0 <= theta_before < theta_after <= math.pi / 2):
+        raise ValueError(
+            "0 < cosine < 1, 0 < theta_text <= π/2 and 0 <= theta_before < theta_after <= π/2 are needed, got "
+            f"{cosine}, {theta_text}, {theta_before}, {theta_after}."
+        )
+    sine = math.sqrt(1 - cosine**2)
     a = -(math.sin(theta_after) - math.sin(theta_before)) * math.sin(theta_text) * cosine
     b = (math.sin(theta_after + theta_text) - math.sin(theta_before + theta_text)) * sine
     c = (math.cos(theta_after) - math.cos(theta_before)) * math.cos(theta_text) * cosine
     discriminant = b * b - 4 * a * c
-    if a == 0 or discriminant <= 0:
+    if discriminant <= 0:
         return None
     low, high = sorted(((-b + sign * math.sqrt(discriminant)) / (2 * a)) for sign in (1, -1))
     low, high = max(low, 0.0), min(high, 1.0)
@@ -152,6 +161,10 @@ def check(draws: int, seed: int) -> dict[str, float]:
     ]
     widths = [0.0 if window is None else window[1] - window[0] for window in windows]
 
+    # Any direction of the update; the tangent turns negative where the angle passes 90 degrees.
+    obtuse = uniform(0.001, math.pi - 0.001)
+    longer, shorter = (turning_angle(norm, update, obtuse) for norm in (ratio * text_norm, text_norm))
+
     errors = []
     for attraction in (0.0, 0.3, 0.8):
         simulated = simulate_cosine(0.4, 0.3, 0.9, attraction, 256, 20_000, seed)
@@ -159,7 +172,8 @@ def check(draws: int, seed: int) -> dict[str, float]:
         errors.append(abs(simulated.mean().item() - expected) / (simulated.std().item() / math.sqrt(20_000)))
     return {
         "Lemma 1 fails": lemma.double().mean().item(),
-        "eq. 9 fails: the longer token turns by more": (before >= after).double().mean().item(),
+        "the longer token turns by a larger angle": (longer >= shorter).double().mean().item(),
+        "eq. 9 fails: its tangent is the larger": (longer.tan() >= shorter.tan()).double().mean().item(),
         "retention falls when the visual norm alone is lowered": falls.double().mean().item(),
         "no attraction at all makes lowering it help": sum(width == 0 for width in widths) / len(widths),
         "mean width of the window of attraction in which it helps": sum(widths) / len(widths),

@@ -136,12 +136,13 @@ def row_turns(row: dict[str, Any]) -> list[dict[str, str]]:
     return json.loads(turns) if isinstance(turns, str) else turns
 
 
-def find_problem(row: dict[str, Any], image_token: str) -> str | None:
+def find_problem(row: dict[str, Any], image_token: str = IMAGE_MARK, needs_answer: bool = True) -> str | None:
     """Why a row can't be trained on, or `None`. Looks at everything but the pixels.
 
     Args:
         row: A row of this module.
         image_token: What the processor's tokenizer reads as a picture; text must not hold it.
+        needs_answer: Whether a row without an answer is a problem; it is where the row is to be trained on.
     """
     try:
         turns, images = row_turns(row), row_images(row)
@@ -155,7 +156,7 @@ def find_problem(row: dict[str, Any], image_token: str) -> str | None:
         if image_token != IMAGE_MARK and image_token in turn["value"]:
             return f"turn {number} holds {image_token}, which this model's tokenizer reads as a picture"
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
-    if not any(answer.strip() for answer in answers):
+    if needs_answer and not any(answer.strip() for answer in answers):
         return "no assistant turn (`gpt`) with text, so there is nothing to learn"
     if any(IMAGE_MARK in answer for answer in answers):
         return f"an assistant turn holds {IMAGE_MARK}"

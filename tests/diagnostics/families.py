@@ -8,6 +8,9 @@ import torch
 from transformers import AutoModelForImageTextToText, PreTrainedModel, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from diagnostics.capture import Probe, Record
+
 
 VOCAB, IMAGE, START, END, BOS = 200, 199, 198, 197, 1
 TEXT: dict[str, Any] = {
@@ -88,6 +91,18 @@ GLM_TOKENS = {**TOKENS, "image_start_token_id": START, "image_end_token_id": END
 FAMILIES: dict[str, Family] = {
     "llava-clip": Family(llava("clip_vision_model"), square(), 16),
     "llava-siglip": Family(llava("siglip_vision_model", vision_feature_select_strategy="full"), square(), 16),
+    "normllava": Family(
+        lambda: config(
+            "normllava",
+            text_config=text("llama"),
+            vision_config=config("siglip_vision_model", **VISION),
+            image_token_index=IMAGE,
+            vision_feature_select_strategy="full",
+            projector_norm_target=0.4,
+        ),
+        square(),
+        16,
+    ),
     "llava_next": Family(
         lambda: config(
             "llava_next",
@@ -276,3 +291,11 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
     if family.token_types is not None:
         made[family.token_types] = (input_ids == IMAGE).long()
     return made
+
+
+@torch.no_grad()
+def record_sample(model: PreTrainedModel, sample: dict[str, torch.Tensor], **options: Any) -> Record:
+    """Run one sample through a model and return what a probe saw."""
+    with Probe(model, sample, **options) as probe:
+        model(**sample)
+    return probe.record()

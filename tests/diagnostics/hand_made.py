@@ -7,7 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-VISUAL_NORM, TEXT_NORM, UPDATE = 40.0, 2.0, 3.0
+VISUAL_NORM, UPDATE = 40.0, 3.0
+TEXT_NORMS = (2.0, 6.0)  # of even and of odd token ids
 
 
 class AddUpdate(nn.Module):
@@ -29,14 +30,15 @@ class AddUpdate(nn.Module):
 
 @torch.no_grad()
 def set_by_hand(model: PreTrainedModel, massive: tuple[int, ...] = ()) -> PreTrainedModel:
-    """Visual tokens of norm 40 and text tokens of norm 2 along axis 0; layer n adds 3 along axis n + 1."""
+    """Visual tokens of norm 40 and text tokens of norm 2 or 6 along axis 0; layer n adds 3 along axis n + 1."""
     projector = model.model.multi_modal_projector
     projector.linear_2.weight.zero_()
     projector.linear_2.bias.zero_()
     projector.linear_2.bias[0] = VISUAL_NORM
     embeddings = model.get_input_embeddings().weight
     embeddings.zero_()
-    embeddings[10:, 0] = TEXT_NORM  # rows below stay zero, as in a padded table
+    for parity, norm in enumerate(TEXT_NORMS):
+        embeddings[10 + parity :: 2, 0] = norm  # rows below stay zero, as in a padded table
     decoder = model.get_decoder()
     decoder.layers = nn.ModuleList(AddUpdate(number + 1, massive) for number in range(len(decoder.layers)))
     return model

@@ -1,6 +1,7 @@
 """A run followed through training, by the callback and from its checkpoints."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 from diagnostics import dynamics
-from diagnostics.dynamics import FILE, measure_run, read_points
+from diagnostics.dynamics import FILE, fingerprint, measure_run, read_points
 from diagnostics.loading import load_questions
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, logged, run, weights
@@ -55,8 +56,8 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
 
     # A run that goes on from an earlier checkpoint measures the rest again, and puts it in place of what was there.
     checkpoint = str(tmp_path / "watched" / "checkpoint-2")
-    again = {"output_dir": str(tmp_path / "watched"), "probe_steps": 2, "probe_samples": 3}
-    run(monkeypatch, tmp_path, **fields, **again, resume_from_checkpoint=checkpoint)
+    again_fields = {"output_dir": str(tmp_path / "watched"), "probe_steps": 2, "probe_samples": 3}
+    run(monkeypatch, tmp_path, **fields, **again_fields, resume_from_checkpoint=checkpoint)
     assert read_points(tmp_path / "watched" / FILE) == during
 
     questions, _ = load_questions(str(rows), 3)
@@ -73,7 +74,17 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
     (tmp_path / "plain" / FILE).write_text(lines[0].replace('"step": 2', '"step": 2, "kept": true') + lines[1][:40])
     again = measure_run(tmp_path / "plain", questions)
     assert [(point["step"], "kept" in point) for point in again] == [(2, True), (4, False)]
-    # Also where every checkpoint is measured already.
+    # Pictures and words count, not where they lie.
+    moved = shutil.copytree(rows.parent, tmp_path / "elsewhere", ignore=lambda folder, names: {
+        name for name in names if Path(folder, name).is_dir()})  # fmt: skip
+    assert fingerprint(load_questions(str(moved / rows.name), 3)[0]) == fingerprint(questions)
+    asked = [load_questions(str(moved), 3, question=question)[0] for question in ("what?", "why?")]
+    assert fingerprint(asked[0]) != fingerprint(asked[1])
+
+    # Also where every checkpoint is measured already, and by training that goes on.
+    other = {**again_fields, "probe_samples": 2, "resume_changed": "true"}
+    with pytest.raises(ValueError, match="measured on other questions"):
+        run(monkeypatch, tmp_path, **fields, **other, resume_from_checkpoint=checkpoint)
     with pytest.raises(ValueError, match="measured on other questions"):
         measure_run(tmp_path / "plain", questions[:2])
 
@@ -93,12 +104,13 @@ def test_the_command_draws_a_run(
         for name in ("processor_config.json", "chat_template.jinja"):
             (tmp_path / "run" / f"checkpoint-{step}" / name).write_bytes((composed() / name).read_bytes())
     command = ["dynamics", "--run", str(tmp_path / "run"), "--data", str(rows), "--num_samples", "2"]
+    command += ["--start", str(composed(projector_norm="none")), "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", command)
     caplog.set_level("INFO")
     dynamics.main()
     assert (tmp_path / "run" / "dynamics.png").stat().st_size > 10_000
-    steps = [line.split()[0] for line in caplog.messages if line.strip().split()[0] in ("5", "10")]
-    assert steps == ["5", "10"]
+    steps = [line.split()[0] for line in caplog.messages if line.strip().split()[0] in ("0", "5", "10")]
+    assert steps == ["0", "5", "10"]
 
     monkeypatch.setattr(sys, "argv", [*command[:2], str(rows.parent / "nowhere"), *command[3:]])
     with pytest.raises(SystemExit, match="holds no checkpoint-<step> folders"):

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from diagnostics.attention import attention_map, attention_numbers, bottom_rows, measure_attention
-from diagnostics.attraction import measure_attractions
-from diagnostics.capture import Record, Tokens, record_sample
+from diagnostics.attraction import compare_updates, measure_attractions
+from diagnostics.capture import Record, Tokens
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
 from diagnostics.gradients import measure_gradients
 from diagnostics.key_space import (
@@ -27,7 +28,7 @@ from diagnostics.key_space import (
 from diagnostics.norms import text_norm_target
 from diagnostics.projector_norm import measure_projector_norm
 from diagnostics.statistics import mean_and_interval, ratio_and_interval, summarize
-from families import build, inputs
+from families import IMAGE, TEXT, build, inputs, record_sample
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -77,6 +78,8 @@ def test_embeddings_leave_zero_rows_out_and_name_the_longest() -> None:
             table.weight[row, row] = norm
     measured = measure_embeddings(vocabulary_norms(model), OneLetterTokenizer(), top_k=3)  # type: ignore[arg-type]
     assert measured["mean"] == 4.5
+    assert measured["std"] == pytest.approx(np.std([1, 3, 5, 9]))
+    assert measured["max"] == 9
     assert (measured["num_embeddings"], measured["num_zero"]) == (7, 3)
     assert [entry["token"] for entry in measured["top"]] == ["id 6, not in the tokenizer", r"'\n'", "'b'"]
     assert [entry["norm"] for entry in measured["top"]] == [9, 5, 3]
@@ -135,23 +138,61 @@ def test_attention_by_hand() -> None:
     assert bottom_rows((4, 1)).tolist() == [False, False, False, True]
 
 
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("name", ["llava-siglip", "llava_next", "paligemma", "gemma3"])
 @torch.no_grad()
-def test_blind_queries_look_everywhere_alike() -> None:
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
+def test_blind_queries_look_everywhere_alike(name: str, padding: int) -> None:
+    """PaliGemma's prefix sees itself in both directions, and so do Gemma 3's pictures."""
+    model, sample = build(name), inputs(name, padding)
     for layer in model.get_decoder().layers:
         layer.self_attn.q_proj.weight.zero_()
     record = record_sample(model, sample)
     measured = measure_attention([record])
     assert measured is not None
-    assert measured["with_sinks"]["mass"]["mean"] == pytest.approx([measured["uniform_mass"]] * 3)
-    assert measured["with_sinks"]["entropy"]["mean"] == pytest.approx([1] * 3, abs=1e-6)
-    assert measured["with_sinks"]["bottom_third"]["mean"] == pytest.approx([0.25] * 3, abs=1e-6)
-    assert measured["uniform_bottom_third"] == 0.25
-    last = len(sample["input_ids"][0])
-    assert torch.allclose(attention_map(record, 1), torch.full((4, 4), 1 / last))
-    assert torch.allclose(
-        attention_map(record, 1, heads=[2], query=0), torch.full((4, 4), 1 / (record.queries[0] + 1))
-    )
+    length = len(sample["input_ids"][0]) - padding
+    if name == "paligemma":
+        assert record.visible[0].sum(1).tolist() == [length] * len(record.queries)
+    else:
+        assert record.visible[0].sum(1).tolist() == (record.queries + 1 - padding).tolist()
+    for kind in ("with_sinks", "without_sinks"):
+        curves, even = measured[kind], measured[kind]["evenly_spread"]
+        for of in ("mass", "entropy", *(("bottom_third",) if record.grid is not None else ())):
+            assert curves[of]["mean"] == pytest.approx(even[of]["mean"], abs=1e-6)
+        assert even["entropy"]["mean"] == pytest.approx([1] * 3, abs=1e-6)
+    assert measured["without_sinks"]["evenly_spread"]["mass"] != measured["with_sinks"]["evenly_spread"]["mass"]
+    if record.grid is not None:
+        rows = bottom_rows(record.grid).double().mean().item()
+        assert measured["with_sinks"]["evenly_spread"]["bottom_third"]["mean"] == pytest.approx([rows] * 3)
+    else:
+        assert "bottom_third" not in measured["with_sinks"]
+
+
+def test_a_sink_is_counted_or_not(hand_made: tuple[PreTrainedModel, dict[str, torch.Tensor]]) -> None:
+    record = record_sample(build("llava-siglip"), hand_made[1])
+    visual = record.with_sinks.visual.nonzero()[:, 0]
+    text = record.with_sinks.text.nonzero()[:, 0]
+    rows = torch.zeros(1, len(record.queries), len(record.with_sinks.visual))
+    rows[..., visual[0]], rows[..., visual[1]], rows[..., text[0]] = 0.6, 0.1, 0.3
+    sink = torch.zeros_like(record.with_sinks.visual)
+    sink[visual[0]] = True
+    sunk = dataclasses.replace(record, attention={0: rows}, tokens=record.with_sinks.without("sink", sink))
+    measured = measure_attention([sunk])
+    assert measured is not None
+    assert measured["with_sinks"]["mass"]["mean"] == pytest.approx([0.7])
+    assert measured["without_sinks"]["mass"]["mean"] == pytest.approx([0.1 / 0.4])
+    assert measured["with_sinks"]["bottom_third"]["mean"] == pytest.approx([0])
+
+
+def test_a_map_lies_as_the_picture_does() -> None:
+    record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
+    rows = torch.zeros(2, len(record.queries), len(record.with_sinks.visual))
+    rows[1, -1, record.with_sinks.visual] = torch.arange(16.0)
+    shown = dataclasses.replace(record, attention={5: rows})
+    assert torch.equal(attention_map(shown, 5), torch.arange(16.0).reshape(4, 4) / 2)
+    assert torch.equal(attention_map(shown, 5, heads=[1]), torch.arange(16.0).reshape(4, 4))
+    assert not attention_map(shown, 5, heads=[0]).any()
+    assert not attention_map(shown, 5, query=-2).any()
+    assert attention_map(dataclasses.replace(shown, grid=None), 5) is None
 
 
 def test_mmd_is_the_double_sum_of_its_definition() -> None:
@@ -250,6 +291,23 @@ def test_keys_apart_and_alike_and_behind_an_outlier() -> None:
     assert found["mmd"][0] == pytest.approx(apart["mmd"][0], rel=0.2)
 
 
+def test_numbers_of_keys_are_medians_over_heads() -> None:
+    generator = torch.Generator().manual_seed(0)
+    record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
+    records = []
+    for _ in range(8):
+        keys = torch.randn(3, len(record.tokens.visual), 8, generator=generator)
+        keys[2, record.tokens.visual] += 4  # one head of three tells the modalities apart
+        records.append(dataclasses.replace(record, keys={0: keys}, key_positions=torch.arange(keys.shape[1])))
+    measured = measure_key_space(records, {})
+    assert measured is not None
+    heads = measured["per_head"][0]
+    assert heads[2]["mmd"] > 0.2
+    for name in ("mmd", "p_value", "js"):
+        assert measured[name][0] == sorted(head[name] for head in heads)[1]
+    assert measured["mmd"][0] < 0.02
+
+
 def test_the_first_models_components_are_used_again() -> None:
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
     bases: dict = {}
@@ -297,6 +355,32 @@ def test_gradients_are_those_of_backward_and_compensation_divides_by_the_mean_ga
         assert measured["compensated"][name] == pytest.approx(measured["plain"][name], rel=1e-5)
 
 
+def test_gradients_need_something_to_predict(model: NormLlavaForConditionalGeneration) -> None:
+    picture = [model.config.image_token_id] * 4
+    pixels = torch.randn(1, 3, 28, 28)
+    last = {"input_ids": torch.tensor([[10, 11, *picture]]), "pixel_values": pixels}
+    followed = {"input_ids": torch.tensor([[10, *picture, 12, 13]]), "pixel_values": pixels}
+    assert measure_gradients(model, [(last, 3)]) is None
+    assert measure_gradients(model, [(last, 3), (followed, 5)]) == measure_gradients(model, [(followed, 5)])
+
+
+def test_a_model_without_an_encoder_has_no_gradient_of_one() -> None:
+    config = CONFIG_MAPPING["fuyu"](
+        text_config={**TEXT, "model_type": "persimmon"}, hidden_size=32, vocab_size=200, image_size=8, patch_size=4,
+        num_channels=3, image_token_id=IMAGE, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+    )  # fmt: skip
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    sample = {
+        "input_ids": torch.tensor([[1, 20, IMAGE, IMAGE, 21, 22]]),
+        "image_patches": torch.randn(1, 2, 48),
+        "image_patches_indices": torch.tensor([[-1, -1, 0, 1, -1, -1]]),
+    }
+    measured = measure_gradients(model, [(sample, 4)])
+    assert measured is not None
+    assert set(measured["no norm"]) == {"loss", "visual_embeddings", "text_embeddings"}
+    assert measured["no norm"]["visual_embeddings"] > 0
+
+
 def test_attraction_and_correlation_of_updates_set_by_hand(
     hand_made: tuple[PreTrainedModel, dict[str, torch.Tensor]],
 ) -> None:
@@ -322,3 +406,42 @@ def test_attraction_and_correlation_of_updates_set_by_hand(
     model.get_decoder().layers = nn.ModuleList([Attract()])
     turned = measure_attractions([record_sample(model, sample).attractions])
     assert turned["attraction_visual_to_text"]["mean"] == pytest.approx([1])
+
+    class Flee(nn.Module):
+        """Turns every text token, and an outlier by far more, straight away from axis 0, where the pictures are."""
+
+        attention_type = "full_attention"
+
+        def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor:
+            turned = hidden_states.clone()
+            turned[:, record.tokens.text, 0] -= 1
+            return turned
+
+    model.get_decoder().layers = nn.ModuleList([Flee()])
+    turned = measure_attractions([record_sample(model, sample).attractions])
+    assert turned["attraction_text_to_visual"]["mean"] == pytest.approx([-1])
+    assert turned["attraction_visual_to_text"]["mean"] == pytest.approx([0])
+
+
+def test_updates_of_outliers_are_not_compared() -> None:
+    before = torch.zeros(8, 4)
+    before[:4, 0], before[4:, 1] = 1, 1
+    after = before.clone()
+    after[:, 2] += 1
+    visual = torch.tensor([1] * 4 + [0] * 4).bool()
+    expected = compare_updates(before, after, visual, ~visual)
+    assert expected[0] == pytest.approx(1)
+    before[0, 0], after[0] = 1e4, torch.tensor([1e4, 0, -9, 0])
+    assert torch.equal(compare_updates(before, after, visual, ~visual), expected)
+
+
+def test_newline_features_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def watch(before: torch.Tensor, after: torch.Tensor, visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        compared.append(int(visual.sum()))
+        return compare_updates(before, after, visual, text)
+
+    monkeypatch.setattr("diagnostics.capture.compare_updates", watch)
+    record = record_sample(build("llava_next"), inputs("llava_next"))
+    assert compared == [48] * 3 == [int(record.tokens.visual.sum())] * 3

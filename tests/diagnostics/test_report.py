@@ -13,9 +13,9 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
 
 from diagnostics.__main__ import main
-from diagnostics.loading import answer_inputs, load_model, load_questions, prepare_inputs
+from diagnostics.loading import answer_inputs, load_model, load_questions, prepare_inputs, seen_picture
 from diagnostics.measure import measure_model, record_questions
-from diagnostics.report import escape, render_markdown
+from diagnostics.report import escape, number, render_markdown, verdict
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.compose import compose
 
@@ -27,12 +27,10 @@ Composed = Callable[..., Path]
 def data(tmp_path: Path, picture: Image.Image) -> Path:
     """Three questions about pictures, and one without."""
     rows = []
-    for number, question in enumerate(
-        ("what is it?", "<b>which | colour</b>?", "why, and how many of them are there?")
-    ):
-        picture.rotate(90 * number).save(tmp_path / f"{number}.png")
+    for turn, question in enumerate(("what is it?", "<b>which | colour</b>?", "why, and how many of them are there?")):
+        picture.rotate(90 * turn).save(tmp_path / f"{turn}.png")
         turns = [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": "seven"}]
-        rows.append({"image": f"{number}.png", "conversations": turns})
+        rows.append({"image": f"{turn}.png", "conversations": turns})
     rows.insert(1, {"conversations": [{"from": "human", "value": "no picture"}, {"from": "gpt", "value": "none"}]})
     path = tmp_path / "questions.json"
     path.write_text(json.dumps(rows))
@@ -108,6 +106,94 @@ def test_what_was_not_recorded_leaves_a_dash(
     assert "Of the text's attention" not in render_markdown(report, out)
 
 
+def cells(markdown: str, title: str) -> list[dict[str, str]]:
+    """Rows of the first table of a section, by the column's header."""
+    lines = markdown.split(f"## {title}\n")[1].split("\n## ")[0].strip().split("\n")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    count = next((number for number, line in enumerate(lines) if line == ""), len(lines))
+    return [dict(zip(rows[0], row, strict=True)) for row in rows[2:count]]
+
+
+def test_tables_say_what_was_measured(
+    composed: Composed, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "report"
+    run(monkeypatch, "--model", composed(), "--names", "it", "--data", data, "--output_dir", out)
+    (model,) = json.loads((out / "report.json").read_text())["models"]
+    markdown = (out / "report.md").read_text()
+
+    def mean(values: list[float]) -> str:
+        return number(sum(values) / len(values))
+
+    for row in cells(markdown, "How long tokens are on their way in"):
+        entry = model["interface"][row["tokens"]]
+        expected = (entry["std"], entry["median"], entry["p95"], entry["rms"])
+        assert [row[name] for name in ("std", "median", "95%", "RMS")] == [number(value) for value in expected]
+        assert row["mean norm (95% interval)"].split()[0] == number(entry["mean"])
+        assert (row["n"], row["width"]) == (f"{entry['num_tokens']:,}", str(entry["width"]))
+    rows = cells(markdown, "Norm and turning by layer")
+    assert [row["tokens"] for row in rows] == ["visual", "text"]
+    for row in rows:
+        curves = model["layers"][row["tokens"]]
+        assert row["1 − cosine"].split()[0] == number(curves["update_rate"]["mean"])
+        for header, name in (
+            ("‖u‖/‖h‖", "update_ratio"),
+            ("cos(u, h)", "update_cosine"),
+            ("angle, eq. 8 (°)", "angle"),
+        ):
+            assert row[header] == mean(curves[name]["mean"])
+    assert rows[0]["gap of cosines"].split()[0] == number(model["layers"]["mean_gap"]["mean"])
+    (row,) = cells(markdown, "The norm behind the projector")
+    assert all(row[name] == number(value, 4) for name, value in model["projector_norm"].items())
+    rows = cells(markdown, "Where text looks")
+    for kind, seen, even in (("with_sinks", *rows[:2]), ("without_sinks", *rows[2:])):
+        for row, curves in ((seen, model["attention"][kind]), (even, model["attention"][kind]["evenly_spread"])):
+            for header in ("mass", "entropy", "bottom third"):
+                assert row[header] == mean(curves[header.replace(" ", "_")]["mean"])
+    keys = model["key_space"]
+    for place, line in enumerate(markdown.split("| model | layer | n of each")[1].split("\n")[2:4]):
+        # Two columns are called "within": what stands beside each measure.
+        found = [cell.strip() for cell in line.strip("|").split("|")][3:]
+        names = ("mmd", "mmd_baseline", "p_value", "js", "js_baseline", "probe")
+        assert found == [number(keys[name][place]) for name in names]
+    for row in cells(markdown, "Gradients"):
+        for name, value in model["gradients"][row["norm"]].items():
+            assert row[name.replace("_", " ")] == number(value)
+    for row, values in zip(
+        cells(markdown, "Do updates attract each other"), model["attraction"].values(), strict=True
+    ):
+        assert row["mean over layers"] == mean(values["mean"])
+        assert (row["lowest"], row["highest"]) == (number(min(values["mean"])), number(max(values["mean"])))
+
+
+@pytest.mark.parametrize(
+    ("interval", "says"),
+    [
+        ([0.01, 0.2], "so visual tokens turn **more slowly**"),
+        ([-0.2, -0.01], "so visual tokens turn **faster**"),
+        ([-0.1, 0.1], "a difference that 7 samples can't tell from none"),
+        (None, "on one sample, which has no spread"),
+    ],
+)
+def test_the_verdict_follows_the_gaps_interval(interval: list[float] | None, says: str) -> None:
+    rate = {"update_rate": {"mean": 0.5, "interval": None}}
+    model = {
+        "name": "it",
+        "num_samples": 7,
+        "interface": {"ratio": {"mean": 3.0, "interval": [2.5, 3.5]}},
+        "layers": {"visual": rate, "text": rate, "mean_gap": {"mean": 0.0, "interval": interval}},
+        "attention": {
+            "with_sinks": {"mass": {"mean": [0.2, 0.4]}, "evenly_spread": {"mass": {"mean": [0.6, 0.6]}}},
+        },
+        "key_space": {"mmd": [0.1, 0.3], "mmd_baseline": [0.001, 0.003], "p_value": [0.002, 0.04]},
+    }
+    text = verdict(model)
+    assert says in text
+    assert "**3 (2.5 to 3.5) times** as long" in text
+    assert "30% falls on the picture, against 60%" in text
+    assert "0.2 apart in MMD² (p at most 0.04 in every layer), random halves of one modality 0.002" in text
+
+
 def test_tokens_say_nothing_to_markdown_or_html() -> None:
     assert escape("a|b<i>*_`&\n") == "a&#124;b&#60;i&#62;&#42;&#95;&#96;&#38;&#10;"
 
@@ -130,7 +216,7 @@ def test_layers_and_heads_that_are_not_there(
 def test_data_without_pictures(tmp_path: Path, composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "texts.json"
     path.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
-    with pytest.raises(SystemExit, match=r"holds no pictures \(1 rows without one\)"):
+    with pytest.raises(SystemExit, match=r"holds no pictures to ask about \(1 rows without one"):
         run(monkeypatch, "--model", composed(), "--data", path, "--output_dir", tmp_path / "report")
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match="holds no pictures"):
@@ -140,7 +226,7 @@ def test_data_without_pictures(tmp_path: Path, composed: Composed, monkeypatch: 
 def test_a_model_without_pictures(
     backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match=r"Unrecognized configuration class .*LlamaConfig.*$"):
+    with pytest.raises(SystemExit, match=r"no model for pictures and text: .* the config LlamaConfig"):
         run(monkeypatch, "--model", backbones("llama"), "--data", data, "--output_dir", tmp_path / "report")
 
 
@@ -157,6 +243,99 @@ def test_a_folder_of_pictures_and_a_question(tmp_path: Path, picture: Image.Imag
     assert text.rstrip().endswith("assistant")  # where the answer begins
     _, start = answer_inputs(model, processor, questions[0])
     assert start > 4
+
+
+def test_the_loss_begins_with_the_answer(data: Path, composed: Composed) -> None:
+    questions, _ = load_questions(str(data), 1)
+    model, processor = load_model(str(composed()))
+    inputs, start = answer_inputs(model, processor, questions[0])
+    assert processor.tokenizer.decode(inputs["input_ids"][0, start:]).startswith("seven")
+
+
+def test_chat_tokens_without_a_role_are_no_text(data: Path, composed: Composed) -> None:
+    """As Llama 3 ships them: special, and named by nothing."""
+    questions, _ = load_questions(str(data), 1)
+    model, processor = load_model(str(composed()))
+    (before,) = record_questions(model, processor, questions, [0])
+    processor.tokenizer._extra_special_tokens = []
+    assert processor.tokenizer.convert_tokens_to_ids("<|im_start|>") not in processor.tokenizer.all_special_ids
+    (after,) = record_questions(model, processor, questions, [0])
+    assert torch.equal(after.tokens.text, before.tokens.text)
+
+
+def test_the_map_lies_over_what_the_encoder_saw(composed: Composed, tmp_path: Path) -> None:
+    """CLIP's processor cuts a square out of the middle."""
+    picture = Image.new("RGB", (84, 28), (255, 0, 0))
+    picture.paste((0, 0, 255), (28, 0, 56, 28))
+    picture.save(tmp_path / "wide.png")
+    (question,), _ = load_questions(str(tmp_path), 1)
+    for vision, seen in (("clip", {(0, 0, 255)}), ("siglip", {(0, 0, 255), (255, 0, 0)})):
+        model, processor = load_model(str(composed(vision=vision)))
+        shown = seen_picture(prepare_inputs(model, processor, question), question)
+        colours = {tuple(255 * (value > 127) for value in pixel) for _, pixel in shown.getcolors(10_000)}
+        assert shown.size == (28, 28)
+        assert ((255, 0, 0) in colours) == ((255, 0, 0) in seen)
+
+
+def test_questions_with_formulas_are_drawn(
+    composed: Composed, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = json.loads(data.read_text())[:1]
+    rows[0]["conversations"][0]["value"] = "<image>\nSolve $\\boxed{x}$ now"
+    data.write_text(json.dumps(rows))
+    out = tmp_path / "report"
+    run(monkeypatch, "--model", composed(), "--names", r"$\frac{a", "--data", data, "--output_dir", out)
+    assert (out / "attention_maps.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": "0.png"}, r"row 0: `conversations` is empty or not a list of turns"),
+        ({"image": "0.png", "conversations": [{"role": "user", "content": "x"}]}, r"row 0: turn 0 is not"),
+        ({"image": "0.png", "conversations": [{"from": "user", "value": "x"}]}, r"row 0: turn 0 is not"),
+        (
+            {"image": "0.png", "conversations": [{"from": "human", "value": "x"}]},
+            "row 0: 0 <image> marks but 1 images",
+        ),
+        (
+            {"image": "0.png", "conversations": [{"from": "human", "value": "<image><image>"}]},
+            "row 0: 2 <image> marks but 1 images",
+        ),
+        ({"image": "9.png", "conversations": [{"from": "human", "value": "<image>"}]}, r"9\.png is missing"),
+    ],
+)
+def test_a_bad_row_is_named(
+    row: dict, message: str, composed: Composed, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data.write_text(json.dumps([row]))
+    with pytest.raises(SystemExit, match=rf"--data: .*{message}"):
+        run(monkeypatch, "--model", composed(), "--data", data, "--output_dir", tmp_path / "report")
+
+
+def test_pictures_past_the_first_answer_are_not_asked_about(data: Path) -> None:
+    rows = json.loads(data.read_text())[:1]
+    later = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello"}, *rows[0]["conversations"]]
+    rows.append({**rows[0], "conversations": later})
+    data.write_text(json.dumps(rows))
+    questions, passed_over = load_questions(str(data), 4)
+    assert (len(questions), passed_over) == (1, 1)
+
+
+def test_what_can_be_seen_first_is_checked_first(
+    composed: Composed, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    rest = ("--data", data, "--output_dir", tmp_path / "report")
+    measured: list[object] = []
+    monkeypatch.setattr("diagnostics.__main__.measure_model", lambda *args: measured.append(args))
+    with pytest.raises(SystemExit, match=r"--output_dir: .*File exists"):
+        run(monkeypatch, "--model", composed(), "--data", data, "--output_dir", tmp_path / "file")
+    with pytest.raises(SystemExit, match=f"--base_model {tmp_path}/none: Repo id must be"):
+        run(monkeypatch, "--model", composed(), "--base_model", f"{tmp_path}/none", *rest)
+    with pytest.raises(SystemExit, match=f"--model {tmp_path}/none: Repo id must be"):
+        run(monkeypatch, "--model", f"{tmp_path}/none", *rest)
+    assert measured == []
 
 
 def test_a_processor_without_a_chat_template(data: Path, composed: Composed) -> None:

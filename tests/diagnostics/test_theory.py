@@ -48,6 +48,8 @@ def test_lowering_the_visual_norm_alone_lowers_retention() -> None:
     shares = check(draws=20_000, seed=3)
     assert shares["retention falls when the visual norm alone is lowered"] == 1
     assert shares["Lemma 1 fails"] == 0
+    assert shares["the longer token turns by a larger angle"] == 0
+    assert 0.05 < shares["eq. 9 fails: its tangent is the larger"] < 0.15  # past 90 degrees a tangent is negative
 
 
 def test_balanced_angles_keep_the_product_of_tangents() -> None:
@@ -64,6 +66,9 @@ def test_the_window_is_where_turning_more_helps() -> None:
         gain -= expected_cosine(angles[0], angles[1], angles[2], attraction)
         assert (gain.item() > 0) == helps, attraction
     assert attraction_window(cosine=0.9, theta_text=1.0, theta_before=0.2, theta_after=1.0) is None
+    for outside in ((0.0, 0.7, 0.1, 0.7), (-0.5, 0.7, 0.1, 0.7), (0.5, 0.0, 0.1, 0.7), (0.5, 0.7, 0.7, 0.1)):
+        with pytest.raises(ValueError, match="0 < cosine < 1"):
+            attraction_window(*outside)
 
 
 def test_attraction_is_read_off_an_update_that_was_made_with_it() -> None:

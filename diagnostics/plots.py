@@ -82,7 +82,7 @@ def draw_attention(models: Sequence[dict[str, Any]], path: Path) -> None:
                         label = kind.replace("_", " ") + ending
                         style_of = {"color": colour, "linestyle": style, "label": label}
                         draw_curve(axes[row, column], attention["layers"], curves[name], **style_of)
-        axes[0, column].legend(fontsize=7)
+        figure.legend(*axes[0, column].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
         axes[2, column].set_xlabel("layer")
     for row, label in enumerate(("mass on the picture", "entropy in the picture", "share of bottom third")):
         axes[row, 0].set_ylabel(label)

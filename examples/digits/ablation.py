@@ -29,7 +29,7 @@ import modeling_normllava  # noqa: F401 - registers the classes with the auto cl
 logger = logging.getLogger(__name__)
 
 SEEDS = (42, 1, 2)
-SGD_RATES = ("0.003", "0.01", "0.03", "0.1", "0.3")
+SGD_RATES = ("0.0003", "0.001", "0.003", "0.01", "0.03", "0.1", "0.3")
 SGD = ("--optim", "sgd", "--optim_args", "momentum=0.9", "--max_grad_norm", "0")
 
 

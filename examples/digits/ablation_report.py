@@ -10,6 +10,7 @@ from the results; what they mean is written in `ablation_page.md`.
 import argparse
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -35,7 +36,7 @@ PAGE = Path(__file__).with_name("ablation_page.md")
 
 
 def last_logged(run: Path) -> dict[str, float]:
-    """Of a training run: loss of the last logged step, and the share of logged steps whose gradient is over 1."""
+    """Mean loss of a training run's last logged steps, and the share of logged steps with a gradient over 1."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "loss" in line]
     return {
@@ -58,7 +59,9 @@ def read_run(arm: Arm, seed: int, root: Path, questions: Sequence[loading.Questi
             result[stage] |= last_logged(folder / stage)
     if arm.stages == 2:
         result["evaluation"] = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-    kept.write_text(json.dumps(result), encoding="utf-8")
+    aside = kept.with_suffix(".tmp")
+    aside.write_text(json.dumps(result), encoding="utf-8")
+    os.replace(aside, kept)
     return result
 
 
@@ -185,8 +188,7 @@ def draw_training(root: Path, questions: Sequence[loading.Question], path: Path)
     )
     for column, arm in enumerate(ARMS):
         folder = arm_folder(root, arm, SEEDS[0])
-        model, processor = loading.load_model(str(folder / "composed"))
-        points = [measure_point(model, processor, questions, 0), *measure_run(folder / "stage1", questions)]
+        points = measure_run(folder / "stage1", questions, start=str(folder / "composed"))
         steps = [point["step"] for point in points]
         for modality, colour in COLOURS.items():
             for row, of in ((0, lambda p, m=modality: p["interface"][f"{m}_at_decoder"]),

@@ -337,7 +337,7 @@ class Probe:
     def _see_entrance(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Look at what enters the decoder: is it visual, and which of it never saw the projector?"""
         embeddings = (args[0] if args else kwargs["hidden_states"])[0]  # [S, hidden_size]
-        token = torch.tensor([[image_token_id(self._model)]], device=self._model.device)
+        token = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
         placeholder = self._model.get_input_embeddings()(token)[0].to(embeddings)
         if torch.equal(embeddings[self.tokens.visual], placeholder.expand(int(self.tokens.visual.sum()), -1)):
             raise NoVisualTokensError(

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from hand_made import TEXT_NORMS, UPDATE, VISUAL_NORM, set_by_hand
 from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -182,6 +183,16 @@ def test_a_model_set_by_hand_gives_the_numbers_on_paper(hand_made: tuple[PreTrai
     assert layers["gap"]["mean"] == pytest.approx(gaps)
     assert layers["mean_gap"]["mean"] == pytest.approx(sum(gaps) / 3)
     assert layers["mean_gap"]["interval"] == pytest.approx([sum(gaps) / 3] * 2)
+
+
+@pytest.mark.parametrize("name", ["llava-clip", "llava_next", "qwen3_vl", "gemma3"])
+def test_offloaded_weights_give_the_same(name: str) -> None:
+    sample = inputs(name)
+    expected = record_sample(build(name), sample)
+    offloaded = record_sample(cpu_offload(build(name), execution_device="cpu"), sample)
+    assert torch.equal(offloaded.cosines, expected.cosines)
+    assert torch.equal(offloaded.tokens.visual, expected.tokens.visual)
+    assert all(torch.equal(offloaded.keys[number], keys) for number, keys in expected.keys.items())
 
 
 def test_one_sink_is_left_out_and_named(hand_made: tuple[PreTrainedModel, Inputs]) -> None:

@@ -248,13 +248,13 @@ def test_hooks_are_gone_after_a_failure() -> None:
 
 def test_a_probe_inside_of_another_leaves_it_in_place() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
-    with Probe(model, sample) as outer, torch.no_grad():
+    other = {**sample, "pixel_values": -sample["pixel_values"]}
+    with Probe(model, other) as outer, torch.no_grad():
         with Probe(model, sample) as inner:
             model(**sample)
-        inner.record()
-        outer.record()
-        model(**sample)
-    assert torch.equal(outer.record().attention[0], inner.record().attention[0])
+        model(**other)
+    assert torch.equal(inner.record().attention[0], record_sample(model, sample).attention[0])
+    assert torch.equal(outer.record().attention[0], record_sample(model, other).attention[0])
     assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
 
 

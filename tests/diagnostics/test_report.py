@@ -313,6 +313,16 @@ def test_a_bad_row_is_named(
         run(monkeypatch, "--model", composed(), "--data", data, "--output_dir", tmp_path / "report")
 
 
+def test_two_pictures_have_no_map(composed: Composed, data: Path) -> None:
+    turns = [{"from": "human", "value": "<image><image>\nwhich is it?"}]
+    data.write_text(json.dumps([{"image": ["0.png", "1.png"], "conversations": turns}]))
+    questions, _ = load_questions(str(data), 1)
+    model, processor = load_model(str(composed()))
+    (record,) = record_questions(model, processor, questions, [0])
+    assert record.tokens.visual.sum() == 2 * 4
+    assert record.grid is None
+
+
 def test_pictures_past_the_first_answer_are_not_asked_about(data: Path) -> None:
     rows = json.loads(data.read_text())[:1]
     later = [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "hello"}, *rows[0]["conversations"]]

@@ -7,6 +7,7 @@ Merging into 4-bit weights would round the result to 4 bits again.
 
 import argparse
 import logging
+import shutil
 from pathlib import Path
 
 import torch
@@ -17,6 +18,9 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 logger = logging.getLogger(__name__)
+
+# What the model card knows the training from.
+RUN_FILES = ("run.json", "trainer_state.json", "metrics.jsonl", "card.yaml")
 
 
 def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLlavaForConditionalGeneration:
@@ -49,6 +53,9 @@ def main() -> None:
         parser.error(f"{args.output_dir} is not empty; choose another folder")
     merge(args.adapter, args.base, args.dtype).save_pretrained(args.output_dir)
     AutoProcessor.from_pretrained(args.adapter).save_pretrained(args.output_dir)
+    for name in RUN_FILES:
+        if (Path(args.adapter) / name).exists():
+            shutil.copy(Path(args.adapter) / name, args.output_dir)
     logger.info("Saved to %s", args.output_dir)
 
 

@@ -8,6 +8,7 @@ for stage "adapt" it is an adapter, which training/merge.py turns into one.
 
 import logging
 import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ from training.chat_template import plain_template
 from training.checkpoints import check_same_run, find_problem, newest_complete
 from training.collator import VisionLanguageCollator
 from training.data import check_stream, keep_good_rows, load_rows, measure_rows
+from training.environment import describe_environment
 from training.packing import PackedBatchSampler, pack_window, plan_accumulation
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 from training.tokenization import RowTokenizer
@@ -306,6 +308,7 @@ def main() -> None:
     if script_args.packed_length is None:
         set_accumulation(args, script_args.global_batch_size)
     checkpoint = find_checkpoint(args)
+    environment = describe_environment(args.world_size, resumed=checkpoint is not None)
     stage = Stage(script_args.stage)
 
     processor: LlavaProcessor = AutoProcessor.from_pretrained(script_args.model_name_or_path)
@@ -342,6 +345,7 @@ def main() -> None:
         trained,
         groups,
         run,
+        environment=environment,
         sampler=sampler,
         clip_by_module=script_args.clip_by_module,
         args=args,
@@ -356,7 +360,17 @@ def main() -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     trainer.save_model()
     trainer.save_state()
+    if args.process_index == 0:
+        copy_prose(Path(args.output_dir))
     logger.info("Saved to %s", args.output_dir)
+
+
+def copy_prose(output_dir: Path) -> None:
+    """Put the model card's prose that lies beside the recipe, if there is one, beside the model."""
+    if "--config" in sys.argv:  # which the parser does not hand on
+        prose = Path(sys.argv[sys.argv.index("--config") + 1]).with_name("card.yaml")
+        if prose.exists():
+            (output_dir / prose.name).write_bytes(prose.read_bytes())
 
 
 def watch_dynamics(

@@ -18,7 +18,6 @@ from trl import SFTTrainer
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
 from training.callbacks import InterfaceMonitor, MetricsFile, total_norm
 from training.checkpoints import RUN_FILE, SAVING_FOLDER, publish, publish_files
-from training.environment import describe_environment
 from training.packing import PackedBatchSampler
 from training.stages import ModuleGroup
 from training.tokenization import IGNORED
@@ -57,6 +56,7 @@ class NormLlavaTrainer(SFTTrainer):
         model: The model, or the `PeftModel` around it.
         groups: What `prepare_stage` returned: learning rates and names of the modules.
         run: What the run is made of, written into each checkpoint.
+        environment: What it is made with and on, written beside `run` when it is finished.
         sampler: Sampler of packed rows; `None` for padded batches and for streams.
         clip_by_module: Clip the gradient of each module to `max_grad_norm` rather than that of all together.
         kwargs: As for [`SFTTrainer`].
@@ -67,6 +67,7 @@ class NormLlavaTrainer(SFTTrainer):
         model: nn.Module,
         groups: list[ModuleGroup],
         run: dict[str, Any],
+        environment: dict[str, Any] | None = None,
         sampler: PackedBatchSampler | None = None,
         clip_by_module: bool = False,
         **kwargs: Any,
@@ -74,6 +75,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._groups = {name: group for group in groups for name in group.parameters}
         self._trained = [group.name for group in groups if group.learning_rate is not None]
         self._run = run
+        self._environment = environment
         self._sampler = sampler
         self._clip_by_module = clip_by_module
         self._saving = False
@@ -255,7 +257,7 @@ class NormLlavaTrainer(SFTTrainer):
         super().save_model(str(aside), _internal_call=True)
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            run = self._run | {"environment": describe_environment(self.args.world_size)}
+            run = self._run | {"environment": self._environment}
             (aside / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
             publish_files(aside, Path(self.args.output_dir))
         self.accelerator.wait_for_everyone()

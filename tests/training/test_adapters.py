@@ -61,6 +61,7 @@ def test_a_run_learns_saves_reloads_and_merges(
         "bf16": bf16,
         "output_dir": str(tmp_path / "adapter"),
     }
+    (tmp_path / "card.yaml").write_text("summary: A test.")
     run(monkeypatch, tmp_path, **fields)
     lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
     losses = [line["loss"] for line in lines]
@@ -101,6 +102,8 @@ def test_a_run_learns_saves_reloads_and_merges(
     assert {path.name for path in (tmp_path / "merged").iterdir()} >= {
         "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
     }  # fmt: skip
+    for name in ("run.json", "trainer_state.json", "metrics.jsonl", "card.yaml"):  # of which its model card is made
+        assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
     with torch.no_grad():
         torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
 

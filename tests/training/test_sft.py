@@ -84,6 +84,8 @@ def test_resuming_gives_the_weights_of_an_unbroken_run(
         run(monkeypatch, tmp_path, **fields, output_dir=str(broken))
     run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
     assert moved(unbroken, broken) == set()
+    made = [json.loads((folder / "run.json").read_text()) for folder in (unbroken, broken)]
+    assert [entry["environment"]["resumed"] for entry in made] == [False, True]
 
     # Not the loss: its first value after a restart averages over the steps since then, not since the last log.
     steps = ([line for line in logged(folder) if "loss" in line] for folder in (broken, unbroken))
@@ -319,10 +321,42 @@ def test_a_finished_run_says_what_it_was_made_of(
     made = json.loads((tmp_path / "out" / "run.json").read_text())
     assert (made["stage"], made["model_name_or_path"]) == ("align", str(composed()))
     environment = made["environment"]
-    assert environment["num_processes"] == 1
+    assert (environment["num_processes"], environment["resumed"]) == (1, False)
     assert environment["torch"] == torch.__version__
     assert environment["device"]
     assert set(environment) >= {"commit", "commit_is_clean", "transformers", "trl"}
+
+
+def test_what_a_run_is_made_with_is_noted_before_it_trains(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commits = ["before"]
+    train = sft.NormLlavaTrainer.train
+
+    def train_and_commit(trainer: sft.NormLlavaTrainer, *args: Any, **kwargs: Any) -> Any:
+        commits.append("after")
+        return train(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(sft.NormLlavaTrainer, "train", train_and_commit)
+    monkeypatch.setattr("training.environment._git", lambda *arguments: commits[-1])
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "max_steps": 1}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    made = json.loads((tmp_path / "out" / "run.json").read_text())
+    assert made["environment"]["commit"] == "before"
+
+
+def test_the_recipes_prose_comes_along(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "card.yaml").write_text("summary: A test.")
+    out = tmp_path / "out"
+    # A card and a release that are there already do not make it a run to go on with.
+    (out / "release").mkdir(parents=True)
+    (out / "release" / "config.json").write_text("{}")
+    (out / "card.yaml").write_text("summary: An older one.")
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "max_steps": 1}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(out))
+    assert (out / "card.yaml").read_text() == "summary: A test."
 
 
 ONE_ROW = {"per_device_train_batch_size": 1}

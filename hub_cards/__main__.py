@@ -1,7 +1,9 @@
 """Publish a trained model.
 
-python -m hub_cards build <run folder> --repo_id me/Llama-NormLlava-3B --prose card.yaml --output_dir stage/
-python -m hub_cards check stage/
+python -m hub_cards build <run folder> --repo_id me/Llama-NormLlava-3B
+python -m hub_cards check <run folder>/release
+python -m hub_cards push <run folder>/release --dry_run
+python -m hub_cards verify me/Llama-NormLlava-3B --revision v1.0 --stage <run folder>/release
 """
 
 import argparse
@@ -29,42 +31,63 @@ def parse_arguments() -> argparse.Namespace:
     add = commands.add_parser("build", help="stage folder and card").add_argument
     add("run", type=Path, help="output folder of the last stage")
     add("--repo_id", required=True, help="owner/name that the repository will have")
-    add("--output_dir", type=Path, required=True, help="stage folder to make")
-    add("--prose", type=Path, required=True, help="YAML with the card's prose")
+    add("--output_dir", type=Path, help="stage folder to make (default: release in the run folder)")
+    add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml in the run folder)")
     add("--revision", default="v1.0", help="tag that the card pins (default: v1.0)")
-    add("--diagnostics", type=Path, help="folder of a diagnostics report about this model")
+    add(
+        "--diagnostics", type=Path, help="folder of a report about this model (default: diagnostics in the run folder)"
+    )
     add(
         "--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples with the model's own answers"
     )
-    add("--license", help="of a model whose parts are all its owner's")
+    add("--text_model", help="Hub id of the language model, if it was loaded from a folder")
+    add("--vision_model", help="Hub id of the vision encoder, if it was loaded from a folder")
+    add("--license", help="of parts that were trained from scratch")
     add("--base_licence_file", type=Path, help="the base model's licence text, where a copy has to come along")
     add = commands.add_parser("check", help="every finding, at once").add_argument
     add("stage", type=Path, help="stage folder")
-    add = commands.add_parser("push", help="one commit and a tag; private unless --public").add_argument
-    add("stage", type=Path, help="stage folder without findings")
-    add("--public", action="store_true", help="make the repository public once all is there")
-    add("--dry_run", action="store_true", help="show what would change and stop")
+    command = commands.add_parser("push", help="one commit and a tag; private unless --public")
+    command.add_argument("stage", type=Path, help="stage folder without findings")
+    visibility = command.add_mutually_exclusive_group()
+    visibility.add_argument("--private", action="store_true", help="keep the repository private, the default")
+    visibility.add_argument("--public", action="store_true", help="make the repository public once all is there")
+    command.add_argument("--dry_run", action="store_true", help="show what would change and stop")
     add = commands.add_parser("verify", help="fresh download, compared with the stage folder").add_argument
     add("repo_id", help="owner/name")
     add("--revision", required=True, help="tag to verify")
-    add("--stage", type=Path, required=True, help="stage folder that was pushed")
+    add("--stage", type=Path, help="stage folder that was pushed; without it, files are compared with their manifest")
     return parser.parse_args()
 
 
 def run_build(args: argparse.Namespace) -> None:
     """Stage a run's folder."""
+    diagnostics: Path | None = args.diagnostics
+    if diagnostics is None and (args.run / "diagnostics" / "report.json").exists():
+        diagnostics = args.run / "diagnostics"
     folder = build(
         args.run,
-        args.output_dir,
+        args.output_dir or args.run / "release",
         args.repo_id,
-        args.prose,
+        args.prose or find_prose(args.run),
         revision=args.revision,
-        diagnostics=args.diagnostics,
+        diagnostics=diagnostics,
         widget_data=args.widget_data,
+        text_model=args.text_model,
+        vision_model=args.vision_model,
         own_licence=args.license,
         base_licence_file=args.base_licence_file,
     )
     logger.info("Staged in %s; now: python -m hub_cards check %s", folder, folder)
+
+
+def find_prose(run: Path) -> Path:
+    """The prose that training left in a run's folder. Raises `ValueError` if there is none."""
+    prose = run / "card.yaml"
+    if not prose.exists():
+        raise ValueError(
+            f"{prose} is not there: give the card's prose by --prose. training/recipes/*/card.yaml are examples."
+        )
+    return prose
 
 
 def run_check(args: argparse.Namespace) -> None:
@@ -79,31 +102,43 @@ def run_check(args: argparse.Namespace) -> None:
 
 def run_push(args: argparse.Namespace) -> None:
     """Show what would change, and unless it is a dry run, push it."""
-    token = os.environ.get("HF_TOKEN")
+    token = read_token()
     if token is None and not args.dry_run:
         raise SystemExit("HF_TOKEN is not set: a push needs a token that may write.")
     manifest = read_manifest(args.stage)
     api = HfApi(token=token or False)
-    plan = plan_push(args.stage, api, manifest["repo_id"], manifest["revision"])
-    logger.info("%s at %s\n%s", manifest["repo_id"], plan.head or "nothing yet", plan.describe())
+    plan = plan_push(args.stage, manifest, api, args.public)
+    logger.info("%s, %s, at %s\n%s", manifest["repo_id"], plan.visibility, plan.head or "nothing yet", plan.describe())
     if args.dry_run:
+        if plan.head is None and token is None:
+            logger.info("A private repository of this name would not be visible without HF_TOKEN.")
         logger.info("Dry run: nothing was changed.")
         return
-    commit = push(args.stage, api, args.public, plan)
+    commit = push(args.stage, manifest, plan, api, args.public)
     logger.info("Published %s as %s, commit %s", manifest["repo_id"], manifest["revision"], commit)
 
 
 def run_verify(args: argparse.Namespace) -> None:
     """Print the verdict."""
-    verdict = verify(args.repo_id, args.revision, args.stage, os.environ.get("HF_TOKEN"))
+    verdict = verify(args.repo_id, args.revision, args.stage, read_token())
     logger.info("%d files downloaded into an empty cache", verdict.files)
-    logger.info("logits and hidden states: largest difference %g", verdict.largest_difference)
-    logger.info("the card's snippet printed: %s", verdict.snippet.strip())
+    if verdict.largest_difference is None:
+        logger.info("logits and hidden states: not compared with a local model")
+    else:
+        logger.info("logits and hidden states: largest difference %g", verdict.largest_difference)
+    if verdict.snippet is not None:
+        logger.info("the card's snippet printed: %s", verdict.snippet.strip())
     for problem in verdict.problems:
         logger.info("%s", problem)
     if verdict.problems:
         raise SystemExit(f"NOT verified: {len(verdict.problems)} problems with {args.repo_id} at {args.revision}.")
-    logger.info("Verified: %s at %s is what was staged.", args.repo_id, args.revision)
+    staged = "what its manifest says" if args.stage is None else "what was staged"
+    logger.info("Verified: %s at %s is %s.", args.repo_id, args.revision, staged)
+
+
+def read_token() -> str | None:
+    """The token in the environment; an empty one is none."""
+    return os.environ.get("HF_TOKEN") or None
 
 
 COMMANDS = {"build": run_build, "check": run_check, "push": run_push, "verify": run_verify}

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from hub_cards.card import Widget, read_prose, render_card
-from hub_cards.facts import HUB_ID, Facts, collect_facts, weight_files
+from hub_cards.facts import HUB_ID, Facts, collect_facts, read_json, weight_files
 from hub_cards.licences import APACHE, Licence, licence_of
 from training.data import load_rows, open_images, row_images, row_turns
 
@@ -30,7 +31,11 @@ JSON_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json",
 )  # fmt: skip
 OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
-PLOTS = ("layers.png", "attention.png")
+# The diagnostics' plots that the card shows, and what is to be seen on them.
+PLOTS = {
+    "layers.png": "Norm of visual and text tokens at each layer, and how far each layer turns them",
+    "attention.png": "Attention to the picture at each layer: its mass, its entropy, the share of the bottom third",
+}
 MAX_WIDGETS = 3
 
 
@@ -42,6 +47,8 @@ def build(
     revision: str = "v1.0",
     diagnostics: Path | None = None,
     widget_data: Path | None = None,
+    text_model: str | None = None,
+    vision_model: str | None = None,
     own_licence: str | None = None,
     base_licence_file: Path | None = None,
 ) -> Path:
@@ -55,24 +62,26 @@ def build(
         revision: Tag that the card pins.
         diagnostics: Folder of a report about this model.
         widget_data: LLaVA JSON whose first pictures and questions become examples.
-        own_licence: Licence of a model that has no base model.
+        text_model, vision_model: Hub ids of parts that were loaded from a folder.
+        own_licence: Licence of parts that are on no Hub.
         base_licence_file: The base model's licence text, where its licence asks for a copy.
 
     Raises:
         ValueError: if a fact or file that is needed is not there, or the name breaks the base model's licence.
     """
-    if not HUB_ID.fullmatch(repo_id):
-        raise ValueError(f"--repo_id {repo_id!r} is not owner/name.")
+    check_repo_id(repo_id)
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"{output_dir} is not empty. Choose another folder, or empty it first.")
-    facts = collect_facts(run, diagnostics)
-    licence = licence_of(facts.base_models, own_licence)
+    facts = collect_facts(run, diagnostics, text_model, vision_model)
+    licence = licence_of(facts.text_model, facts.vision_model, own_licence)
     check_name(repo_id, licence)
     text = licence_text(licence, base_licence_file)
     prose = read_prose(prose_file)
     output_dir.mkdir(parents=True, exist_ok=True)
     copy_model(run, output_dir)
     (output_dir / "LICENSE").write_text(text, encoding="utf-8")
+    if "LICENSE-APACHE" in licence.files:
+        shutil.copy(ROOT / "LICENSE", output_dir / "LICENSE-APACHE")
     if licence.notice is not None:
         (output_dir / "NOTICE").write_text(licence.notice, encoding="utf-8")
     shutil.copy(ASSETS / "handler.py", output_dir)
@@ -84,6 +93,16 @@ def build(
     (output_dir / "README.md").write_text(str(card), encoding="utf-8")
     write_manifest(output_dir, repo_id, revision, facts)
     return output_dir
+
+
+def check_repo_id(repo_id: str) -> None:
+    """Raises `ValueError` if it is not owner/name, or a name that the Hub refuses."""
+    if not HUB_ID.fullmatch(repo_id):
+        raise ValueError(f"--repo_id {repo_id!r} is not owner/name.")
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"--repo_id {repo_id!r}: {error}") from error
 
 
 def check_name(repo_id: str, licence: Licence) -> None:
@@ -102,13 +121,12 @@ def copy_model(run: Path, output_dir: Path) -> None:
         shutil.copy(path, output_dir)
     for name in JSON_FILES:
         if (run / name).exists():
-            content = json.loads((run / name).read_text(encoding="utf-8"))
-            text = json.dumps(without_local_names(content), indent=2, ensure_ascii=False)
+            text = json.dumps(without_local_names(read_json(run / name)), indent=2, ensure_ascii=False)
             (output_dir / name).write_text(text + "\n", encoding="utf-8")
     for name in OTHER_FILES:
         if (run / name).exists():
             shutil.copy(run / name, output_dir)
-    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    config = read_json(run / "config.json")
     for module in {value.split(".")[0] for value in config["auto_map"].values()}:
         shutil.copy(run / f"{module}.py", output_dir)
 
@@ -140,15 +158,15 @@ def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
     return text
 
 
-def copy_plots(diagnostics: Path | None, output_dir: Path) -> list[str]:
-    """The diagnostics' plots that the card shows."""
+def copy_plots(diagnostics: Path | None, output_dir: Path) -> dict[str, str]:
+    """The diagnostics' plots that the card shows: what is to be seen on each, by name."""
     if diagnostics is None:
-        return []
+        return {}
     (output_dir / "diagnostics").mkdir()
-    names = [name for name in PLOTS if (diagnostics / name).exists()]
-    for name in names:
+    plots = {name: text for name, text in PLOTS.items() if (diagnostics / name).exists()}
+    for name in plots:
         shutil.copy(diagnostics / name, output_dir / "diagnostics")
-    return names
+    return plots
 
 
 @torch.no_grad()
@@ -195,13 +213,19 @@ def staged_files(folder: Path) -> Iterable[Path]:
 
 
 def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> None:
-    """What the folder is, and hash and size of every file in it."""
-    environment = facts.stages[-1].environment if facts.stages else {}
+    """What the folder is and is made of, and hash and size of every file in it.
+
+    The commit is that of the last stage; it counts as clean only where that of no stage is known not to be.
+    """
+    environments = [stage.environment for stage in facts.stages] or [{}]
+    clean = [environment.get("commit_is_clean") for environment in environments]
     manifest = {
         "repo_id": repo_id,
         "revision": revision,
-        "commit": environment.get("commit"),
-        "commit_is_clean": environment.get("commit_is_clean"),
+        "text_model": facts.text_model,
+        "vision_model": facts.vision_model,
+        "commit": environments[-1].get("commit"),
+        "commit_is_clean": False if False in clean else clean[-1],
         "files": {
             path.relative_to(folder).as_posix(): {"sha256": sha256(path), "size": path.stat().st_size}
             for path in staged_files(folder)

@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hub_cards.facts import Facts
-from hub_cards.licences import Licence
+from hub_cards.licences import APACHE, Licence, known_licence
 
 
 NOT_RECORDED = "not recorded"
@@ -35,10 +35,15 @@ def read_prose(path: Path) -> dict[str, Any]:
     """The recipe's prose and `datasets`.
 
     Raises:
-        ValueError: if a field is missing or empty.
+        ValueError: if it is no YAML mapping, or a field is missing or empty.
     """
-    prose = yaml.safe_load(path.read_text(encoding="utf-8"))
-    missing = [name for name in PROSE if not str((prose or {}).get(name) or "").strip()]
+    try:
+        prose = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no YAML ({error}).") from error
+    if not isinstance(prose, dict):
+        raise ValueError(f"{path} is no mapping of fields to text. A card needs each: {', '.join(PROSE)}.")
+    missing = [name for name in PROSE if not str(prose.get(name) or "").strip()]
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}. A card needs each: {', '.join(PROSE)}.")
     return {name: value.strip() if isinstance(value, str) else value for name, value in prose.items()}
@@ -96,11 +101,11 @@ def render_card(
     prose: dict[str, Any],
     repo_id: str,
     revision: str,
-    plots: list[str],
+    plots: dict[str, str],
     widgets: list[Widget],
     code_lines: int,
 ) -> ModelCard:
-    """The whole card. Every fact that is `None` reads "not recorded"."""
+    """The whole card. Every fact that is `None` reads "not recorded"; `plots` says what is to be seen on each."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -128,15 +133,27 @@ def render_card(
         prose=prose,
         plots=plots,
         code_lines=code_lines,
+        trained="trained here" if facts.stages else NOT_RECORDED,
         norm_sentence=NORMS[facts.projector_norm],
         question=widgets[0].question if widgets else "What is in the picture?",
         commands=sorted({row["command"] for row in facts.evaluations}),
-        hours=duration(sum(s for s in seconds if s)) if seconds and all(seconds) else None,
-        attribution=" ".join(f"Made from {base}." for base in facts.base_models)
-        or "All parts were trained from scratch.",
+        hours=duration(sum(s for s in seconds if s)) if all(seconds) and facts.earlier_is_recorded else None,
+        attribution=attribute(facts),
+        apache_parts=[base for base in facts.base_models if known_licence(base) is APACHE],
     )
     metadata = build_metadata(facts, licence, name, prose.get("datasets") or [], widgets)
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
+
+
+def attribute(facts: Facts) -> str:
+    """What the parts were made from."""
+    if not facts.base_models:
+        return "All parts were trained from scratch."
+    parts = {"language model": facts.text_model, "vision encoder": facts.vision_model}
+    return " ".join(
+        f"The {part} was trained from scratch." if base is None else f"Made from {base}."
+        for part, base in parts.items()
+    )
 
 
 def duration(seconds: float) -> str:

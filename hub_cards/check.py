@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from hub_cards.build import JSON_FILES, MANIFEST, OTHER_FILES, PLOTS, sha256, staged_files
 from hub_cards.facts import HUB_ID
-from hub_cards.licences import BY_IDENTIFIER, Licence, UnknownLicenceError, licence_of
+from hub_cards.licences import APACHE, BY_IDENTIFIER, UnknownLicenceError, known_licence, strictest
 
 
 SECTIONS = (
@@ -25,8 +25,8 @@ SECTIONS = (
 )  # fmt: skip
 METADATA = {"license", "pipeline_tag", "library_name", "tags"}
 TAGS = {"custom_code", "conversational"}
-PLACEHOLDERS = re.compile(
-    r"\bTODO\b|\bFIXME\b|\bTBD\b|lorem ipsum|\[?more information needed\]?|\{\{|\}\}|<your[ _-]", re.IGNORECASE
+PLACEHOLDERS = re.compile(  # braces that BibTeX doubles around a name are none
+    r"\bTODO\b|\bFIXME\b|\bTBD\b|lorem ipsum|\[?more information needed\]?|(?<!= )\{\{|\{%|<your[ _-]", re.IGNORECASE
 )
 SECRETS = {
     "a Hugging Face token": re.compile(r"\bhf_[A-Za-z0-9]{20,}"),
@@ -37,15 +37,18 @@ SECRETS = {
     "a private key": re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
 }
 LOCAL_PATHS = re.compile(
-    r"(?<![\w./:])(?:/(?:home|root|Users|mnt|tmp|scratch|data|workspace|work|opt|var)/[\w.-]+|[A-Za-z]:\\\\?[\w.-]+)"
+    r"file:/+[\w.~-]+"
+    r"|(?<![\w./<~}])/[\w.@+-]+(?:/[\w.@+-]+)+"  # of two segments or more, after host: too
+    r"|(?<![\w./~])~[\w-]*/[\w.-]+"
+    r"|(?<!\w)[A-Za-z]:\\{1,2}[\w.-]+"
 )
 PICKLE_NAMES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".npz")
 TEXT_NAMES = (".md", ".json", ".jsonl", ".py", ".txt", ".jinja", ".yaml", ".yml", "")
 OURS = {"training", "diagnostics", "hub_cards", "modeling_normllava", "examples", "benchmarks"}
 CLASS_FILES = ("configuration_normllava.py", "modeling_normllava.py")
 ALLOWED = {
-    *JSON_FILES, *OTHER_FILES, *CLASS_FILES, "README.md", "LICENSE", "NOTICE", "handler.py", "requirements.txt",
-    MANIFEST, *(f"diagnostics/{name}" for name in PLOTS),
+    *JSON_FILES, *OTHER_FILES, *CLASS_FILES, "README.md", "LICENSE", "LICENSE-APACHE", "NOTICE", "handler.py",
+    "requirements.txt", MANIFEST, *(f"diagnostics/{name}" for name in PLOTS),
 }  # fmt: skip
 ALLOWED_PATTERNS = (r"model(-\d{5}-of-\d{5})?\.safetensors", r"images/example\d+\.png")
 
@@ -69,10 +72,19 @@ class Finding:
 
 
 def check(folder: Path) -> list[Finding]:
-    """All findings about a stage folder, by file."""
+    """All findings about a stage folder, by file.
+
+    A search that fails, on a file that was edited into another shape, is a finding too.
+    """
     if not folder.is_dir():
         return [Finding(str(folder), "no such folder", "Make one with python -m hub_cards build.")]
-    findings = {finding for find in CHECKS for finding in find(folder)}
+    findings: set[Finding] = set()
+    for find in CHECKS:
+        try:
+            findings.update(find(folder))
+        except Exception as error:  # whatever somebody wrote into a file
+            reason = f"{find.__name__} stopped ({type(error).__name__}: {error})"
+            findings.add(Finding(".", reason, "Build the stage folder anew."))
     return sorted(findings, key=lambda finding: (finding.file, finding.reason))
 
 
@@ -122,7 +134,8 @@ def find_pickles(folder: Path) -> Iterator[Finding]:
         name = _name(path, folder)
         if path.suffix in PICKLE_NAMES:
             yield Finding(name, "has the name of a pickle", fix)
-        elif is_pickle(path):
+        # Weights have a search of their own; the length at their head can look like a pickle's first bytes.
+        elif path.suffix != ".safetensors" and is_pickle(path):
             yield Finding(name, "is a pickle, whatever its name", fix)
 
 
@@ -148,14 +161,16 @@ def is_pickle(path: Path) -> bool:
 def find_secrets(folder: Path) -> Iterator[Finding]:
     """Tokens and keys, and paths of the machine that made the folder."""
     for path in staged_files(folder):
-        if path.suffix not in TEXT_NAMES or path.name == "tokenizer.json":
+        if path.suffix not in TEXT_NAMES:
             continue
         text = _text(path)
         name = _name(path, folder)
         for kind, pattern in SECRETS.items():
             if pattern.search(text):
                 yield Finding(name, f"holds {kind}", "Revoke it now, then take it out.")
-        found = LOCAL_PATHS.search(text) if path.name != "LICENSE" else None
+        # A vocabulary and a licence hold paths of nobody.
+        exempt = path.name == "tokenizer.json" or path.name.startswith("LICENSE")
+        found = None if exempt else LOCAL_PATHS.search(text)
         if found:
             yield Finding(name, f"holds a path of a machine, {found.group()}", "Take it out, or put a Hub id there.")
 
@@ -290,37 +305,54 @@ def find_metadata_faults(folder: Path) -> Iterator[Finding]:
                 yield Finding("README.md", f"widget {number} shows {picture}, which is not here", "Add the picture.")
 
 
+def read_manifest_fields(folder: Path) -> dict[str, Any]:
+    """The manifest, empty where it can't be read."""
+    manifest = _json(folder / MANIFEST)
+    return manifest if isinstance(manifest, dict) else {}
+
+
 def find_licence_faults(folder: Path) -> Iterator[Finding]:
-    """What the base models' licence asks for and is not there."""
+    """What the licence of the parts asks for and is not there."""
     metadata, text = split_card(folder)
     metadata = metadata if isinstance(metadata, dict) else {}
+    manifest = read_manifest_fields(folder)
     identifier = str(metadata.get("license"))
-    bases = metadata.get("base_model") or []
-    try:
-        licence: Licence = licence_of(bases if isinstance(bases, list) else [bases], identifier)
-    except UnknownLicenceError as error:
-        yield Finding("README.md", str(error).rstrip("."), "Name what it is made from.")
-        return
+    named = metadata.get("base_model") or []
+    bases = {str(base) for base in (named if isinstance(named, list) else [named])}
+    parts = [manifest.get("text_model"), manifest.get("vision_model")]
+    recorded = {part for part in parts if part is not None}
+    if bases != recorded:
+        reason = f"metadata base_model names {', '.join(sorted(bases)) or 'none'}, the manifest "
+        yield Finding("README.md", reason + (", ".join(sorted(recorded)) or "none"), "Build the card anew.")
+    licences = []
+    for base in sorted(bases | recorded):
+        try:
+            licences.append(known_licence(base))
+        except UnknownLicenceError as error:
+            yield Finding("README.md", str(error).rstrip("."), "Name what it is made from.")
+            return
+    if None in parts and identifier in BY_IDENTIFIER:
+        licences.append(BY_IDENTIFIER[identifier])
+    licence = strictest(licences)
     if identifier != licence.identifier:
-        yield Finding("README.md", f"metadata license is {identifier}", f"Its base asks for {licence.identifier}.")
+        yield Finding("README.md", f"metadata license is {identifier}", f"Its parts ask for {licence.identifier}.")
     for name in licence.files:
         if not _text(folder / name).strip():
             yield Finding(name, f"is missing or empty, and the {licence.title} asks for it", "Build the folder anew.")
     if licence.attribution and licence.attribution not in text:
         yield Finding("README.md", f"does not say '{licence.attribution}'", f"The {licence.title} asks for it.")
-    manifest = _json(folder / MANIFEST)
-    name = str(manifest.get("repo_id", "/")).split("/")[-1] if isinstance(manifest, dict) else ""
+    name = str(manifest.get("repo_id", "/")).split("/")[-1]
     if licence.name_prefix and not name.startswith(licence.name_prefix):
         yield Finding(MANIFEST, f"the name {name!r} does not begin with {licence.name_prefix}", "Choose another name.")
-    if licence is not BY_IDENTIFIER["apache-2.0"] and "Apache License" in _text(folder / "LICENSE")[:200]:
+    if licence is not APACHE and "Apache License" in _text(folder / "LICENSE")[:200]:
         yield Finding("LICENSE", "is Apache's", f"Put the {licence.title} there.")
 
 
 def find_snippet_faults(folder: Path) -> Iterator[Finding]:
     """Snippets of the card that don't parse, or load something else than this revision of this repository."""
     _, text = split_card(folder)
-    manifest = _json(folder / MANIFEST)
-    manifest = manifest if isinstance(manifest, dict) else {}
+    manifest = read_manifest_fields(folder)
+    repo_id, revision = manifest.get("repo_id"), manifest.get("revision")
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     if not snippets:
         yield Finding("README.md", "shows no snippet that loads the model", "Build the card anew.")
@@ -330,22 +362,47 @@ def find_snippet_faults(folder: Path) -> Iterator[Finding]:
         except SyntaxError as error:
             yield Finding("README.md", f"snippet {number} is not Python ({error})", "Mend it.")
             continue
-        calls = [
-            node
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "from_pretrained"
-        ]
+        constants = assigned_constants(tree)
+        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and loads_code(node)]
         for call in calls:
-            if "revision" not in {keyword.arg for keyword in call.keywords}:
+            given = next((keyword.value for keyword in call.keywords if keyword.arg == "revision"), None)
+            if given is None:
                 yield Finding("README.md", f"snippet {number} loads without a revision", "Pin it: code is run.")
-        strings = {
-            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        for name in ("repo_id", "revision"):
-            if calls and manifest.get(name) and manifest[name] not in strings:
-                yield Finding("README.md", f"snippet {number} does not name {manifest[name]}", "Build the card anew.")
+            elif constant_values(given, constants) != {revision}:
+                reason = f"snippet {number} loads at a revision, {ast.unparse(given)}, that is not {revision}"
+                yield Finding("README.md", reason, "Build the card anew.")
+        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+        if calls and repo_id not in strings:
+            yield Finding("README.md", f"snippet {number} does not name {repo_id}", "Build the card anew.")
+
+
+def loads_code(call: ast.Call) -> bool:
+    """Whether a call may load a repository's code."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+    return name in ("from_pretrained", "pipeline") or "trust_remote_code" in {entry.arg for entry in call.keywords}
+
+
+def assigned_constants(tree: ast.Module) -> dict[str, set[Any]]:
+    """What a snippet assigns to each name, one by one or as a tuple; `None` stands for what is no constant."""
+    values: dict[str, set[Any]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs = list(zip(target.elts, node.value.elts, strict=False))
+                for name, value in pairs:
+                    if isinstance(name, ast.Name):
+                        constant = value.value if isinstance(value, ast.Constant) else None
+                        values.setdefault(name.id, set()).add(constant)
+    return values
+
+
+def constant_values(node: ast.expr, constants: dict[str, set[Any]]) -> set[Any]:
+    """What an argument can be: a constant, or what was assigned to its name."""
+    if isinstance(node, ast.Constant):
+        return {node.value}
+    return constants.get(node.id, set()) if isinstance(node, ast.Name) else set()
 
 
 def find_manifest_faults(folder: Path) -> Iterator[Finding]:
@@ -355,6 +412,9 @@ def find_manifest_faults(folder: Path) -> Iterator[Finding]:
         if (folder / MANIFEST).exists():
             yield Finding(MANIFEST, "can't be read", "Build the stage folder anew.")
         return
+    for field in ("repo_id", "revision"):
+        if not isinstance(manifest.get(field), str) or not manifest[field]:
+            yield Finding(MANIFEST, f"has no {field}", "Build the stage folder anew.")
     files = manifest["files"]
     present = {_name(path, folder): path for path in staged_files(folder) if not path.is_symlink()}
     for name in sorted(files.keys() - present.keys()):

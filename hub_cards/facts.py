@@ -6,6 +6,8 @@ What an artefact doesn't hold is `None`, which the card shows as "not recorded".
 import json
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,16 @@ from safetensors import safe_open
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Arguments of a run that the card lists; paths and names of the machine are not among them.
 ARGUMENTS = (
-    "global_batch_size", "packed_length", "num_train_epochs", "learning_rate", "vision_learning_rate",
-    "norm_learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16",
-    "seed",
+    "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length",
+    "num_train_epochs", "max_steps", "learning_rate", "vision_learning_rate", "norm_learning_rate",
+    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "clip_by_module", "optim", "bf16",
+    "bf16_weights", "load_in_4bit", "lora_r", "lora_alpha", "seed",
 )  # fmt: skip
+# Listed only where they are on, and where the stage has adapters.
+SWITCHES = {"clip_by_module", "bf16_weights", "load_in_4bit"}
+ADAPTER_ARGUMENTS = {"lora_r", "lora_alpha"}
+# How far the mean |gain| of a report may be from that of the weights: one is summed on another device, perhaps.
+GAIN_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,8 @@ class StageFacts:
 
     Attributes:
         stage: `align`, `instruct` or `adapt`, if it is recorded.
-        steps, tokens, first_loss, last_loss, seconds: From `trainer_state.json` and `metrics.jsonl`.
+        steps, tokens, first_loss, last_loss: From `trainer_state.json` and `metrics.jsonl`.
+        seconds: From `metrics.jsonl`; `None` for a resumed run, of which only the last session's time is there.
         arguments: Those of `ARGUMENTS` that are recorded.
         environment: Devices, versions and commit.
     """
@@ -54,6 +63,7 @@ class Facts:
         hidden_size, layers: Of the decoder.
         projector_norm, target: Arm of the norm, and T.
         stages: In the order that they were run in.
+        earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
         evaluations: Rows of `evaluation.json`.
         diagnostics: The model's entry in the diagnostics' `report.json`.
     """
@@ -69,6 +79,7 @@ class Facts:
     projector_norm: str
     target: float | None
     stages: list[StageFacts] = field(default_factory=list)
+    earlier_is_recorded: bool = False
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     diagnostics: dict[str, Any] | None = None
 
@@ -83,39 +94,58 @@ class Facts:
         return [name for name in (self.text_model, self.vision_model) if name is not None]
 
 
-def collect_facts(run: Path, diagnostics: Path | None) -> Facts:
+def collect_facts(
+    run: Path, diagnostics: Path | None, text_model: str | None = None, vision_model: str | None = None
+) -> Facts:
     """Read what there is in a run's folder, and in those of the stages before it.
 
     Args:
         run: Output folder of the last stage.
         diagnostics: Folder that `python -m diagnostics` wrote about this model.
+        text_model, vision_model: Hub ids of parts that were loaded from a folder.
 
     Raises:
-        ValueError: if the folder holds no complete model, or the diagnostics are of several models.
+        ValueError: if the folder holds no complete model, a file can't be read, a Hub id contradicts the one that is
+            recorded, or the diagnostics are of another model or of several.
     """
+    if (run / "adapter_config.json").exists():
+        raise ValueError(
+            f"{run} holds an adapter. Merge it first: python training/merge.py --adapter {run} --output_dir <folder>"
+        )
     config_file = run / "config.json"
     if not config_file.exists():
         raise ValueError(f"{run} holds no config.json: give the output folder of a finished training run.")
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    if config.get("model_type") != "normllava":
-        raise ValueError(f"{config_file}: model_type is {config.get('model_type')!r}, not 'normllava'.")
+    config = read_json(config_file)
+    if not isinstance(config, dict) or config.get("model_type") != "normllava":
+        found = config.get("model_type") if isinstance(config, dict) else config
+        raise ValueError(f"{config_file}: model_type is {found!r}, not 'normllava'.")
     parameters, dtypes = count_weights(run)
     text, vision = config["text_config"], config["vision_config"]
+    stages, earlier_is_recorded = collect_stages(run)
     return Facts(
         parameters=parameters,
         dtypes=dtypes,
-        vision_model=hub_id(vision.get("_name_or_path")),
-        text_model=hub_id(text.get("_name_or_path")),
+        vision_model=choose_id("vision_model", vision_model, vision.get("_name_or_path"), config_file),
+        text_model=choose_id("text_model", text_model, text.get("_name_or_path"), config_file),
         image_size=vision.get("image_size"),
         image_tokens=config.get("image_seq_length"),
         hidden_size=text["hidden_size"],
         layers=text["num_hidden_layers"],
         projector_norm=config["projector_norm"],
         target=config.get("projector_norm_target"),
-        stages=collect_stages(run),
+        stages=stages,
+        earlier_is_recorded=earlier_is_recorded,
         evaluations=read_evaluations(run),
-        diagnostics=read_diagnostics(diagnostics),
+        diagnostics=None if diagnostics is None else read_diagnostics(diagnostics, run, text),
     )
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises `ValueError`, with the file's name, if it is broken."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}).") from error
 
 
 def hub_id(name: str | None) -> str | None:
@@ -123,11 +153,23 @@ def hub_id(name: str | None) -> str | None:
     return name if name and HUB_ID.fullmatch(name) and not Path(name).exists() else None
 
 
+def choose_id(option: str, given: str | None, recorded: str | None, config_file: Path) -> str | None:
+    """The Hub id of a part, from the command line or the config. Raises `ValueError` if these contradict."""
+    known = hub_id(recorded)
+    if given is None:
+        return known
+    if not HUB_ID.fullmatch(given):
+        raise ValueError(f"--{option} {given!r} is not owner/name.")
+    if known not in (None, given):
+        raise ValueError(f"--{option} is {given}, but {config_file} records {known}. Leave the option out.")
+    return given
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files that the weights are in, by the index where there is one."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        names = set(read_json(index)["weight_map"].values())
         return [folder / name for name in sorted(names)]
     return [folder / "model.safetensors"]
 
@@ -156,37 +198,65 @@ def count_weights(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
     return dict(sorted(parameters.items())), dict(sorted(dtypes.items()))
 
 
-def collect_stages(run: Path) -> list[StageFacts]:
-    """The stages of training, from this folder back through those that it started from, as far as they are here."""
+def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
+    """The stages of training, from this folder back through those that it started from, as far as they are here.
+
+    Returns:
+        The stages in order, and whether they begin with a model that had not been trained before: stage "align" does,
+        and so does one that started from a folder here without a `trainer_state.json`.
+    """
     stages: list[StageFacts] = []
-    folder: Path | None = run
-    while folder is not None and (folder / "trainer_state.json").exists():
-        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    folder = run
+    while (folder / "trainer_state.json").exists():
         recorded = folder / "run.json"
-        arguments = json.loads(recorded.read_text(encoding="utf-8")) if recorded.exists() else {}
-        metrics = folder / "metrics.jsonl"
-        lines = (
-            [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
-        )
-        losses = [line["loss"] for line in lines if "loss" in line]
-        tokens = [line["num_tokens"] for line in lines if "num_tokens" in line]
-        seconds = [line["train_runtime"] for line in lines if "train_runtime" in line]
-        stages.insert(
-            0,
-            StageFacts(
-                stage=arguments.get("stage"),
-                steps=state["global_step"],
-                tokens=int(tokens[-1]) if tokens else None,
-                first_loss=losses[0] if losses else None,
-                last_loss=losses[-1] if losses else None,
-                seconds=seconds[-1] if seconds else None,
-                arguments={name: arguments[name] for name in ARGUMENTS if arguments.get(name) is not None},
-                environment=arguments.get("environment", {}),
-            ),
-        )
+        arguments = read_json(recorded) if recorded.exists() else {}
+        stages.insert(0, read_stage(folder, arguments))
         before = arguments.get("model_name_or_path")
-        folder = Path(before) if before is not None and Path(before).is_dir() else None
-    return stages
+        if before is None or not Path(before).is_dir():
+            return stages, stages[0].stage == "align"
+        folder = Path(before)
+    return stages, bool(stages)
+
+
+def read_stage(folder: Path, arguments: dict[str, Any]) -> StageFacts:
+    """One stage, from its folder and the arguments that it recorded."""
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    try:
+        logged = [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{metrics}: a line is no JSON ({error}).") from error
+    losses = [line["loss"] for line in logged if "loss" in line]
+    seconds = [line["train_runtime"] for line in logged if "train_runtime" in line]
+    environment = arguments.get("environment") or {}
+    return StageFacts(
+        stage=arguments.get("stage"),
+        steps=read_json(folder / "trainer_state.json")["global_step"],
+        tokens=count_tokens([line["num_tokens"] for line in logged if "num_tokens" in line]),
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        seconds=seconds[-1] if seconds and not environment.get("resumed") else None,
+        arguments={name: arguments[name] for name in ARGUMENTS if is_listed(name, arguments)},
+        environment=environment,
+    )
+
+
+def count_tokens(logged: list[float]) -> int | None:
+    """All tokens of a run, from a count that starts at 0 again wherever the run was resumed."""
+    if not logged:
+        return None
+    falls = [before for before, after in pairwise(logged) if after < before]
+    return int(sum(falls) + logged[-1])
+
+
+def is_listed(name: str, arguments: dict[str, Any]) -> bool:
+    """Whether the card lists an argument: not one that is not recorded, or that does nothing."""
+    value = arguments.get(name)
+    if value is None or (name in SWITCHES and not value):
+        return False
+    if name in ADAPTER_ARGUMENTS:
+        return arguments.get("stage") == "adapt"
+    return name != "max_steps" or value > 0
 
 
 EVALUATION_FIELDS = ("task", "dataset", "split", "metric", "value", "n", "standard_error", "command")
@@ -201,7 +271,7 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
     path = run / "evaluation.json"
     if not path.exists():
         return []
-    rows = json.loads(path.read_text(encoding="utf-8"))
+    rows = read_json(path)
     for number, row in enumerate(rows):
         missing = [name for name in EVALUATION_FIELDS if name not in row]
         if missing:
@@ -209,18 +279,37 @@ def read_evaluations(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_diagnostics(folder: Path | None) -> dict[str, Any] | None:
+def read_diagnostics(folder: Path, run: Path, text_config: dict[str, Any]) -> dict[str, Any]:
     """The entry of the only model in the diagnostics' report.
 
     Raises:
-        ValueError: if there is no report, or one of several models.
+        ValueError: if there is no report, or one of several models or of another one than the run's.
     """
-    if folder is None:
-        return None
     path = folder / "report.json"
     if not path.exists():
         raise ValueError(f"{folder} holds no report.json; python -m diagnostics --model <run> --output_dir {folder}")
-    models = json.loads(path.read_text(encoding="utf-8"))["models"]
+    models = read_json(path)["models"]
     if len(models) != 1:
         raise ValueError(f"{path} is about {len(models)} models; the card needs a report about this one alone.")
-    return models[0]
+    (model,) = models
+    gain = (model["projector_norm"] or {}).get("gain_mean_abs")
+    seen = (model["num_layers"], model["hidden_size"], gain)
+    ours = (text_config["num_hidden_layers"], text_config["hidden_size"], mean_gain(run))
+    alike = gain is ours[2] if gain is None or ours[2] is None else isclose(gain, ours[2], rel_tol=GAIN_TOLERANCE)
+    if seen[:2] != ours[:2] or not alike:
+        says = "{} layers of width {}, mean |gain| of the norm {}"
+        raise ValueError(
+            f"{path} is about {model['name']}: {says.format(*seen)}. {run} is another model: {says.format(*ours)}. "
+            "Measure this one, with python -m diagnostics."
+        )
+    return model
+
+
+def mean_gain(run: Path) -> float | None:
+    """Mean |gain| of the norm behind the projector, from the weights; `None` if there is no norm."""
+    for path in weight_files(run):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                if name.endswith("multi_modal_projector.norm.weight"):
+                    return file.get_tensor(name).float().abs().mean().item()
+    return None

@@ -2,7 +2,8 @@
 
     python -I hub_cards/fresh_load.py <repository or folder> --revision v1.0 --output result/
 
-Writes hashes of all files, logits and greedy tokens on a fixed picture, and what the card's snippet prints.
+Writes hashes of all files and a copy of the manifest, logits and greedy tokens on a fixed picture, and what the card's
+snippet prints, in this order: what is there says how far it came.
 """
 
 import argparse
@@ -11,7 +12,9 @@ import hashlib
 import io
 import json
 import re
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -26,7 +29,23 @@ def fixed_picture() -> Image.Image:
     return Image.fromarray(((values * 7) % 256).to(torch.uint8).numpy())
 
 
+# A function each, so that the model is gone before the next one is loaded: a large one may fit only once.
 @torch.no_grad()
+def generate(source: str, inputs: Any, pinned: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Logits and greedy tokens."""
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32, **pinned).eval()
+    logits = model(**inputs).logits
+    tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    return {"logits": logits.contiguous(), "tokens": tokens.contiguous()}
+
+
+@torch.no_grad()
+def encode(source: str, inputs: Any, pinned: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Hidden states of the base model."""
+    model = AutoModel.from_pretrained(source, dtype=torch.float32, **pinned).eval()
+    return {"last_hidden_state": model(**inputs).last_hidden_state.contiguous()}
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -42,10 +61,11 @@ def main() -> None:
     for path in files:
         with path.open("rb") as file:
             hashes[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    if "manifest.json" in hashes:
+        shutil.copy(folder / "manifest.json", args.output)
     (args.output / "hashes.json").write_text(json.dumps(hashes), encoding="utf-8")
 
     pinned = {"trust_remote_code": True} | ({} if is_folder else {"revision": args.revision})
-    model = AutoModelForImageTextToText.from_pretrained(args.source, dtype=torch.float32, **pinned).eval()
     processor = AutoProcessor.from_pretrained(args.source, **pinned)
     content = [{"type": "image", "image": fixed_picture()}, {"type": "text", "text": "What is in the picture?"}]
     inputs = processor.apply_chat_template(
@@ -55,18 +75,13 @@ def main() -> None:
         return_dict=True,
         return_tensors="pt",
     )
-    logits = model(**inputs).logits
-    tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-    del model  # one at a time: a large one may fit only once
-    base = AutoModel.from_pretrained(args.source, dtype=torch.float32, **pinned).eval()
-    hidden = base(**inputs).last_hidden_state
-    results = {"logits": logits.contiguous(), "tokens": tokens.contiguous(), "last_hidden_state": hidden.contiguous()}
+    results = generate(args.source, inputs, pinned) | encode(args.source, inputs, pinned)
     save_file(results, args.output / "results.safetensors")
 
     if not is_folder:
         (snippet,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
         printed = io.StringIO()
-        with torch.enable_grad(), contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed):
             exec(compile(snippet, "the card's snippet", "exec"), {})
         (args.output / "snippet.txt").write_text(printed.getvalue(), encoding="utf-8")
 

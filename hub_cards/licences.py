@@ -1,11 +1,12 @@
 """What the licence of a base model asks of a model that is made from it."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
 class UnknownLicenceError(ValueError):
-    """A base model whose licence is not known here; the message says what to do."""
+    """A part whose licence is not known here; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ LLAMA_3_2 = Licence(
         "All Rights Reserved.\n"
     ),
     attribution="Built with Llama",
-    files=("LICENSE", "NOTICE"),
+    # The vision encoder and the class files are Apache-2.0, whose section 4a asks for a copy too.
+    files=("LICENSE", "NOTICE", "LICENSE-APACHE"),
 )
 # Base models by Hub id. Qwen2.5 has other licences at 3B and 72B, so sizes are named.
 KNOWN: list[tuple[str, Licence]] = [
@@ -52,35 +54,54 @@ KNOWN: list[tuple[str, Licence]] = [
     (r"Qwen/Qwen3-[\d.]+B(-Base)?", APACHE),
     (r"google/siglip2?-[\w-]+", APACHE),
 ]
-# A model whose parts are all one's own can have a licence by its identifier.
+# A part of one's own, trained from scratch, can be given under a licence by its identifier.
 BY_IDENTIFIER = {licence.identifier: licence for licence in (APACHE, LLAMA_3_2)}
 
 
-def licence_of(base_models: list[str], own_licence: str | None) -> Licence:
-    """The licence of a model that is made from these base models; the strictest of theirs.
-
-    Args:
-        base_models: Hub ids; none for a model whose parts were trained from scratch.
-        own_licence: Identifier of a licence for such a model.
+def known_licence(base_model: str) -> Licence:
+    """The licence of a base model by its Hub id.
 
     Raises:
-        UnknownLicenceError: if a base model is not known, or there is none and no licence is given.
+        UnknownLicenceError: if it is not known here.
     """
-    found = []
-    for name in base_models:
-        licence = next((licence for pattern, licence in KNOWN if re.fullmatch(pattern, name)), None)
-        if licence is None:
-            raise UnknownLicenceError(
-                f"The licence of the base model {name} is not known. Read it, and add what it asks for to KNOWN in "
-                "hub_cards/licences.py; nothing is published on a guess."
-            )
-        found.append(licence)
-    if not found and own_licence not in BY_IDENTIFIER:
+    for pattern, licence in KNOWN:
+        if re.fullmatch(pattern, base_model):
+            return licence
+    raise UnknownLicenceError(
+        f"The licence of the base model {base_model} is not known. Read it, and add what it asks for to KNOWN in "
+        "hub_cards/licences.py; nothing is published on a guess."
+    )
+
+
+def strictest(licences: Iterable[Licence]) -> Licence:
+    """The one that a model made from parts under all of these has to follow."""
+    return LLAMA_3_2 if LLAMA_3_2 in licences else APACHE
+
+
+def licence_of(text_model: str | None, vision_model: str | None, own_licence: str | None) -> Licence:
+    """The licence of a model that is made from these parts: the strictest of all.
+
+    Args:
+        text_model, vision_model: Hub ids; `None` for a part of which none is known.
+        own_licence: Identifier of the licence under which a part without a Hub id is its owner's to give.
+
+    Raises:
+        UnknownLicenceError: if a part's licence is not known, or a part has no Hub id and no licence is given.
+        ValueError: if a licence is given although both parts have a Hub id.
+    """
+    parts = {"text_model": text_model, "vision_model": vision_model}
+    found = [known_licence(name) for name in parts.values() if name is not None]
+    unknown = [part for part, name in parts.items() if name is None]
+    if unknown and own_licence not in BY_IDENTIFIER:
         raise UnknownLicenceError(
-            "No base model is recorded, so no licence follows from it. If every part was trained from scratch, say "
-            f"under which licence it is yours to give: --license {' or '.join(BY_IDENTIFIER)}; otherwise name the "
-            "bases with --base_model."
+            f"No Hub id of the {' and the '.join(unknown)} is recorded, so no licence follows from it. If it was "
+            f"loaded from a folder, say what it is: {' '.join(f'--{part} owner/name' for part in unknown)}; if it was "
+            f"trained from scratch, say under which licence it is yours to give: --license "
+            f"{' or '.join(BY_IDENTIFIER)}."
         )
-    if not found:
-        return BY_IDENTIFIER[str(own_licence)]
-    return LLAMA_3_2 if LLAMA_3_2 in found else APACHE
+    if not unknown and own_licence is not None:
+        raise ValueError(
+            f"--license is for parts without a Hub id; the licence of this model follows from {text_model} and "
+            f"{vision_model}."
+        )
+    return strictest([*found, *(BY_IDENTIFIER[str(own_licence)] for _ in unknown)])

@@ -10,6 +10,7 @@ import argparse
 
 from transformers.cli.serve import Serve
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+from transformers.utils.import_utils import is_serve_available
 
 
 def main() -> None:
@@ -19,6 +20,8 @@ def main() -> None:
     parser.add_argument("--revision", default="main", help="of a repository on the Hub (default: main)")
     parser.add_argument("--port", type=int, default=8000, help="on the loopback (default: 8000)")
     args = parser.parse_args()
+    if not is_serve_available():
+        raise SystemExit("transformers' server is not installed: pip install -e '.[serve]'")
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava"] = "NormLlavaForConditionalGeneration"
     Serve(
         force_model=f"{args.model}@{args.revision}",

@@ -7,17 +7,19 @@ through it.
 """
 
 import base64
-import binascii
 from io import BytesIO
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, EPS starts a program
 MAX_IMAGES, MAX_BYTES, MAX_PIXELS = 8, 10_000_000, 40_000_000
 MAX_CHARACTERS, MAX_NEW_TOKENS = 50_000, 1024
+MIN_TEMPERATURE = 0.01  # logits are divided by it
 PARAMETERS = {"max_new_tokens": 256, "temperature": 0.0}
 
 
@@ -36,9 +38,17 @@ class EndpointHandler:
         """Answer one conversation. Raises `ValueError`, with field and reason, for a request that is refused."""
         messages = read_messages(data.get("inputs"))
         parameters = read_parameters(data.get("parameters") or {})
-        inputs = self.processor.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        ).to(self.model.device, dtype=self.model.dtype)
+        try:
+            inputs = self.processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+            ).to(self.model.device, dtype=self.model.dtype)
+        except (ValueError, TemplateError) as error:  # a picture's token in a text, an order that the template refuses
+            raise ValueError(f"inputs: {error}") from error
+        asked, limit = inputs["input_ids"].shape[1], self.model.config.get_text_config().max_position_embeddings
+        if asked + parameters["max_new_tokens"] > limit:
+            raise ValueError(
+                f"inputs: {asked} tokens and {parameters['max_new_tokens']} new ones are more than the model's {limit}"
+            )
         temperature = parameters.pop("temperature")
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         generated = self.model.generate(**inputs, **parameters, **sampling)
@@ -56,7 +66,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
             raise ValueError(f"inputs[{number}]: a message has a role (system, user or assistant) and content")
         content = message.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(parts, list):
+        if not isinstance(parts, list) or not parts:
             raise ValueError(f"inputs[{number}].content: text or a list of parts is needed")
         filled = []
         for part in parts:
@@ -88,14 +98,15 @@ def read_image(value: Any, place: str) -> Image.Image:
         raise ValueError(f"{place}: only pictures in base64 are taken, no URLs and no paths")
     try:
         content = base64.b64decode(body if separator else value, validate=True)
-        picture = Image.open(BytesIO(content))
-        if picture.width * picture.height > MAX_PIXELS:
-            raise ValueError(f"{place}: the picture has more than {MAX_PIXELS} pixels")
-        return ImageOps.exif_transpose(picture).convert("RGB")  # as in training
-    except (binascii.Error, OSError, SyntaxError, Image.DecompressionBombError) as error:
+        picture = Image.open(BytesIO(content), formats=FORMATS)
+        if picture.width * picture.height <= MAX_PIXELS:
+            return ImageOps.exif_transpose(picture).convert("RGB")  # as in training
+    except Exception as error:  # what is no picture fails in many ways
+        kinds = ", ".join(FORMATS)
         raise ValueError(
-            f"{place}: no picture in base64 ({type(error).__name__}); URLs and paths are not taken"
+            f"{place}: no picture in base64 ({type(error).__name__}), one of {kinds}; URLs and paths are not taken"
         ) from error
+    raise ValueError(f"{place}: the picture has more than {MAX_PIXELS} pixels")
 
 
 def read_parameters(given: Any) -> dict[str, Any]:
@@ -106,6 +117,7 @@ def read_parameters(given: Any) -> dict[str, Any]:
     tokens, temperature = parameters["max_new_tokens"], parameters["temperature"]
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_NEW_TOKENS:
         raise ValueError(f"parameters.max_new_tokens: a whole number from 1 to {MAX_NEW_TOKENS}")
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature <= 2:
-        raise ValueError("parameters.temperature: a number from 0 to 2")
+    is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not is_number or not (temperature == 0 or MIN_TEMPERATURE <= temperature <= 2):
+        raise ValueError(f"parameters.temperature: 0, or a number from {MIN_TEMPERATURE} to 2")
     return parameters

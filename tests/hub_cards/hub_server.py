@@ -1,6 +1,7 @@
 """A server on the loopback that speaks as much of the Hub's HTTP API as publishing and loading take.
 
-Faults can be switched on by name in `faults`: each entry is how many times it still strikes.
+Faults can be switched on by name in `faults`: each entry is how many times it still strikes. `500 POST /commit` is for
+requests with this method whose path holds `/commit`; the others are named where they strike.
 """
 
 import base64
@@ -72,6 +73,13 @@ class HubServer:
         self._server.shutdown()
         self._server.server_close()
 
+    def answers_500(self, method: str, path: str) -> bool:
+        for fault in list(self.faults):
+            status, _, asked = fault.partition(" ")
+            if status == "500" and asked.split()[0] == method and asked.split()[-1] in f"{method} {path}":
+                return self.strikes(fault)
+        return False
+
     def strikes(self, fault: str) -> bool:
         if self.faults[fault] > 0:
             self.faults[fault] -= 1
@@ -115,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
         authorization = self.headers.get("Authorization") or ""
         hub.requests.append((self.command, path, authorization))
         body = self._body() if self.command in ("POST", "PUT") else b""
-        if hub.strikes(f"500 {self.command}"):
+        if hub.answers_500(self.command, path):
             return self._reply(500, {"error": "planted"})
         for method, pattern, function in ROUTES:
             match = re.fullmatch(pattern, path)
@@ -133,6 +141,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _repository(self, name: str) -> Repository | None:
         found = self.server_state.repositories.get(name)
+        if self.server_state.strikes("not visible"):
+            found = None
         allowed = self.headers.get("Authorization") == f"Bearer {self.server_state.token}"
         if found is None or (found.private and not allowed):
             self._reply(404 if allowed else 401, {"error": "not found"}, {"X-Error-Code": "RepoNotFound"})

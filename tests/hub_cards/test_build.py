@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from hub_cards.__main__ import main
 from hub_cards.build import MANIFEST, ROOT, build, sha256
 from hub_cards.card import read_prose
 from hub_cards.check import check
@@ -21,6 +23,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 OWN = {"own_licence": "apache-2.0"}
+LLAMA, SIGLIP = "meta-llama/Llama-3.2-3B-Instruct", "google/siglip-so400m-patch14-384"
 
 
 def copy(trained: Path, folder: Path) -> Path:
@@ -79,6 +82,7 @@ def test_the_card_says_what_the_artefacts_say(staged: Path, trained: Path) -> No
     assert "| loss, first and last logged | 2.5, 1.5 |" in card.text
     assert "| time | 30 s |" in card.text
     assert "| `learning_rate` | 1e-05 |" in card.text
+    assert "author = {{The authors of arXiv:2512.08374}}" in card.text
     assert "| code | commit " + "0" * 40 in card.text
     assert "0.5 ± 0.035 | 200 | 0.1 (guessing)" in card.text
     data = card.data.to_dict()
@@ -104,6 +108,7 @@ def test_what_is_not_there_is_not_made_up(trained: Path, prose: Path, tmp_path: 
     assert "What it does in this model: not recorded." in text
     assert "Training time: not recorded." in text
     assert "| vision encoder | not recorded |" in text
+    assert "| norm behind it | not recorded |" in text
     assert check(tmp_path / "stage") == []
 
 
@@ -146,12 +151,123 @@ def test_a_run_that_did_not_say_where_it_ran(trained: Path, prose: Path, tmp_pat
     assert "| code | commit not recorded |" in text
 
 
-def test_earlier_stages_are_found(trained: Path, tmp_path: Path) -> None:
+def record(run: Path, **fields: Any) -> Path:
+    """Change what a run recorded of itself."""
+    before = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**before, **fields}))
+    return run
+
+
+def log(run: Path, lines: list[dict[str, float]]) -> None:
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_earlier_stages_are_found(trained: Path, prose: Path, tmp_path: Path) -> None:
     first, second = copy(trained, tmp_path / "stage1"), copy(trained, tmp_path / "stage2")
-    run = json.loads((second / "run.json").read_text())
-    (second / "run.json").write_text(json.dumps({**run, "model_name_or_path": str(first)}))
-    (first / "run.json").write_text(json.dumps({**run, "stage": "align"}))
+    dirty = json.loads((first / "run.json").read_text())["environment"] | {"commit_is_clean": False}
+    record(first, stage="align", environment=dirty)
+    record(second, model_name_or_path=str(first))
     assert [stage.stage for stage in collect_facts(second, None).stages] == ["align", "instruct"]
+    stage = build(second, tmp_path / "stage", "me/Mine", prose, **OWN)
+    text = (stage / "README.md").read_text()
+    assert text.index("### Stage: align") < text.index("### Stage: instruct")
+    assert "Training took 60 s in all" in text
+    assert "Training before" not in text
+    assert [finding.reason for finding in check(stage)] == ["the run was made with uncommitted changes"]
+
+
+def test_stages_that_are_not_here_are_not_passed_over(staged: Path) -> None:
+    text = (staged / "README.md").read_text()
+    assert "Training before the stage that follows: not recorded." in text
+    assert "### Stage: instruct" in text
+    assert "| time | 30 s |" in text
+    assert "Training time: not recorded." in text
+
+
+def test_a_composed_model_is_where_training_begins(trained: Path, prose: Path, tmp_path: Path) -> None:
+    (tmp_path / "composed").mkdir()
+    run = record(copy(trained, tmp_path / "run"), model_name_or_path=str(tmp_path / "composed"))
+    text = (build(run, tmp_path / "stage", "me/Mine", prose, **OWN) / "README.md").read_text()
+    assert "Training took 30 s in all" in text
+    assert "Training before" not in text
+
+
+def test_a_resumed_run_counts_all_tokens_and_times_none(trained: Path, tmp_path: Path) -> None:
+    run = record(copy(trained, tmp_path / "run"), environment={"resumed": True})
+    log(run, [{"num_tokens": count} for count in (100, 200, 90, 190, 40)] + [{"train_runtime": 5.0}])
+    (stage,) = collect_facts(run, None).stages
+    assert (stage.tokens, stage.seconds) == (200 + 190 + 40, None)
+    log(run, [{"loss": 1.0}])
+    assert collect_facts(run, None).stages[0].tokens is None
+
+
+def test_arguments_that_did_nothing_are_not_listed(trained: Path, tmp_path: Path) -> None:
+    fields = {
+        "max_steps": -1, "load_in_4bit": False, "clip_by_module": False, "bf16": False, "lora_r": 16, "lora_alpha": 32,
+        "gradient_accumulation_steps": 4, "dataset_name": "/data/rows.json",
+    }  # fmt: skip
+    run = record(copy(trained, tmp_path / "run"), **fields)
+    listed = {"learning_rate": 1e-5, "bf16": False, "gradient_accumulation_steps": 4}
+    assert collect_facts(run, None).stages[0].arguments == listed
+    record(run, stage="adapt", load_in_4bit=True, max_steps=8)
+    adapted = collect_facts(run, None).stages[0].arguments
+    assert adapted == listed | {"load_in_4bit": True, "max_steps": 8, "lora_r": 16, "lora_alpha": 32}
+
+
+def write_report(folder: Path, run: Path, **changes: Any) -> Path:
+    """As much of a diagnostics report as the card reads, with a plot."""
+    gain = NormLlavaForConditionalGeneration.from_pretrained(run).model.multi_modal_projector.norm.weight
+    measured = {"mean": 0.5, "interval": [0.4, 0.6]}
+    model = {
+        "name": "tiny", "num_layers": 2, "hidden_size": 32, "num_samples": 3, "interface": {"ratio": measured},
+        "projector_norm": {"gain_mean_abs": gain.abs().mean().item()},
+        "layers": {"visual": {"update_rate": measured}, "text": {"update_rate": measured}, "mean_gap": measured},
+    }  # fmt: skip
+    folder.mkdir()
+    (folder / "report.json").write_text(json.dumps({"models": [model | changes]}))
+    Image.new("RGB", (8, 8)).save(folder / "layers.png")
+    return folder
+
+
+def test_the_diagnostics_are_shown(trained: Path, prose: Path, tmp_path: Path) -> None:
+    diagnostics = write_report(tmp_path / "diagnostics", trained)
+    stage = build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
+    assert check(stage) == []
+    text = (stage / "README.md").read_text()
+    assert "| norm of visual over text tokens at the decoder | 0.5 (0.4 to 0.6) |" in text
+    assert "![Norm of visual and text tokens at each layer, and how far each layer turns them](diagnostics/" in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 3},
+        {"hidden_size": 64},
+        {"projector_norm": {"gain_mean_abs": 0.0134}},
+        {"projector_norm": None},
+    ],
+)
+def test_diagnostics_of_another_model_are_refused(
+    changes: dict[str, Any], trained: Path, prose: Path, tmp_path: Path
+) -> None:
+    diagnostics = write_report(tmp_path / "diagnostics", trained, **changes)
+    with pytest.raises(ValueError, match=r"report.json is about tiny: .* is another model: 2 layers of width 32"):
+        build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
+
+
+def test_build_finds_what_training_left(
+    trained: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy(trained, tmp_path / "run")
+    command = ["hub_cards", "build", str(run), "--repo_id", "me/Mine", "--license", "apache-2.0"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match=r"card.yaml is not there: give .* --prose. training/recipes/\*/card.yaml"):
+        main()
+    shutil.copy(prose, run)
+    write_report(run / "diagnostics", run)
+    main()
+    assert check(run / "release") == []
+    assert (run / "release" / "diagnostics" / "layers.png").exists()
 
 
 def test_a_tied_head_and_no_norm(composed: Callable[..., Path], prose: Path, tmp_path: Path) -> None:
@@ -173,8 +289,10 @@ def test_the_recipes_bring_their_prose() -> None:
     [
         ("mystery/model-7B", "google/siglip-so400m-patch14-384", "base model mystery/model-7B is not known"),
         ("Qwen/Qwen2.5-3B-Instruct", None, "base model Qwen/Qwen2.5-3B-Instruct is not known"),  # another licence
-        (None, None, "No base model is recorded"),
-        ("meta-llama/Llama-3.2-3B-Instruct", None, "name begin with 'Llama': not 'Mine', but for example Llama-Mine"),
+        (None, None, "say what it is: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
+        (None, SIGLIP, "No Hub id of the text_model is recorded.* --text_model owner/name;"),
+        (LLAMA, None, "No Hub id of the vision_model is recorded.* --vision_model owner/name;"),
+        (LLAMA, SIGLIP, "name begin with 'Llama': not 'Mine', but for example Llama-Mine"),
     ],
 )
 def test_a_licence_that_does_not_follow_is_a_stop(
@@ -186,8 +304,38 @@ def test_a_licence_that_does_not_follow_is_a_stop(
     assert not (tmp_path / "stage").exists()
 
 
+def test_a_part_that_was_loaded_from_a_folder_is_named(trained: Path, prose: Path, tmp_path: Path) -> None:
+    run = rename_parts(copy(trained, tmp_path / "run"), "/data/models/Llama-3.2-3B-Instruct", SIGLIP)
+    with pytest.raises(ValueError, match="name begin with 'Llama'"):
+        build(run, tmp_path / "stage", "me/Mine", prose, text_model=LLAMA)
+    with pytest.raises(ValueError, match=f"--vision_model is google/siglip2-x, but .*config.json records {SIGLIP}"):
+        build(run, tmp_path / "stage", "me/Mine", prose, text_model=LLAMA, vision_model="google/siglip2-x")
+    with pytest.raises(ValueError, match="--text_model '/data/llama' is not owner/name"):
+        build(run, tmp_path / "stage", "me/Mine", prose, text_model="/data/llama")
+    with pytest.raises(ValueError, match="--license is for parts without a Hub id"):
+        build(run, tmp_path / "stage", "me/Mine", prose, text_model="Qwen/Qwen2.5-7B", **OWN)
+    stage = build(run, tmp_path / "stage", "me/Mine", prose, text_model="Qwen/Qwen2.5-7B")
+    assert check(stage) == []
+    assert ModelCard.load(stage / "README.md").data.base_model == ["Qwen/Qwen2.5-7B", SIGLIP]
+    manifest = json.loads((stage / MANIFEST).read_text())
+    assert (manifest["text_model"], manifest["vision_model"]) == ("Qwen/Qwen2.5-7B", SIGLIP)
+
+
+def test_the_licence_is_the_strictest_of_what_is_known_and_ones_own(
+    trained: Path, prose: Path, tmp_path: Path
+) -> None:
+    run = rename_parts(copy(trained, tmp_path / "run"), LLAMA, None)
+    with pytest.raises(ValueError, match="name begin with 'Llama'"):
+        build(run, tmp_path / "stage", "me/Mine", prose, **OWN)
+    run = rename_parts(copy(trained, tmp_path / "other"), None, SIGLIP)
+    card = ModelCard.load(build(run, tmp_path / "stage", "me/Mine", prose, **OWN) / "README.md")
+    assert card.data.license == "apache-2.0"
+    assert f"The language model was trained from scratch. Made from {SIGLIP}." in card.text
+    assert check(tmp_path / "stage") == []
+
+
 def test_llama_brings_its_agreement_its_notice_and_its_name(trained: Path, prose: Path, tmp_path: Path) -> None:
-    bases = ("meta-llama/Llama-3.2-3B-Instruct", "google/siglip-so400m-patch14-384")
+    bases = (LLAMA, SIGLIP)
     run = rename_parts(copy(trained, tmp_path / "run"), *bases)
     with pytest.raises(ValueError, match="asks for a copy of the agreement: give --base_licence_file"):
         build(run, tmp_path / "without", "me/Llama-Mine", prose)
@@ -201,8 +349,10 @@ def test_llama_brings_its_agreement_its_notice_and_its_name(trained: Path, prose
     assert check(stage) == []
     assert (stage / "LICENSE").read_text() == licence.read_text()
     assert "Llama 3.2 Community License, Copyright © Meta Platforms" in (stage / "NOTICE").read_text()
+    assert (stage / "LICENSE-APACHE").read_text() == (ROOT / "LICENSE").read_text()
     card = ModelCard.load(stage / "README.md")
     assert "**Built with Llama**" in card.text
+    assert f"in `LICENSE-APACHE`; it covers these files and the weights that come from {SIGLIP}." in card.text
     assert card.data.license == "llama3.2"
     assert card.data.base_model == list(bases)
 
@@ -218,6 +368,12 @@ def test_qwen_is_apache(trained: Path, prose: Path, tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda run, prose: (run / "config.json").unlink(), "holds no config.json"),
+        (lambda run, prose: (run / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda run, prose: (run / "run.json").write_text("{"), "run.json is no JSON"),
+        (lambda run, prose: (run / "metrics.jsonl").write_text("{"), "metrics.jsonl: a line is no JSON"),
+        (lambda run, prose: (run / "adapter_config.json").write_text("{}"), "training/merge.py --adapter"),
+        (lambda run, prose: prose.write_text("a: [b"), "card.yaml is no YAML"),
+        (lambda run, prose: prose.write_text("- a"), "card.yaml is no mapping"),
         (lambda run, prose: (run / "model.safetensors").unlink(), "model.safetensors is missing"),
         (lambda run, prose: (run / "evaluation.json").write_text('[{"task": "a"}]'), "row 0: no dataset, split"),
         (lambda run, prose: prose.write_text(yaml.safe_dump({"summary": "x"})), "no intended_use, out_of_scope"),
@@ -231,5 +387,9 @@ def test_what_is_needed_and_missing_is_named(
     spoil(run, own_prose)
     with pytest.raises(ValueError, match=message):
         build(run, tmp_path / "stage", "me/Mine", own_prose, **OWN)
-    with pytest.raises(ValueError, match="is not owner/name"):
-        build(run, tmp_path / "stage", "mine", own_prose, **OWN)
+
+
+@pytest.mark.parametrize(("repo_id", "message"), [("mine", "is not owner/name"), ("me/a--b", "Cannot have --")])
+def test_a_name_that_the_hub_refuses(repo_id: str, message: str, trained: Path, prose: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"--repo_id '{repo_id}'.*{message}"):
+        build(trained, tmp_path / "stage", repo_id, prose, **OWN)

@@ -75,8 +75,17 @@ def torch_archive(folder: Path) -> None:
     write("images/example3.png", buffer.getvalue())(folder)
 
 
-def swap_metadata(old: str, new: str) -> Plant:
-    return edit("README.md", old, new)
+def in_manifest(field: str, value: str | None) -> Plant:
+    def plant(folder: Path) -> None:
+        manifest = json.loads((folder / MANIFEST).read_text())
+        assert field in manifest
+        (folder / MANIFEST).write_text(json.dumps(manifest | {field: value}))
+
+    return plant
+
+
+def local_path(path: str) -> Plant:
+    return edit(CONFIG, '"normllava"', f'"normllava", "from": {json.dumps(path)}')
 
 
 README = "README.md"
@@ -120,20 +129,38 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
         MANIFEST,
         "does not begin with Llama",
     ),
+    "Llama without Apache's licence": (
+        edit(README, "license: apache-2.0", "base_model: meta-llama/Llama-3.2-3B\nlicense: llama3.2"),
+        "LICENSE-APACHE",
+        "the Llama 3.2 Community License asks for it",
+    ),
+    "another base model than built from": (
+        in_manifest("text_model", "Qwen/Qwen2.5-7B"),
+        README,
+        "metadata base_model names none, the manifest Qwen/Qwen2.5-7B",
+    ),
     "no licence file": (delete("LICENSE"), "LICENSE", "is missing or empty"),
     "missing section": (edit(README, "## Evaluation", "## Scores"), README, "no section 'Evaluation'"),
     "empty section": (append(README, "\n## Uses\n\n"), README, "section 'Uses' is empty"),
     "placeholder": (append(README, "\n[More Information Needed]\n"), README, "holds a placeholder"),
+    "unrendered template": (append(README, "\n{{ prose.limits }}\n"), README, "holds a placeholder, '{{'"),
     "picture not there": (append(README, "\n![x](diagnostics/none.png)\n"), README, "shows diagnostics/none.png"),
     "widget picture not there": (delete("images/example1.png"), README, "widget 0 shows images/example1.png"),
     "widget without output": (edit(README, "output:\n", "outcome:\n"), README, "has no output"),
     "token": (append(README, "\nhf_" + "a" * 34 + "\n"), README, "a Hugging Face token"),
-    "private key": (append("handler.py", "\n# -----BEGIN RSA PRIVATE KEY-----\n"), "handler.py", "a private key"),
-    "path of a machine": (
-        edit(CONFIG, '"normllava"', '"normllava", "from": "/home/me/run"'),
-        CONFIG,
-        "path of a machine, /home/me",
+    "token in the vocabulary": (
+        edit("tokenizer.json", '"version"', f'"note": "hf_{"a" * 34}", "version"'),
+        "tokenizer.json",
+        "a Hugging Face token",
     ),
+    "private key": (append("handler.py", "\n# -----BEGIN RSA PRIVATE KEY-----\n"), "handler.py", "a private key"),
+    "path of a machine": (local_path("/home/me/run"), CONFIG, "path of a machine, /home/me"),
+    "path of a cluster": (local_path("/fsx/me/run"), CONFIG, "path of a machine, /fsx/me/run"),
+    "path of a notebook": (append(README, "\n<p>/content/drive</p>\n"), README, "path of a machine, /content/drive"),
+    "file URL": (local_path("file:///home/me"), CONFIG, "path of a machine, file:///home"),
+    "path on a host": (local_path("host:/data/rows"), CONFIG, "path of a machine, /data/rows"),
+    "path of a home": (local_path("~/runs/x"), CONFIG, "path of a machine, ~/runs"),
+    "path of a drive": (local_path("C:\\Users\\me"), CONFIG, "path of a machine, C:\\\\Users"),
     "pickle by name": (write("training_args.bin", b"x"), "training_args.bin", "name of a pickle"),
     "pickle by content": (write("images/example3.png", pickle.dumps({"a": 1})), "images/example3.png", "is a pickle"),
     "old pickle by content": (
@@ -184,11 +211,33 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
         README,
         "without a revision",
     ),
-    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "does not name v1.0"),
+    "snippet with another revision in one call": (
+        edit(README, "AutoProcessor.from_pretrained(repository, revision=revision", 'load("x", revision="main"'),
+        README,
+        "loads at a revision, 'main', that is not v1.0",
+    ),
+    "snippet with two revisions": (
+        edit(README, "\nprocessor = ", '\nrevision = "main"\nprocessor = '),
+        README,
+        "loads at a revision, revision, that is not v1.0",
+    ),
+    "pipeline without revision": (
+        append(README, '\n```python\nask = pipeline(model="me/Tiny-NormLlava")  # v1.0\n```\n'),
+        README,
+        "snippet 1 loads without a revision",
+    ),
+    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "that is not v1.0"),
     "no processor": (delete("processor_config.json"), "processor_config.json", "is missing"),
     "file changed": (append("handler.py", "\n"), "handler.py", "it was changed"),
     "dirty tree": (edit(MANIFEST, '"commit_is_clean": true', '"commit_is_clean": false'), MANIFEST, "uncommitted"),
     "broken manifest": (write(MANIFEST, "{"), MANIFEST, "can't be read"),
+    "manifest without a repository": (in_manifest("repo_id", None), MANIFEST, "has no repo_id"),
+    "manifest without a revision": (in_manifest("revision", ""), MANIFEST, "has no revision"),
+    "metadata of another shape": (
+        edit(README, "widget:\n", "widget: none\nwidgets:\n"),
+        ".",
+        "find_metadata_faults stopped",
+    ),
 }  # fmt: skip
 
 
@@ -218,6 +267,18 @@ def test_a_planted_fault_is_found(fault: str, staged: Path, tmp_path: Path) -> N
         renew_manifest(folder)
     findings = check(folder)
     assert any(finding.file == file and reason in finding.reason and finding.fix for finding in findings), findings
+
+
+def test_weights_are_not_taken_for_a_pickle(staged: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "stage"
+    shutil.copytree(staged, folder)
+    weights = (folder / "model.safetensors").read_bytes()
+    length = int.from_bytes(weights[:8], "little")
+    padded = (length // 65536 + 1) * 65536 + 0x0280  # begins with the bytes 80 02
+    header = weights[8 : 8 + length] + b" " * (padded - length)
+    (folder / "model.safetensors").write_bytes(padded.to_bytes(8, "little") + header + weights[8 + length :])
+    renew_manifest(folder)
+    assert [str(finding) for finding in check(folder)] == []
 
 
 def test_all_findings_come_at_once(staged: Path, tmp_path: Path) -> None:

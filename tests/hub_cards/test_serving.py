@@ -16,7 +16,7 @@ import pytest
 from PIL import ExifTags, Image
 from transformers import pipeline
 
-from hub_cards import build
+from hub_cards import build, serve
 
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +76,18 @@ def test_the_handler_turns_pictures_as_training_does(handler_module: ModuleType)
     assert read["image"].size == (20, 30)
 
 
+def test_the_handler_starts_no_program_for_a_picture(
+    handler_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **kwargs: started.append(args))
+    picture = io.BytesIO()
+    Image.new("RGB", (30, 20)).save(picture, "EPS")
+    with pytest.raises(ValueError, match=r"inputs\[0\]: no picture in base64 \(UnidentifiedImageError\), one of PNG"):
+        handler_module.read_messages(request(base64.b64encode(picture.getvalue()).decode())["inputs"])
+    assert started == []
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -94,7 +106,17 @@ def test_the_handler_turns_pictures_as_training_does(handler_module: ModuleType)
         ({"inputs": request(png())["inputs"] * 9}, "more than 8 pictures"),
         (request(png(), "x" * 50_001), "more than 50000 characters"),
         (request(png(), max_new_tokens=5000), "max_new_tokens: a whole number from 1 to 1024"),
-        (request(png(), temperature=-1), "temperature: a number from 0 to 2"),
+        (request("ü" * 8), r"inputs\[0\]: no picture in base64"),
+        ({"inputs": [{"role": "user", "content": []}]}, r"inputs\[0\].content: text or a list of parts"),
+        (request(png(), "<|image_pad|>"), "inputs: The total number of .* tokens"),
+        (
+            request(png(), "x" * 600, max_new_tokens=8),
+            "inputs: .* tokens and 8 new ones are more than the model's 512",
+        ),
+        (request(png(), "x" * 300, max_new_tokens=256), "tokens and 256 new ones are more than the model's 512"),
+        (request(png(), temperature=-1), "temperature: 0, or a number from 0.01 to 2"),
+        (request(png(), temperature=1e-9), "temperature: 0, or a number from 0.01 to 2"),
+        (request(png(), temperature=float("nan")), "temperature: 0, or a number from 0.01 to 2"),
         (request(png(), num_beams=99), "only max_new_tokens, temperature can be set"),
     ],
 )
@@ -103,10 +125,16 @@ def test_the_handler_refuses(data: dict[str, Any], message: str, handler: Any) -
         handler(data)
 
 
-@pytest.mark.slow
+def test_a_server_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "is_serve_available", lambda: False)
+    monkeypatch.setattr(serve, "Serve", lambda **options: pytest.fail("started"))
+    monkeypatch.setattr(sys, "argv", ["serve", "me/x"])
+    with pytest.raises(SystemExit, match=r"pip install 'normllava\[serve\]'"):
+        serve.main()
+
+
 def test_transformers_serve_answers_the_openai_client(staged: Path, tmp_path: Path) -> None:
-    openai = pytest.importorskip("openai")
-    pytest.importorskip("fastapi")
+    openai = pytest.importorskip("openai")  # the extra "serve"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

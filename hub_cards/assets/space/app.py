@@ -13,7 +13,11 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 REPOSITORY, REVISION = os.environ["MODEL"], os.environ["REVISION"]
 model = AutoModelForImageTextToText.from_pretrained(
-    REPOSITORY, revision=REVISION, trust_remote_code=True, dtype="auto"
+    REPOSITORY,
+    revision=REVISION,
+    trust_remote_code=True,
+    dtype="auto",
+    device_map="auto" if torch.cuda.is_available() else None,
 ).eval()
 processor = AutoProcessor.from_pretrained(REPOSITORY, revision=REVISION, trust_remote_code=True)
 

@@ -129,7 +129,7 @@ def test_a_server_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(serve, "is_serve_available", lambda: False)
     monkeypatch.setattr(serve, "Serve", lambda **options: pytest.fail("started"))
     monkeypatch.setattr(sys, "argv", ["serve", "me/x"])
-    with pytest.raises(SystemExit, match=r"pip install 'normllava\[serve\]'"):
+    with pytest.raises(SystemExit, match=r"pip install -e '.\[serve\]'"):
         serve.main()
 
 

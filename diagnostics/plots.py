@@ -82,8 +82,9 @@ def draw_attention(models: Sequence[dict[str, Any]], path: Path) -> None:
                         label = kind.replace("_", " ") + ending
                         style_of = {"color": colour, "linestyle": style, "label": label}
                         draw_curve(axes[row, column], attention["layers"], curves[name], **style_of)
-        figure.legend(*axes[0, column].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=7)
         axes[2, column].set_xlabel("layer")
+    entries = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, fontsize=7)
     for row, label in enumerate(("mass on the picture", "entropy in the picture", "share of bottom third")):
         axes[row, 0].set_ylabel(label)
     _save(figure, path)

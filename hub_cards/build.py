@@ -14,6 +14,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from diagnostics.plots import draw_attention, draw_layers
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.facts import HUB_ID, Facts, collect_facts, read_json, weight_files
 from hub_cards.licences import APACHE, Licence, licence_of
@@ -31,11 +32,15 @@ JSON_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json",
 )  # fmt: skip
 OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
-# The diagnostics' plots that the card shows, and what is to be seen on them.
+# Plots of the diagnostics' figures: what draws them, and what is to be seen on them.
 PLOTS = {
-    "layers.png": "Norm of visual and text tokens at each layer, and how far each layer turns them",
-    "attention.png": "Attention to the picture at each layer: its mass, its entropy, the share of the bottom third",
-}
+    "layers.png": (
+        draw_layers, "Norm of visual and text tokens at each layer, and how far each layer turns them"
+    ),
+    "attention.png": (
+        draw_attention, "Attention to the picture at each layer: its mass, its entropy, the share of the bottom third"
+    ),
+}  # fmt: skip
 MAX_WIDGETS = 3
 
 
@@ -86,7 +91,7 @@ def build(
         (output_dir / "NOTICE").write_text(licence.notice, encoding="utf-8")
     shutil.copy(ASSETS / "handler.py", output_dir)
     shutil.copy(ASSETS / "requirements.txt", output_dir)
-    plots = copy_plots(diagnostics, output_dir)
+    plots = draw_plots(facts.diagnostics, repo_id.split("/")[1], output_dir)
     widgets = make_widgets(run, widget_data, output_dir) if widget_data is not None else []
     code_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in output_dir.glob("*_normllava.py"))
     card = render_card(facts, licence, prose, repo_id, revision, plots, widgets, code_lines)
@@ -158,15 +163,18 @@ def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
     return text
 
 
-def copy_plots(diagnostics: Path | None, output_dir: Path) -> dict[str, str]:
-    """The diagnostics' plots that the card shows: what is to be seen on each, by name."""
-    if diagnostics is None:
+def draw_plots(measured: dict[str, Any] | None, name: str, output_dir: Path) -> dict[str, str]:
+    """Draw the diagnostics' figures under the model's own name: their report's plots may show a folder's.
+
+    Returns:
+        What is to be seen on each plot, by file name.
+    """
+    if measured is None:
         return {}
     (output_dir / "diagnostics").mkdir()
-    plots = {name: text for name, text in PLOTS.items() if (diagnostics / name).exists()}
-    for name in plots:
-        shutil.copy(diagnostics / name, output_dir / "diagnostics")
-    return plots
+    for file, (draw, _) in PLOTS.items():
+        draw([measured | {"name": name}], output_dir / "diagnostics" / file)
+    return {file: seen for file, (_, seen) in PLOTS.items()}
 
 
 @torch.no_grad()

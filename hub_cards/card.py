@@ -56,11 +56,11 @@ def build_metadata(
     results = [
         EvalResult(
             task_type="image-text-to-text",
-            task_name=row["task"],
             dataset_type=row["dataset"],
             dataset_name=row["dataset"],
             dataset_split=row["split"],
             metric_type=row["metric"],
+            metric_name=f"{row['metric']}, {row['task']}",  # results of one dataset and split share an entry
             metric_value=row["value"],
         )
         for row in facts.evaluations

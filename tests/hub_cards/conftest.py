@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from diagnostics.__main__ import main as measure
 from hub_cards.build import build
 
 
@@ -66,6 +68,17 @@ def widget_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = folder / "rows.json"
     path.write_text(json.dumps(rows))
     return path
+
+
+@pytest.fixture(scope="session")
+def report(trained: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the diagnostics write about the model. Treat it as read-only."""
+    folder = tmp_path_factory.mktemp("report") / "diagnostics"
+    with pytest.MonkeyPatch.context() as patch:
+        arguments = ["--model", trained, "--data", widget_data, "--output_dir", folder]
+        patch.setattr(sys, "argv", ["diagnostics", *map(str, arguments)])
+        measure()
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -95,6 +95,7 @@ def test_the_card_says_what_the_artefacts_say(staged: Path, trained: Path) -> No
     assert data["datasets"] == ["owner/rows"]
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_split) == ("exact_match", 0.5, "test")
+    assert result.metric_name == "exact_match, Visual question answering"
     assert [widget["output"].keys() for widget in data["widget"]] == [{"text"}] * 2
 
 
@@ -214,28 +215,30 @@ def test_arguments_that_did_nothing_are_not_listed(trained: Path, tmp_path: Path
     assert adapted == listed | {"load_in_4bit": True, "max_steps": 8, "lora_r": 16, "lora_alpha": 32}
 
 
-def write_report(folder: Path, run: Path, **changes: Any) -> Path:
-    """As much of a diagnostics report as the card reads, with a plot."""
-    gain = NormLlavaForConditionalGeneration.from_pretrained(run).model.multi_modal_projector.norm.weight
-    measured = {"mean": 0.5, "interval": [0.4, 0.6]}
-    model = {
-        "name": "tiny", "num_layers": 2, "hidden_size": 32, "num_samples": 3, "interface": {"ratio": measured},
-        "projector_norm": {"gain_mean_abs": gain.abs().mean().item()},
-        "layers": {"visual": {"update_rate": measured}, "text": {"update_rate": measured}, "mean_gap": measured},
-    }  # fmt: skip
-    folder.mkdir()
-    (folder / "report.json").write_text(json.dumps({"models": [model | changes]}))
-    Image.new("RGB", (8, 8)).save(folder / "layers.png")
+def change_report(report: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of the diagnostics' report with other fields of its model."""
+    shutil.copytree(report, folder)
+    content = json.loads((folder / "report.json").read_text())
+    content["models"][0] |= changes
+    (folder / "report.json").write_text(json.dumps(content))
     return folder
 
 
-def test_the_diagnostics_are_shown(trained: Path, prose: Path, tmp_path: Path) -> None:
-    diagnostics = write_report(tmp_path / "diagnostics", trained)
-    stage = build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
+def test_the_diagnostics_are_shown(trained: Path, report: Path, prose: Path, tmp_path: Path) -> None:
+    stage = build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=report, **OWN)
     assert check(stage) == []
+    (model,) = json.loads((report / "report.json").read_text())["models"]
     text = (stage / "README.md").read_text()
-    assert "| norm of visual over text tokens at the decoder | 0.5 (0.4 to 0.6) |" in text
+    ratio = model["interface"]["ratio"]
+    low, high = ratio["interval"]
+    assert (
+        f"| norm of visual over text tokens at the decoder | {ratio['mean']:.3g} ({low:.3g} to {high:.3g}) |" in text
+    )
     assert "![Norm of visual and text tokens at each layer, and how far each layer turns them](diagnostics/" in text
+    # Drawn anew: the report's own plots name the folder that was measured.
+    for name in ("layers.png", "attention.png"):
+        assert (stage / "diagnostics" / name).stat().st_size > 10_000
+        assert (stage / "diagnostics" / name).read_bytes() != (report / name).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -248,15 +251,15 @@ def test_the_diagnostics_are_shown(trained: Path, prose: Path, tmp_path: Path) -
     ],
 )
 def test_diagnostics_of_another_model_are_refused(
-    changes: dict[str, Any], trained: Path, prose: Path, tmp_path: Path
+    changes: dict[str, Any], trained: Path, report: Path, prose: Path, tmp_path: Path
 ) -> None:
-    diagnostics = write_report(tmp_path / "diagnostics", trained, **changes)
-    with pytest.raises(ValueError, match=r"report.json is about tiny: .* is another model: 2 layers of width 32"):
+    diagnostics = change_report(report, tmp_path / "diagnostics", **changes)
+    with pytest.raises(ValueError, match=r"report.json is about .*stage2: .* is another model: 2 layers of width 32"):
         build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
 
 
 def test_build_finds_what_training_left(
-    trained: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Path, report: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = copy(trained, tmp_path / "run")
     command = ["hub_cards", "build", str(run), "--repo_id", "me/Mine", "--license", "apache-2.0"]
@@ -264,7 +267,7 @@ def test_build_finds_what_training_left(
     with pytest.raises(SystemExit, match=r"card.yaml is not there: give .* --prose. training/recipes/\*/card.yaml"):
         main()
     shutil.copy(prose, run)
-    write_report(run / "diagnostics", run)
+    shutil.copytree(report, run / "diagnostics")
     main()
     assert check(run / "release") == []
     assert (run / "release" / "diagnostics" / "layers.png").exists()

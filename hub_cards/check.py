@@ -25,8 +25,8 @@ SECTIONS = (
 )  # fmt: skip
 METADATA = {"license", "pipeline_tag", "library_name", "tags"}
 TAGS = {"custom_code", "conversational"}
-PLACEHOLDERS = re.compile(  # braces that BibTeX doubles around a name are none
-    r"\bTODO\b|\bFIXME\b|\bTBD\b|lorem ipsum|\[?more information needed\]?|(?<!= )\{\{|\{%|<your[ _-]", re.IGNORECASE
+PLACEHOLDERS = re.compile(
+    r"\bTODO\b|\bFIXME\b|\bTBD\b|lorem ipsum|\[?more information needed\]?|\{\{|\{%|<your[ _-]", re.IGNORECASE
 )
 SECRETS = {
     "a Hugging Face token": re.compile(r"\bhf_[A-Za-z0-9]{20,}"),

@@ -82,7 +82,7 @@ def test_the_card_says_what_the_artefacts_say(staged: Path, trained: Path) -> No
     assert "| loss, first and last logged | 2.5, 1.5 |" in card.text
     assert "| time | 30 s |" in card.text
     assert "| `learning_rate` | 1e-05 |" in card.text
-    assert "author = {{The authors of arXiv:2512.08374}}" in card.text
+    assert "author = {Li, Bozhou and " in card.text
     assert "| code | commit " + "0" * 40 in card.text
     assert "0.5 ± 0.035 | 200 | 0.1 (guessing)" in card.text
     data = card.data.to_dict()

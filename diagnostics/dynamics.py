@@ -46,7 +46,8 @@ def fingerprint(questions: Sequence[Question]) -> str:
 
 def check_questions(points: Sequence[dict[str, Any]], questions: Sequence[Question], path: Path) -> None:
     """Raises `ValueError` if a file holds points on other questions."""
-    if any(point["questions"] != fingerprint(questions) for point in points):
+    expected = fingerprint(questions)
+    if any(point["questions"] != expected for point in points):
         raise ValueError(
             f"{path} holds points that were measured on other questions: give the same ones (--data, --question, "
             "--num_samples; --probe_samples in training), or move the file away."

@@ -53,7 +53,6 @@ def load_model(
     device_map: str | None = None,
     load_in_4bit: bool = False,
     trust_remote_code: bool = False,
-    revision: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its processor, from a folder or the Hub.
 
@@ -63,7 +62,6 @@ def load_model(
         device_map: As in `from_pretrained`; `"auto"` spreads a model over what there is.
         load_in_4bit: Hold the decoder's weights in NF4, and the way to it as it is; needs the extra "qlora".
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
-        revision: Of the Hub's repository.
 
     Raises:
         NoVisualTokensError: if the model has none.
@@ -78,20 +76,19 @@ def load_model(
             bnb_4bit_compute_dtype=compute_dtype,
             llm_int8_skip_modules=[rf"(.*\.)?{name}" for name in (*ENCODERS, *PROJECTORS, "lm_head")],
         )
-    common: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         model = AutoModelForImageTextToText.from_pretrained(
-            name, dtype=dtype, device_map=device_map, **common, **options
+            name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, **options
         )
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
         raise NoVisualTokensError(
             "This is no model for pictures and text: transformers lists none with the config "
-            f"{type(AutoConfig.from_pretrained(name, **common)).__name__}."
+            f"{type(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)).__name__}."
         ) from error
     image_token_id(model)
-    return model.eval(), AutoProcessor.from_pretrained(name, **common)
+    return model.eval(), AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:

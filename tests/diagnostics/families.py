@@ -72,9 +72,14 @@ def patches(width: int) -> Callable[[], dict[str, torch.Tensor]]:
     return lambda: {"pixel_values": torch.randn(int(GRID.prod(-1).sum()), width), "image_grid_thw": GRID}
 
 
-def llava(vision: str, **fields: Any) -> Callable[[], Any]:
+def llava(vision: str, model_type: str = "llava", **fields: Any) -> Callable[[], Any]:
+    """Config of the families that join a vision encoder to a Llama as Llava does."""
     return lambda: config(
-        "llava", text_config=text("llama"), vision_config=config(vision, **VISION), image_token_index=IMAGE, **fields
+        model_type,
+        text_config=text("llama"),
+        vision_config=config(vision, **VISION),
+        image_token_index=IMAGE,
+        **fields,
     )
 
 
@@ -92,25 +97,14 @@ FAMILIES: dict[str, Family] = {
     "llava-clip": Family(llava("clip_vision_model"), square(), 16),
     "llava-siglip": Family(llava("siglip_vision_model", vision_feature_select_strategy="full"), square(), 16),
     "normllava": Family(
-        lambda: config(
-            "normllava",
-            text_config=text("llama"),
-            vision_config=config("siglip_vision_model", **VISION),
-            image_token_index=IMAGE,
-            vision_feature_select_strategy="full",
-            projector_norm_target=0.4,
+        llava(
+            "siglip_vision_model", "normllava", vision_feature_select_strategy="full", projector_norm_target=0.4
         ),
         square(),
         16,
     ),
     "llava_next": Family(
-        lambda: config(
-            "llava_next",
-            text_config=text("llama"),
-            vision_config=config("clip_vision_model", **VISION),
-            image_token_index=IMAGE,
-            image_grid_pinpoints=[[28, 56], [56, 28]],
-        ),
+        llava("clip_vision_model", "llava_next", image_grid_pinpoints=[[28, 56], [56, 28]]),
         lambda: {
             "pixel_values": torch.rand(1, 3, 3, 28, 28) * 2 - 1,
             "image_sizes": torch.tensor([[28, 56]]),

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from diagnostics.capture import Record, Tokens
-from diagnostics.statistics import mean_and_interval
+from diagnostics.statistics import describe
 
 
 DEFINITIONS = {
@@ -63,34 +63,47 @@ def measure_attention(records: Sequence[Record]) -> dict[str, Any] | None:
     layers = sorted(records[0].attention)
     if not layers:
         return None
-    knows_layout = all(record.grid is not None for record in records)
+    bottoms = [_bottom_positions(record) for record in records]
+    if any(bottom is None for bottom in bottoms):
+        bottoms = [None] * len(records)
     measured: dict[str, Any] = {"layers": layers}
     for kind in ("with_sinks", "without_sinks"):
         seen, even = [], []
-        for record in records:
-            everything = torch.ones_like(record.tokens.visual)
-            tokens, counted = record.with_sinks, everything
+        for record, bottom in zip(records, bottoms, strict=True):
+            tokens, counted = record.with_sinks, torch.ones_like(record.tokens.visual)
             if kind == "without_sinks":
                 tokens, counted = record.tokens, record.tokens.visual | record.tokens.text
-            bottom = None
-            if knows_layout:
-                assert record.grid is not None
-                bottom = torch.zeros_like(everything)
-                bottom[record.with_sinks.visual.nonzero()[:, 0]] = bottom_rows(record.grid)
-                bottom &= tokens.visual
-            seen.append([attention_numbers(record.attention[layer], tokens, counted, bottom) for layer in layers])
-            even.append([attention_numbers(record.visible[layer][None], tokens, counted, bottom) for layer in layers])
-        measured[kind] = _describe(seen) | {"evenly_spread": _describe(even)}
+            low = None if bottom is None else bottom & tokens.visual
+            seen.append([attention_numbers(record.attention[layer], tokens, counted, low) for layer in layers])
+            even.append([attention_numbers(record.visible[layer][None], tokens, counted, low) for layer in layers])
+        measured[kind] = _by_layer(seen) | {"evenly_spread": _by_layer(even)}
     return measured
 
 
-def _describe(samples: list[list[dict[str, float]]]) -> dict[str, Any]:
-    """Means and intervals by name and layer, from a dict for each layer of each sample."""
-    described = {}
-    for name in samples[0][0]:
-        mean, interval = mean_and_interval(np.array([[numbers[name] for numbers in sample] for sample in samples]))
-        described[name] = {"mean": mean, "interval": interval}
-    return described
+def _bottom_positions(record: Record) -> torch.Tensor | None:
+    """Positions of visual tokens in the lowest third of the picture, `(S,)`; `None` where its layout is not known."""
+    if record.grid is None:
+        return None
+    bottom = torch.zeros_like(record.with_sinks.visual)
+    bottom[record.with_sinks.visual] = bottom_rows(record.grid)
+    return bottom
+
+
+def _by_layer(samples: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Means and intervals by name, over the layers, from a dict for each layer of each sample."""
+    return {
+        name: describe(np.array([[numbers[name] for numbers in sample] for sample in samples]))
+        for name in samples[0][0]
+    }
+
+
+def attention_curves(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What [`measure_attention`] returned, by the title that the report and its plot give each kind of curve."""
+    curves: dict[str, dict[str, Any]] = {}
+    for kind in ("with_sinks", "without_sinks"):
+        title = kind.replace("_", " ")
+        curves |= {title: measured[kind], f"{title}, evenly spread": measured[kind]["evenly_spread"]}
+    return curves
 
 
 def attention_map(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from diagnostics.norms import SINK_FACTOR
-from diagnostics.statistics import mean_and_interval
+from diagnostics.statistics import describe
 from diagnostics.theory import measure_attraction
 
 
@@ -63,8 +63,4 @@ def compare_updates(
 def measure_attractions(samples: Sequence[torch.Tensor]) -> dict[str, Any]:
     """The `NUMBERS` by layer with intervals, from `(num_layers, 3)` of each sample."""
     values = np.stack([sample.double().numpy() for sample in samples])  # [num_samples, num_layers, 3]
-    measured = {}
-    for number, name in enumerate(NUMBERS):
-        mean, interval = mean_and_interval(values[:, :, number])
-        measured[name] = {"mean": mean, "interval": interval}
-    return measured
+    return {name: describe(values[:, :, number]) for number, name in enumerate(NUMBERS)}

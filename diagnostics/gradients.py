@@ -82,7 +82,7 @@ class _Sample:
 
 
 def _gradient_norms(model: PreTrainedModel, samples: Sequence[_Sample]) -> dict[str, float]:
-    encoder = find_encoder(model)
+    encoder, projector = find_encoder(model), find_projector(model)
     weights = [] if encoder is None else [weight for weight in encoder.parameters() if weight.is_floating_point()]
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
     for parameter in required:
@@ -94,7 +94,7 @@ def _gradient_norms(model: PreTrainedModel, samples: Sequence[_Sample]) -> dict[
     losses = []
     try:
         for sample in samples:
-            loss, squares, gradients = _sample_gradients(model, weights, sample)
+            loss, squares, gradients = _sample_gradients(model, projector, weights, sample)
             losses.append(loss)
             for name, square in squares.items():
                 # The batch's loss is the mean over its samples.
@@ -112,10 +112,9 @@ def _gradient_norms(model: PreTrainedModel, samples: Sequence[_Sample]) -> dict[
 
 
 def _sample_gradients(
-    model: PreTrainedModel, weights: list[nn.Parameter], sample: _Sample
+    model: PreTrainedModel, projector: nn.Module | None, weights: list[nn.Parameter], sample: _Sample
 ) -> tuple[float, dict[str, torch.Tensor], list[torch.Tensor | None]]:
     """Loss, squared gradient norms at the watched tokens, and gradients of the weights, of one sample."""
-    projector = find_projector(model)
     seen: dict[str, torch.Tensor] = {}
 
     def see(name: str) -> Any:

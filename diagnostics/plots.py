@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from diagnostics.attention import attention_curves
 from diagnostics.loading import Question
 from diagnostics.measure import Pictures
 
@@ -72,16 +73,13 @@ def draw_attention(models: Sequence[dict[str, Any]], path: Path) -> None:
         if attention is None:
             axes[0, column].text(0.5, 0.5, "not recorded", ha="center", transform=axes[0, column].transAxes)
             continue
-        for row, name in enumerate(("mass", "entropy", "bottom_third")):
-            for kind, style in (("with_sinks", "-"), ("without_sinks", "--")):
-                for curves, colour, ending in (
-                    (attention[kind], "tab:green", ""),
-                    (attention[kind]["evenly_spread"], "grey", ", evenly spread"),
-                ):
-                    if name in curves:
-                        label = kind.replace("_", " ") + ending
-                        style_of = {"color": colour, "linestyle": style, "label": label}
-                        draw_curve(axes[row, column], attention["layers"], curves[name], **style_of)
+        for title, curves in attention_curves(attention).items():
+            colour = "grey" if title.endswith("evenly spread") else "tab:green"
+            line = "--" if title.startswith("without") else "-"
+            for row, name in enumerate(("mass", "entropy", "bottom_third")):
+                if name in curves:
+                    style = {"color": colour, "linestyle": line, "label": title}
+                    draw_curve(axes[row, column], attention["layers"], curves[name], **style)
         axes[2, column].set_xlabel("layer")
     entries = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, fontsize=7)

@@ -156,13 +156,12 @@ def _attention(models: Sequence[Model]) -> str:
         seen = model["attention"]
         if seen is None:
             continue
-        for kind in ("with_sinks", "without_sinks"):
-            for curves, title in ((seen[kind], ""), (seen[kind]["evenly_spread"], ", evenly spread")):
-                numbers = [
-                    number(_mean(curves[name]["mean"])) if name in curves else "–"
-                    for name in ("mass", "entropy", "bottom_third")
-                ]
-                rows.append([escape(model["name"]), kind.replace("_", " ") + title, *numbers])
+        for title, curves in attention.attention_curves(seen).items():
+            numbers = [
+                number(_mean(curves[name]["mean"])) if name in curves else "–"
+                for name in ("mass", "entropy", "bottom_third")
+            ]
+            rows.append([escape(model["name"]), title, *numbers])
     return table(["means over layers", "", "mass", "entropy", "bottom third"], rows)
 
 

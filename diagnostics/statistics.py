@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,6 +53,12 @@ def summarize(samples: Sequence[torch.Tensor]) -> Summary:
 def mean_and_interval(values: np.ndarray) -> tuple[list[float], list[Interval]]:
     """Mean over samples and its 95% percentile bootstrap interval, of `(num_samples, num_values)`, for each value."""
     return _bootstrap((values,), lambda x, axis: np.mean(x, axis=axis))
+
+
+def describe(values: np.ndarray) -> dict[str, Any]:
+    """What [`mean_and_interval`] returns, under `"mean"` and `"interval"`."""
+    mean, interval = mean_and_interval(values)
+    return {"mean": mean, "interval": interval}
 
 
 def ratio_and_interval(numerator: np.ndarray, denominator: np.ndarray) -> tuple[list[float], list[Interval]]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from diagnostics.capture import Record
-from diagnostics.statistics import mean_and_interval
+from diagnostics.statistics import describe
 
 
 DEFINITIONS = {
@@ -46,11 +46,11 @@ def measure_layers(records: Sequence[Record]) -> dict[str, Any]:
     }
     measured: dict[str, Any] = {}
     for modality, by_name in values.items():
-        measured[modality] = {name: _describe(samples) for name, samples in by_name.items()}
-        measured[modality]["update_rate"] = _describe(1 - by_name["cosine"].mean(axis=1, keepdims=True), scalar=True)
+        measured[modality] = {name: describe(samples) for name, samples in by_name.items()}
+        measured[modality]["update_rate"] = _describe_one(1 - by_name["cosine"].mean(axis=1, keepdims=True))
     gap = values["visual"]["cosine"] - values["text"]["cosine"]
-    measured["gap"] = _describe(gap)
-    measured["mean_gap"] = _describe(gap.mean(axis=1, keepdims=True), scalar=True)
+    measured["gap"] = describe(gap)
+    measured["mean_gap"] = _describe_one(gap.mean(axis=1, keepdims=True))
     return measured
 
 
@@ -59,6 +59,6 @@ def _by_sample(records: Sequence[Record], modality: str, value: Callable[[Record
     return np.stack([value(r)[:, getattr(r.tokens, modality)].double().mean(1).numpy() for r in records])
 
 
-def _describe(samples: np.ndarray, scalar: bool = False) -> dict[str, Any]:
-    mean, interval = mean_and_interval(samples)
-    return {"mean": mean[0], "interval": interval[0]} if scalar else {"mean": mean, "interval": interval}
+def _describe_one(samples: np.ndarray) -> dict[str, Any]:
+    """What [`describe`] returns of a single value, `(num_samples, 1)`, out of its lists."""
+    return {name: values[0] for name, values in describe(samples).items()}

@@ -10,7 +10,6 @@ import argparse
 import json
 import logging
 import math
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from diagnostics.key_space import Basis
 from diagnostics.loading import add_arguments, load_model, model_options, read_questions
 from diagnostics.measure import measure_model
 from diagnostics.report import render_html, render_markdown
+from training.checkpoints import write_whole
 
 
 logger = logging.getLogger(__name__)
@@ -131,9 +131,7 @@ def main() -> None:
     markdown = render_markdown(report, folder)
     (folder / "report.md").write_text(markdown, encoding="utf-8")
     (folder / "report.html").write_text(render_html(markdown, folder), encoding="utf-8")
-    aside = folder / "report.json.tmp"
-    aside.write_text(json.dumps(report, indent=1, allow_nan=False), encoding="utf-8")
-    os.replace(aside, folder / "report.json")
+    write_whole(folder / "report.json", json.dumps(report, indent=1, allow_nan=False))
     logger.info("%s", markdown.split("## In short")[1].split("## ")[0].strip())
     logger.info("Report in %s", folder)
 

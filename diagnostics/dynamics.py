@@ -25,6 +25,7 @@ from diagnostics.embeddings import vocabulary_norms
 from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
 from diagnostics.measure import measure_dynamics, record_questions
 from diagnostics.plots import draw_dynamics
+from training.checkpoints import write_whole
 
 
 logger = logging.getLogger(__name__)
@@ -74,9 +75,7 @@ def read_points(path: Path) -> list[dict[str, Any]]:
 
 def write_points(points: Sequence[dict[str, Any]], path: Path) -> None:
     """Write the file anew, all of it or nothing."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text("".join(json.dumps(point) + "\n" for point in points), encoding="utf-8")
-    aside.replace(path)
+    write_whole(path, "".join(json.dumps(point) + "\n" for point in points))
 
 
 class DynamicsCallback(TrainerCallback):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.checkpoints import write_whole
 from training.stages import trained_projector
 
 
@@ -113,9 +113,7 @@ class MetricsFile(TrainerCallback):
                     logger.warning("%s: dropped its last line, torn when the run was stopped", self._path)
                     lines.pop()
                 kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
-            aside = self._path.with_suffix(".tmp")
-            aside.write_text("".join(kept), encoding="utf-8")
-            os.replace(aside, self._path)
+            write_whole(self._path, "".join(kept))
 
     def on_log(
         self,

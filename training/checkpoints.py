@@ -20,6 +20,13 @@ SAVING_FOLDER = ".saving"
 BROKEN_FOLDER = "broken"
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file anew, all of it or nothing."""
+    aside = path.with_suffix(".tmp")
+    aside.write_text(text, encoding="utf-8")
+    os.replace(aside, path)
+
+
 def publish(folder: Path, destination: Path) -> None:
     """Move a finished folder to its place, so that a power cut leaves either all of it there or nothing.
 

@@ -24,6 +24,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import logging as transformers_logging
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from training.checkpoints import write_whole
 
 
 logger = logging.getLogger(__name__)
@@ -103,9 +104,7 @@ def evaluate(folder: Path, data_dir: Path) -> None:
         name: accuracy(questions, answer(model, processor, [prompt(row) for row in questions], name))
         for name, prompt in (("image questions", with_image), ("text-only questions", with_text))
     }
-    aside = folder / "evaluation.tmp"
-    aside.write_text(json.dumps({"questions": len(questions), **scores}, indent=1), encoding="utf-8")
-    os.replace(aside, folder / "evaluation.json")
+    write_whole(folder / "evaluation.json", json.dumps({"questions": len(questions), **scores}, indent=1))
 
 
 def run_arm(arm: Arm, seed: int, root: Path) -> None:

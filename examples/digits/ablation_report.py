@@ -10,7 +10,6 @@ from the results; what they mean is written in `ablation_page.md`.
 import argparse
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
@@ -28,6 +27,7 @@ from diagnostics import loading
 from diagnostics.dynamics import measure_point, measure_run
 from diagnostics.plots import COLOURS, draw_curve, draw_layers
 from diagnostics.report import table
+from training.checkpoints import write_whole
 
 
 logger = logging.getLogger(__name__)
@@ -59,9 +59,7 @@ def read_run(arm: Arm, seed: int, root: Path, questions: Sequence[loading.Questi
             result[stage] |= last_logged(folder / stage)
     if arm.stages == 2:
         result["evaluation"] = json.loads((folder / "evaluation.json").read_text(encoding="utf-8"))
-    aside = kept.with_suffix(".tmp")
-    aside.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(aside, kept)
+    write_whole(kept, json.dumps(result))
     return result
 
 

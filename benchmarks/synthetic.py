@@ -22,8 +22,8 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from conversations.chat_template import chat_template
 from modeling_normllava import NormLlavaConfig
-from training.chat_template import chat_template
 from training.stages import Stage
 
 

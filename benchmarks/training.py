@@ -33,10 +33,11 @@ from trl import SFTTrainer
 import training.attention  # noqa: F401 - registers "varlen"
 from benchmarks.flops import step_flops
 from benchmarks.synthetic import SIZES, Size, build_config, build_processor, write_rows
+from conversations.chat_template import plain_template
+from conversations.checks import keep_good_rows, measure_rows
+from conversations.rows import load_rows, row_images, row_turns
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.chat_template import plain_template
 from training.collator import VisionLanguageCollator
-from training.data import keep_good_rows, load_rows, measure_rows, row_images, row_turns
 from training.packing import PackedBatchSampler, plan_accumulation
 from training.sft import TrainingConfig
 from training.stages import LearningRates, Stage, prepare_stage

@@ -23,6 +23,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from conversations.files import write_whole
 from diagnostics import plots
 from diagnostics.capture import DiagnosticsError
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
@@ -30,7 +31,6 @@ from diagnostics.key_space import Basis
 from diagnostics.loading import add_arguments, load_model, model_options, read_questions
 from diagnostics.measure import measure_model
 from diagnostics.report import render_html, render_markdown
-from training.checkpoints import write_whole
 
 
 logger = logging.getLogger(__name__)

@@ -21,11 +21,11 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging as transformers_logging
 
+from conversations.files import write_whole
 from diagnostics.embeddings import vocabulary_norms
 from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
 from diagnostics.measure import measure_dynamics, record_questions
 from diagnostics.plots import draw_dynamics
-from training.checkpoints import write_whole
 
 
 logger = logging.getLogger(__name__)

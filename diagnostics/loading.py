@@ -19,8 +19,10 @@ from transformers import (
 )
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from conversations.checks import row_problem
+from conversations.pictures import open_images
+from conversations.rows import BadRowError, load_rows, row_turns, to_messages
 from diagnostics.capture import PROJECTORS, NoVisualTokensError, image_token_id
-from training.data import BadRowError, find_problem, load_rows, open_images, row_turns, to_messages
 
 
 logger = logging.getLogger(__name__)
@@ -178,7 +180,7 @@ def take_questions(rows: Iterable[dict[str, Any]], num_samples: int, data: str) 
 
 
 def _to_question(row: dict[str, Any]) -> Question:
-    problem = find_problem(row, needs_answer=False)
+    problem = row_problem(row, needs_answer=False)
     if problem is not None:
         raise BadRowError(f"{row['source']}: {problem}.")
     turns = row_turns(row)

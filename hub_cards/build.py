@@ -14,11 +14,12 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from conversations.pictures import open_images
+from conversations.rows import load_rows, row_images, row_turns
 from diagnostics.plots import draw_attention, draw_layers
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.facts import HUB_ID, Facts, collect_facts, read_json, weight_files
 from hub_cards.licences import APACHE, Licence, licence_of
-from training.data import load_rows, open_images, row_images, row_turns
 
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from conversations.files import write_whole
 from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.checkpoints import write_whole
 from training.stages import trained_projector
 
 

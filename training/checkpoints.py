@@ -20,13 +20,6 @@ SAVING_FOLDER = ".saving"
 BROKEN_FOLDER = "broken"
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file anew, all of it or nothing."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text(text, encoding="utf-8")
-    os.replace(aside, path)
-
-
 def publish(folder: Path, destination: Path) -> None:
     """Move a finished folder to its place, so that a power cut leaves either all of it there or nothing.
 
@@ -64,7 +57,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def find_problem(checkpoint: Path) -> str | None:
+def checkpoint_problem(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be resumed from, or `None`. Opens every file; the content of tensors is not read."""
     try:
         state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
@@ -107,7 +100,7 @@ def newest_complete(output_dir: Path, is_main_process: bool) -> Path | None:
     """The newest checkpoint that can be resumed from. Broken ones are moved into a folder `broken` beside it."""
     folders = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     for path in sorted(folders, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
-        problem = find_problem(path)
+        problem = checkpoint_problem(path)
         if problem is None:
             return path
         if is_main_process:

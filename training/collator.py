@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from PIL import Image
 
-from training.data import open_images
+from conversations.pictures import open_images
 from training.tokenization import IGNORED, RowTokenizer
 
 
 @dataclass
 class VisionLanguageCollator:
-    """Collates rows of `training.data` into what the model and TRL's loss take.
+    """Collates rows of `conversations.rows` into what the model and TRL's loss take.
 
     Padded, it returns `input_ids`, `attention_mask` and `labels`, each `(batch_size, sequence_length)`. Packed, all
     samples stand in one row: `input_ids`, `labels` and `position_ids`, which restart at each sample, are

@@ -33,9 +33,9 @@ from transformers import (
     set_seed,
 )
 
+from conversations.chat_template import chat_format, chat_template
 from diagnostics.norms import embedding_norms, text_norm_target, token_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from training.chat_template import chat_format, chat_template
 
 
 logger = logging.getLogger(__name__)

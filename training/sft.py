@@ -21,11 +21,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from trl import SFTConfig, TrlParser
 
 import training.attention  # noqa: F401 - registers "varlen"
+from conversations.chat_template import plain_template
+from conversations.checks import check_stream, keep_good_rows, measure_rows
+from conversations.rows import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.chat_template import plain_template
-from training.checkpoints import check_same_run, find_problem, newest_complete
+from training.checkpoints import check_same_run, checkpoint_problem, newest_complete
 from training.collator import VisionLanguageCollator
-from training.data import check_stream, keep_good_rows, load_rows, measure_rows
 from training.environment import describe_environment
 from training.packing import PackedBatchSampler, pack_window, plan_accumulation
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
@@ -194,7 +195,7 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
             return newest_complete(output_dir, args.process_index == 0)
     if args.resume_from_checkpoint is not None:
         checkpoint = Path(args.resume_from_checkpoint)
-        problem = find_problem(checkpoint)
+        problem = checkpoint_problem(checkpoint)
         if problem is not None:
             raise ValueError(f"{checkpoint} can't be resumed from: {problem}.")
         return checkpoint

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import LlavaProcessor
 
-from training.data import BadRowError, to_messages
+from conversations.rows import BadRowError, to_messages
 
 
 IGNORED = -100

@@ -24,7 +24,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import logging as transformers_logging
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
-from training.checkpoints import write_whole
+from conversations.files import write_whole
 
 
 logger = logging.getLogger(__name__)

@@ -23,11 +23,11 @@ from scipy.stats import t
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
+from conversations.files import write_whole
 from diagnostics import loading
 from diagnostics.dynamics import measure_point, measure_run
 from diagnostics.plots import COLOURS, draw_curve, draw_layers
 from diagnostics.report import table
-from training.checkpoints import write_whole
 
 
 logger = logging.getLogger(__name__)

@@ -29,8 +29,8 @@ from transformers import (
     set_seed,
 )
 
-from training.chat_template import chat_template
-from training.data import to_messages
+from conversations.chat_template import chat_template
+from conversations.rows import to_messages
 
 
 logger = logging.getLogger(__name__)

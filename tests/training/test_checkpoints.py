@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from conversations.rows import BadRowError
 from script_runs import INSTRUCT, PACKED, logged, moved, run
-from training.checkpoints import find_problem, newest_complete
-from training.data import BadRowError
+from training.checkpoints import checkpoint_problem, newest_complete
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_checkpoints_are_readable_by_others(copied: Path) -> None:
     for path in (*copied.glob("checkpoint-6/*"), copied / "model.safetensors"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o044 == 0o044, path
     assert not (copied / ".saving").exists()
-    assert find_problem(copied / "checkpoint-6") is None
+    assert checkpoint_problem(copied / "checkpoint-6") is None
 
 
 def tear(path: Path) -> None:

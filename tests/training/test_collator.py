@@ -9,16 +9,16 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
+from conversations.chat_template import plain_template
+from conversations.rows import BadRowError
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.chat_template import plain_template
 from training.collator import VisionLanguageCollator
-from training.data import BadRowError
 from training.stages import LearningRates, Stage, prepare_stage
 from training.tokenization import RowTokenizer
 
 
 def make_row(folder: Path, answer: str, *more: str, num_images: int = 1) -> dict[str, Any]:
-    """A row as `training.data` gives it: a question with pictures, an answer, and further questions and answers."""
+    """A row of `conversations.rows`: a question with pictures, an answer, and further questions and answers."""
     paths = [str(folder / f"{number}.png") for number in range(num_images)]
     for number, path in enumerate(paths):
         Image.new("RGB", (30, 20), (40 * number, 90, 200)).save(path)

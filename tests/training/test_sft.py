@@ -13,11 +13,11 @@ import torch
 import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from conversations.rows import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
 from training import sft
 from training.collator import VisionLanguageCollator
-from training.data import load_rows
 from training.packing import PackedBatchSampler
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 from training.tokenization import RowTokenizer

@@ -13,18 +13,10 @@ from PIL import Image as PILImage
 from PIL.PngImagePlugin import PngInfo
 from transformers import AutoProcessor
 
+from conversations.checks import _picture_references, check_stream, keep_good_rows, measure_rows
+from conversations.pictures import open_images
+from conversations.rows import BadRowError, load_rows, row_images, to_messages
 from training.collator import VisionLanguageCollator
-from training.data import (
-    BadRowError,
-    _picture_references,
-    check_stream,
-    keep_good_rows,
-    load_rows,
-    measure_rows,
-    open_images,
-    row_images,
-    to_messages,
-)
 from training.tokenization import RowTokenizer
 
 

@@ -1,0 +1,39 @@
+"""The pictures of a row, opened when they are needed."""
+
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+from PIL import Image as PILImage
+from PIL import ImageOps
+
+from conversations.rows import BadRowError, row_images
+
+
+def open_images(row: dict[str, Any]) -> list[PILImage.Image]:
+    """The row's pictures, decoded, in RGB, as people see them.
+
+    The camera's orientation is applied, 16-bit grey is scaled to 8, transparency is dropped, and an animation gives
+    its first frame. The content decides the format, not the file's name.
+
+    Raises:
+        BadRowError: if one can't be read.
+    """
+    return [_open_image(image, row["source"]) for image in row_images(row)]
+
+
+def _open_image(image: str | dict[str, Any], source: str) -> PILImage.Image:
+    if isinstance(image, str):
+        file: Any = image
+    else:
+        file = BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
+    try:
+        with PILImage.open(file) as opened:
+            if opened.mode.startswith("I;16"):  # converted as it is, everything above 255 would be white
+                return PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
+            if opened.mode in ("I", "F"):
+                raise OSError(f"pixels of mode {opened.mode} have no known range")
+            return ImageOps.exif_transpose(opened).convert("RGB")
+    except Exception as error:  # Pillow's decoders raise errors of many types on broken files
+        name = image if isinstance(image, str) else image["path"]
+        raise BadRowError(f"{source}: image {name} can't be read ({error}).") from error

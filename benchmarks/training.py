@@ -37,9 +37,11 @@ from conversations.chat_template import plain_template
 from conversations.checks import keep_good_rows, measure_rows
 from conversations.rows import load_rows, row_images, row_turns
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.arguments import TrainingConfig
 from training.collator import VisionLanguageCollator
+from training.environment import describe_environment
 from training.packing import PackedBatchSampler, plan_accumulation
-from training.sft import TrainingConfig
+from training.run import Run
 from training.stages import LearningRates, Stage, prepare_stage
 from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
@@ -83,7 +85,7 @@ def our_trainer(
     return NormLlavaTrainer(
         model,
         groups,
-        run={},
+        Run(data="synthetic", num_processes=1, arguments={}, recipe=None, environment=describe_environment(1, False)),
         sampler=PackedBatchSampler(lengths, size.samples_per_step, 1, 0, accumulation, SEED),
         args=TrainingConfig(**common, per_device_train_batch_size=1, gradient_accumulation_steps=accumulation),
         train_dataset=rows,

@@ -18,24 +18,34 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 UNQUANTIZED = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
 
 
-def quantization_config(compute_dtype: torch.dtype) -> BitsAndBytesConfig:
+def quantization_config(
+    compute_dtype: torch.dtype, quant_type: str = "nf4", double_quant: bool = True
+) -> BitsAndBytesConfig:
     """NF4 with double quantization (QLoRA, arXiv 2305.14314, section 3) for the language model's linear layers."""
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
+        bnb_4bit_quant_type=quant_type,
+        bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute_dtype,
         llm_int8_skip_modules=UNQUANTIZED,
     )
 
 
-def add_adapters(model: NormLlavaForConditionalGeneration, rank: int, alpha: int) -> PeftModel:
+def add_adapters(
+    model: NormLlavaForConditionalGeneration,
+    rank: int,
+    alpha: int,
+    dropout: float = 0.0,
+    use_rslora: bool = False,
+    use_dora: bool = False,
+) -> PeftModel:
     """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
 
     Args:
         model: The model, quantized or not.
         rank: Rank r of the adapters.
         alpha: The adapters' output is scaled by alpha / r.
+        dropout, use_rslora, use_dora: As in PEFT's `LoraConfig`.
     """
     prefix = "model.language_model.layers"
     linear = {
@@ -46,6 +56,9 @@ def add_adapters(model: NormLlavaForConditionalGeneration, rank: int, alpha: int
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
+        lora_dropout=dropout,
+        use_rslora=use_rslora,
+        use_dora=use_dora,
         target_modules=rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(linear))})",
         modules_to_save=["multi_modal_projector"],
         task_type="CAUSAL_LM",

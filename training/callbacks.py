@@ -1,7 +1,9 @@
-"""What training measures of itself: norms at the modality interface, the norm's parameters, gradients by module."""
+"""What training measures of itself and says: norms at the modality interface, gradients by module, files, a table."""
 
 import json
 import logging
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,11 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
 
 from conversations.files import write_whole
 from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.overrides import checks_overrides
 from training.stages import trained_projector
 
 
@@ -31,6 +36,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@checks_overrides
 class InterfaceMonitor(TrainerCallback):
     """Measures the step that is about to be logged, through hooks that stay idle on every other step.
 
@@ -49,6 +55,7 @@ class InterfaceMonitor(TrainerCallback):
         model.model.register_forward_pre_hook(self._see_tokens, with_kwargs=True)
         model.model.language_model.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
 
+    @override
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -94,12 +101,14 @@ class InterfaceMonitor(TrainerCallback):
         return metrics
 
 
+@checks_overrides
 class MetricsFile(TrainerCallback):
     """Appends everything that is logged to a file, a line of JSON each, with its `step`."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -115,6 +124,7 @@ class MetricsFile(TrainerCallback):
                 kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
             write_whole(self._path, "".join(kept))
 
+    @override
     def on_log(
         self,
         args: TrainingArguments,
@@ -127,3 +137,73 @@ class MetricsFile(TrainerCallback):
         if state.is_world_process_zero:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+
+
+@checks_overrides
+class ConsoleTable(TrainerCallback):
+    """Prints a line for people at each log, under a header, with a bar between; everything else is in the files."""
+
+    COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._started = self._tokens_before = self._steps_before = 0.0
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Write the header."""
+        self._started, self._steps_before = time.monotonic(), state.global_step
+        logged = [log["num_tokens"] for log in state.log_history if "num_tokens" in log]
+        self._tokens_before = logged[-1] if logged else 0
+        if state.is_world_process_zero:
+            self._bar = tqdm(
+                total=state.max_steps, initial=state.global_step, leave=False, disable=args.disable_tqdm, unit="step"
+            )
+            self._write("".join(f"{name:>15}" for name in self.COLUMNS))
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
+    @override
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a line."""
+        if self._bar is None or logs is None or "loss" not in logs:
+            return
+        seconds = time.monotonic() - self._started
+        left = round(seconds / (state.global_step - self._steps_before) * (state.max_steps - state.global_step))
+        ratio = logs.get("norm/ratio")
+        cells = (
+            f"{state.global_step}/{state.max_steps}",
+            f"{logs['loss']:.4f}",
+            f"{logs['learning_rate']:.3g}",
+            "no picture" if ratio is None else f"{ratio:.3f}",
+            f"{(logs['num_tokens'] - self._tokens_before) / seconds:,.0f}",
+            f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
+        )
+        self._write("".join(f"{cell:>15}" for cell in cells))
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+
+    @staticmethod
+    def _write(line: str) -> None:
+        tqdm.write(line, file=sys.stderr)

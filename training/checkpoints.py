@@ -1,23 +1,50 @@
-"""Checkpoints that are complete or not there: how one is published, examined, chosen and compared with a run."""
+"""Checkpoints that are complete or not there: how one is published, examined, chosen, and taken for the result."""
 
+import fcntl
 import json
 import logging
 import os
+import pickle
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from training.run import Run
 
 
 logger = logging.getLogger(__name__)
 
-# What a run is made of, written into each checkpoint; a resumed run must be made of the same.
-RUN_FILE = "run.json"
+STATE_FILE = "trainer_state.json"
+LOCK_FILE = ".lock"
 SAVING_FOLDER = ".saving"
 BROKEN_FOLDER = "broken"
+# What a checkpoint holds beside a model: the state of training.
+TRAINING_STATE = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "global_step*", "latest", "zero_to_fp32.py")
+
+
+@contextmanager
+def lock(output_dir: Path) -> Iterator[None]:
+    """Keep a folder to one run. The system drops the lock of a process that ends, however it ends.
+
+    Raises:
+        ValueError: if another run holds it.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with (output_dir / LOCK_FILE).open("w") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would go on to hold
+        except OSError as error:
+            raise ValueError(
+                f"output_dir {output_dir} is in use by another run ({error}). Wait for its end, or choose another."
+            ) from error
+        yield
 
 
 def publish(folder: Path, destination: Path) -> None:
@@ -33,12 +60,41 @@ def publish(folder: Path, destination: Path) -> None:
 
 
 def publish_files(folder: Path, destination: Path) -> None:
-    """Move the files of a finished folder into one that is there already, config.json last: no model without it."""
+    """Move the files of a finished folder into one that is there already. No model without config.json, which comes
+    late, and no end of a run without its state, which comes last."""
     _make_durable(folder)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == "config.json"):
+    last = ("config.json", STATE_FILE)
+    for path in sorted(folder.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
         os.replace(path, destination / path.name)
     folder.rmdir()
     _sync(destination)
+
+
+def publish_checkpoint(checkpoint: Path, output_dir: Path, run: Run) -> None:
+    """Make the model of a checkpoint that is the last of its run the run's result.
+
+    Raises:
+        ValueError: if the checkpoint's weights are sharded.
+    """
+    if not weight_files(checkpoint):
+        raise ValueError(
+            f"{checkpoint} is the end of the run, but its weights are sharded. Join them with `accelerate "
+            f"merge-weights {checkpoint}/pytorch_model_fsdp_0 {output_dir}`; its other files go beside them."
+        )
+    aside = fresh_folder(output_dir / SAVING_FOLDER)
+    for path in checkpoint.iterdir():
+        if not any(path.match(pattern) for pattern in TRAINING_STATE):
+            shutil.copy(path, aside)
+    run.write(aside)
+    publish_files(aside, output_dir)
+
+
+def fresh_folder(path: Path) -> Path:
+    """An empty folder, whatever was there."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    return path
 
 
 def _make_durable(folder: Path) -> None:
@@ -57,43 +113,80 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def steps_done(folder: Path) -> int:
+    """Optimizer steps of a checkpoint, or of a finished run; 0 where nothing is recorded."""
+    state = folder / STATE_FILE
+    return json.loads(state.read_text(encoding="utf-8"))["global_step"] if state.exists() else 0
+
+
 def checkpoint_problem(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be resumed from, or `None`. Opens every file; the content of tensors is not read."""
     try:
-        state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        if checkpoint.name != f"{PREFIX_CHECKPOINT_DIR}-{state['global_step']}":
-            return f"trainer_state.json is of step {state['global_step']}"
-        run = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError) as error:
+        if checkpoint.name != f"{PREFIX_CHECKPOINT_DIR}-{steps_done(checkpoint)}":
+            return f"{STATE_FILE} is of step {steps_done(checkpoint)}"
+        run = Run.read(checkpoint)
+        for path in checkpoint.glob("*.json"):
+            json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"the state can't be read ({error})"
+    if not (checkpoint / "config.json").exists() and not (checkpoint / "adapter_config.json").exists():
+        return "config.json is missing"
     sharded = [path for path in checkpoint.iterdir() if path.is_dir()]  # FSDP's and DeepSpeed's own formats
     for path in sharded:
         if not any(path.iterdir()):
             return f"{path.name} is empty"
     try:
-        weights = _weight_files(checkpoint)
+        weights = weight_files(checkpoint)
         for path in weights:
             with safe_open(path, framework="pt"):
                 pass
-        processes = run["num_processes"]
+        processes = run.num_processes
         needed = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
         if not sharded:
             needed += ["optimizer.pt", "scheduler.pt"]
         for name in needed:
-            torch.load(checkpoint / name, map_location="cpu", mmap=True, weights_only=False)
-    except (OSError, KeyError, ValueError, RuntimeError, EOFError, SafetensorError) as error:
+            with safe_globals():  # a checkpoint from elsewhere must not run code
+                torch.load(checkpoint / name, map_location="cpu", mmap=True, weights_only=True)
+    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
         return f"a file is missing or broken ({error})"
     if not weights and not sharded:
         return "there are no weights"
     return None
 
 
-def _weight_files(checkpoint: Path) -> list[Path]:
+def weight_files(checkpoint: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, by its index where it has one."""
     index = checkpoint / "model.safetensors.index.json"
     if index.exists():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [checkpoint / name for name in sorted(names)]
     return sorted(checkpoint.glob("*.safetensors"))
+
+
+def check_weights(checkpoint: Path, model: Any) -> None:
+    """Compare the names of a checkpoint's weights with those of the model that is to take them over.
+
+    Raises:
+        ValueError: if a name is missing or unknown; transformers would go on with a warning.
+    """
+    given: set[str] = set()
+    for path in weight_files(checkpoint):
+        with safe_open(path, framework="pt") as file:
+            given |= set(file.keys())
+    if not given:  # sharded
+        return
+    if (checkpoint / "adapter_config.json").exists():
+        from peft import get_peft_model_state_dict  # an extra
+
+        expected, tied = set(get_peft_model_state_dict(model)), set()
+    else:
+        expected, tied = set(model.state_dict()), set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing, unexpected = sorted(expected - given - tied), sorted(given - expected - tied)
+    if missing or unexpected:
+        raise ValueError(
+            f"The weights of {checkpoint} are not those of the model. Missing: {missing or 'none'}; unexpected: "
+            f"{unexpected or 'none'}. Resume with the model that the run began with."
+        )
 
 
 def newest_complete(output_dir: Path, is_main_process: bool) -> Path | None:
@@ -111,22 +204,3 @@ def newest_complete(output_dir: Path, is_main_process: bool) -> Path | None:
                 shutil.rmtree(aside)
             path.rename(aside)
     return None
-
-
-def check_same_run(checkpoint: Path, run: dict[str, Any]) -> None:
-    """Compare what a run is made of with what the checkpoint's was made of.
-
-    Raises:
-        ValueError: if they differ; the message lists how.
-    """
-    before = json.loads((checkpoint / RUN_FILE).read_text(encoding="utf-8"))
-    differences = [
-        f"  {name}: {before.get(name)!r} before, {run.get(name)!r} now"
-        for name in sorted(before.keys() | run.keys())
-        if before.get(name) != run.get(name)
-    ]
-    if differences:
-        raise ValueError(
-            f"{checkpoint} is of another run than this one:\n" + "\n".join(differences) + "\nPut these back, or go "
-            "on all the same with --resume_changed true."
-        )

@@ -11,6 +11,15 @@ from conversations.pictures import open_images
 from training.tokenization import IGNORED, RowTokenizer
 
 
+def attended_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which positions of a batch hold a row's token, not padding nor a blank picture; `(batch_size, length)`."""
+    if "attention_mask" in batch:
+        return batch["attention_mask"].bool()
+    # In a packed row only the tokens of a blank picture are samples of one token.
+    position_ids = batch["position_ids"]
+    return (position_ids != 0) | (position_ids.roll(-1, dims=1) != 0)
+
+
 @dataclass
 class VisionLanguageCollator:
     """Collates rows of `conversations.rows` into what the model and TRL's loss take.
@@ -21,9 +30,9 @@ class VisionLanguageCollator:
     `max_length_k` tell attention kernels where samples begin, as transformers has it. Both ways `pixel_values` is
     `(num_images, 3, height, width)`, in the order of the image tokens.
 
-    A batch without pictures gets a blank one, whose tokens no other token sees and which has no label. It changes no
-    result, but without it the projector would have no part in the loss: a stage that trains nothing else would get no
-    gradient, and processes that share the work would wait for each other forever.
+    A batch without pictures, or without any row, gets a blank one, whose tokens no other token sees and which has no
+    label. It changes no result, but without it the projector would have no part in the loss: a stage that trains
+    nothing else would get no gradient, and processes that share the work would wait for each other forever.
 
     Args:
         tokenize: Turns a row into token ids and labels.
@@ -35,7 +44,7 @@ class VisionLanguageCollator:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate `rows`. Raises `BadRowError` if one has an unreadable picture, is too long or has no loss."""
-        if "rows" in rows[0]:  # packed already, from a stream
+        if rows and "rows" in rows[0]:  # packed already, from a stream
             rows = [row for pack in rows for row in pack["rows"]]
         samples = [self.tokenize(row) for row in rows]
         images = [image for row in rows for image in open_images(row)]
@@ -48,10 +57,10 @@ class VisionLanguageCollator:
         return batch
 
     def _pad(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> dict[str, Any]:
-        longest = max(len(input_ids) for input_ids, _ in samples)
+        longest = max((len(input_ids) for input_ids, _ in samples), default=0)
         num_blank = self.tokenize.tokens_per_image if blank else 0
         tokenizer = self.tokenize.processor.tokenizer
-        shape = (len(samples), longest + num_blank)
+        shape = (max(len(samples), 1), longest + num_blank)
         input_ids = torch.full(shape, tokenizer.pad_token_id)
         attention_mask = torch.zeros(shape, dtype=torch.long)
         labels = torch.full(shape, IGNORED)

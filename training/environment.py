@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,26 +12,41 @@ import torch
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 
 
-def describe_environment(num_processes: int, resumed: bool) -> dict[str, str | int | bool | None]:
-    """Devices, versions, and the commit of this code; `None` for a commit where there is no git repository.
+@dataclass(frozen=True)
+class Environment:
+    """What a run was made with and on.
 
-    To be called before training: by its end there may be another commit.
-
-    Args:
+    Attributes:
+        device: Name of the GPU, or the kind of CPU.
         num_processes: How many processes train.
-        resumed: Whether the run goes on from a checkpoint, so that what is timed from now on is not all of it.
+        resumed: Whether the run went on from a checkpoint, so that what was timed is not all of it.
+        commit: Of this code; `None` where there is no git repository.
+        commit_is_clean: Whether the code was that of the commit.
+        python: Version of Python.
+        packages: Versions of `PACKAGES`.
     """
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
-    commit, clean = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
-    return {
-        "device": device,
-        "num_processes": num_processes,
-        "resumed": resumed,
-        "commit": commit,
-        "commit_is_clean": None if clean is None else not clean,
-        "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
-    }
+
+    device: str
+    num_processes: int
+    resumed: bool
+    commit: str | None
+    commit_is_clean: bool | None
+    python: str
+    packages: dict[str, str]
+
+
+def describe_environment(num_processes: int, resumed: bool) -> Environment:
+    """The environment of a run that is about to start: by its end there may be another commit."""
+    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    return Environment(
+        device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        num_processes=num_processes,
+        resumed=resumed,
+        commit=commit,
+        commit_is_clean=None if status is None else not status,
+        python=platform.python_version(),
+        packages={name: version(name) for name in PACKAGES},
+    )
 
 
 def _git(*arguments: str) -> str | None:

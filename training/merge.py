@@ -15,13 +15,13 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.checkpoints import RUN_FILE
+from training.run import RUN_FILE
 
 
 logger = logging.getLogger(__name__)
 
 # What the model card knows the training from.
-RUN_FILES = (RUN_FILE, "trainer_state.json", "metrics.jsonl", "card.yaml")
+RUN_FILES = (RUN_FILE, "trainer_state.json", "metrics.jsonl")
 
 
 def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLlavaForConditionalGeneration:

@@ -9,8 +9,11 @@ import heapq
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler
+from typing_extensions import override
+
+from training.batching import shuffled
+from training.overrides import checks_overrides
 
 
 def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
@@ -32,8 +35,9 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
 
 
 # Trainer takes this class of sampler as it is: one that deals batches to processes by itself.
+@checks_overrides
 class PackedBatchSampler(BatchRebalanceSampler):
-    """Yields the rows of one process, each a list of sample numbers.
+    """Yields the packed rows of one process, each a list of sample numbers.
 
     Args:
         lengths: Tokens of each sample.
@@ -52,18 +56,24 @@ class PackedBatchSampler(BatchRebalanceSampler):
         accumulation_steps: int,
         seed: int,
     ) -> None:
-        self.lengths = lengths
+        super().__init__(
+            lengths,
+            samples_per_step,
+            num_processes,
+            accumulation_steps,
+            seed=seed,
+            rank=process_index,
+            drop_last=False,
+        )
         self.samples_per_step = samples_per_step
         self.num_processes = num_processes
         self.process_index = process_index
         self.accumulation_steps = accumulation_steps
-        self.seed = seed
-        self.epoch = 0
 
     def steps(self) -> list[list[int]]:
         """The samples of each step of the epoch; fewer than there are processes join the step before them."""
-        order = torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(self.seed + self.epoch))
-        steps = [step.tolist() for step in order.split(self.samples_per_step)]
+        order = shuffled(len(self.lengths), self.seed + self.epoch)
+        steps = [order[start : start + self.samples_per_step] for start in range(0, len(order), self.samples_per_step)]
         if len(steps) > 1 and len(steps[-1]) < self.num_processes:
             steps[-2:] = [steps[-2] + steps[-1]]
         return steps
@@ -74,10 +84,12 @@ class PackedBatchSampler(BatchRebalanceSampler):
         rows = partition([self.lengths[sample] for sample in step], accumulation_steps * self.num_processes)
         return [[step[member] for member in row] for row in rows]
 
+    @override
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():
             yield from self.rows(step)[self.process_index :: self.num_processes]
 
+    @override
     def __len__(self) -> int:
         full, rest = divmod(len(self.lengths), self.samples_per_step)
         return full * self.accumulation_steps + min(self.accumulation_steps, rest // self.num_processes)

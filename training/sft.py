@@ -8,178 +8,36 @@ for stage "adapt" it is an adapter, which training/merge.py turns into one.
 
 import logging
 import math
+import os
+import signal
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, LlavaProcessor, PreTrainedModel, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from trl import SFTConfig, TrlParser
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+from transformers.utils.peft_utils import find_adapter_config_file
 
 import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
-from conversations.checks import check_stream, keep_good_rows, measure_rows
 from conversations.rows import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.checkpoints import check_same_run, checkpoint_problem, newest_complete
+from training.arguments import RunArguments, TrainingConfig, is_off, parse_arguments
+from training.checkpoints import checkpoint_problem, lock, newest_complete, publish_checkpoint, steps_done
 from training.collator import VisionLanguageCollator
+from training.data import deal_rows, read_rows
 from training.environment import describe_environment
-from training.packing import PackedBatchSampler, pack_window, plan_accumulation
-from training.stages import LearningRates, Stage, describe_stage, prepare_stage
+from training.run import check_same_run, describe_run
+from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
 from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
 
 
 logger = logging.getLogger(__name__)
-
-CHOICES = {"stage": tuple(Stage), "bad_rows": ("error", "skip")}
-# Rows of a stream that are packed together.
-PACKING_WINDOW = 512
-
-
-@dataclass
-class ScriptArguments:
-    """What a run needs beside TRL's arguments."""
-
-    model_name_or_path: str = field(metadata={"help": "NormLlava checkpoint to start from: folder or Hub id."})
-    dataset_name: str = field(metadata={"help": "LLaVA JSON file, dataset folder or Hub id."})
-    stage: Literal["align", "instruct", "adapt"] = field(metadata={"help": "What to train; see training/stages.py."})
-    image_folder: str | None = field(
-        default=None, metadata={"help": "Goes before the image paths of a JSON file; its own folder by default."}
-    )
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a Hub dataset."})
-    dataset_split: str = field(default="train", metadata={"help": "Split of a dataset."})
-    streaming: bool = field(
-        default=False, metadata={"help": "Read the data as it comes, in its own order; needs max_steps."}
-    )
-    vision_learning_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of the vision encoder; required in stage 'instruct'."}
-    )
-    norm_learning_rate: float | None = field(
-        default=None, metadata={"help": "Learning rate of the projector's norm; learning_rate by default."}
-    )
-    clip_by_module: bool = field(
-        default=False, metadata={"help": "Clip each module's gradient to max_grad_norm, not that of all together."}
-    )
-    global_batch_size: int | None = field(
-        default=None,
-        metadata={"help": "Samples a step over all devices; sets gradient_accumulation_steps to what this takes."},
-    )
-    packed_length: int | None = field(
-        default=None,
-        metadata={"help": "Join samples into rows of at most this many tokens, instead of padding them."},
-    )
-    bad_rows: Literal["error", "skip"] = field(
-        default="error", metadata={"help": "Stop at a bad row, or leave all of them out and list them in a file."}
-    )
-    attn_implementation: str = field(
-        default="sdpa", metadata={"help": "Attention of the language model: 'varlen' for packed rows, 'sdpa', ..."}
-    )
-    load_in_4bit: bool = field(
-        default=False, metadata={"help": "Hold the language model in 4-bit NF4; for stage 'adapt'."}
-    )
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters of stage 'adapt'."})
-    lora_alpha: int = field(default=32, metadata={"help": "The adapters' output is scaled by lora_alpha / lora_r."})
-    bf16_weights: bool = field(
-        default=False,
-        metadata={"help": "Hold trained weights in bfloat16 too, which loses small updates; to see what that does."},
-    )
-    probe_steps: int | None = field(
-        default=None,
-        metadata={"help": "Measure norms and turning by layer every so many steps, into dynamics.jsonl."},
-    )
-    probe_samples: int = field(default=16, metadata={"help": "Pictures to measure on: the data's first."})
-    resume_changed: bool = field(
-        default=False, metadata={"help": "Resume although data, batch or learning rate are not those of before."}
-    )
-
-    def __post_init__(self) -> None:
-        # A recipe's values bypass the parser's own check of choices.
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
-        if self.stage == Stage.INSTRUCT and self.vision_learning_rate is None:
-            raise ValueError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
-        if self.load_in_4bit and self.stage != Stage.ADAPT:
-            raise ValueError("load_in_4bit goes with stage 'adapt' alone: 4-bit weights can't be trained.")
-        if self.packed_length is None and self.attn_implementation == "varlen":
-            raise ValueError("attn_implementation 'varlen' is for packed rows: give packed_length, or use 'sdpa'.")
-
-
-@dataclass
-class TrainingConfig(SFTConfig):
-    """TRL's arguments, with defaults that don't lose data in silence."""
-
-    max_length: int | None = field(
-        default=None, metadata={"help": "Longest sample allowed, in tokens; a longer one is a bad row, none is cut."}
-    )
-    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay off: rows are read when needed."})
-    ddp_find_unused_parameters: bool | None = field(
-        default=False, metadata={"help": "Off: every trained parameter has a gradient in every batch."}
-    )
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Off: a loss that is no number ends it."})
-
-
-def check_arguments(script_args: ScriptArguments, args: TrainingConfig) -> None:
-    """Refuse what does not go together before anything is loaded. Raises `ValueError`."""
-    if args.packing or args.padding_free:
-        raise ValueError("TRL packs text alone; give packed_length to pack rows with pictures.")
-    if script_args.clip_by_module and args.deepspeed_plugin is not None:
-        raise ValueError("DeepSpeed clips all gradients together by itself: leave clip_by_module.")
-    if script_args.bf16_weights and (args.bf16 or script_args.load_in_4bit):
-        raise ValueError("bf16_weights computes in bfloat16 throughout: leave bf16 and load_in_4bit.")
-    if args.push_to_hub:
-        raise ValueError(
-            "push_to_hub would upload training_args.bin, which holds your token; upload the folder after."
-        )
-    if script_args.packed_length is not None and args.per_device_train_batch_size != 1:
-        raise ValueError("With packed_length a device takes one row at a time: set per_device_train_batch_size to 1.")
-    if script_args.streaming and args.max_steps <= 0:
-        raise ValueError("The length of a stream is not known: give max_steps.")
-    if script_args.streaming and script_args.packed_length is not None and script_args.global_batch_size is not None:
-        raise ValueError(
-            "Rows packed from a stream hold as many samples as fit, so no global_batch_size can be kept: give "
-            "gradient_accumulation_steps, or leave streaming or packed_length."
-        )
-    if script_args.packed_length is not None and not script_args.streaming and script_args.global_batch_size is None:
-        raise ValueError("Packed rows hold varying numbers of samples: give global_batch_size, the samples of a step.")
-    if script_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
-        raise ValueError("Give either global_batch_size or gradient_accumulation_steps, not both.")
-
-
-def set_accumulation(args: TrainingConfig, global_batch_size: int | None) -> None:
-    """Choose the accumulation steps that give the global batch on this many devices, for padded batches.
-
-    Raises:
-        ValueError: if it can't be met.
-    """
-    if global_batch_size is None:
-        return
-    per_pass = args.per_device_train_batch_size * args.world_size
-    if global_batch_size % per_pass:
-        raise ValueError(
-            f"global_batch_size {global_batch_size} is no multiple of per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
-        )
-    args.gradient_accumulation_steps = global_batch_size // per_pass
-
-
-def plan_packing(args: TrainingConfig, rows: Dataset, samples_per_step: int, packed_length: int) -> PackedBatchSampler:
-    """Sampler of packed rows; sets the accumulation steps that they take."""
-    lengths = list(rows["length"])
-    epochs = math.ceil(args.num_train_epochs)
-    if args.max_steps > 0:
-        epochs = math.ceil(args.max_steps / max(len(lengths) // samples_per_step, 1))
-    args.gradient_accumulation_steps = plan_accumulation(
-        lengths, samples_per_step, args.world_size, args.seed, epochs, packed_length
-    )
-    return PackedBatchSampler(
-        lengths, samples_per_step, args.world_size, args.process_index, args.gradient_accumulation_steps, args.seed
-    )
 
 
 def find_checkpoint(args: TrainingConfig) -> Path | None:
@@ -193,7 +51,7 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
     if str(args.resume_from_checkpoint).lower() == "true":
         with args.main_process_first(local=False, desc="looking for a checkpoint"):
             return newest_complete(output_dir, args.process_index == 0)
-    if args.resume_from_checkpoint is not None:
+    if not is_off(args.resume_from_checkpoint):
         checkpoint = Path(args.resume_from_checkpoint)
         problem = checkpoint_problem(checkpoint)
         if problem is not None:
@@ -207,23 +65,32 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
     return None
 
 
-def load_model(script_args: ScriptArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model to start from: float32, but for a language model in 4 bits."""
+def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
+    """The model to start from: float32, but for a language model in 4 bits.
+
+    Raises:
+        ValueError: if it is an adapter.
+    """
+    if find_adapter_config_file(run_args.model_name_or_path, revision=run_args.model_revision) is not None:
+        raise ValueError(
+            f"model_name_or_path {run_args.model_name_or_path} holds an adapter, and training on would save only that "
+            "of what is trained. Merge it first: python training/merge.py --adapter "
+            f"{run_args.model_name_or_path} --output_dir <folder>"
+        )
     # ZeRO-3 would share the weights out while loading, before the stage has looked at them.
     unset_hf_deepspeed_config()
     options: dict[str, Any] = {"dtype": torch.float32}
-    if script_args.load_in_4bit:
+    if run_args.load_in_4bit:
         from training.adapters import quantization_config  # needs the extra "qlora"
 
-        options = {
-            "dtype": torch.bfloat16 if args.bf16 else torch.float32,
-            "quantization_config": quantization_config(torch.bfloat16 if args.bf16 else torch.float32),
-            "device_map": {"": args.device},
-        }
+        dtype = torch.bfloat16 if args.bf16 else torch.float32
+        quantization = quantization_config(dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
+        options = {"dtype": dtype, "quantization_config": quantization, "device_map": {"": args.device}}
     model = NormLlavaForConditionalGeneration.from_pretrained(
-        script_args.model_name_or_path,
+        run_args.model_name_or_path,
+        revision=run_args.model_revision,
         # Packing concerns the language model alone.
-        attn_implementation={"text_config": script_args.attn_implementation, "vision_config": "sdpa"},
+        attn_implementation={"text_config": run_args.attn_implementation, "vision_config": "sdpa"},
         **options,
     )
     name_sharding_units(model)
@@ -239,143 +106,105 @@ def name_sharding_units(model: PreTrainedModel) -> None:
     model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
 
 
-def describe_run(script_args: ScriptArguments, args: TrainingConfig, data: str) -> dict[str, Any]:
-    """What the weights of a run depend on; a resumed run must be made of the same."""
-    names = ("model_name_or_path", "stage", "packed_length", "streaming", "load_in_4bit", "lora_r", "lora_alpha")
-    rates = ("vision_learning_rate", "norm_learning_rate", "clip_by_module", "global_batch_size", "bf16_weights")
-    trl_names = (
-        "seed", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
-        "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16",
-    )  # fmt: skip
-    return {
-        "data": data,
-        "num_processes": args.world_size,
-        **{name: getattr(script_args, name) for name in names + rates},
-        **{name: getattr(args, name) for name in trl_names},
-    }
+def prepare_model(
+    run_args: RunArguments, args: TrainingConfig
+) -> tuple[NormLlavaForConditionalGeneration, Any, list[ModuleGroup]]:
+    """The model, what Trainer trains of it (the model or the `PeftModel` around it), and its parts.
 
-
-def read_rows(
-    script_args: ScriptArguments, args: TrainingConfig, tokenize: RowTokenizer
-) -> tuple[Dataset | IterableDataset, str]:
-    """The checked rows with their lengths, and what a resumed run must find again: a fingerprint, a stream's name."""
-    with args.main_process_first(desc="reading the data"):
-        rows: Dataset | IterableDataset = load_rows(
-            script_args.dataset_name,
-            script_args.image_folder,
-            script_args.dataset_config,
-            script_args.dataset_split,
-            script_args.streaming,
-        )
-    image_token = tokenize.processor.image_token
-    report_file = Path(args.output_dir) / "bad_rows.jsonl"
-    if isinstance(rows, IterableDataset):
-        rows = check_stream(rows, image_token, tokenize, script_args.bad_rows, report_file)
-        # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
-        return rows.repeat(None), script_args.dataset_name
-    is_main_process = args.process_index == 0
-    measured: list[Any] = [None]
-    if is_main_process:
-        open_pictures = script_args.bad_rows == "skip"
-        measured = [measure_rows(rows, image_token, tokenize, open_pictures, args.dataset_num_proc)]
-    broadcast_object_list(measured)
-    return keep_good_rows(rows, measured[0], script_args.bad_rows, report_file if is_main_process else None)
-
-
-def pack_rows(
-    script_args: ScriptArguments, args: TrainingConfig, rows: Dataset | IterableDataset
-) -> tuple[Dataset | IterableDataset, PackedBatchSampler | None]:
-    """Pack a stream, or plan the packing of a dataset, which its sampler does; neither without `packed_length`."""
-    if script_args.packed_length is None:
-        return rows, None
-    if isinstance(rows, IterableDataset):
-        packed = rows.map(
-            pack_window,
-            batched=True,
-            batch_size=PACKING_WINDOW,
-            remove_columns=["images", "conversations", "source", "length"],
-            fn_kwargs={"packed_length": script_args.packed_length},
-        )
-        return packed, None
-    assert script_args.global_batch_size is not None  # check_arguments
-    return rows, plan_packing(args, rows, script_args.global_batch_size, script_args.packed_length)
-
-
-def main() -> None:
-    """Run the command line."""
-    script_args, args = TrlParser((ScriptArguments, TrainingConfig)).parse_args_and_config()
-    logging.basicConfig(level=logging.INFO if args.process_index == 0 else logging.ERROR, format="%(message)s")
-    check_arguments(script_args, args)
-    if script_args.packed_length is None:
-        set_accumulation(args, script_args.global_batch_size)
-    checkpoint = find_checkpoint(args)
-    environment = describe_environment(args.world_size, resumed=checkpoint is not None)
-    stage = Stage(script_args.stage)
-
-    processor: LlavaProcessor = AutoProcessor.from_pretrained(script_args.model_name_or_path)
-    template = (
-        plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
-    )
-    tokenize = RowTokenizer(processor, template, args.max_length)
-    rows, data = read_rows(script_args, args, tokenize)
-    rows, sampler = pack_rows(script_args, args, rows)
-    run = describe_run(script_args, args, data)
-    if checkpoint is not None and not script_args.resume_changed:
-        check_same_run(checkpoint, run)
-
-    model = load_model(script_args, args)
+    Raises:
+        ValueError: if there is no norm that `norm_learning_rate` could be of.
+    """
+    model = load_base(run_args, args)
+    if run_args.norm_learning_rate is not None and model.config.projector_norm == "none":
+        raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
     trained: Any = model
+    stage = Stage(str(run_args.stage))
     if stage is Stage.ADAPT:
         from training.adapters import add_adapters  # needs the extra "qlora"
 
         torch.manual_seed(args.seed)
-        trained = add_adapters(model, script_args.lora_r, script_args.lora_alpha)
+        trained = add_adapters(
+            model,
+            run_args.lora_r,
+            run_args.lora_alpha,
+            run_args.lora_dropout,
+            use_rslora=run_args.use_rslora,
+            use_dora=run_args.use_dora,
+        )
     rates = LearningRates(
         common=args.learning_rate,
-        vision=script_args.vision_learning_rate or 0.0,
-        norm=script_args.norm_learning_rate or args.learning_rate,
+        vision=run_args.vision_learning_rate or 0.0,
+        norm=run_args.norm_learning_rate or args.learning_rate,
     )
-    groups = prepare_stage(
-        model,
-        stage,
-        rates,
-        frozen_dtype=torch.bfloat16 if args.bf16 or script_args.bf16_weights else torch.float32,
-        trained_dtype=torch.bfloat16 if script_args.bf16_weights else torch.float32,
+    return model, trained, prepare_stage(model, stage, rates, torch.bfloat16 if args.bf16 else torch.float32)
+
+
+def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> int:
+    """Optimizer steps of the whole run, as Trainer counts them."""
+    if args.max_steps > 0 or sampler is None:
+        return args.max_steps
+    return math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
+
+
+def train(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Read the data, prepare the model, train, and publish the result; of a run that is finished, publish alone."""
+    checkpoint = find_checkpoint(args)
+    output_dir = Path(args.output_dir)
+    environment = describe_environment(args.world_size, resumed=checkpoint is not None)
+    stage = Stage(str(run_args.stage))
+    processor: LlavaProcessor = AutoProcessor.from_pretrained(
+        run_args.model_name_or_path, revision=run_args.model_revision
     )
+    template = (
+        plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
+    )
+    tokenize = RowTokenizer(processor, template, args.max_length)
+    rows, data = read_rows(run_args, args, tokenize)
+    rows, sampler = deal_rows(run_args, args, rows)
+    run = describe_run(run_args, args, data, environment)
+
+    finished = output_dir if not is_off(args.resume_from_checkpoint) else None
+    before = checkpoint or (finished if finished is not None and steps_done(finished) else None)
+    if before is not None and not run_args.resume_changed:
+        check_same_run(before, run)
+    total = count_steps(args, sampler)
+    if finished is not None and steps_done(finished) >= total:
+        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, total)
+        return
+    if finished is not None and checkpoint is None and steps_done(finished):
+        raise ValueError(
+            f"{output_dir} holds a run of {steps_done(finished)} steps, and no checkpoint to go on from to {total}. "
+            "Start from its model, with another output_dir."
+        )
+    if checkpoint is not None and steps_done(checkpoint) >= total:
+        if args.process_index == 0:
+            publish_checkpoint(checkpoint, output_dir, run)
+        logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
+        return
+
+    model, trained, groups = prepare_model(run_args, args)
     trainer = NormLlavaTrainer(
         trained,
         groups,
         run,
-        environment=environment,
         sampler=sampler,
-        clip_by_module=script_args.clip_by_module,
+        clip_by_module=run_args.clip_by_module,
         args=args,
         train_dataset=rows,
         processing_class=processor,
-        data_collator=VisionLanguageCollator(tokenize, packed=script_args.packed_length is not None),
+        data_collator=VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None),
     )
-    if script_args.probe_steps is not None:
-        trainer.add_callback(watch_dynamics(script_args, args, model, processor))
+    if run_args.probe_steps is not None:
+        trainer.add_callback(watch_dynamics(run_args, args, model, processor))
     logger.info("%s", describe_stage(stage, groups))
-    logger.info("%s", describe_batch(script_args, args, rows))
+    logger.info("%s", describe_batch(run_args, args, rows))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     trainer.save_model()
-    trainer.save_state()
-    if args.process_index == 0:
-        copy_prose(Path(args.output_dir))
     logger.info("Saved to %s", args.output_dir)
 
 
-def copy_prose(output_dir: Path) -> None:
-    """Put the model card's prose that lies beside the recipe, if there is one, beside the model."""
-    if "--config" in sys.argv:  # which the parser does not hand on
-        prose = Path(sys.argv[sys.argv.index("--config") + 1]).with_name("card.yaml")
-        if prose.exists():
-            (output_dir / prose.name).write_bytes(prose.read_bytes())
-
-
 def watch_dynamics(
-    script_args: ScriptArguments,
+    run_args: RunArguments,
     args: TrainingConfig,
     model: NormLlavaForConditionalGeneration,
     processor: LlavaProcessor,
@@ -384,33 +213,64 @@ def watch_dynamics(
     from diagnostics.dynamics import FILE, DynamicsCallback  # needs the extra "diagnostics"
     from diagnostics.loading import take_questions
 
-    assert script_args.probe_steps is not None
+    assert run_args.probe_steps is not None
     rows = load_rows(
-        script_args.dataset_name,
-        script_args.image_folder,
-        script_args.dataset_config,
-        script_args.dataset_split,
-        script_args.streaming,
+        run_args.dataset_name,
+        run_args.image_folder,
+        run_args.dataset_config,
+        run_args.dataset_train_split,
+        run_args.dataset_streaming,
     )
-    questions, _ = take_questions(rows, script_args.probe_samples, script_args.dataset_name)
-    return DynamicsCallback(model, processor, questions, script_args.probe_steps, Path(args.output_dir) / FILE)
+    questions, _ = take_questions(rows, run_args.probe_samples, run_args.dataset_name)
+    return DynamicsCallback(model, processor, questions, run_args.probe_steps, Path(args.output_dir) / FILE)
 
 
-def describe_batch(script_args: ScriptArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:
+def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:
     """The line that training prints: how many rows there are, and how many a step takes on how many processes."""
     size = "a stream of" if isinstance(rows, IterableDataset) else f"{len(rows)}"
     steps = args.world_size * args.gradient_accumulation_steps
-    if script_args.packed_length is None:
+    if run_args.packed_length is None:
         batch = f"{args.per_device_train_batch_size} rows"
         total = f"global batch {steps * args.per_device_train_batch_size}"
     else:
-        batch = f"1 packed row of up to {script_args.packed_length} tokens"
-        samples = script_args.global_batch_size
+        batch = f"1 packed row of up to {run_args.packed_length} tokens"
+        samples = run_args.global_batch_size
         total = f"global batch {samples} in {steps} packed rows" if samples else f"{steps} packed rows a step"
     return (
         f"{size} rows; {args.world_size} processes x {batch} x {args.gradient_accumulation_steps} accumulation steps "
         f"= {total}"
     )
+
+
+def interrupt_quietly() -> None:
+    """Raise `KeyboardInterrupt` in this process alone: workers that it forks end with it, without a word."""
+    owner = os.getpid()
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if os.getpid() == owner:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    run_args, args = parse_arguments(argv)
+    logging.basicConfig(level=logging.INFO if args.process_index == 0 else logging.ERROR, format="%(message)s")
+    interrupt_quietly()
+    output_dir = Path(args.output_dir)
+    try:
+        if args.process_index > 0:
+            train(run_args, args)
+            return
+        with lock(output_dir):
+            train(run_args, args)
+    except KeyboardInterrupt:
+        logger.info(
+            "\nStopped; the last checkpoint is step %d. Go on by the same command with --resume_from_checkpoint true",
+            max((steps_done(path) for path in output_dir.glob("checkpoint-*")), default=0),
+        )
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modeling_normllava import NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaModel
 
 
 class Stage(StrEnum):
@@ -44,68 +44,84 @@ class ModuleGroup:
     """`None` for a frozen part."""
 
 
+UNREAD = "vision_tower, not read"
+
+
 def prepare_stage(
     model: NormLlavaForConditionalGeneration,
     stage: Stage,
     rates: LearningRates,
     frozen_dtype: torch.dtype = torch.float32,
-    trained_dtype: torch.dtype = torch.float32,
 ) -> list[ModuleGroup]:
-    """Freeze what the stage doesn't train, give what it trains its dtype, and say which is which.
+    """Freeze what the stage doesn't train, give each part its dtype, and say which is which.
 
-    Layers of the vision encoder past the one that is read are not run any more; their weights stay as they are.
+    Layers of the vision encoder past the one that is read are not run in training; their weights stay as they are.
 
     Args:
         model: The model to prepare, in place. Its language model may hold LoRA adapters; for `Stage.ADAPT` it must.
         stage: The stage.
         rates: Learning rate by module.
-        frozen_dtype: What frozen weights are held in. Quantized weights stay quantized.
-        trained_dtype: What trained weights, and so the optimizer's state, are held in.
+        frozen_dtype: What frozen weights are held in. Quantized weights stay quantized; trained ones are float32.
 
     Returns:
         The parts of the model; every parameter is in exactly one of them.
     """
-    tune_all = stage is Stage.INSTRUCT
-    projector = trained_projector(model)
-    vision_tower = dict(model.model.vision_tower.named_parameters(prefix="model.vision_tower"))
-    unused = _unused_parameters(model, vision_tower)
-    used = {name: parameter for name, parameter in vision_tower.items() if name not in unused}
-    not_used = {name: parameter for name, parameter in vision_tower.items() if name in unused}
-    _skip_unread_layers(model.model.vision_tower, {id(parameter) for parameter in not_used.values()})
-    prefix = next(name for name, module in model.named_modules() if module is projector)
-    norm = dict(projector.norm.named_parameters(prefix=f"{prefix}.norm"))
-    linear = {n: p for n, p in projector.named_parameters(prefix=prefix) if n not in norm}
-    # PEFT trains a copy and keeps the first state beside it.
-    kept = dict(model.model.multi_modal_projector.named_parameters(prefix="model.multi_modal_projector"))
-    kept = {name: parameter for name, parameter in kept.items() if name not in linear | norm}
-    language_model = dict(model.model.language_model.named_parameters(prefix="model.language_model"))
-    adapters = {name: parameter for name, parameter in language_model.items() if ".lora_" in name}
-    language_model = {name: parameter for name, parameter in language_model.items() if name not in adapters}
-    # A tied head is the embedding's own weight, listed there already.
-    embeddings = model.get_input_embeddings().weight
-    head = {n: p for n, p in model.lm_head.named_parameters(prefix="lm_head") if p is not embeddings}
-
-    groups = [
-        ModuleGroup("vision_tower", used, rates.vision if tune_all else None),
-        ModuleGroup("vision_tower, not read", not_used, None),
-        ModuleGroup("multi_modal_projector", linear, rates.common),
-        ModuleGroup("multi_modal_projector.norm", norm, rates.norm),
-        ModuleGroup("multi_modal_projector, before", kept, None),
-        ModuleGroup("language_model", language_model, rates.common if tune_all else None),
-        ModuleGroup("language_model.lora", adapters, rates.common),
-        ModuleGroup("lm_head", head, rates.common if tune_all else None),
-    ]
-    groups = [group for group in groups if group.parameters]
-    for group in groups:
-        trained = group.learning_rate is not None
-        for parameter in group.parameters.values():
-            if not parameter.is_floating_point():  # 4-bit weights, packed into bytes
-                continue
-            parameter.requires_grad_(trained)
-            # A step of 1e-5 is lost in the rounding of most bfloat16 weights. What is not read runs on what is.
-            whole = trained or (tune_all and group.name.startswith("vision_tower"))
-            parameter.data = parameter.data.to(trained_dtype if whole else frozen_dtype)
+    groups = group_parameters(model, stage, rates)
+    freeze(groups)
+    cast(groups, stage, frozen_dtype)
+    skip_unread_layers(model.model.vision_tower, groups)
     return groups
+
+
+def group_parameters(
+    model: NormLlavaForConditionalGeneration, stage: Stage, rates: LearningRates
+) -> list[ModuleGroup]:
+    """The parts of the model with the rates that a stage trains them at. Changes nothing."""
+    tune_all = stage is Stage.INSTRUCT
+    unread = unread_parameters(model)
+    projector = trained_projector(model)
+    prefix = next(name for name, module in model.named_modules() if module is projector)
+    rate = rates.common if tune_all else None
+    groups = {
+        "vision_tower": ModuleGroup("vision_tower", {}, rates.vision if tune_all else None),
+        UNREAD: ModuleGroup(UNREAD, {}, None),
+        "multi_modal_projector": ModuleGroup("multi_modal_projector", {}, rates.common),
+        "multi_modal_projector.norm": ModuleGroup("multi_modal_projector.norm", {}, rates.norm),
+        # PEFT trains a copy and keeps the first state beside it.
+        "multi_modal_projector, before": ModuleGroup("multi_modal_projector, before", {}, None),
+        "language_model": ModuleGroup("language_model", {}, rate),
+        "language_model.lora": ModuleGroup("language_model.lora", {}, rates.common),
+        "lm_head": ModuleGroup("lm_head", {}, rate),
+    }
+    for name, parameter in model.named_parameters():  # a tied head comes as the embedding alone
+        part = name.removeprefix("model.").split(".")[0]
+        if name in unread:
+            part = UNREAD
+        elif part == "multi_modal_projector":
+            inside = name.removeprefix(f"{prefix}.")
+            part += ", before" if inside == name else ".norm" if inside.startswith("norm.") else ""
+        elif ".lora_" in name:
+            part = "language_model.lora"
+        groups[part].parameters[name] = parameter
+    return [group for group in groups.values() if group.parameters]
+
+
+def freeze(groups: Iterable[ModuleGroup]) -> None:
+    """Let gradients flow to what has a learning rate, and to nothing else."""
+    for group in groups:
+        for parameter in group.parameters.values():
+            if parameter.is_floating_point():  # 4-bit weights are packed into bytes
+                parameter.requires_grad_(group.learning_rate is not None)
+
+
+def cast(groups: Iterable[ModuleGroup], stage: Stage, frozen_dtype: torch.dtype) -> None:
+    """Hold what is trained in float32, where a step of 1e-5 is not lost in rounding, and the rest in another dtype."""
+    for group in groups:
+        # What is not read of an encoder that is trained takes over what comes out of it.
+        whole = group.learning_rate is not None or (stage is Stage.INSTRUCT and group.name == UNREAD)
+        for parameter in group.parameters.values():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(torch.float32 if whole else frozen_dtype)
 
 
 def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:
@@ -114,36 +130,39 @@ def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:
     return projector.modules_to_save["default"] if hasattr(projector, "modules_to_save") else projector
 
 
-def _unused_parameters(
-    model: NormLlavaForConditionalGeneration, vision_parameters: dict[str, nn.Parameter]
-) -> set[str]:
+def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that its features don't depend on: layers past the one that is read,
-    the last norm, a pooling head. The autograd graph tells, so this holds for any encoder."""
-    config = model.config.vision_config
-    tower = model.model.vision_tower
-    pixel_values = torch.zeros(
-        1, config.num_channels, config.image_size, config.image_size, dtype=tower.dtype, device=tower.device
-    )
-    parameters = list(vision_parameters.values())
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    with torch.enable_grad():
-        features = model.model.get_image_features(pixel_values).pooler_output[0]
-        gradients = torch.autograd.grad(features.sum(), parameters, allow_unused=True)
-    return {name for name, gradient in zip(vision_parameters, gradients, strict=True) if gradient is None}
+    the last norm, a pooling head. The autograd graph of a model without data tells, so this holds for any encoder."""
+    vision = model.config.vision_config
+    with torch.device("meta"):
+        shape = NormLlavaModel(model.config)
+        pixel_values = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
+    parameters = dict(shape.vision_tower.named_parameters(prefix="model.vision_tower"))
+    features = shape.get_image_features(pixel_values).pooler_output[0]
+    gradients = torch.autograd.grad(features.sum(), list(parameters.values()), allow_unused=True)
+    return {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None}
 
 
-def _skip_unread_layers(vision_tower: nn.Module, unused: set[int]) -> None:
-    """Let layers that are not read hand their input on: transformers runs all layers and then picks one."""
+def skip_unread_layers(vision_tower: nn.Module, groups: Iterable[ModuleGroup]) -> None:
+    """Let layers that are not read hand their input on in training: transformers runs all of them and picks one.
+
+    Out of training all layers run, so that what is measured of the encoder is what it is.
+    """
+    unread = {id(parameter) for group in groups if group.name == UNREAD for parameter in group.parameters.values()}
     for layers in [module for module in vision_tower.modules() if isinstance(module, nn.ModuleList)]:
         for layer in layers:
             parameters = list(layer.parameters())
-            if parameters and all(id(parameter) in unused for parameter in parameters):
-                layer.forward = _hand_on
+            if parameters and all(id(parameter) in unread for parameter in parameters):
+                _skip_in_training(layer)
 
 
-def _hand_on(hidden_states: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-    return hidden_states
+def _skip_in_training(layer: nn.Module) -> None:
+    run = layer.forward
+
+    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states if layer.training else run(hidden_states, *args, **kwargs)
+
+    layer.forward = forward
 
 
 def describe_stage(stage: Stage, groups: Iterable[ModuleGroup]) -> str:

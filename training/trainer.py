@@ -1,24 +1,27 @@
-"""TRL's SFTTrainer with packed rows, learning rates by module, whole checkpoints and this project's measurements."""
+"""Trains a NormLlava: learning rates by module, safe checkpoints, and measurements beside the loss."""
 
-import json
 import math
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from trl import SFTTrainer
+from typing_extensions import override
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
-from training.callbacks import InterfaceMonitor, MetricsFile, total_norm
-from training.checkpoints import RUN_FILE, SAVING_FOLDER, publish, publish_files
-from training.packing import PackedBatchSampler
+from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, total_norm
+from training.checkpoints import SAVING_FOLDER, STATE_FILE, check_weights, fresh_folder, publish, publish_files
+from training.collator import attended_tokens
+from training.overrides import checks_overrides
+from training.run import Progress, Run
 from training.stages import ModuleGroup
 from training.tokenization import IGNORED
 
@@ -36,12 +39,14 @@ def write_class_files(folder: Path) -> None:
     shutil.copy(modeling_normllava.__file__, folder)
 
 
+@checks_overrides
 class EpochSetter(TrainerCallback):
     """Tells a sampler the epoch where Trainer does not: where several processes resume in the middle of one."""
 
-    def __init__(self, sampler: PackedBatchSampler) -> None:
+    def __init__(self, sampler: BatchRebalanceSampler) -> None:
         self._sampler = sampler
 
+    @override
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -49,15 +54,15 @@ class EpochSetter(TrainerCallback):
         self._sampler.set_epoch(int(state.epoch or 0))
 
 
+@checks_overrides
 class NormLlavaTrainer(SFTTrainer):
     """[`SFTTrainer`] for a model that [`~training.stages.prepare_stage`] has prepared.
 
     Args:
         model: The model, or the `PeftModel` around it.
         groups: What `prepare_stage` returned: learning rates and names of the modules.
-        run: What the run is made of, written into each checkpoint.
-        environment: What it is made with and on, written beside `run` when it is finished.
-        sampler: Sampler of packed rows; `None` for padded batches and for streams.
+        run: What the run is made of, written into each checkpoint and beside the result.
+        sampler: Deals batches of padded or packed rows to the processes; `None` for a stream.
         clip_by_module: Clip the gradient of each module to `max_grad_norm` rather than that of all together.
         kwargs: As for [`SFTTrainer`].
     """
@@ -66,31 +71,35 @@ class NormLlavaTrainer(SFTTrainer):
         self,
         model: nn.Module,
         groups: list[ModuleGroup],
-        run: dict[str, Any],
-        environment: dict[str, Any] | None = None,
-        sampler: PackedBatchSampler | None = None,
+        run: Run,
+        sampler: BatchRebalanceSampler | None = None,
         clip_by_module: bool = False,
         **kwargs: Any,
     ) -> None:
         self._groups = {name: group for group in groups for name in group.parameters}
-        self._trained = [group.name for group in groups if group.learning_rate is not None]
+        self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
         self._run = run
-        self._environment = environment
         self._sampler = sampler
         self._clip_by_module = clip_by_module
-        self._saving = False
         self._scored: torch.Tensor | None = None
+        # Sum of the losses of all steps, and tokens trained on: of this process, and of all before this start.
+        self._seen, self._seen_before = torch.zeros(2, dtype=torch.float64), Progress(num_tokens=0, loss_sum=0.0)
         # TRL rounds what a quantized model trains to bfloat16, in which small steps and most of the gain are lost.
         masters = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         super().__init__(model=model, **kwargs)
         for parameter, master in masters.items():
             if parameter.dtype != master.dtype:
                 parameter.data = master.to(parameter.device)
+        if self.args.max_grad_norm == 0 and not self.is_deepspeed_enabled:
+            self.args.max_grad_norm = math.inf  # Trainer does not look at gradients at all with 0
         base: NormLlavaForConditionalGeneration = self._unwrapped()
         base.model.register_forward_hook(self._keep_scored)
         self._monitor = InterfaceMonitor(base)
         self.add_callback(self._monitor)
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
+        for printer in (ProgressCallback, PrinterCallback):
+            self.remove_callback(printer)
+        self.add_callback(ConsoleTable())
         if sampler is not None:
             self.add_callback(EpochSetter(sampler))
 
@@ -98,9 +107,23 @@ class NormLlavaTrainer(SFTTrainer):
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if hasattr(model, "get_base_model") else model
 
+    @override
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
-        return self._sampler if self._sampler is not None else super()._get_train_sampler(*args, **kwargs)
+        return self._sampler
 
+    @override
+    def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, from a checkpoint if one is named.
+
+        Raises:
+            ValueError: if the checkpoint's weights are not those of the model.
+        """
+        if resume_from_checkpoint is not None:
+            check_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
+            self._seen_before = Run.read(Path(resume_from_checkpoint)).progress or self._seen_before
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of the arguments, its parameter groups split by module, each with its learning rate."""
         if self.optimizer is not None:
@@ -109,16 +132,13 @@ class NormLlavaTrainer(SFTTrainer):
         modules = {parameter: module for module, parameter in self._by_module(model or self.model)}
         groups = []
         # The common rate first: it is the one that Trainer logs as `learning_rate`.
-        for name in sorted(self._trained, key=lambda name: self._rate(name) != self.args.learning_rate):
+        for name in sorted(self._rates, key=lambda name: self._rates[name] != self.args.learning_rate):
             for group in optimizer.param_groups:
                 parameters = [parameter for parameter in group["params"] if modules[parameter] == name]
                 if parameters:
-                    groups.append({**group, "params": parameters, "lr": self._rate(name), "module": name})
+                    groups.append({**group, "params": parameters, "lr": self._rates[name], "module": name})
         optimizer.param_groups = groups
         return optimizer
-
-    def _rate(self, module: str) -> float | None:
-        return next(group.learning_rate for group in self._groups.values() if group.name == module)
 
     def _by_module(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         """Trained parameters with the names of their modules. By name, as sharding replaces parameters."""
@@ -130,20 +150,24 @@ class NormLlavaTrainer(SFTTrainer):
                 named.append((self._groups[name].name, parameter))
         return named
 
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    @override
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """A forward and backward pass.
 
         Raises:
             FloatingPointError: if the loss is not finite.
         """
-        loss = super().training_step(*args, **kwargs)
+        num_tokens = int(attended_tokens(inputs).sum())
+        loss = super().training_step(model, inputs, *args, **kwargs)
         if not math.isfinite(loss.item()):
             raise FloatingPointError(
                 f"The loss is {loss.item()} in step {self.state.global_step + 1}. The weights are those of step "
                 f"{self.state.global_step}, unharmed; lower the learning rate, or look at the rows of this step."
             )
+        self._seen += torch.tensor([loss.item(), num_tokens], dtype=torch.float64)
         return loss
 
+    @override
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
@@ -164,6 +188,7 @@ class NormLlavaTrainer(SFTTrainer):
             output.last_hidden_state = output.last_hidden_state[self._scored][None]  # [1, num_supervised, hidden_size]
         return output
 
+    @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Clip, all together or module by module, and measure the modules' norms beforehand.
 
@@ -195,21 +220,34 @@ class NormLlavaTrainer(SFTTrainer):
             )
         return norm
 
+    def _progress(self) -> Progress:
+        """Tokens and losses of the run since its first start. Every process must call this."""
+        seen = self._seen
+        if self.accelerator.num_processes > 1:
+            seen = self.accelerator.reduce(seen.to(self.accelerator.device), "sum")
+        loss_sum, num_tokens = seen.tolist()
+        return Progress(
+            num_tokens=self._seen_before.num_tokens + round(num_tokens),
+            loss_sum=self._seen_before.loss_sum + loss_sum / self.accelerator.num_processes,
+        )
+
+    @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the measurements of the step beside the loss."""
+        """Log, with the measurements of the step beside the loss; sums are of the whole run, also after a resume."""
         if "loss" in logs:
             # The scheduler has stepped already; these are the rates of the step that is logged, as `learning_rate` is.
             scale = logs["learning_rate"] / self.args.learning_rate
-            logs |= {f"learning_rate/{name}": self._rate(name) * scale for name in self._trained}
+            logs |= {f"learning_rate/{name}": rate * scale for name, rate in self._rates.items()}
             logs |= self._monitor.collect(
                 lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
             )
+            # TRL's own count starts at 0 again with every resume.
+            self._metrics["train"]["num_tokens"] = [self._progress().num_tokens]
+        if "train_loss" in logs:
+            logs["train_loss"] = self._progress().loss_sum / max(self.state.global_step, 1)
         super().log(logs, start_time)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        output_dir = super()._get_output_dir(trial)
-        return str(Path(output_dir) / SAVING_FOLDER) if self._saving else output_dir
-
+    @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint aside, then move it to its place in one step. See [`~training.checkpoints.publish`].
 
@@ -219,83 +257,73 @@ class NormLlavaTrainer(SFTTrainer):
         try:
             self._save_aside(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
-            last = get_last_checkpoint(self.args.output_dir)
-            raise OSError(
-                f"checkpoint-{self.state.global_step} could not be written ({error}). Make room and go on with "
-                f"--resume_from_checkpoint true; the last checkpoint is {last or 'the start'}."
-            ) from error
+            raise self._not_written(f"checkpoint-{self.state.global_step}", error) from error
+
+    def _not_written(self, name: str, error: Exception) -> OSError:
+        last = get_last_checkpoint(self.args.output_dir)
+        return OSError(
+            f"{name} could not be written ({error}). Make room and go on with --resume_from_checkpoint true; the "
+            f"last checkpoint is {last or 'the start'}."
+        )
 
     def _save_aside(self, model: nn.Module, trial: Any) -> None:
-        output_dir = Path(self.args.output_dir)
-        aside = output_dir / SAVING_FOLDER
-        if self.is_world_process_zero() and aside.exists():
-            shutil.rmtree(aside)
-        self.accelerator.wait_for_everyone()
-        self._saving = True
+        output_dir = self.args.output_dir
+        aside = self._make_aside()
+        progress = self._progress()
+        self.args.output_dir = str(aside)
         try:
             super()._save_checkpoint(model, trial)
         finally:
-            self._saving = False
+            self.args.output_dir = output_dir
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             folder = aside / f"checkpoint-{self.state.global_step}"
-            (folder / RUN_FILE).write_text(json.dumps(self._run, indent=2) + "\n", encoding="utf-8")
-            publish(folder, output_dir / folder.name)
+            self._run.write(folder, progress)
+            publish(folder, Path(output_dir) / folder.name)
             shutil.rmtree(aside)
-            rotate_checkpoints(output_dir=str(output_dir), save_total_limit=self.args.save_total_limit, use_mtime=True)
+            rotate_checkpoints(output_dir=output_dir, save_total_limit=self.args.save_total_limit, use_mtime=True)
         self.accelerator.wait_for_everyone()
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model; that of the whole run, for which no folder is named, only once it is all written."""
-        if output_dir is not None:
-            super().save_model(output_dir, _internal_call)
-            return
+    def _make_aside(self) -> Path:
         aside = Path(self.args.output_dir) / SAVING_FOLDER
-        if self.is_world_process_zero() and aside.exists():
-            shutil.rmtree(aside)
+        if self.is_world_process_zero():
+            fresh_folder(aside)
         self.accelerator.wait_for_everyone()
-        super().save_model(str(aside), _internal_call=True)
+        return aside
+
+    @override
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save model and processor; those of the whole run, for which no folder is named, only once all is written.
+
+        Raises:
+            OSError: if the result can't be written; the checkpoints are untouched.
+        """
+        if output_dir is None:
+            try:
+                self._save_result()
+            except (OSError, RuntimeError, SafetensorError) as error:
+                raise self._not_written("The trained model", error) from error
+            return
+        super().save_model(output_dir, _internal_call=True)
+        if self.args.should_save and (Path(output_dir) / "config.json").exists():
+            write_class_files(Path(output_dir))
+
+    def _save_result(self) -> None:
+        aside = self._make_aside()
+        if self.is_fsdp_enabled:  # its checkpoints are sharded
+            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        self.save_model(str(aside))
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
-            run = self._run | {"environment": self._environment}
-            (aside / RUN_FILE).write_text(json.dumps(run, indent=2) + "\n", encoding="utf-8")
+            self._run.write(aside)
+            self.state.save_to_json(str(aside / STATE_FILE))
             publish_files(aside, Path(self.args.output_dir))
         self.accelerator.wait_for_everyone()
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save model and processor."""
-        super()._save(output_dir, state_dict)
-        folder = Path(output_dir or self.args.output_dir)
-        if self.args.should_save and (folder / "config.json").exists():
-            write_class_files(folder)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        adapter = Path(resume_from_checkpoint) / "adapter_model.safetensors"
-        if adapter.exists():
-            from peft import get_peft_model_state_dict  # an extra
-
-            with safe_open(adapter, framework="pt") as file:
-                self._compare_keys(set(file.keys()), set(get_peft_model_state_dict(self.model)))
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raise where the base class warns: weights of a checkpoint that don't fit the model are an error."""
-        tied = set(getattr(self._unwrapped(), "all_tied_weights_keys", None) or ())
-        expected = set(self._unwrapped().state_dict())
-        self._compare_keys(expected - set(load_result.missing_keys) | set(load_result.unexpected_keys), expected, tied)
-        self._unwrapped().tie_weights()
-
-    @staticmethod
-    def _compare_keys(given: set[str], expected: set[str], tied: Iterable[str] = ()) -> None:
-        missing, unexpected = sorted(expected - given - set(tied)), sorted(given - expected - set(tied))
-        if missing or unexpected:
-            raise ValueError(
-                f"The checkpoint's weights are not those of the model. Missing: {missing or 'none'}; unexpected: "
-                f"{unexpected or 'none'}. Resume with the model that the run began with."
-            )
-
+    @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: TRL's card would overwrite the one of the checkpoint, which says more."""
 
+    @override
     def _send_telemetry(self) -> None:
         """Nothing: a training run is its owner's business."""

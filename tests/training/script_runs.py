@@ -1,7 +1,6 @@
 """Running the training script in tests, and reading what it leaves."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> None:
     """Run the script in this process with a recipe of these fields."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**FAST, **fields}))
-    monkeypatch.setattr(sys, "argv", ["sft.py", "--config", str(recipe)])
-    sft.main()
+    sft.main(["--config", str(recipe)])
 
 
 def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 
 ADAPT = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4}
-STREAM = {"streaming": True, "max_steps": 8, "global_batch_size": None, "gradient_accumulation_steps": 2}
+STREAM = {"dataset_streaming": True, "max_steps": 8, "global_batch_size": None, "gradient_accumulation_steps": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": "align"},
     "stage 2": INSTRUCT,

@@ -1,0 +1,315 @@
+"""What a run is told: TRL's arguments and ours, every field checked before anything is loaded."""
+
+import argparse
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from trl import ModelConfig, SFTConfig, TrlParser
+from trl import ScriptArguments as DatasetArguments
+
+from training.stages import Stage
+
+
+# Fields that must be at least this large.
+AT_LEAST = {
+    "global_batch_size": 1, "packed_length": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
+    "max_length": 1, "lora_r": 1, "lora_alpha": 1, "lora_dropout": 0, "probe_steps": 1, "probe_samples": 1,
+    "dataset_num_proc": 1, "dataloader_num_workers": 0, "max_grad_norm": 0, "weight_decay": 0, "warmup_steps": 0,
+    "save_total_limit": 1, "seed": 0, "data_seed": 0,
+}  # fmt: skip
+# Fields that must be above 0.
+POSITIVE = (
+    "learning_rate", "vision_learning_rate", "norm_learning_rate", "num_train_epochs", "logging_steps", "save_steps",
+    "adam_epsilon",
+)  # fmt: skip
+# Fields of TRL and transformers that have one sensible value here, with the reason.
+FIXED: dict[str, tuple[Any, str]] = {
+    "dtype": ("float32", "what is trained is held in float32; bf16 says how it is multiplied"),
+    "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
+    "lora_target_modules": (None, "adapters go on all linear layers of the language model"),
+    "lora_target_parameters": (None, "adapters go on all linear layers of the language model"),
+    "lora_modules_to_save": (None, "projector and norm are trained in full, and nothing else"),
+    "lora_task_type": ("CAUSAL_LM", "a NormLlava writes text"),
+    "load_in_8bit": (False, "use load_in_4bit"),
+    "bnb_4bit_quant_storage": (None, "4-bit weights are held in bytes"),
+    "ignore_bias_buffers": (False, "no model here has such buffers"),
+    "dataset_test_split": ("test", "nothing is evaluated while training"),
+    "eval_strategy": ("no", "nothing is evaluated while training"),
+    "eval_on_start": (False, "nothing is evaluated while training"),
+    "load_best_model_at_end": (False, "nothing is evaluated while training"),
+    "packing": (False, "TRL packs text alone; give packed_length to pack rows with pictures"),
+    "padding_free": (False, "TRL packs text alone; give packed_length to pack rows with pictures"),
+    "push_to_hub": (
+        False, "it would upload training_args.bin, which holds your token; release the folder with hub_cards",
+    ),
+    "save_only_model": (False, "such a checkpoint can't be resumed from"),
+    "remove_unused_columns": (False, "rows are read when they are needed"),
+    "ignore_data_skip": (False, "a resumed run would train on rows twice"),
+    "dataloader_drop_last": (False, "no row is left out"),
+    "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
+    "activation_offloading": (False, "it has not been made to work with pictures; use gradient_checkpointing"),
+    "label_smoothing_factor": (0.0, "the head sees supervised positions alone, and smoothing needs all"),
+    "assistant_only_loss": (False, "the loss is always on what the assistant says alone"),
+    "completion_only_loss": (None, "the loss is always on what the assistant says alone"),
+    "use_liger_kernel": (False, "Liger knows no model of this type and would do nothing"),
+    "shuffle_dataset": (False, "train_sampling_strategy says in what order rows come"),
+    "length_column_name": ("length", "the rows' check measures their lengths"),
+    "chat_template_path": (None, "the chat template is the checkpoint's; compose writes it"),
+    "dataset_text_field": ("text", "rows hold conversations"),
+    "dataset_kwargs": (None, "rows are tokenized when they are needed"),
+    "eos_token": (None, "the tokens are the checkpoint's; compose chooses them"),
+    "pad_token": (None, "the tokens are the checkpoint's; compose chooses them"),
+    "truncation_mode": ("keep_start", "no row is cut"),
+    "packing_strategy": ("bfd", "packed_length packs"),
+    "model_init_kwargs": (None, "the model is loaded from model_name_or_path"),
+    "trust_remote_code": (False, "the classes of this repository are used"),
+}  # fmt: skip
+SAMPLING = ("random", "group_by_length", "sequential")
+
+
+@dataclass
+class RunArguments(DatasetArguments, ModelConfig):
+    """What a run needs beside [`TrainingConfig`]: TRL's fields for model and data, and ours."""
+
+    attn_implementation: str = field(
+        default="sdpa", metadata={"help": "Attention of the language model: 'varlen' for packed rows, 'sdpa', ..."}
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the adapters; TRL's is 0.05."})
+    use_bnb_nested_quant: bool = field(default=True, metadata={"help": "Quantize the 4-bit weights' scales too."})
+    stage: Literal["align", "instruct", "adapt"] | None = field(
+        default=None, metadata={"help": "What to train; see training/stages.py."}
+    )
+    image_folder: str | None = field(
+        default=None, metadata={"help": "Goes before the image paths of a JSON file; its own folder by default."}
+    )
+    vision_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the vision encoder; required in stage 'instruct'."}
+    )
+    norm_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the projector's norm; learning_rate by default."}
+    )
+    clip_by_module: bool = field(
+        default=False, metadata={"help": "Clip each module's gradient to max_grad_norm, not that of all together."}
+    )
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Samples a step over all devices; sets gradient_accumulation_steps to what this takes."},
+    )
+    packed_length: int | None = field(
+        default=None,
+        metadata={"help": "Join samples into rows of at most this many tokens, instead of padding them."},
+    )
+    bad_rows: Literal["error", "skip"] = field(
+        default="error", metadata={"help": "Stop at a bad row, or leave all of them out and list them in a file."}
+    )
+    probe_steps: int | None = field(
+        default=None,
+        metadata={"help": "Measure norms and turning by layer every so many steps, into dynamics.jsonl."},
+    )
+    probe_samples: int = field(default=16, metadata={"help": "Pictures to measure on: the data's first."})
+    resume_changed: bool = field(
+        default=False, metadata={"help": "Resume although data, batch or learning rate are not those of before."}
+    )
+    recipe: str | None = field(default=None, init=False)
+    """Path of the YAML file that `--config` named."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        super().__post_init__()
+
+
+@dataclass
+class TrainingConfig(SFTConfig):
+    """TRL's arguments, with defaults that don't lose data in silence."""
+
+    max_length: int | None = field(
+        default=None, metadata={"help": "Longest sample allowed, in tokens; a longer one is a bad row, none is cut."}
+    )
+    remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay off: rows are read when needed."})
+    ddp_find_unused_parameters: bool | None = field(
+        default=False, metadata={"help": "Off: every trained parameter has a gradient in every batch."}
+    )
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Off: a loss that is no number ends it."})
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.output_dir is None:
+            raise ValueError("output_dir is missing: give the folder that the trained model is written to.")
+        # The name since transformers 5.23, which warns of the old one even where it is TRL's own default.
+        for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
+            new = old.replace("gradient", "activation")
+            if hasattr(self, new) and getattr(self, new) is None:
+                setattr(self, new, getattr(self, old))
+        super().__post_init__()
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, TrainingConfig]:
+    """The command line, or `argv`, over the recipe that `--config` names.
+
+    Raises:
+        ValueError: if the recipe can't be read, or a field is unknown or has a value that makes no sense.
+    """
+    recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    recipe_parser.add_argument("--config")
+    known, rest = recipe_parser.parse_known_args(argv)
+    given = []
+    if known.config is not None:
+        check_recipe(Path(known.config))
+        given = ["--config", known.config]
+    parser = TrlParser((RunArguments, TrainingConfig), allow_abbrev=False)
+    run_args, args = parser.parse_args_and_config([*given, *rest])
+    run_args.recipe = known.config
+    check_arguments(run_args, args)
+    return run_args, args
+
+
+def check_recipe(path: Path) -> None:
+    """Raises `ValueError` if a recipe is not there, no mapping of fields to values, or has an empty field."""
+    try:
+        recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {path} can't be read ({error}).") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"--config {path} is no mapping of fields to values, such as `learning_rate: 1.0e-3`.")
+    hints = typing.get_type_hints(RunArguments) | typing.get_type_hints(TrainingConfig)
+    for name, value in recipe.items():
+        if value is None and name in hints and not _fits(None, hints[name]):
+            raise ValueError(f"--config {path}: {name} is empty; give it a value, or leave its line out.")
+
+
+def check_fields(args: Any) -> None:
+    """Check each field of a dataclass by itself: a recipe's values bypass the parser's types and choices.
+
+    Raises:
+        ValueError: that names the field.
+    """
+    hints = typing.get_type_hints(type(args))
+    for entry in dataclasses.fields(args):
+        name, value = entry.name, getattr(args, entry.name)
+        if value is None:
+            continue
+        # `resume_from_checkpoint: true` is no path.
+        if value != entry.default and not _fits(value, hints[name]) and name != "resume_from_checkpoint":
+            raise ValueError(f"{name} must be {_describe(hints[name])}, got {value!r}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value}.")
+        if name in AT_LEAST and value < AT_LEAST[name]:
+            raise ValueError(f"{name} must be at least {AT_LEAST[name]}, got {value}.")
+        if name in POSITIVE and value <= 0:
+            raise ValueError(f"{name} must be above 0, got {value}.")
+        if name in FIXED and value != FIXED[name][0]:
+            raise ValueError(f"{name} must stay {FIXED[name][0]!r}, got {value!r}: {FIXED[name][1]}.")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, option) for option in options)
+    if origin is Literal:
+        return value in options
+    kind = origin or hint
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return kind not in (bool, str, list, dict, type(None)) or isinstance(value, kind)
+
+
+def _describe(hint: Any) -> str:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+    described = []
+    for option in options:
+        if typing.get_origin(option) is Literal:
+            described.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        elif option is not type(None):
+            described.append(words.get(option, getattr(option, "__name__", str(option))))
+    return " or ".join(described)
+
+
+def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Refuse what does not go together. Raises `ValueError` that names the fields."""
+    for name in ("model_name_or_path", "dataset_name", "stage"):
+        if getattr(run_args, name) is None:
+            raise ValueError(f"{name} is missing; training/recipes/ has recipes to start from.")
+    _check_stage(run_args, args)
+    _check_batches(run_args, args)
+    if run_args.clip_by_module and args.deepspeed_plugin is not None:
+        raise ValueError("DeepSpeed clips all gradients together by itself: leave clip_by_module.")
+    if run_args.clip_by_module and args.max_grad_norm == 0:
+        raise ValueError("max_grad_norm 0 clips nothing: leave clip_by_module, or give max_grad_norm.")
+    if run_args.probe_steps is None and run_args.probe_samples != RunArguments.probe_samples:
+        raise ValueError("probe_samples does nothing without probe_steps.")
+    if run_args.resume_changed and is_off(args.resume_from_checkpoint):
+        raise ValueError("resume_changed does nothing without resume_from_checkpoint.")
+
+
+def is_off(resume_from_checkpoint: str | bool | None) -> bool:
+    """Whether a run is not to go on from a checkpoint; `--resume_from_checkpoint false` comes as text."""
+    return resume_from_checkpoint is None or str(resume_from_checkpoint).lower() == "false"
+
+
+def _check_stage(run_args: RunArguments, args: TrainingConfig) -> None:
+    stage = Stage(str(run_args.stage))
+    if stage is Stage.INSTRUCT and run_args.vision_learning_rate is None:
+        raise ValueError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
+    if stage is not Stage.INSTRUCT and run_args.vision_learning_rate is not None:
+        raise ValueError(f"vision_learning_rate does nothing in stage {stage.value!r}, which freezes the encoder.")
+    if stage is Stage.ADAPT:
+        return
+    if run_args.load_in_4bit:
+        raise ValueError("load_in_4bit goes with stage 'adapt' alone: 4-bit weights can't be trained.")
+    for entry in dataclasses.fields(run_args):
+        adapts = entry.name.startswith(("lora_", "bnb_", "use_bnb", "use_rslora", "use_dora"))
+        if adapts and getattr(run_args, entry.name) != entry.default:
+            raise ValueError(f"{entry.name} does nothing in stage {stage.value!r}, which has no adapters.")
+
+
+def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
+    packed, streaming = run_args.packed_length is not None, run_args.dataset_streaming
+    if args.train_sampling_strategy not in SAMPLING:
+        raise ValueError(
+            f"train_sampling_strategy must be one of {', '.join(SAMPLING)}, got {args.train_sampling_strategy!r}."
+        )
+    if args.train_sampling_strategy != "random" and (packed or streaming):
+        cause = "a stream comes in its own order" if streaming else "packed_length deals rows out by length itself"
+        raise ValueError(f"train_sampling_strategy {args.train_sampling_strategy!r} does nothing here: {cause}.")
+    if not packed and run_args.attn_implementation == "varlen":
+        raise ValueError("attn_implementation 'varlen' is for packed rows: give packed_length, or use 'sdpa'.")
+    if packed and args.per_device_train_batch_size != 1:
+        raise ValueError("With packed_length a device takes one row at a time: set per_device_train_batch_size to 1.")
+    if streaming and args.max_steps <= 0:
+        raise ValueError("The length of a stream is not known: give max_steps.")
+    if streaming and packed and run_args.global_batch_size is not None:
+        raise ValueError(
+            "Rows packed from a stream hold as many samples as fit, so no global_batch_size can be kept: give "
+            "gradient_accumulation_steps, or leave dataset_streaming or packed_length."
+        )
+    if packed and not streaming and run_args.global_batch_size is None:
+        raise ValueError("Packed rows hold varying numbers of samples: give global_batch_size, the samples of a step.")
+    if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
+        raise ValueError("Give either global_batch_size or gradient_accumulation_steps, not both.")
+
+
+def set_accumulation(args: TrainingConfig, global_batch_size: int | None) -> None:
+    """Choose the accumulation steps that give the global batch on this many devices, for padded batches.
+
+    Raises:
+        ValueError: if it can't be met.
+    """
+    if global_batch_size is None:
+        return
+    per_pass = args.per_device_train_batch_size * args.world_size
+    if global_batch_size % per_pass:
+        raise ValueError(
+            f"global_batch_size {global_batch_size} is no multiple of per_device_train_batch_size "
+            f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
+        )
+    args.gradient_accumulation_steps = global_batch_size // per_pass

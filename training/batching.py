@@ -1,0 +1,70 @@
+"""The batches of padded rows, dealt to the processes so that every row is seen once an epoch."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from transformers.trainer_pt_utils import BatchRebalanceSampler, get_length_grouped_indices
+from typing_extensions import override
+
+from training.overrides import checks_overrides
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    """The numbers below `count` in the order that accelerate's own sampler has for a seed."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# Trainer takes this class of sampler as it is: one that deals batches to processes by itself. accelerate would repeat
+# rows where the last ones don't go round.
+@checks_overrides
+class PaddedBatchSampler(BatchRebalanceSampler):
+    """Yields the batches of one process, each a list of sample numbers; an empty one where there is none left for it.
+
+    Args:
+        lengths: Tokens of each sample.
+        batch_size: Samples of a batch, but for the last one of each process.
+        num_processes, process_index: Who shares the work.
+        seed: Of the order, together with the epoch.
+        strategy: `train_sampling_strategy`: `"random"`, `"group_by_length"` or `"sequential"`.
+        accumulation_steps: Batches of a process in an optimizer step, of which `"group_by_length"` takes account.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        batch_size: int,
+        num_processes: int,
+        process_index: int,
+        seed: int,
+        strategy: str = "random",
+        accumulation_steps: int = 1,
+    ) -> None:
+        super().__init__(
+            list(lengths), batch_size * num_processes * accumulation_steps, num_processes, accumulation_steps,
+            seed=seed, rank=process_index, drop_last=False,
+        )  # fmt: skip
+        self.batch_size, self.strategy = batch_size, strategy
+
+    def order(self) -> list[int]:
+        """All samples in the order of the epoch, the same on every process."""
+        if self.strategy == "sequential":
+            return list(range(len(self.lengths)))
+        if self.strategy == "random":
+            return shuffled(len(self.lengths), self.seed + self.epoch)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return get_length_grouped_indices(self.lengths, self.batch_size * self.grad_accum, generator=generator)
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.order()
+        per_pass = self.batch_size * self.dp_size
+        for start in range(0, len(order), per_pass):
+            samples = order[start : start + per_pass]
+            # A last pass that is not full is shared out evenly.
+            size, longer = divmod(len(samples), self.dp_size)
+            begin = self.rank * size + min(self.rank, longer)
+            yield samples[begin : begin + size + (self.rank < longer)]
+
+    @override
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // (self.batch_size * self.dp_size))

@@ -1,0 +1,89 @@
+"""The data of a run: its rows, checked, and who gets which of them when."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from datasets import Dataset, IterableDataset
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from conversations.checks import check_stream, keep_good_rows, measure_rows
+from conversations.rows import load_rows
+from training.arguments import RunArguments, TrainingConfig, set_accumulation
+from training.batching import PaddedBatchSampler
+from training.packing import PackedBatchSampler, pack_window, plan_accumulation
+from training.tokenization import RowTokenizer
+
+
+# Rows of a stream that are packed together.
+PACKING_WINDOW = 512
+
+
+def read_rows(
+    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
+) -> tuple[Dataset | IterableDataset, str]:
+    """The checked rows with their lengths, and what a resumed run must find again: a fingerprint, a stream's name."""
+    with args.main_process_first(desc="reading the data"):
+        rows: Dataset | IterableDataset = load_rows(
+            run_args.dataset_name,
+            run_args.image_folder,
+            run_args.dataset_config,
+            run_args.dataset_train_split,
+            run_args.dataset_streaming,
+        )
+    image_token = tokenize.processor.image_token
+    report_file = Path(args.output_dir) / "bad_rows.jsonl"
+    if isinstance(rows, IterableDataset):
+        rows = check_stream(rows, image_token, tokenize, run_args.bad_rows, report_file)
+        # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
+        return rows.repeat(None), str(run_args.dataset_name)
+    is_main_process = args.process_index == 0
+    measured: list[Any] = [None]
+    if is_main_process:
+        open_pictures = run_args.bad_rows == "skip"
+        measured = [measure_rows(rows, image_token, tokenize, open_pictures, args.dataset_num_proc)]
+    broadcast_object_list(measured)
+    return keep_good_rows(rows, measured[0], run_args.bad_rows, report_file if is_main_process else None)
+
+
+def deal_rows(
+    run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset
+) -> tuple[Dataset | IterableDataset, BatchRebalanceSampler | None]:
+    """The rows, those of a stream packed if they are to be, and the sampler of others; sets the accumulation steps."""
+    if isinstance(rows, IterableDataset):
+        if run_args.packed_length is None:
+            set_accumulation(args, run_args.global_batch_size)
+            return rows, None
+        packed = rows.map(
+            pack_window,
+            batched=True,
+            batch_size=PACKING_WINDOW,
+            remove_columns=["images", "conversations", "source", "length"],
+            fn_kwargs={"packed_length": run_args.packed_length},
+        )
+        return packed, None
+    lengths, seed = list(rows["length"]), args.seed if args.data_seed is None else args.data_seed
+    if run_args.packed_length is None:
+        set_accumulation(args, run_args.global_batch_size)
+        return rows, PaddedBatchSampler(
+            lengths, args.per_device_train_batch_size, args.world_size, args.process_index, seed,
+            args.train_sampling_strategy, args.gradient_accumulation_steps,
+        )  # fmt: skip
+    assert run_args.global_batch_size is not None  # check_arguments
+    return rows, plan_packing(args, lengths, seed, run_args.global_batch_size, run_args.packed_length)
+
+
+def plan_packing(
+    args: TrainingConfig, lengths: list[int], seed: int, samples_per_step: int, packed_length: int
+) -> PackedBatchSampler:
+    """Sampler of packed rows; sets the accumulation steps that they take."""
+    epochs = math.ceil(args.num_train_epochs)
+    if args.max_steps > 0:
+        epochs = math.ceil(args.max_steps / max(len(lengths) // samples_per_step, 1))
+    args.gradient_accumulation_steps = plan_accumulation(
+        lengths, samples_per_step, args.world_size, seed, epochs, packed_length
+    )
+    return PackedBatchSampler(
+        lengths, samples_per_step, args.world_size, args.process_index, args.gradient_accumulation_steps, seed
+    )

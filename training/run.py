@@ -1,0 +1,116 @@
+"""What a run is made of, as `run.json` beside every checkpoint and every finished model has it."""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from conversations.files import write_whole
+from training.arguments import RunArguments, TrainingConfig
+from training.environment import Environment
+
+
+RUN_FILE = "run.json"
+# Fields that the weights don't depend on. The data is compared by what it holds, wherever it lies.
+IMMATERIAL = (
+    "output_dir", "dataset_name", "image_folder", "bad_rows", "dataset_num_proc", "dataset_config", "probe_steps",
+    "probe_samples", "resume_changed", "resume_from_checkpoint", "logging_strategy", "logging_steps",
+    "logging_first_step", "logging_nan_inf_filter", "log_level", "log_level_replica", "log_on_each_node",
+    "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
+    "trackio_static_space_id", "include_num_input_tokens_seen", "skip_memory_metrics", "debug", "save_strategy",
+    "save_steps", "save_total_limit", "save_on_each_node", "enable_jit_checkpoint", "hub_token",
+    "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
+    "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
+    "torch_empty_cache_steps", "local_rank", "ddp_timeout", "per_device_eval_batch_size", "eval_steps",
+    "eval_delay", "prediction_loss_only", "do_train", "do_eval", "do_predict",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a checkpoint is, beyond what transformers keeps."""
+
+    num_tokens: int
+    """Tokens trained on, padding left out."""
+    loss_sum: float
+    """Sum of the losses of all steps."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is made of, and made with.
+
+    Attributes:
+        data: Fingerprint of the data.
+        num_processes: How many processes share the work.
+        arguments: All arguments but those of `IMMATERIAL`; a resumed run must have the same.
+        recipe: The YAML file that the run was started with, if there was one.
+        environment: Devices, versions and commit.
+        progress: Of a checkpoint; `None` in the folder of a finished run.
+    """
+
+    data: str
+    num_processes: int
+    arguments: dict[str, Any]
+    recipe: str | None
+    environment: Environment
+    progress: Progress | None = None
+
+    def write(self, folder: Path, progress: Progress | None = None) -> None:
+        """Write `run.json` into a folder."""
+        record = asdict(replace(self, progress=progress))
+        write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read `run.json` from a folder.
+
+        Raises:
+            ValueError: if it can't be read or lacks something, as one of an older version does.
+        """
+        path = folder / RUN_FILE
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            environment = Environment(**record.pop("environment"))
+            progress = record.pop("progress")
+            return cls(**record, environment=environment, progress=None if progress is None else Progress(**progress))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} can't be read ({error}).") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path} is not of this version: {error} is missing or unknown.") from error
+
+
+def describe_run(run_args: RunArguments, args: TrainingConfig, data: str, environment: Environment) -> Run:
+    """The record of a run that is about to start."""
+    values = {**{name: value for name, value in vars(run_args).items() if name != "recipe"}, **args.to_dict()}
+    arguments = {name: value for name, value in sorted(values.items()) if name not in IMMATERIAL}
+    return Run(
+        data=data,
+        num_processes=args.world_size,
+        arguments=json.loads(json.dumps(arguments, default=str)),  # as it is read again
+        recipe=None if run_args.recipe is None else str(Path(run_args.recipe).resolve()),
+        environment=environment,
+    )
+
+
+def check_same_run(checkpoint: Path, run: Run) -> None:
+    """Compare what a run is made of with what the checkpoint's was made of.
+
+    Raises:
+        ValueError: if they differ; the message lists how.
+    """
+    before, now = (
+        {"data": made.data, "num_processes": made.num_processes, **made.arguments}
+        for made in (Run.read(checkpoint), run)
+    )
+    differences = [
+        f"  {name}: {before.get(name)!r} before, {now.get(name)!r} now"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+    if differences:
+        raise ValueError(
+            f"{checkpoint} is of another run than this one:\n" + "\n".join(differences) + "\nPut these back, or go "
+            "on all the same with --resume_changed true."
+        )

@@ -6,6 +6,8 @@ import resource
 import shutil
 import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from trl import SFTTrainer
 
 from conversations.rows import BadRowError
-from script_runs import INSTRUCT, PACKED, logged, moved, run
+from script_runs import INSTRUCT, PACKED, ROOT, logged, moved, run
 from training.checkpoints import checkpoint_problem, newest_complete
+from training.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +35,27 @@ def finished(composed: Callable[..., Path], data: Path, tmp_path_factory: pytest
 
 @pytest.fixture
 def copied(finished: dict[str, Any], tmp_path: Path) -> Path:
-    """A copy of the finished run's folder with checkpoints 3 and 6."""
-    shutil.copytree(finished["output_dir"], tmp_path / "out")
-    shutil.rmtree(tmp_path / "out" / "checkpoint-8")
+    """The finished run's folder as it was when it had checkpoints 3 and 6."""
+    for name in ("checkpoint-3", "checkpoint-6"):
+        shutil.copytree(Path(finished["output_dir"]) / name, tmp_path / "out" / name)
+    shutil.copy(Path(finished["output_dir"]) / "metrics.jsonl", tmp_path / "out")
     return tmp_path / "out"
 
 
-def test_checkpoints_are_readable_by_others(copied: Path) -> None:
-    for path in (*copied.glob("checkpoint-6/*"), copied / "model.safetensors"):
+def test_checkpoints_are_readable_by_others(finished: dict[str, Any]) -> None:
+    out = Path(finished["output_dir"])
+    for path in (*out.glob("checkpoint-6/*"), out / "model.safetensors"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o044 == 0o044, path
-    assert not (copied / ".saving").exists()
-    assert checkpoint_problem(copied / "checkpoint-6") is None
+    assert not (out / ".saving").exists()
+    assert checkpoint_problem(out / "checkpoint-6") is None
 
 
 def tear(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+
+
+def change_json(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
 
 
 FAULTS: dict[str, Callable[[Path], object]] = {
@@ -57,8 +67,12 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "random state gone": lambda folder: (folder / "rng_state.pth").unlink(),
     "state torn": lambda folder: tear(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
-    "another number of processes": lambda folder: (folder / "run.json").write_text('{"num_processes": 2}'),
+    "another number of processes": lambda folder: change_json(folder / "run.json", num_processes=2),
+    "run of an older version": lambda folder: (folder / "run.json").write_text('{"num_processes": 1}'),
     "run not recorded": lambda folder: (folder / "run.json").unlink(),
+    "config torn": lambda folder: tear(folder / "config.json"),
+    "config gone": lambda folder: (folder / "config.json").unlink(),
+    "tokenizer torn": lambda folder: tear(folder / "tokenizer.json"),
 }
 
 
@@ -143,6 +157,178 @@ def test_another_run_is_refused_with_the_differences(
     run(monkeypatch, tmp_path, **changed, resume_changed=True)
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"optim_args": "rank=1"},
+        {"adam_beta2": 0.95},
+        {"adam_epsilon": 1e-6},
+        {"lr_scheduler_kwargs": {"num_cycles": 2}},
+        {"data_seed": 3},
+        {"neftune_noise_alpha": 5.0},
+        {"loss_type": "dft"},
+        {"train_sampling_strategy": "group_by_length"},
+        {"warmup_steps": 3},
+        {"attn_implementation": "eager"},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_every_argument_that_changes_the_weights_is_compared(
+    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
+) -> None:
+    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, **changed}
+    with pytest.raises(ValueError, match=rf"is of another run .*\n(.*\n)*  {next(iter(changed))}: "):
+        run(monkeypatch, copied, **fields)
+
+
+def test_what_does_not_matter_may_change(
+    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, "logging_steps": 1}
+    run(monkeypatch, copied, **fields, save_total_limit=5, dataloader_num_workers=1, disable_tqdm=True)
+    assert moved(Path(finished["output_dir"]), copied) == set()
+
+
+class Payload:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+@pytest.mark.parametrize("resume", ["newest", "named"])
+def test_examining_a_checkpoint_runs_no_code_in_it(
+    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch, name: str, resume: str
+) -> None:
+    touched, checkpoint = copied / "touched", copied / "checkpoint-6"
+    torch.save({"state": Payload(touched)}, checkpoint / name)
+    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True}
+    if resume == "named":
+        with pytest.raises(ValueError, match="can't be resumed from: a file is missing or broken"):
+            run(monkeypatch, copied, **{**fields, "resume_from_checkpoint": str(checkpoint)})
+    else:
+        run(monkeypatch, copied, **fields)
+        assert (copied / "broken" / "checkpoint-6").is_dir()
+    assert not touched.exists()
+
+
+LENGTHS = {"epochs": {}, "one and a half": {"num_train_epochs": 1.5}, "steps": {"max_steps": 5}}
+LENGTHS["stream"] = {"dataset_streaming": True, "max_steps": 5}
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("left", ["all of it", "its checkpoints"])
+def test_a_finished_run_is_published_and_not_trained_on(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: str, left: str
+) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    # A rate that is not 0 at the end, so that a further step would show.
+    fields = {**finished, **LENGTHS[length], "lr_scheduler_type": "constant", "output_dir": str(out)}
+    run(monkeypatch, tmp_path, **fields)
+    steps = {"epochs": 8, "one and a half": 12}.get(length, 5)
+    if left == "all of it":
+        shutil.copytree(out, again)
+    else:  # killed before the result was there
+        for path in out.glob("checkpoint-*"):
+            shutil.copytree(path, again / path.name)
+    for _ in range(2):
+        run(monkeypatch, tmp_path, **{**fields, "output_dir": str(again)}, resume_from_checkpoint=True)
+    assert moved(out, again) == set()
+    assert json.loads((again / "trainer_state.json").read_text())["global_step"] == steps
+    assert {path.name for path in again.glob("checkpoint-*")} == {path.name for path in out.glob("checkpoint-*")}
+    for name in ("config.json", "processor_config.json", "run.json", "modeling_normllava.py"):
+        assert (again / name).exists(), name
+    assert not list(again.glob("optimizer*"))
+    assert Run.read(again).progress is None
+
+
+def test_a_finished_run_without_checkpoints_is_not_started_again(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**finished, "save_strategy": "no", "output_dir": str(tmp_path / "out")}
+    run(monkeypatch, tmp_path, **fields)
+    before = (tmp_path / "out" / "metrics.jsonl").read_text()
+    run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=True)
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+    with pytest.raises(ValueError, match="a run of 8 steps, and no checkpoint to go on from to 16"):
+        run(
+            monkeypatch, tmp_path, **{**fields, "num_train_epochs": 2}, resume_from_checkpoint=True,
+            resume_changed=True,
+        )  # fmt: skip
+
+
+def test_two_runs_do_not_share_a_folder(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    script = (
+        "import os, pathlib, sys, time\n"
+        "from training.checkpoints import lock\n"
+        "with lock(pathlib.Path(sys.argv[1])):\n"
+        "    if os.fork():\n"  # a worker, which must not go on to hold it
+        "        print('locked', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", script, str(out)], stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert other.stdout is not None
+    assert other.stdout.readline() == "locked\n"
+    fields = {**finished, "output_dir": str(out), "max_steps": 1}
+    with pytest.raises(ValueError, match="out is in use by another run"):
+        run(monkeypatch, tmp_path, **fields)
+    assert [path.name for path in out.iterdir()] == [".lock"]
+    other.kill()  # SIGKILL; the worker lives on
+    other.wait()
+    run(monkeypatch, tmp_path, **fields)
+    os.killpg(other.pid, signal.SIGKILL)
+
+
+def test_tokens_and_mean_loss_of_a_resumed_run_are_those_of_the_whole(
+    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
+    expected, got = logged(Path(finished["output_dir"])), logged(copied)
+    assert [line["num_tokens"] for line in got[:-1]] == [line["num_tokens"] for line in expected[:-1]]
+    assert got[-1]["train_loss"] == pytest.approx(expected[-1]["train_loss"], rel=1e-6)
+    losses = [line["loss"] for line in expected[:-1]]
+    assert expected[-1]["train_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0, 1.0])
+def test_gradients_are_watched_also_where_none_is_clipped(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_grad_norm: float
+) -> None:
+    out = tmp_path / "out"
+    fields = {**finished, "max_grad_norm": max_grad_norm, "output_dir": str(out), "save_steps": 2, "optim": "sgd"}
+    run(monkeypatch, tmp_path, **fields, max_steps=2)
+    line = logged(out)[0]
+    parts = [line[name] for name in line if name.startswith("grad_norm/")]
+    assert len(parts) == 5
+    assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(line["grad_norm"], rel=1e-4)
+    assert Run.read(out).arguments["max_grad_norm"] == max_grad_norm
+
+    def spoil(model: Any, *args: Any, **kwargs: Any) -> None:
+        model.model.multi_modal_projector.linear_1.weight.grad[0] = torch.inf
+
+    monkeypatch.setattr("training.callbacks.InterfaceMonitor.on_step_begin", lambda self, *args, **kwargs: None)
+    step = SFTTrainer.training_step
+
+    def step_and_spoil(trainer: SFTTrainer, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = step(trainer, model, *args, **kwargs)
+        spoil(model)
+        return loss
+
+    monkeypatch.setattr(SFTTrainer, "training_step", step_and_spoil)
+    with pytest.raises(FloatingPointError, match="The gradient's norm is inf in step 1"):
+        run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "spoilt")})
+
+
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_checkpoint(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +367,23 @@ def test_a_full_disk_stops_the_run_and_keeps_the_last_checkpoint(
     assert not (output_dir / "checkpoint-6").exists()
     run(monkeypatch, tmp_path, **{**finished, "output_dir": str(output_dir), "resume_from_checkpoint": True})
     assert moved(Path(finished["output_dir"]), output_dir) == set()
+
+
+def test_a_full_disk_at_the_end_says_how_to_go_on(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {**finished, "output_dir": str(tmp_path / "out")}
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("training.trainer.publish_files", full)
+        with pytest.raises(OSError, match=r"trained model could not be written .*No space.*resume_from.*checkpoint-8"):
+            run(monkeypatch, tmp_path, **fields)
+    assert not (tmp_path / "out" / "config.json").exists()
+    run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=True)
+    assert moved(Path(finished["output_dir"]), tmp_path / "out") == set()
 
 
 def test_a_picture_that_vanishes_is_named(

@@ -43,7 +43,8 @@ class PaddedBatchSampler(BatchRebalanceSampler):
             list(lengths), batch_size * num_processes * accumulation_steps, num_processes, accumulation_steps,
             seed=seed, rank=process_index, drop_last=False,
         )  # fmt: skip
-        self.batch_size, self.strategy = batch_size, strategy
+        # Not `batch_size`, by which accelerate would know how to fill a last batch up.
+        self.rows_per_batch, self.strategy = batch_size, strategy
 
     def order(self) -> list[int]:
         """All samples in the order of the epoch, the same on every process."""
@@ -52,12 +53,12 @@ class PaddedBatchSampler(BatchRebalanceSampler):
         if self.strategy == "random":
             return shuffled(len(self.lengths), self.seed + self.epoch)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return get_length_grouped_indices(self.lengths, self.batch_size * self.grad_accum, generator=generator)
+        return get_length_grouped_indices(self.lengths, self.rows_per_batch * self.grad_accum, generator=generator)
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
-        per_pass = self.batch_size * self.dp_size
+        per_pass = self.rows_per_batch * self.dp_size
         for start in range(0, len(order), per_pass):
             samples = order[start : start + per_pass]
             # A last pass that is not full is shared out evenly.
@@ -67,4 +68,4 @@ class PaddedBatchSampler(BatchRebalanceSampler):
 
     @override
     def __len__(self) -> int:
-        return -(-len(self.lengths) // (self.batch_size * self.dp_size))
+        return -(-len(self.lengths) // (self.rows_per_batch * self.dp_size))

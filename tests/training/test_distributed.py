@@ -1,5 +1,6 @@
 """Two processes: the training of one process, and the traps of sharded saving."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,26 @@ def test_two_processes_train_as_one_does(
             continue
         distance = (weights(one)[name] - before[name]).norm()
         assert (tensor - weights(one)[name]).norm() <= 0.01 * distance + 1e-6, name
+
+
+def test_two_processes_repeat_no_row_at_the_end_of_an_epoch(
+    composed: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    # 29 rows in steps of 28: the last one has a single row, so one of two processes gets an empty batch.
+    (tmp_path / "rows.json").write_text(json.dumps(json.loads(data.read_text())[1:]))
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "rows.json")}
+    fields |= {"image_folder": str(data.parent), "global_batch_size": 28, "per_device_train_batch_size": 28}
+    fields |= {"max_grad_norm": 0, "optim": "sgd", "num_train_epochs": 2}
+    one, two = tmp_path / "one", tmp_path / "two"
+    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
+    fields["per_device_train_batch_size"] = 1
+    launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields, output_dir=str(two))
+    expected, got = (logged(folder) for folder in (one, two))
+    assert len(got) == 5
+    for line, other in zip(got[:-1], expected[:-1], strict=True):
+        for name in ("loss", "grad_norm", "num_tokens", "norm/visual", "norm/text"):
+            assert line[name] == pytest.approx(other[name], rel=2e-4), name
+    assert got[-1]["train_loss"] == pytest.approx(expected[-1]["train_loss"], rel=2e-4)
 
 
 @pytest.mark.slow

@@ -1,0 +1,58 @@
+"""What a person at the terminal sees of a run."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from script_runs import FAST, INSTRUCT, ROOT, logged, run
+
+
+def test_the_console_shows_a_table(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "disable_tqdm": True}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    printed = capsys.readouterr()
+    lines = printed.err.splitlines()
+    header = next(number for number, line in enumerate(lines) if line.split()[:2] == ["step", "loss"])
+    rows = [line.split() for line in lines[header + 1 : header + 5]]
+    assert [row[0] for row in rows] == ["2/8", "4/8", "6/8", "8/8"]
+    for row, line in zip(rows, logged(tmp_path / "out"), strict=False):
+        assert row[1] == f"{line['loss']:.4f}"
+        assert row[3] == f"{line['norm/ratio']:.3f}"
+    assert rows[-1][-1] == "0:00:00"
+    assert max(map(len, lines[header : header + 5])) < 100
+    assert "grad_norm/" not in printed.err + printed.out
+
+
+def test_ctrl_c_ends_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    fields = {**FAST, **INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields |= {"num_train_epochs": 1000, "save_steps": 3, "dataloader_num_workers": 2, "disable_tqdm": True}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**fields, "output_dir": str(tmp_path / "out")}))
+    # In a group of its own, since Ctrl-C goes to workers too.
+    started = subprocess.Popen(
+        [sys.executable, "training/sft.py", "--config", str(tmp_path / "recipe.yaml")],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out" / "checkpoint-6").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.killpg(started.pid, signal.SIGINT)
+    _, printed = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert "Traceback" not in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("Stopped; the last checkpoint is step ")
+    assert "--resume_from_checkpoint true" in last

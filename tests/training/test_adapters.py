@@ -47,6 +47,19 @@ def test_the_language_model_alone_is_quantized_and_adapted(quantized: NormLlavaF
     assert len(trained) == 2 * len(in_4bit) + 6
 
 
+def test_what_is_saved_in_4_bits_or_beside_an_adapter_loads(
+    quantized: NormLlavaForConditionalGeneration, composed: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantized.save_pretrained(tmp_path / "quantized")
+    again = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "quantized")
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in quantized.state_dict().items())
+
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter")  # the base, with the adapter in it
+    assert any(".lora_" in name for name, _ in loaded.named_parameters())
+
+
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_a_run_learns_saves_reloads_and_merges(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool

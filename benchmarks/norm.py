@@ -65,7 +65,13 @@ def time_ratios(repeats: int, device: str) -> list[float]:
 
     for norm in (ours, theirs) * 3:
         seconds(norm)
-    return [seconds(ours) / seconds(theirs) for _ in range(repeats)]
+    ratios = []
+    for repeat in range(repeats):
+        # Each goes first as often: a machine that gets slower or faster must not favour one.
+        order = (ours, theirs) if repeat % 2 else (theirs, ours)
+        elapsed = {norm: seconds(norm) for norm in order}
+        ratios.append(elapsed[ours] / elapsed[theirs])
+    return ratios
 
 
 def main() -> None:

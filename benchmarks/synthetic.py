@@ -97,7 +97,7 @@ def write_rows(folder: Path, stage: Stage, size: Size, count: int) -> Path:
     return folder / "rows.json"
 
 
-def build_processor(size: Size) -> LlavaProcessor:
+def synthetic_processor(size: Size) -> LlavaProcessor:
     """A processor whose tokenizer has a token for each word of the synthetic text."""
     words = ["<unk>", "user", "assistant", *(f"w{number}" for number in range(1000))]
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
@@ -117,7 +117,7 @@ def build_processor(size: Size) -> LlavaProcessor:
     )  # fmt: skip
 
 
-def build_config(size: Size, processor: LlavaProcessor, ours: bool) -> LlavaConfig:
+def synthetic_config(size: Size, processor: LlavaProcessor, ours: bool) -> LlavaConfig:
     """The configuration of NormLlava or of plain Llava."""
     fields = {
         "vision_config": SiglipVisionConfig(**size.vision, vision_use_head=False),

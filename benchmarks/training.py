@@ -6,7 +6,7 @@
 Each arm runs in a process of its own, the arms in turn, several times; the result is the ratio of their speeds in a
 repeat. Both train alike: the same weights and dtypes, samples a step, optimizer and checkpointing. What differs is
 what a user gets: padded batches of rows as they come and sdpa, or packed rows and "varlen". See benchmarks/flops.py
-for MFU and benchmarks/synthetic.py for the rows.
+for MFU, whose peak is measured beside each run, and benchmarks/synthetic.py for the rows.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from trl import SFTTrainer
 
 import training.attention  # noqa: F401 - registers "varlen"
 from benchmarks.flops import step_flops
-from benchmarks.synthetic import SIZES, Size, build_config, build_processor, write_rows
+from benchmarks.synthetic import SIZES, Size, synthetic_config, synthetic_processor, write_rows
 from conversations.chat_template import plain_template
 from conversations.checks import keep_good_rows, measure_rows
 from conversations.rows import load_rows, row_images, row_turns
@@ -138,7 +138,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
     size, cuda = SIZES[size_name], torch.cuda.is_available()
     set_seed(SEED)
     with tempfile.TemporaryDirectory() as name:
-        processor = build_processor(size)
+        processor = synthetic_processor(size)
         plain = plain_template(processor.tokenizer, processor.image_token)
         tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
         rows = load_rows(str(write_rows(Path(name), stage, size, steps * size.samples_per_step)))
@@ -152,7 +152,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
         attention = {"text_config": "varlen" if ours else "sdpa", "vision_config": "sdpa"}
         with torch.device("cuda" if cuda else "cpu"):
             model = model_class._from_config(
-                build_config(size, processor, ours), attn_implementation=attention, dtype=torch.float32
+                synthetic_config(size, processor, ours), attn_implementation=attention, dtype=torch.float32
             )
         make = our_trainer if ours else plain_trainer
         trainer = make(model, stage, size, rows, tokenize, {**common, "output_dir": name, "max_steps": steps})
@@ -165,39 +165,72 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
 
         model.model.register_forward_pre_hook(count, with_kwargs=True)
         flops = sum(step_flops(model, stage, rows["length"], num_images, supervised).values())
+        peak_flops_before = peak_flops()
         trainer.train()
 
     share = 1 - WARM_UP_STEPS / steps
     seconds = times.times[-1] - times.times[WARM_UP_STEPS - 1]
     tokens = sum(rows["length"])
     # Of the whole process on a CPU.
-    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    memory = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "seconds": seconds,
         "tokens_per_second": tokens * share / seconds,
         "supervised_tokens_per_second": supervised * share / seconds,
         "model_flops_per_second": flops * share / seconds,
+        "peak_flops_before": peak_flops_before,
+        "peak_flops_after": peak_flops(),
         "padding_share": 1 - tokens / sum(computed),
-        "peak_memory_gib": peak / 2**30,
+        "peak_memory_gib": memory / 2**30,
         "train_loss": trainer.state.log_history[-1]["train_loss"],
     }
 
 
-def peak_flops() -> tuple[float, str]:
-    """Peak FLOP/s of the device, and where the figure is from."""
+def peak_flops() -> float:
+    """Peak FLOP/s of the device: on a GPU the data sheet's, dense bfloat16; on a CPU the best of ten products of
+    2048 x 2048 matrices, float32, at this moment and with this process's threads."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
         known = [peak for part, peak in PEAK_FLOPS.items() if part in name]
         if not known:
             raise ValueError(f"No peak FLOP/s known for {name}; add it to PEAK_FLOPS from its data sheet.")
-        return known[0], "data sheet, dense bfloat16"
+        return known[0]
     a = torch.randn(2048, 2048)
     best = float("inf")
     for _ in range(10):
         started = time.perf_counter()
         a @ a
         best = min(best, time.perf_counter() - started)
-    return 2 * 2048**3 / best, "best of 10 products of 2048 x 2048 matrices, float32, measured here"
+    return 2 * 2048**3 / best
+
+
+def utilisation(run: dict[str, Any]) -> float:
+    """MFU of one run, over the higher of the peaks that were measured right before and right after it.
+
+    Raises:
+        ValueError: if it is over 100%: other load hit both measurements of the peak and not the run.
+    """
+    flops, before, after = (run[name] for name in ("model_flops_per_second", "peak_flops_before", "peak_flops_after"))
+    mfu = flops / max(before, after)
+    if mfu > 1:
+        raise ValueError(
+            f"An MFU of {mfu:.0%} can't be: the run did {flops:.3g} FLOP/s, the device at most {before:.3g} right "
+            f"before it and {after:.3g} right after. Something else was running: measure again."
+        )
+    return mfu
+
+
+def summarise(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians of each arm's runs, and the arms' ratio repeat by repeat. Raises `ValueError` as `utilisation` does."""
+    ratios = [
+        ours["tokens_per_second"] / plain["tokens_per_second"]
+        for ours, plain in zip(measured["ours"], measured["plain"], strict=True)
+    ]
+    report: dict[str, Any] = {"speed_ratio": {"median": statistics.median(ratios), "all": ratios}}
+    for arm, runs in measured.items():
+        runs = [{**run, "mfu": utilisation(run)} for run in runs]
+        report[arm] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+    return report
 
 
 def compare(stage: Stage, args: argparse.Namespace, common: dict[str, Any]) -> dict[str, Any]:
@@ -212,19 +245,7 @@ def compare(stage: Stage, args: argparse.Namespace, common: dict[str, Any]) -> d
                 raise RuntimeError(f"arm {arm!r} of stage {stage.value!r} failed:\n{result.stderr[-3000:]}")
             measured[arm].append(json.loads(result.stdout.splitlines()[-1]))
             logger.info("%s, %s: %.1f tokens/s", stage.value, arm, measured[arm][-1]["tokens_per_second"])
-    ratios = [
-        ours["tokens_per_second"] / plain["tokens_per_second"]
-        for ours, plain in zip(measured["ours"], measured["plain"], strict=True)
-    ]
-    peak, source = peak_flops()
-    report: dict[str, Any] = {
-        "speed_ratio": {"median": statistics.median(ratios), "all": ratios},
-        "peak_flops": {"value": peak, "source": source},
-    }
-    for arm, runs in measured.items():
-        medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-        report[arm] = {**medians, "mfu": medians["model_flops_per_second"] / peak}
-    return report
+    return summarise(measured)
 
 
 def describe(stage: Stage, report: dict[str, Any]) -> str:

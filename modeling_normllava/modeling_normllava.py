@@ -4,6 +4,7 @@
 copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+        hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return torch.native_layer_norm(hidden_states, weight.shape, weight, bias, eps)
 
@@ -67,12 +68,22 @@ class Float32LayerNorm(nn.LayerNorm):
     """LayerNorm (eq. 22, 23) whose parameters stay at least float32, whatever the dtype of the model around it.
 
     A bfloat16 gain of 0.0134 moves in steps of 6e-5, so the updates of training would be rounded away. Statistics
-    and affine are computed in float32 too; the output has the input's dtype.
+    and affine are computed in float32 too; the output has the input's dtype. Arguments are `nn.LayerNorm`'s, but that
+    there always is a gain: what this class keeps in float32, and its subclass divides by.
     """
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         # `from_pretrained` builds models under the checkpoint's dtype as torch's default one.
-        super().__init__(hidden_size, eps=eps, dtype=torch.promote_types(torch.get_default_dtype(), torch.float32))
+        dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
+        super().__init__(normalized_shape, eps, bias=bias, device=device, dtype=dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float32LayerNorm":
         def keep_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,13 +93,14 @@ class Float32LayerNorm(nn.LayerNorm):
         return super()._apply(keep_float32, recurse)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise `hidden_states` of shape `(..., hidden_size)`; same shape and dtype out."""
+        """Normalise `hidden_states` of shape `(..., *normalized_shape)`; same shape and dtype out."""
         # Sharded training may hand the parameters over in its compute dtype, hence all three.
         dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, self.weight.dtype), torch.float32)
-        output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), bias)
         return output.to(hidden_states.dtype)
 
-    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return nn.functional.layer_norm(hidden_states, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -100,7 +112,7 @@ class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
     so there it acts through gradient clipping and Adam's epsilon only. Source: App. D.
     """
 
-    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return _CompensatedLayerNormFunction.apply(hidden_states, weight, bias, self.eps)[0]
 
 
@@ -128,6 +140,11 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
     _no_split_modules = ["NormLlavaMultiModalProjector"]  # noqa: RUF012 - as transformers has it
     # In full: a bare "norm" would keep every norm of the language model in float32.
     _keep_in_fp32_modules_strict = {"multi_modal_projector.norm"}  # noqa: RUF012 - as transformers has it
+    # What a model with less may leave: the head (the base model), the norm (one that is switched off).
+    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012 - as transformers has it
+        r"^lm_head\.weight$",
+        r"multi_modal_projector\.norm\.(weight|bias)$",
+    ]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -138,19 +155,22 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """[`PreTrainedModel.from_pretrained`], with an error where it would start a language model from scratch.
+        """[`PreTrainedModel.from_pretrained`], with an error where it would start weights at random or drop some.
 
         Raises:
-            ValueError: if the checkpoint lacks weights of the language model, as a plain Llava checkpoint does.
+            ValueError: if the checkpoint's weights are not this model's, as those of a plain Llava checkpoint.
         """
         model, loading_info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        missing = sorted(key for key in loading_info["missing_keys"] if "language_model." in key)
-        if missing:
-            raise ValueError(
-                f"This checkpoint is not a complete NormLlava: {len(missing)} weights of its language model are "
-                f"missing, first {missing[0]!r}. If it is a Llava checkpoint, convert it first: python "
-                "training/compose.py --llava_model <folder or Hub id> --output_dir <folder>"
-            )
+        for problem in ("missing", "unexpected"):
+            keys = sorted(loading_info[f"{problem}_keys"])
+            if keys:
+                parts = sorted({next(name for name in key.split(".") if name != "model") for key in keys})
+                raise ValueError(
+                    f"The checkpoint {model.name_or_path!r} does not fit {cls.__name__}. Weights {problem}: "
+                    f"{len(keys)} of {', '.join(parts)}, first {keys[0]!r}. Load the folder that composing or "
+                    "training wrote; a Llava checkpoint is converted first: python training/compose.py --llava_model "
+                    "<folder or Hub id> --output_dir <folder>"
+                )
         return (model, loading_info) if output_loading_info else model
 
 

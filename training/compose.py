@@ -36,6 +36,7 @@ from transformers import (
 from conversations.chat_template import chat_format, chat_template
 from diagnostics.norms import embedding_norms, text_norm_target, token_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from training.model_type import require_model_type
 
 
 logger = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ def compose(
 
     tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
     num_embeddings = text_model.get_input_embeddings().weight.shape[0]
-    target = measure_target(text_model)
+    target = measure_target(text_model) if align_norm and projector_norm != "none" else None
     image_token = choose_image_token(tokenizer, num_embeddings)
     set_pad_token(tokenizer, num_embeddings)
     if len(tokenizer) > num_embeddings:
@@ -239,7 +240,7 @@ def compose(
         vision_feature_select_strategy=strategy,
         vision_feature_layer=vision_feature_layer,
         projector_norm=projector_norm,
-        projector_norm_target=target if align_norm and projector_norm != "none" else None,
+        projector_norm_target=target,
         dtype=text_model.dtype,
         # A new config resets the attention of the parts that it holds, and they were built already.
         attn_implementation=text_model.config._attn_implementation,
@@ -262,7 +263,11 @@ def convert_llava(
     """A NormLlava from a Llava checkpoint: every weight taken over, only the norm new.
 
     The native class does the loading, so that checkpoints with legacy keys come out right.
+
+    Raises:
+        ValueError: if `llava_model_path` is no Llava checkpoint, a NormLlava with a norm of its own among them.
     """
+    require_model_type(llava_model_path, "llava")
     llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
     language_model = llava.model.language_model
@@ -300,7 +305,8 @@ def convert_llava(
 
 @torch.no_grad()
 def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
-    """Mean L2 norms at the modality interface on eight pictures of seeded noise: no data is at hand here."""
+    """Mean L2 norms at the modality interface of a model just composed, on eight pictures of seeded noise: no data is
+    at hand here."""
     size = model.config.vision_config.image_size
     noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
     pictures = [Image.fromarray(pixels) for pixels in noise]
@@ -319,7 +325,7 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
         for hook in hooks:
             hook.remove()
     return {name: token_norms(hidden_states).mean().item() for name, hidden_states in seen.items()} | {
-        "text": measure_target(model.model.language_model)
+        "text": model.config.projector_norm_target or measure_target(model.model.language_model)
     }
 
 

@@ -14,7 +14,8 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor
 
-from modeling_normllava import NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from training.model_type import require_model_type
 from training.run import RUN_FILE
 
 
@@ -30,13 +31,24 @@ def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLla
     Args:
         adapter: Folder or Hub id of the adapter.
         base: Folder or Hub id of the base model, if it is no longer where it was in training.
-        dtype: Of the merged weights; `"auto"` is that of the base checkpoint. Merging itself is done in float32.
+        dtype: Of the merged weights; `"auto"` is what the base's config.json states, or float32. Merging itself is in
+            float32.
+
+    Raises:
+        ValueError: if there is no adapter, or no NormLlava where its base should be.
     """
-    name = base or PeftConfig.from_pretrained(adapter).base_model_name_or_path
-    target = NormLlavaForConditionalGeneration.from_pretrained(name, dtype=dtype).dtype if dtype == "auto" else dtype
+    name = str(base or PeftConfig.from_pretrained(adapter).base_model_name_or_path)
+    try:
+        require_model_type(name, "normllava")
+    except ValueError as error:
+        raise ValueError(f"The base of {adapter} can't be merged into: {error} Name the base by --base.") from error
+    stated = NormLlavaConfig.from_pretrained(name).dtype or torch.float32
     model = NormLlavaForConditionalGeneration.from_pretrained(name, dtype=torch.float32)
-    merged = PeftModel.from_pretrained(model, adapter).merge_and_unload()
-    return merged.to(getattr(torch, target) if isinstance(target, str) else target)
+    return (
+        PeftModel.from_pretrained(model, adapter)
+        .merge_and_unload()
+        .to(stated if dtype == "auto" else getattr(torch, dtype))
+    )
 
 
 def main() -> None:
@@ -47,7 +59,12 @@ def main() -> None:
     parser.add_argument("--adapter", required=True, help="folder or Hub id of the adapter")
     parser.add_argument("--output_dir", required=True, type=Path, help="folder to write")
     parser.add_argument("--base", help="the base model, if it is no longer where it was in training")
-    parser.add_argument("--dtype", default="auto", help="of the merged weights; auto: as in the base checkpoint")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="of the merged weights; auto: as the base's config.json states",
+    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.output_dir.exists() and any(args.output_dir.iterdir()):

@@ -20,7 +20,6 @@ from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, LlavaProcessor, PreTrainedModel, TrainerCallback
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.utils.peft_utils import find_adapter_config_file
 
 import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
@@ -31,6 +30,7 @@ from training.checkpoints import checkpoint_problem, lock, newest_complete, publ
 from training.collator import VisionLanguageCollator
 from training.data import deal_rows, read_rows
 from training.environment import describe_environment
+from training.model_type import require_model_type
 from training.run import check_same_run, describe_run
 from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
 from training.tokenization import RowTokenizer
@@ -66,17 +66,7 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model to start from: float32, but for a language model in 4 bits.
-
-    Raises:
-        ValueError: if it is an adapter.
-    """
-    if find_adapter_config_file(run_args.model_name_or_path, revision=run_args.model_revision) is not None:
-        raise ValueError(
-            f"model_name_or_path {run_args.model_name_or_path} holds an adapter, and training on would save only that "
-            "of what is trained. Merge it first: python training/merge.py --adapter "
-            f"{run_args.model_name_or_path} --output_dir <folder>"
-        )
+    """The model to start from: float32, but for a language model in 4 bits."""
     # ZeRO-3 would share the weights out while loading, before the stage has looked at them.
     unset_hf_deepspeed_config()
     options: dict[str, Any] = {"dtype": torch.float32}
@@ -136,7 +126,8 @@ def prepare_model(
         vision=run_args.vision_learning_rate or 0.0,
         norm=run_args.norm_learning_rate or args.learning_rate,
     )
-    return model, trained, prepare_stage(model, stage, rates, torch.bfloat16 if args.bf16 else torch.float32)
+    groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
+    return model, trained, groups
 
 
 def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> int:
@@ -148,6 +139,7 @@ def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
     """Read the data, prepare the model, train, and publish the result; of a run that is finished, publish alone."""
+    require_model_type(str(run_args.model_name_or_path), "normllava", run_args.model_revision)
     checkpoint = find_checkpoint(args)
     output_dir = Path(args.output_dir)
     environment = describe_environment(args.world_size, resumed=checkpoint is not None)

@@ -44,6 +44,7 @@ class Arm:
         compose: Options of `training/compose.py`.
         train: Options of both stages.
         stages: How many of the two stages are run.
+        script: What trains.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Arm:
     compose: tuple[str, ...]
     train: tuple[str, ...] = ()
     stages: int = 2
+    script: str = "training/sft.py"
 
 
 LAYERNORM, GWC = ("--projector_norm", "layernorm"), ("--projector_norm", "gwc")
@@ -58,7 +60,7 @@ ARMS = [
     Arm("none", "no norm", ("--projector_norm", "none")),
     Arm("gain1", "LayerNorm, gain 1", (*LAYERNORM, "--align_norm", "false")),
     Arm("gain1-bf16", "LayerNorm, gain 1, bfloat16 weights", (*LAYERNORM, "--align_norm", "false"),
-        ("--bf16_weights", "true")),
+        script="examples/digits/bf16_weights.py"),
     Arm("layernorm", "LayerNorm at T", LAYERNORM),
     Arm("gwc", "LayerNorm at T, compensated (GWC)", GWC),
 ]  # fmt: skip
@@ -85,7 +87,7 @@ def commands(arm: Arm, seed: int, folder: Path) -> list[tuple[Path, list[str]]]:
     steps = [(folder / "composed" / "processor_config.json", [*compose, "--output_dir", str(folder / "composed")])]
     before = "composed"
     for stage in ("stage1", "stage2")[: arm.stages]:
-        train = [*LAUNCH, "training/sft.py", "--config", f"training/recipes/digits/{stage}.yaml"]
+        train = [*LAUNCH, arm.script, "--config", f"training/recipes/digits/{stage}.yaml"]
         train += ["--model_name_or_path", str(folder / before), "--output_dir", str(folder / stage)]
         train += ["--seed", str(seed), "--resume_from_checkpoint", "true", *arm.train]
         if stage == "stage1":

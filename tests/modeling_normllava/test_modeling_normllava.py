@@ -1,6 +1,8 @@
 """The model class: what differs from Llava, what must not, and that a saved folder loads anywhere."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +13,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from safetensors import safe_open
-from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaConfig, LlavaForConditionalGeneration
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    PreTrainedModel,
+)
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaModel
 
@@ -130,6 +139,86 @@ def test_a_plain_llava_folder_is_refused(
     options = {"config": model.config} if give_config else {}
     with pytest.raises(ValueError, match=r"training/compose.py --llava_model"):
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path, **options)
+
+
+def rewritten(
+    source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> Path:
+    """A copy of a checkpoint with other weights in its file."""
+    shutil.copytree(source, folder)
+    weights = change(load_file(source / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("model_class", [NormLlavaForConditionalGeneration, NormLlavaModel])
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ("lm_head.", "lm_head, first 'lm_head.weight'"),
+        ("vision_tower.", "vision_tower, first"),
+        ("vision_tower.encoder.layers.1.mlp.fc1.bias", "missing: 1 of vision_tower, first"),
+        ("multi_modal_projector.", "missing: 6 of multi_modal_projector, first"),
+        ("multi_modal_projector.norm.weight", "missing: 1 of multi_modal_projector, first"),
+        ("language_model.", "language_model, first"),
+    ],
+)
+def test_no_weight_is_made_up(
+    composed: Callable[..., Path], tmp_path: Path, part: str, named: str, model_class: type[PreTrainedModel]
+) -> None:
+    def drop(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: weight for name, weight in weights.items() if part not in name}
+
+    folder = rewritten(composed(), tmp_path / "gap", drop)
+    if part == "lm_head." and model_class is NormLlavaModel:
+        model_class.from_pretrained(folder)  # which has no head
+        return
+    with pytest.raises(ValueError, match=re.escape(named)) as refusal:
+        model_class.from_pretrained(folder)
+    assert str(folder) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight", "image_newline"])
+def test_no_weight_is_dropped(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    folder = rewritten(composed(), tmp_path / "more", lambda weights: {**weights, name: torch.ones(3)})
+    for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):
+        with pytest.raises(ValueError, match=rf"unexpected: 1 of .*{re.escape(name.removeprefix('model.'))}"):
+            model_class.from_pretrained(folder)
+
+
+def test_other_shapes_only_where_asked_for(composed: Callable[..., Path], tmp_path: Path) -> None:
+    smaller = rewritten(
+        composed(), tmp_path / "less", lambda weights: {**weights, "lm_head.weight": weights["lm_head.weight"][:300]}
+    )
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        NormLlavaForConditionalGeneration.from_pretrained(smaller)
+    NormLlavaForConditionalGeneration.from_pretrained(smaller, ignore_mismatched_sizes=True)
+
+
+def test_a_base_model_has_no_head_to_load(composed: Callable[..., Path], tmp_path: Path) -> None:
+    NormLlavaModel.from_pretrained(composed()).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"missing: 1 of lm_head"):
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
+    # A tied head is the embeddings, which are there.
+    NormLlavaModel.from_pretrained(composed(text="gemma3")).save_pretrained(tmp_path / "tied")
+    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "tied")
+    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
+
+
+@pytest.mark.parametrize("text", ["qwen2", "gemma3"])
+def test_ways_to_load_a_whole_checkpoint(composed: Callable[..., Path], tmp_path: Path, text: str) -> None:
+    whole = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
+    whole.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 5
+    for loaded in (
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path),
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map="auto"),
+        NormLlavaForConditionalGeneration.from_pretrained(None, config=whole.config, state_dict=whole.state_dict()),
+    ):
+        assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in whole.state_dict().items())
+    assert NormLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map="meta").device.type == "meta"
+    without = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, projector_norm="none")
+    assert isinstance(without.model.multi_modal_projector.norm, torch.nn.Identity)
 
 
 def test_tied_head_and_gradient_checkpointing(composed: Callable[..., Path], picture: Image.Image) -> None:

@@ -4,6 +4,7 @@ import os
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +130,29 @@ def test_gradient_checkpointing(use_reentrant: bool) -> None:
     expected, expected_gain, _ = paper_gradients(x, norm.weight, norm.bias, grad_output)
     assert relative_error(x.grad, expected) < 1e-5
     assert relative_error(norm.weight.grad, expected_gain) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"eps": 1e-3}, {"bias": False}, {"dtype": torch.float64}, {"device": "meta"}], ids=str
+)
+@pytest.mark.parametrize("shape", [HIDDEN_SIZE, (6, 8)], ids=str)
+def test_made_as_layernorm_is(shape: int | tuple[int, ...], options: dict[str, Any]) -> None:
+    norm, reference = GlobalWeightCompensatedLayerNorm(shape, **options), nn.LayerNorm(shape, **options)
+    assert repr(norm).partition("(")[2] == repr(reference).partition("(")[2]
+    for name, parameter in reference.named_parameters():
+        ours = norm.get_parameter(name)
+        assert (ours.shape, ours.dtype, ours.device) == (parameter.shape, parameter.dtype, parameter.device)
+    norm.load_state_dict(reference.state_dict(), assign=True)
+    x = torch.randn(3, *reference.normalized_shape, **{k: v for k, v in options.items() if k in ("dtype", "device")})
+    outputs = [module(x.requires_grad_()) for module in (norm, reference)]
+    gradients = [torch.autograd.grad(output.square().sum(), x)[0] for output in outputs]  # the gain's mean is 1
+    if x.device.type != "meta":
+        assert torch.equal(*outputs)
+        torch.testing.assert_close(*gradients)
+
+
+def test_low_precision_asked_for_at_construction_stays_float32() -> None:
+    assert GlobalWeightCompensatedLayerNorm(HIDDEN_SIZE, dtype=torch.bfloat16).weight.dtype == torch.float32
 
 
 def test_parameters_stay_float32_with_their_values() -> None:

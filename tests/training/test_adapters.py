@@ -19,6 +19,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import ROOT, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
+from training.merge import main as merge_main  # noqa: E402
 from training.merge import merge  # noqa: E402
 from training.tokenization import RowTokenizer  # noqa: E402
 
@@ -45,6 +46,19 @@ def test_the_language_model_alone_is_quantized_and_adapted(quantized: NormLlavaF
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert all(".lora_" in name or ".multi_modal_projector.modules_to_save." in name for name in trained)
     assert len(trained) == 2 * len(in_4bit) + 6
+
+
+def test_what_is_saved_in_4_bits_or_beside_an_adapter_loads(
+    quantized: NormLlavaForConditionalGeneration, composed: Callable[..., Path], tmp_path: Path
+) -> None:
+    quantized.save_pretrained(tmp_path / "quantized")
+    again = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "quantized")
+    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in quantized.state_dict().items())
+
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter")  # the base, with the adapter in it
+    assert any(".lora_" in name for name, _ in loaded.named_parameters())
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
@@ -114,3 +128,55 @@ def test_merging_keeps_the_norm_float32(composed: Callable[..., Path], tmp_path:
     merged = merge(str(tmp_path), dtype="bfloat16")
     assert merged.lm_head.weight.dtype == torch.bfloat16
     assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32
+
+
+@pytest.fixture
+def adapter(composed: Callable[..., Path], tmp_path: Path) -> Path:
+    """An adapter of a base in bfloat16, which lies beside it."""
+    NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16).save_pretrained(
+        tmp_path / "base"
+    )
+    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_merging_loads_the_base_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load, loaded = NormLlavaForConditionalGeneration.from_pretrained, []
+
+    def noting(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
+        loaded.append(options["dtype"])
+        return load(*args, **options)
+
+    monkeypatch.setattr(NormLlavaForConditionalGeneration, "from_pretrained", noting)
+    assert merge(str(adapter)).dtype == torch.bfloat16  # as the base
+    assert loaded == [torch.float32]
+
+
+def test_merging_says_where_the_base_should_be(
+    adapter: Path, tmp_path: Path, backbones: Callable[[str], Path]
+) -> None:
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/base is no folder here.*--base"):
+        merge(str(adapter))
+    assert merge(str(adapter), base=str(tmp_path / "moved")).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"'qwen2', 'normllava' is needed"):
+        merge(str(adapter), base=str(backbones("qwen2")))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({}, "adapter is not empty"), ({"--output_dir": "merged", "--dtype": "float17"}, "invalid choice: 'float17'")],
+)
+def test_merging_refuses_before_it_loads(
+    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    options: dict[str, str], message: str,
+) -> None:  # fmt: skip
+    (tmp_path / "base").rename(tmp_path / "moved")  # which loading would stumble over
+    before = {path.name: path.read_bytes() for path in adapter.iterdir()}
+    given = {"--adapter": str(adapter), "--output_dir": str(adapter), **options}
+    monkeypatch.setattr(sys, "argv", ["merge.py", *[word for pair in given.items() for word in pair]])
+    with pytest.raises(SystemExit):
+        merge_main()
+    assert message in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before

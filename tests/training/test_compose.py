@@ -19,7 +19,9 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
     LlavaProcessor,
+    PreTrainedModel,
     Siglip2VisionConfig,
     Siglip2VisionModel,
     SiglipImageProcessor,
@@ -28,7 +30,16 @@ from transformers import (
 )
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.compose import compose, convert_llava, interface_norms, load_text_model, load_vision_model
+from training.compose import (
+    compose,
+    convert_llava,
+    interface_norms,
+    load_text_model,
+    load_vision_model,
+    main,
+    measure_target,
+)
+from training.model_type import require_model_type
 
 
 CONVERSATION = [
@@ -220,6 +231,68 @@ def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path)
     SiglipImageProcessor(size={"height": 42, "width": 42}).save_pretrained(tmp_path / "wrong")
     with pytest.raises(ValueError, match=r"vision_config.image_size is 28, but .* \(42, 42\)"):
         compose(str(tmp_path / "wrong"), qwen2)
+
+
+def test_only_a_llava_checkpoint_is_converted(
+    backbones: Callable[[str], Path], composed: Callable[..., Path], tmp_path: Path
+) -> None:
+    # Converting starts the norm anew: a trained gain would be lost.
+    with pytest.raises(ValueError, match=r"'normllava', 'llava' is needed.*start it anew.*training/sft.py"):
+        convert_llava(str(composed()))
+    with pytest.raises(ValueError, match=r"'qwen2', 'llava' is needed.*--vision_model.*--text_model"):
+        convert_llava(str(backbones("qwen2")))
+    with pytest.raises(ValueError, match=r"'siglip_vision_model', 'llava' is needed"):
+        convert_llava(str(backbones("siglip")))
+    LlavaNextConfig().save_pretrained(tmp_path / "next")
+    with pytest.raises(ValueError, match=r"'llava_next', 'llava' is needed"):
+        convert_llava(str(tmp_path / "next"))
+
+
+@pytest.mark.parametrize("wanted", ["llava", "normllava"])
+def test_what_is_no_model_at_all(tmp_path: Path, wanted: str) -> None:
+    with pytest.raises(ValueError, match=r"gone is no folder here"):
+        require_model_type(str(tmp_path / "gone"), wanted)
+    with pytest.raises(ValueError, match=r"holds no model.*config.json"):
+        require_model_type(str(tmp_path), wanted)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is an adapter.*training/merge.py --adapter"):
+        require_model_type(str(tmp_path), wanted)
+
+
+def test_training_starts_from_a_normllava(
+    backbones: Callable[[str], Path], composed: Callable[..., Path], llava: Path
+) -> None:
+    require_model_type(str(composed()), "normllava")
+    with pytest.raises(ValueError, match=r"'llava', 'normllava' is needed.*compose.py --llava_model"):
+        require_model_type(str(llava), "normllava")
+    for family in ("qwen2", "gemma3"):
+        with pytest.raises(ValueError, match=r"'normllava' is needed.*--vision_model.*--text_model"):
+            require_model_type(str(backbones(family)), "normllava")
+
+
+@pytest.mark.parametrize("source", ["parts", "llava"])
+@pytest.mark.parametrize("align_norm", ["true", "false"])
+def test_the_target_is_measured_once(
+    backbones: Callable[[str], Path],
+    llava: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    source: str,
+    align_norm: str,
+) -> None:
+    measured: list[float] = []
+
+    def noting(language_model: PreTrainedModel) -> float:
+        measured.append(measure_target(language_model))
+        return measured[-1]
+
+    monkeypatch.setattr("training.compose.measure_target", noting)
+    parts = ["--vision_model", str(backbones("siglip")), "--text_model", str(backbones("qwen2"))]
+    options = parts if source == "parts" else ["--llava_model", str(llava)]
+    options += ["--align_norm", align_norm, "--output_dir", str(tmp_path / "out")]
+    monkeypatch.setattr(sys, "argv", ["compose.py", *options])
+    main()
+    assert len(measured) == 1
 
 
 def run_compose(*arguments: object) -> subprocess.CompletedProcess[str]:

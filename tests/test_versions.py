@@ -1,0 +1,70 @@
+"""The tests that depend on transformers and TRL most, on the lowest versions that pyproject.toml allows and on the
+newest releases that there are, past its caps too."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+
+ROOT = Path(__file__).parents[1]
+TESTS = [
+    "tests/modeling_normllava",
+    "tests/training/test_sft.py::test_both_stages_from_the_command_line",
+    "tests/training/test_sft.py::test_resuming_gives_the_weights_of_an_unbroken_run",
+    "tests/training/test_sft.py::test_packing_trains_as_padding_does",
+]
+VERSIONS = "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
+
+
+def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True)
+
+
+def install_beside(folder: Path, *requirements: str) -> None:
+    """Install into `folder` what the requirements need and this environment doesn't have, and nothing else."""
+    # Without an index `pip install` would take what is installed for the newest there is.
+    probe = pip("download", "--quiet", "--no-deps", "--dest", str(folder / "probe"), "trl")
+    if probe.returncode:
+        pytest.skip(f"pip can't download trl: {probe.stderr.splitlines()[-1]}")
+    report = folder / "report.json"
+    resolved = pip("install", "--quiet", "--upgrade", "--dry-run", "--report", str(report), *requirements)
+    assert resolved.returncode == 0, resolved.stderr
+    needed = [package["metadata"] for package in json.loads(report.read_text())["install"]]
+    if needed:
+        pinned = [f"{package['name']}=={package['version']}" for package in needed]
+        installed = pip("install", "--quiet", "--no-deps", "--target", str(folder), *pinned)
+        assert installed.returncode == 0, installed.stderr
+
+
+def lowest(name: str) -> str:
+    """The requirement of the lowest version of a dependency that pyproject.toml allows."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (specifier,) = (Requirement(line).specifier for line in dependencies if Requirement(line).name == name)
+    (version,) = (bound.version for bound in specifier if bound.operator == ">=")
+    return f"{name}=={version}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(
+    "requirements", [[lowest("transformers"), lowest("trl")], ["transformers", "trl"]], ids=["lowest", "newest"]
+)
+def test_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str], requirements: list[str]) -> None:
+    install_beside(tmp_path, *requirements)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+
+    def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    versions = python("-c", VERSIONS).stdout.strip()
+    assert all(requirement.replace("==", " ") in versions for requirement in requirements)
+    result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
+    with capsys.disabled():
+        print(f"\n{versions}: {result.stdout.splitlines()[-1]}")  # noqa: T201 - the versions are the test's output
+    assert result.returncode == 0, result.stdout

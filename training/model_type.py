@@ -1,0 +1,50 @@
+"""What a folder or a Hub repository holds, read from its config before anything of it is loaded."""
+
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+ADAPTER = "adapter"
+LANGUAGE_MODEL = "language model"
+# What to do with something else than what is wanted.
+WAY_OUT = {
+    "normllava": "It has its norm, which may be trained, and converting would start it anew. Train it as it is: "
+    "training/sft.py --model_name_or_path {name}",
+    "llava": "Convert it first: python training/compose.py --llava_model {name} --output_dir <folder>",
+    ADAPTER: "Merge it into its base first: python training/merge.py --adapter {name} --output_dir <folder>",
+    LANGUAGE_MODEL: "Give it a vision encoder first: python training/compose.py --vision_model <folder or Hub id> "
+    "--text_model {name} --output_dir <folder>",
+}
+OTHER = (
+    "Take a Llava checkpoint (model_type 'llava'), or a vision encoder and a language model: python "
+    "training/compose.py --help"
+)
+
+
+def require_model_type(name: str, wanted: str, revision: str | None = None) -> None:
+    """Refuse whatever is not a model of the type that is wanted.
+
+    Args:
+        name: Folder or Hub id.
+        wanted: The `model_type` in its config.json: `"normllava"` or `"llava"`.
+        revision: Of a Hub repository.
+
+    Raises:
+        ValueError: if it is not there or of another type, saying which and what to do.
+    """
+    if Path(name, "adapter_config.json").exists():
+        raise ValueError(f"{name} is an adapter, not a whole model. {WAY_OUT[ADAPTER].format(name=name)}")
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    except OSError as error:
+        raise ValueError(f"{name} is no folder here, and can't be read from the Hub either: {error}") from error
+    found = fields.get("model_type")
+    if found == wanted:
+        return
+    if found is None:
+        raise ValueError(f"{name} holds no model: there is no config.json with a model_type.")
+    is_text = found in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "vision_config" not in fields
+    way_out = WAY_OUT.get(LANGUAGE_MODEL if is_text else found, OTHER)
+    raise ValueError(f"{name} has model_type {found!r}, {wanted!r} is needed. {way_out.format(name=name)}")

@@ -22,8 +22,9 @@ import torch
 from tqdm import tqdm
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from diagnostics.capture import Probe
 from diagnostics.measure import spread_layers
+from diagnostics.probe import Probe
+from diagnostics.tokens import classify_sample, token_ids
 
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ def run_pass(model: LlavaForConditionalGeneration, sample: dict[str, torch.Tenso
         model.base_model(**sample)
         return 0
     positions = torch.linspace(0, sample["input_ids"].shape[1] - 1, KEYS).long()
-    with Probe(model, sample, layers=spread_layers(8), key_positions=positions) as probe:
+    tokens = classify_sample(sample, token_ids(model))
+    with Probe(model, sample, tokens, layers=spread_layers(8), key_positions=positions) as probe:
         model.base_model(**sample)
     return sum(tensor.nbytes for tensor in _tensors(vars(probe.record())))
 

@@ -9,13 +9,11 @@ come `report.json`, `report.md`, `report.html` and the plots.
 import argparse
 import json
 import logging
-import math
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -25,12 +23,13 @@ from transformers.utils import logging as transformers_logging
 
 from conversations.files import write_whole
 from diagnostics import plots
-from diagnostics.capture import DiagnosticsError
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
-from diagnostics.key_space import Basis
+from diagnostics.key_space import Bases
 from diagnostics.loading import add_arguments, load_model, model_options, read_questions
-from diagnostics.measure import measure_model
+from diagnostics.measure import Closeup, measure_model
+from diagnostics.parts import DiagnosticsError
 from diagnostics.report import render_html, render_markdown
+from diagnostics.results import LanguageModel, Report, to_json
 
 
 logger = logging.getLogger(__name__)
@@ -56,11 +55,11 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def measure_base(name: str, trust_remote_code: bool) -> dict[str, Any]:
+def measure_base(name: str, trust_remote_code: bool) -> LanguageModel:
     """The embeddings of a language model."""
     model = AutoModelForCausalLM.from_pretrained(name, dtype="auto", trust_remote_code=trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    return {"name": name, "embeddings": measure_embeddings(vocabulary_norms(model), tokenizer)}
+    return LanguageModel(name, measure_embeddings(vocabulary_norms(model), tokenizer))
 
 
 @contextmanager
@@ -71,15 +70,6 @@ def naming(option: str, value: str) -> Iterator[None]:
     except (ValueError, OSError, ImportError) as error:
         # transformers goes on to list every class that it knows
         raise SystemExit(f"{option} {value}: {str(error).strip().splitlines()[0]}") from error
-
-
-def without_nan(value: Any) -> Any:
-    """The same with `None` for numbers that are none, which JSON can't hold."""
-    if isinstance(value, dict):
-        return {str(key): without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main() -> None:
@@ -99,39 +89,37 @@ def main() -> None:
         with naming("--base_model", args.base_model):
             base = measure_base(args.base_model, args.trust_remote_code)
     models, pictures = [], []
-    bases: dict[tuple[int, int], Basis] = {}
+    bases: Bases = {}
+    closeup = Closeup(args.layers, args.heads, args.query)
     for path, name in zip(args.model, args.names or args.model, strict=True):
         with naming("--model", path):
             model, processor = load_model(path, **model_options(args))
         try:
-            measured, drawn = measure_model(
-                model, processor, questions, name, bases, args.layers, args.heads, args.query
-            )
+            measured, drawn = measure_model(model, processor, questions, name, bases, closeup)
         except DiagnosticsError as error:
             raise SystemExit(f"--model {path}: {error}") from error
         models.append(measured)
         pictures.append(drawn)
         del model
-    report = without_nan(
-        {
-            "command": "python -m diagnostics " + shlex.join(sys.argv[1:]),
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "data": Path(args.data).name,
-            "num_samples": len(questions),
-            "passed_over": passed_over,
-            "models": models,
-            "base": base,
-        }
+    report = Report(
+        command="python -m diagnostics " + shlex.join(sys.argv[1:]),
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        data=Path(args.data).name,
+        num_samples=len(questions),
+        passed_over=passed_over,
+        models=models,
+        base=base,
     )
-    plots.draw_layers(models, folder / "layers.png")
-    plots.draw_attention(models, folder / "attention.png")
-    plots.draw_keys(models, pictures, folder / "keys.png")
+    names = [model.name for model in models]
+    plots.draw_layers(names, [model.layers for model in models], folder / "layers.png")
+    plots.draw_attention(names, [model.attention for model in models], folder / "attention.png")
+    plots.draw_keys(names, [model.key_space for model in models], pictures, folder / "keys.png")
     (folder / "attention_maps.png").unlink(missing_ok=True)
-    plots.draw_maps(models, pictures, questions, folder / "attention_maps.png")
+    plots.draw_maps(names, pictures, questions, folder / "attention_maps.png")
     markdown = render_markdown(report, folder)
     (folder / "report.md").write_text(markdown, encoding="utf-8")
     (folder / "report.html").write_text(render_html(markdown, folder), encoding="utf-8")
-    write_whole(folder / "report.json", json.dumps(report, indent=1, allow_nan=False))
+    write_whole(folder / "report.json", json.dumps(to_json(report), indent=1, allow_nan=False))
     logger.info("%s", markdown.split("## In short")[1].split("## ")[0].strip())
     logger.info("Report in %s", folder)
 

@@ -1,13 +1,14 @@
 """Where text looks in the picture (App. G of "The Unseen Bias", arXiv 2512.08374)."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
-from diagnostics.capture import Record, Tokens
-from diagnostics.statistics import describe
+from diagnostics.probe import Record
+from diagnostics.results import Attention, ComparedGaze, Curve, Gaze
+from diagnostics.statistics import curve
+from diagnostics.tokens import Tokens
 
 
 DEFINITIONS = {
@@ -52,13 +53,10 @@ def attention_numbers(
     return numbers
 
 
-def measure_attention(records: Sequence[Record]) -> dict[str, Any] | None:
+def measure_attention(records: Sequence[Record]) -> Attention | None:
     """The numbers of `DEFINITIONS` by layer, `None` where the model's attention was not recorded.
 
-    Returns:
-        `layers`; under `"with_sinks"` and `"without_sinks"`, by name `{"mean": [...], "interval": [...]}` over these
-        layers, and the same under `"evenly_spread"` in each. `bottom_third` is there if every picture's layout is
-        known.
+    `bottom_third` is there if every picture's layout is known.
     """
     layers = sorted(records[0].attention)
     if not layers:
@@ -66,18 +64,22 @@ def measure_attention(records: Sequence[Record]) -> dict[str, Any] | None:
     bottoms = [_bottom_positions(record) for record in records]
     if any(bottom is None for bottom in bottoms):
         bottoms = [None] * len(records)
-    measured: dict[str, Any] = {"layers": layers}
-    for kind in ("with_sinks", "without_sinks"):
-        seen, even = [], []
-        for record, bottom in zip(records, bottoms, strict=True):
-            tokens, counted = record.with_sinks, torch.ones_like(record.tokens.visual)
-            if kind == "without_sinks":
-                tokens, counted = record.tokens, record.tokens.visual | record.tokens.text
-            low = None if bottom is None else bottom & tokens.visual
-            seen.append([attention_numbers(record.attention[layer], tokens, counted, low) for layer in layers])
-            even.append([attention_numbers(record.visible[layer][None], tokens, counted, low) for layer in layers])
-        measured[kind] = _by_layer(seen) | {"evenly_spread": _by_layer(even)}
-    return measured
+    return Attention(layers, *(_compare(records, bottoms, layers, sinks) for sinks in (True, False)))
+
+
+def _compare(
+    records: Sequence[Record], bottoms: Sequence[torch.Tensor | None], layers: Sequence[int], with_sinks: bool
+) -> ComparedGaze:
+    """Where text looks, with everything among the keys or with ordinary tokens alone."""
+    seen, even = [], []
+    for record, bottom in zip(records, bottoms, strict=True):
+        tokens, counted = record.tokens, record.tokens.visual | record.tokens.text
+        if with_sinks:
+            tokens, counted = record.with_sinks, torch.ones_like(counted)
+        low = None if bottom is None else bottom & tokens.visual
+        seen.append([attention_numbers(record.attention[layer], tokens, counted, low) for layer in layers])
+        even.append([attention_numbers(record.visible[layer][None], tokens, counted, low) for layer in layers])
+    return ComparedGaze(**_by_layer(seen), evenly_spread=Gaze(**_by_layer(even)))
 
 
 def _bottom_positions(record: Record) -> torch.Tensor | None:
@@ -89,21 +91,11 @@ def _bottom_positions(record: Record) -> torch.Tensor | None:
     return bottom
 
 
-def _by_layer(samples: list[list[dict[str, float]]]) -> dict[str, Any]:
-    """Means and intervals by name, over the layers, from a dict for each layer of each sample."""
+def _by_layer(samples: list[list[dict[str, float]]]) -> dict[str, Curve]:
+    """By name the curve over the layers, from a dict for each layer of each sample."""
     return {
-        name: describe(np.array([[numbers[name] for numbers in sample] for sample in samples]))
-        for name in samples[0][0]
+        name: curve(np.array([[numbers[name] for numbers in sample] for sample in samples])) for name in samples[0][0]
     }
-
-
-def attention_curves(measured: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What [`measure_attention`] returned, by the title that the report and its plot give each kind of curve."""
-    curves: dict[str, dict[str, Any]] = {}
-    for kind in ("with_sinks", "without_sinks"):
-        title = kind.replace("_", " ")
-        curves |= {title: measured[kind], f"{title}, evenly spread": measured[kind]["evenly_spread"]}
-    return curves
 
 
 def attention_map(

@@ -1,26 +1,25 @@
 """What the theory leaves open, measured in a forward pass: do updates correlate, and do they attract each other?
 
 Theorem 1 of "The Unseen Bias" (arXiv 2512.08374) takes the updates of a visual and of a text token as independent;
-`diagnostics/THEORY.md` says why that matters and what κ is.
+`examples/theory/THEORY.md` says why that matters and what κ is.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from diagnostics.norms import SINK_FACTOR
-from diagnostics.statistics import describe
-from diagnostics.theory import measure_attraction
+from diagnostics.results import Attractions
+from diagnostics.statistics import curve
+from diagnostics.tokens import SINK_FACTOR, far_longer
 
 
 # Tokens of either modality that are compared in one sample.
-MAX_TOKENS = 64
+MAX_COMPARED = 64
 DEFINITIONS = {
-    "tokens": f"at most {MAX_TOKENS} of each kind in a sample, evenly spaced; left out are those that enter the layer "
-    f"over {SINK_FACTOR:g} times as long as the median of their modality",
+    "tokens": f"at most {MAX_COMPARED} of each kind in a sample, evenly spaced; left out are those that enter the "
+    f"layer over {SINK_FACTOR:g} times as long as the median of their modality",
     "update_correlation": "mean cosine between the updates of a visual and of a text token by one layer; independent "
     "updates give 0",
     "attraction_visual_to_text": "mean κ of visual tokens towards text tokens: cosine of a token's update and the "
@@ -29,14 +28,32 @@ DEFINITIONS = {
 }
 
 
-NUMBERS = ("update_correlation", "attraction_visual_to_text", "attraction_text_to_visual")
+def attraction_towards(hidden_states: torch.Tensor, updated: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """κ of each token's update towards each other token: cosine of the two, both taken across the token.
+
+    Args:
+        hidden_states: Tokens before a layer, `(num_tokens, hidden_size)`.
+        updated: The same after it.
+        others: Tokens of the other modality before the layer, `(num_others, hidden_size)`.
+
+    Returns:
+        `(num_tokens, num_others)`, from -1 to 1, float32.
+    """
+    unit = nn.functional.normalize(hidden_states.float(), dim=-1)
+    update = updated.float() - hidden_states.float()
+    across = update - (update * unit).sum(-1, keepdim=True) * unit  # [num_tokens, hidden_size]
+    across = nn.functional.normalize(across, dim=-1)
+    others = nn.functional.normalize(others.float(), dim=-1)
+    cosine = unit @ others.T
+    # `across` is orthogonal to the token, so the other's part along the token drops out of the product.
+    return (across @ others.T) / (1 - cosine.square()).clamp(min=1e-12).sqrt()
 
 
 @torch.no_grad()
 def compare_updates(
     before: torch.Tensor, after: torch.Tensor, visual: torch.Tensor, text: torch.Tensor
 ) -> torch.Tensor:
-    """The three `NUMBERS` of one layer and one sample, `(3,)`; see `DEFINITIONS`.
+    """What [`Attractions`] holds, in its order, of one layer and one sample, `(3,)`; see `DEFINITIONS`.
 
     Args:
         before, after: What enters the layer and what leaves it, `(S, hidden_size)`, float32.
@@ -45,22 +62,21 @@ def compare_updates(
     chosen = []
     for mask in (visual, text):
         positions = mask.nonzero()[:, 0].to(before.device)
-        norms = before[positions].norm(dim=-1)
-        positions = positions[norms <= SINK_FACTOR * norms.median()]
-        spaced = torch.linspace(0, len(positions) - 1, min(MAX_TOKENS, len(positions)), device=before.device)
+        positions = positions[~far_longer(before[positions].norm(dim=-1))]
+        spaced = torch.linspace(0, len(positions) - 1, min(MAX_COMPARED, len(positions)), device=before.device)
         chosen.append(positions[spaced.round().long()])
     v, t = chosen
     updates = nn.functional.normalize(after - before, dim=-1)
     return torch.stack(
         [
             (updates[v] @ updates[t].T).mean(),
-            measure_attraction(before[v], after[v], before[t]).mean(),
-            measure_attraction(before[t], after[t], before[v]).mean(),
+            attraction_towards(before[v], after[v], before[t]).mean(),
+            attraction_towards(before[t], after[t], before[v]).mean(),
         ]
     )
 
 
-def measure_attractions(samples: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """The `NUMBERS` by layer with intervals, from `(num_layers, 3)` of each sample."""
+def measure_attractions(samples: Sequence[torch.Tensor]) -> Attractions:
+    """The numbers of `DEFINITIONS` by layer with intervals, from what [`compare_updates`] gives by layer, `(L, 3)`."""
     values = np.stack([sample.double().numpy() for sample in samples])  # [num_samples, num_layers, 3]
-    return {name: describe(values[:, :, number]) for number, name in enumerate(NUMBERS)}
+    return Attractions(*(curve(values[:, :, number]) for number in range(values.shape[2])))

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import matplotlib.pyplot as plt
 import torch
@@ -23,9 +23,14 @@ from transformers.utils import logging as transformers_logging
 
 from conversations.files import write_whole
 from diagnostics.embeddings import vocabulary_norms
-from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
-from diagnostics.measure import measure_dynamics, record_questions
+from diagnostics.interface import measure_interface
+from diagnostics.layers import measure_layers
+from diagnostics.loading import ModelOptions, Question, add_arguments, load_model, model_options, read_questions
+from diagnostics.measure import record_samples
 from diagnostics.plots import draw_dynamics
+from diagnostics.projector_norm import measure_projector_norm
+from diagnostics.results import DynamicsPoint, from_json, to_json
+from diagnostics.samples import Sample, prepare_samples
 
 
 logger = logging.getLogger(__name__)
@@ -45,37 +50,47 @@ def fingerprint(questions: Sequence[Question]) -> str:
     return seen.hexdigest()[:16]
 
 
-def check_questions(points: Sequence[dict[str, Any]], questions: Sequence[Question], path: Path) -> None:
+def check_questions(points: Sequence[DynamicsPoint], questions: Sequence[Question], path: Path) -> None:
     """Raises `ValueError` if a file holds points on other questions."""
     expected = fingerprint(questions)
-    if any(point["questions"] != expected for point in points):
+    if any(point.questions != expected for point in points):
         raise ValueError(
             f"{path} holds points that were measured on other questions: give the same ones (--data, --question, "
             "--num_samples; --probe_samples in training), or move the file away."
         )
 
 
-def measure_point(model: PreTrainedModel, processor: Any, questions: Sequence[Question], step: int) -> dict[str, Any]:
-    """What [`measure_dynamics`] gives, with the step and a fingerprint of the questions."""
-    records = record_questions(model, processor, questions, layers=())
-    return {
-        "step": step,
-        "questions": fingerprint(questions),
-        **measure_dynamics(model, records, vocabulary_norms(model)),
-    }
+def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) -> DynamicsPoint:
+    """What is followed through training: interface norms, norms and turning by layer, gain and bias."""
+    records = record_samples(model, samples, layers=())
+    hidden_size = model.config.get_text_config().hidden_size
+    return DynamicsPoint(
+        step=step,
+        questions=fingerprint([sample.question for sample in samples]),
+        interface=measure_interface(records, vocabulary_norms(model), hidden_size),
+        layers=measure_layers(records),
+        projector_norm=measure_projector_norm(model),
+    )
 
 
-def read_points(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file in the order of their steps; a last line that was torn by a kill is left out."""
+def read_points(path: Path) -> list[DynamicsPoint]:
+    """The lines of a file in the order of their steps; a last line that was torn by a kill is left out.
+
+    Raises:
+        ValueError: if a line lacks something; the message names it.
+    """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    return sorted((json.loads(line) for line in lines), key=lambda point: point["step"])
+    points = [
+        from_json(DynamicsPoint, json.loads(line), f"{path}, line {number}") for number, line in enumerate(lines, 1)
+    ]
+    return sorted(points, key=lambda point: point.step)
 
 
-def write_points(points: Sequence[dict[str, Any]], path: Path) -> None:
+def write_points(points: Sequence[DynamicsPoint], path: Path) -> None:
     """Write the file anew, all of it or nothing."""
-    write_whole(path, "".join(json.dumps(point) + "\n" for point in points))
+    write_whole(path, "".join(json.dumps(to_json(point)) + "\n" for point in points))
 
 
 class DynamicsCallback(TrainerCallback):
@@ -94,8 +109,8 @@ class DynamicsCallback(TrainerCallback):
     def __init__(
         self, model: PreTrainedModel, processor: Any, questions: Sequence[Question], steps: int, path: Path
     ) -> None:
-        self._model, self._processor, self._questions = model, processor, questions
-        self._steps, self._path = steps, path
+        self._model, self._samples = model, prepare_samples(model, processor, questions)
+        self._questions, self._steps, self._path = questions, steps, path
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -125,17 +140,17 @@ class DynamicsCallback(TrainerCallback):
         self._model.eval()
         try:
             with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16):
-                point = measure_point(self._model, self._processor, self._questions, state.global_step)
+                point = measure_point(self._model, self._samples, state.global_step)
         finally:
             self._model.train(was_training)
         if state.is_world_process_zero:
-            earlier = [before for before in read_points(self._path) if before["step"] < state.global_step]
+            earlier = [before for before in read_points(self._path) if before.step < state.global_step]
             write_points([*earlier, point], self._path)
 
 
 def measure_run(
-    run: Path, questions: Sequence[Question], start: str | None = None, **options: Any
-) -> list[dict[str, Any]]:
+    run: Path, questions: Sequence[Question], start: str | None = None, **options: Unpack[ModelOptions]
+) -> list[DynamicsPoint]:
     """Measure every checkpoint of a run that its `dynamics.jsonl` does not hold yet, and add it there.
 
     Args:
@@ -159,11 +174,12 @@ def measure_run(
     if start is not None:
         steps[0] = start
     for step, name in sorted(steps.items()):
-        if any(point["step"] == step for point in points):
+        if any(point.step == step for point in points):
             continue
         logger.info("measuring %s", name)
         model, processor = load_model(name, **options)
-        points = sorted([*points, measure_point(model, processor, questions, step)], key=lambda p: p["step"])
+        samples = prepare_samples(model, processor, questions)
+        points = sorted([*points, measure_point(model, samples, step)], key=lambda point: point.step)
         write_points(points, run / FILE)
     return points
 
@@ -191,15 +207,14 @@ def main() -> None:
     draw_dynamics(points, args.run / "dynamics.png")
     logger.info("%8s%10s%10s%10s%14s%12s", "step", "visual", "text", "ratio", "1-cos visual", "1-cos text")
     for point in points:
-        interface, layers = point["interface"], point["layers"]
         logger.info(
             "%8d%10.3f%10.3f%10.2f%14.3f%12.3f",
-            point["step"],
-            interface["visual_at_decoder"]["mean"],
-            interface["text_at_decoder"]["mean"],
-            interface["ratio"]["mean"],
-            layers["visual"]["update_rate"]["mean"],
-            layers["text"]["update_rate"]["mean"],
+            point.step,
+            point.interface.visual_at_decoder.mean,
+            point.interface.text_at_decoder.mean,
+            point.interface.ratio.mean,
+            point.layers.visual.update_rate.mean,
+            point.layers.text.update_rate.mean,
         )
     logger.info("Points and plot in %s", args.run)
 

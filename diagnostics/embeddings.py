@@ -1,11 +1,10 @@
 """Norms of the text embeddings, and which tokens have the longest (Tables 6 to 8 of "The Unseen Bias")."""
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from diagnostics.norms import embedding_norms
+from diagnostics.results import Embeddings, LongToken
 
 
 DEFINITIONS = {
@@ -21,24 +20,24 @@ def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
     return embedding_norms(embeddings, embeddings.num_embeddings)
 
 
-def measure_embeddings(norms: torch.Tensor, tokenizer: PreTrainedTokenizerBase, top_k: int = 10) -> dict[str, Any]:
+def measure_embeddings(norms: torch.Tensor, tokenizer: PreTrainedTokenizerBase, top_k: int = 10) -> Embeddings:
     """What `DEFINITIONS` says, with `std`, `max` and `num_embeddings`, of norms by token id.
 
     A token is given as `repr` would show it; ids past the tokenizer's own, which pad the table, by number.
     """
     nonzero = norms[norms > 0].double()
     longest = norms.topk(min(top_k, len(norms)))
-    return {
-        "mean": nonzero.mean().item(),
-        "std": nonzero.std(correction=0).item(),
-        "max": nonzero.max().item(),
-        "num_embeddings": len(norms),
-        "num_zero": int((norms == 0).sum()),
-        "top": [
-            {"id": token, "token": _show(token, tokenizer), "norm": norm}
+    return Embeddings(
+        mean=nonzero.mean().item(),
+        std=nonzero.std(correction=0).item(),
+        max=nonzero.max().item(),
+        num_embeddings=len(norms),
+        num_zero=int((norms == 0).sum()),
+        top=[
+            LongToken(token, _show(token, tokenizer), norm)
             for token, norm in zip(longest.indices.tolist(), longest.values.tolist(), strict=True)
         ],
-    }
+    )
 
 
 def _show(token: int, tokenizer: PreTrainedTokenizerBase) -> str:

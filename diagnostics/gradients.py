@@ -4,16 +4,17 @@ The compensation of "The Unseen Bias" (arXiv 2512.08374, eq. 12, 24-26) changes 
 factor of `1 / max(mean|gain|, 1e-3)` and nothing else.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from diagnostics.capture import classify, find_encoder, find_projector
-from diagnostics.projector_norm import find_norm
+from diagnostics.hooks import InterfaceHooks
+from diagnostics.parts import find_encoder, find_norm, find_projector
+from diagnostics.results import GradientNorms
+from diagnostics.samples import Answered
 from modeling_normllava.modeling_normllava import Float32LayerNorm, GlobalWeightCompensatedLayerNorm
 
 
@@ -45,109 +46,95 @@ def _norm_as(model: PreTrainedModel, compensated: bool) -> Iterator[None]:
         projector.norm = norm
 
 
-def measure_gradients(
-    model: PreTrainedModel, batch: Sequence[tuple[dict[str, Any], int]], special_ids: Iterable[int] = ()
-) -> dict[str, dict[str, float]] | None:
+def measure_gradients(model: PreTrainedModel, batch: Sequence[Answered]) -> dict[str, GradientNorms] | None:
     """The numbers of `DEFINITIONS` under `"compensated"` and `"plain"`; of a model whose projector does not end in a
     norm, under `"no norm"`; `None` if no sample has a token to be predicted.
 
     Weights are only read, and have no gradient after it. Quantized encoders have none for their weights: then
     `vision_encoder` is left out.
-
-    Args:
-        model: The model.
-        batch: Inputs of one sample each, `input_ids` of shape `(1, S)`, and the position that its loss begins at.
-        special_ids: As in [`Probe`].
     """
-    samples = [_Sample(model, inputs, start, special_ids) for inputs, start in batch]
-    samples = [sample for sample in samples if len(sample.targets)]
-    if not samples:
+    batch = [sample for sample in batch if len(_targets(sample))]
+    if not batch:
         return None
     if find_norm(model) is None:
-        return {"no norm": _gradient_norms(model, samples)}
+        return {"no norm": _gradient_norms(model, batch)}
     measured = {}
     for name, compensated in (("compensated", True), ("plain", False)):
         with _norm_as(model, compensated):
-            measured[name] = _gradient_norms(model, samples)
+            measured[name] = _gradient_norms(model, batch)
     return measured
 
 
-class _Sample:
-    """Inputs of one sample, which of its positions are visual, and which tokens are to be predicted."""
-
-    def __init__(self, model: PreTrainedModel, inputs: dict[str, Any], start: int, special_ids: Iterable[int]) -> None:
-        tokens = classify(model, inputs, special_ids)
-        self.inputs, self.visual = inputs, tokens.visual
-        self.targets = (tokens.text & (torch.arange(len(tokens.text)) >= max(start, 1))).nonzero()[:, 0]
+def _targets(sample: Answered) -> torch.Tensor:
+    """Positions of the tokens to be predicted, `(num_targets,)`."""
+    text = sample.tokens.text
+    return (text & (torch.arange(len(text)) >= max(sample.start, 1))).nonzero()[:, 0]
 
 
-def _gradient_norms(model: PreTrainedModel, samples: Sequence[_Sample]) -> dict[str, float]:
-    encoder, projector = find_encoder(model), find_projector(model)
-    weights = [] if encoder is None else [weight for weight in encoder.parameters() if weight.is_floating_point()]
+@contextmanager
+def _needing_gradients(model: PreTrainedModel, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+    """These parameters need a gradient, and no others, for as long as this lasts."""
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
     for parameter in required:
         parameter.requires_grad_(False)
-    for parameter in weights or [model.get_input_embeddings().weight]:  # something has to, for tokens to have any
+    for parameter in weights:
         parameter.requires_grad_(True)
-    sums: dict[str, torch.Tensor] = {}
-    weight_sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
-    losses = []
     try:
-        for sample in samples:
-            loss, squares, gradients = _sample_gradients(model, projector, weights, sample)
-            losses.append(loss)
-            for name, square in squares.items():
-                # The batch's loss is the mean over its samples.
-                sums[name] = sums.get(name, torch.zeros(())) + square / len(samples) ** 2
-            for total, gradient in zip(weight_sums, gradients, strict=True):
-                if gradient is not None:
-                    total += gradient.float() / len(samples)
+        yield
     finally:
         for parameter, before in required.items():
             parameter.requires_grad_(before)
+
+
+def _gradient_norms(model: PreTrainedModel, batch: Sequence[Answered]) -> GradientNorms:
+    encoder = find_encoder(model)
+    weights = [] if encoder is None else [weight for weight in encoder.parameters() if weight.is_floating_point()]
+    sums: dict[str, torch.Tensor] = {}
+    weight_sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+    losses = []
+    # Something has to need one, for tokens to have any.
+    with _needing_gradients(model, weights or [model.get_input_embeddings().weight]):
+        for sample in batch:
+            loss, squares, gradients = _sample_gradients(model, weights, sample)
+            losses.append(loss)
+            for name, square in squares.items():
+                # The batch's loss is the mean over its samples.
+                sums[name] = sums.get(name, torch.zeros(())) + square / len(batch) ** 2
+            for total, gradient in zip(weight_sums, gradients, strict=True):
+                if gradient is not None:
+                    total += gradient.float() / len(batch)
     norms = {name: square.sqrt().item() for name, square in sums.items()}
     if weight_sums:
         norms["vision_encoder"] = torch.stack([total.norm().cpu() for total in weight_sums]).norm().item()
-    return {"loss": sum(losses) / len(losses), **norms}
+    return GradientNorms(loss=sum(losses) / len(losses), **norms)
 
 
 def _sample_gradients(
-    model: PreTrainedModel, projector: nn.Module | None, weights: list[nn.Parameter], sample: _Sample
+    model: PreTrainedModel, weights: list[nn.Parameter], sample: Answered
 ) -> tuple[float, dict[str, torch.Tensor], list[torch.Tensor | None]]:
     """Loss, squared gradient norms at the watched tokens, and gradients of the weights, of one sample."""
+    inputs = sample.for_model(model)
     seen: dict[str, torch.Tensor] = {}
 
-    def see(name: str) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name not in seen:
-                seen[name] = args[0] if args else next(v for v in kwargs.values() if isinstance(v, torch.Tensor))
+    def see(place: str, features: torch.Tensor) -> None:
+        if place in ("projector_input", "decoder"):
+            seen.setdefault(place, features)
 
-        return hook
-
-    hooks = [model.get_decoder().layers[0].register_forward_pre_hook(see("embeddings"), with_kwargs=True)]
-    if projector is not None:
-        hooks.append(projector.register_forward_pre_hook(see("projector_input"), with_kwargs=True))
-    try:
-        with torch.enable_grad():
-            logits = model(**sample.inputs).logits[0]  # [S, vocab_size]
-    finally:
-        for hook in hooks:
-            hook.remove()
-    targets = sample.targets.to(logits.device)
-    input_ids = sample.inputs["input_ids"][0].to(logits.device)
+    with InterfaceHooks(model, see), torch.enable_grad():
+        logits = model(**inputs).logits[0]  # [S, vocab_size]
+    targets = _targets(sample).to(logits.device)
+    input_ids = inputs["input_ids"][0].to(logits.device)
     loss = nn.functional.cross_entropy(logits[targets - 1].float(), input_ids[targets])
-    places = [value for value in seen.values() if value.requires_grad]
-    gradients = torch.autograd.grad(loss, [*places, *weights], allow_unused=True)
+    places = [place for place, value in seen.items() if value.requires_grad]
+    gradients = torch.autograd.grad(loss, [*(seen[place] for place in places), *weights], allow_unused=True)
     squares = {}
-    by_place = dict(zip([id(place) for place in places], gradients[: len(places)], strict=True))
-    for name, value in seen.items():
-        gradient = by_place.get(id(value))
+    for place, gradient in zip(places, gradients, strict=False):
         if gradient is None:
             continue
         per_token = gradient.float().square().sum(-1).cpu()
-        if name == "projector_input":
-            squares[name] = per_token.sum()
+        if place == "decoder":
+            squares["visual_embeddings"] = per_token[0, sample.tokens.visual].sum()
+            squares["text_embeddings"] = per_token[0, ~sample.tokens.visual].sum()
         else:
-            squares["visual_embeddings"] = per_token[0, sample.visual].sum()
-            squares["text_embeddings"] = per_token[0, ~sample.visual].sum()
+            squares[place] = per_token.sum()
     return loss.item(), squares, list(gradients[len(places) :])

@@ -5,8 +5,7 @@ MaLoRA's abstract names (arXiv 2510.26721); what it leaves open is chosen here a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -16,7 +15,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.manifold import TSNE
 from sklearn.model_selection import GroupKFold, cross_val_score
 
-from diagnostics.capture import Record
+from diagnostics.probe import Record
+from diagnostics.results import HeadDistance, KeySpace
 
 
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -48,6 +48,10 @@ class Basis:
 
     components: np.ndarray
     weights: np.ndarray
+
+
+# By layer and head.
+Bases = dict[tuple[int, int], Basis]
 
 
 def kernel(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -115,52 +119,60 @@ def balanced_keys(
     return visual[chosen[0]], text[chosen[1]], visual_samples[chosen[0]], text_samples[chosen[1]]
 
 
-def measure_key_space(
-    records: Sequence[Record], bases: dict[tuple[int, int], Basis], seed: int = 0
-) -> dict[str, Any] | None:
-    """The numbers of `DEFINITIONS` by layer; `None` where keys were not recorded.
+def measure_key_space(records: Sequence[Record], bases: Bases, seed: int = 0) -> KeySpace | None:
+    """The numbers of `DEFINITIONS` by layer, medians over heads; `None` where keys were not recorded, or too few.
 
     Args:
         records: One for each sample.
         bases: Principal components by layer and head: used if they fit, filled in where there are none.
         seed: Of subsets, permutations and splits.
-
-    Returns:
-        `layers`, `num_tokens` of each modality, and by name, for each layer, the median over heads; `per_head` keeps
-        mmd, p-value and js of each head.
     """
     layers = sorted(records[0].keys)
     rng = np.random.default_rng(seed)
-    measured: dict[str, Any] = {"layers": layers, "num_tokens": [], "per_head": []}
-    names = ("mmd", "p_value", "js", "mmd_baseline", "js_baseline", "probe")
-    measured |= {name: [] for name in names}
+    counts, per_head = [], []
+    medians: dict[str, list[float]] = {field.name: [] for field in fields(_Head)}
     for layer in layers:
         visual, text, *samples = balanced_keys(records, layer, rng)
-        if len(visual) < 8:
+        count = len(visual)
+        if count < 8:
             return None
-        pooled = np.concatenate([visual, text])
-        spread = pooled.std(axis=0, keepdims=True)
-        pooled = (pooled - pooled.mean(axis=0, keepdims=True)) / np.where(spread > 0, spread, 1)
-        visual, text = pooled[: len(visual)], pooled[len(visual) :]
+        pooled = _scaled(np.concatenate([visual, text]))
         heads = [
-            _measure_head(visual[:, head], text[:, head], np.concatenate(samples), bases, (layer, head), rng)
+            _measure_head(
+                pooled[:count, head], pooled[count:, head], np.concatenate(samples), bases, (layer, head), rng
+            )
             for head in range(visual.shape[1])
         ]
-        measured["num_tokens"].append(len(visual))
-        measured["per_head"].append([{name: head[name] for name in ("mmd", "p_value", "js")} for head in heads])
-        for name in names:
-            measured[name].append(float(np.median([head[name] for head in heads])))
-    return measured if layers else None
+        counts.append(count)
+        per_head.append([HeadDistance(head.mmd, head.p_value, head.js) for head in heads])
+        for name, values in medians.items():
+            values.append(float(np.median([getattr(head, name) for head in heads])))
+    return KeySpace(layers=layers, num_tokens=counts, per_head=per_head, **medians) if layers else None
+
+
+def _scaled(points: np.ndarray) -> np.ndarray:
+    """Every coordinate with mean 0 and standard deviation 1 over the first axis."""
+    spread = points.std(axis=0, keepdims=True)
+    return (points - points.mean(axis=0, keepdims=True)) / np.where(spread > 0, spread, 1)
+
+
+@dataclass(frozen=True)
+class _Head(HeadDistance):
+    """What is measured of one head of one layer."""
+
+    mmd_baseline: float
+    js_baseline: float
+    probe: float
 
 
 def _measure_head(
     visual: np.ndarray,
     text: np.ndarray,
     samples: np.ndarray,
-    bases: dict[tuple[int, int], Basis],
+    bases: Bases,
     place: tuple[int, int],
     rng: np.random.Generator,
-) -> dict[str, float]:
+) -> _Head:
     pooled = np.concatenate([visual, text])
     basis = bases.get(place)
     if basis is None or basis.components.shape[1] != pooled.shape[1]:
@@ -176,14 +188,14 @@ def _measure_head(
             labels = np.arange(len(points)) < len(first)
             mmd_halves.append(unbiased_mmd(kernel(first, second), labels[None])[0])
             js_halves.append(js_divergence(first @ basis.components.T, second @ basis.components.T, basis.weights))
-    return {
-        "mmd": mmd,
-        "p_value": p_value,
-        "js": js_divergence(visual @ basis.components.T, text @ basis.components.T, basis.weights),
-        "mmd_baseline": float(np.mean(mmd_halves)),
-        "js_baseline": float(np.mean(js_halves)),
-        "probe": linear_probe(pooled, np.arange(len(pooled)) < len(visual), samples),
-    }
+    return _Head(
+        mmd=mmd,
+        p_value=p_value,
+        js=js_divergence(visual @ basis.components.T, text @ basis.components.T, basis.weights),
+        mmd_baseline=float(np.mean(mmd_halves)),
+        js_baseline=float(np.mean(js_halves)),
+        probe=linear_probe(pooled, np.arange(len(pooled)) < len(visual), samples),
+    )
 
 
 def linear_probe(points: np.ndarray, is_visual: np.ndarray, samples: np.ndarray) -> float:
@@ -204,9 +216,7 @@ def project(records: Sequence[Record], layer: int, seed: int = 0) -> tuple[np.nd
         Visual and text tokens, `(n, 2)` each.
     """
     visual, text, *_ = balanced_keys(records, layer, np.random.default_rng(seed))
-    pooled = np.concatenate([visual, text]).reshape(2 * len(visual), -1)
-    spread = pooled.std(axis=0)
-    pooled = (pooled - pooled.mean(axis=0)) / np.where(spread > 0, spread, 1)
+    pooled = _scaled(np.concatenate([visual, text]).reshape(2 * len(visual), -1))
     reduced = PCA(min(50, *pooled.shape), random_state=seed).fit_transform(pooled)
     placed = TSNE(perplexity=min(30, len(pooled) / 4), random_state=seed).fit_transform(reduced)
     return placed[: len(visual)], placed[len(visual) :]

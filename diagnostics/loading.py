@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Required, TypedDict
 
 import torch
 from PIL import Image
@@ -15,21 +15,37 @@ from transformers import (
     AutoProcessor,
     BitsAndBytesConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from conversations.checks import row_problem
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, load_rows, row_turns, to_messages
-from diagnostics.capture import PROJECTORS, NoVisualTokensError, image_token_id
+from diagnostics.parts import ENCODERS, PROJECTORS, NoVisualTokensError, image_token_id
 
 
 logger = logging.getLogger(__name__)
 
-# What families call their vision encoder, as `PreTrainedModel.get_encoder` knows them.
-ENCODERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
 PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+
+
+# What `conversations.rows.load_rows` yields.
+Row = dict[str, Any]
+
+
+class Part(TypedDict, total=False):
+    """A piece of a chat message: a text, or a picture."""
+
+    type: Required[Literal["text", "image"]]
+    text: str
+    image: Image.Image
+
+
+class Message(TypedDict):
+    """A chat message."""
+
+    role: str
+    content: list[Part]
 
 
 @dataclass(frozen=True)
@@ -45,8 +61,17 @@ class Question:
 
     source: str
     images: list[Image.Image]
-    prompt: list[dict[str, Any]]
-    conversation: list[dict[str, Any]]
+    prompt: list[Message]
+    conversation: list[Message]
+
+
+class ModelOptions(TypedDict, total=False):
+    """Options of [`load_model`]."""
+
+    dtype: str
+    device_map: str | None
+    load_in_4bit: bool
+    trust_remote_code: bool
 
 
 def load_model(
@@ -107,9 +132,14 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
-def model_options(args: argparse.Namespace) -> dict[str, Any]:
+def model_options(args: argparse.Namespace) -> ModelOptions:
     """Options of [`load_model`] from the command line."""
-    return {name: getattr(args, name) for name in ("dtype", "device_map", "load_in_4bit", "trust_remote_code")}
+    return {
+        "dtype": args.dtype,
+        "device_map": args.device_map,
+        "load_in_4bit": args.load_in_4bit,
+        "trust_remote_code": args.trust_remote_code,
+    }
 
 
 def read_questions(args: argparse.Namespace) -> tuple[list[Question], int]:
@@ -153,7 +183,7 @@ def load_questions(
     return take_questions(rows, num_samples, data)
 
 
-def take_questions(rows: Iterable[dict[str, Any]], num_samples: int, data: str) -> tuple[list[Question], int]:
+def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> tuple[list[Question], int]:
     """The first rows with a picture before their first answer, at most `num_samples`, and how many others were passed
     over on the way.
 
@@ -179,7 +209,7 @@ def take_questions(rows: Iterable[dict[str, Any]], num_samples: int, data: str) 
     return questions, passed_over
 
 
-def _to_question(row: dict[str, Any]) -> Question:
+def _to_question(row: Row) -> Question:
     problem = row_problem(row, needs_answer=False)
     if problem is not None:
         raise BadRowError(f"{row['source']}: {problem}.")
@@ -193,77 +223,13 @@ def _to_question(row: dict[str, Any]) -> Question:
     return Question(row["source"], images[:asked_about], prompt, conversation)
 
 
-def _with_images(messages: list[dict[str, Any]], images: list[Image.Image]) -> list[dict[str, Any]]:
+def _with_images(messages: list[dict[str, Any]], images: list[Image.Image]) -> list[Message]:
     """The messages with a picture in each of their image parts, and every content a list of parts."""
     remaining = iter(images)
-    filled = []
+    filled: list[Message] = []
     for message in messages:
         content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        parts = [{**part, "image": next(remaining)} if part["type"] == "image" else part for part in parts]
-        filled.append({**message, "content": parts})
+        parts: list[Part] = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [{"type": "image", "image": next(remaining)} if part["type"] == "image" else part for part in parts]
+        filled.append({"role": message["role"], "content": parts})
     return filled
-
-
-def prepare_inputs(
-    model: PreTrainedModel, processor: Any, question: Question, answered: bool = False
-) -> dict[str, Any]:
-    """What the processor makes of a question, on the model's device and in its dtype; one sample, unpadded.
-
-    Args:
-        model, processor: As [`load_model`] returns them.
-        question: The question.
-        answered: Take the whole conversation, not the prompt alone.
-    """
-    messages = question.conversation if answered else question.prompt
-    if getattr(processor, "chat_template", None):
-        inputs = processor.apply_chat_template(
-            messages,
-            add_generation_prompt=not answered,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-    else:
-        mark = getattr(processor, "image_token", "<image>")
-        parts = [part for message in messages for part in message["content"]]
-        text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
-        images = [part["image"] for part in parts if part["type"] == "image"]
-        inputs = processor(images=images, text=text, return_tensors="pt")
-    return dict(inputs.to(model.device, dtype=model.dtype))
-
-
-def seen_picture(inputs: dict[str, Any], question: Question) -> Image.Image:
-    """A question's first picture as the vision encoder gets it, cropped and scaled; colours stretched to their range.
-
-    Where the processor cuts a picture into patches or tiles, the whole picture as it was given.
-    """
-    pixels = inputs.get("pixel_values")
-    if pixels is None or pixels.ndim < 4 or pixels.shape[-3] != 3 or pixels[..., 0, 0, 0].numel() != 1:
-        return question.images[0]
-    pixels = pixels.reshape(pixels.shape[-3:]).float().cpu()
-    low, high = pixels.amin(), pixels.amax()
-    levels = (255 * (pixels - low) / (high - low).clamp(min=1e-6)).to(torch.uint8)
-    return Image.fromarray(levels.permute(1, 2, 0).numpy())
-
-
-def answer_inputs(model: PreTrainedModel, processor: Any, question: Question) -> tuple[dict[str, Any], int]:
-    """Inputs of a whole conversation, and the position that its first answer begins at; of a question without one, the
-    position past its first visual token."""
-    inputs = prepare_inputs(model, processor, question, answered=True)
-    if question.conversation != question.prompt:
-        return inputs, prepare_inputs(model, processor, question)["input_ids"].shape[1]
-    visual = (inputs["input_ids"][0] == image_token_id(model)).nonzero()
-    return inputs, int(visual[0, 0]) + 1
-
-
-def find_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a processor, which may be one itself."""
-    return getattr(processor, "tokenizer", processor)
-
-
-def special_ids(processor: Any) -> set[int]:
-    """Ids that a processor's tokenizer marks as special, also those without a role: Llama 3 delimits turns by such."""
-    tokenizer = find_tokenizer(processor)
-    marked = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
-    return marked | set(tokenizer.all_special_ids)

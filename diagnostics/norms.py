@@ -7,10 +7,6 @@ import torch
 from torch import nn
 
 
-# A token is an attention sink if it is this many times as long as the median of its modality in its sample.
-SINK_FACTOR = 10.0
-
-
 def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
     """L2 norm of each token: `(..., hidden_size)` in, `(...)` out, float32 whatever the input's dtype."""
     return torch.linalg.vector_norm(hidden_states, dim=-1, dtype=torch.float32)

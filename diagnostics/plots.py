@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from diagnostics.attention import attention_curves
 from diagnostics.loading import Question
-from diagnostics.measure import Pictures
+from diagnostics.pictures import Pictures
+from diagnostics.results import Attention, Curve, DynamicsPoint, KeySpace, Layers
 
 
-COLOURS = {"visual": "tab:orange", "text": "tab:blue"}
+MODALITY_COLOURS = {"visual": "tab:orange", "text": "tab:blue"}
 WIDTH = 3.4  # inches of one model's column
 
 
@@ -24,39 +24,39 @@ def _save(figure: Figure, path: Path) -> None:
     plt.close(figure)
 
 
-def _columns(rows: int, models: Sequence[dict[str, Any]], height: float = 2.6) -> tuple[Figure, np.ndarray]:
+def _columns(rows: int, names: Sequence[str], height: float = 2.6) -> tuple[Figure, np.ndarray]:
     figure, axes = plt.subplots(
         rows,
-        len(models),
-        figsize=(max(WIDTH * len(models), 5), height * rows),
+        len(names),
+        figsize=(max(WIDTH * len(names), 5), height * rows),
         sharey="row",
         squeeze=False,
         layout="constrained",
     )
-    for axis, model in zip(axes[0], models, strict=True):
-        axis.set_title(model["name"], fontsize=9, wrap=True, parse_math=False)
+    for axis, name in zip(axes[0], names, strict=True):
+        axis.set_title(name, fontsize=9, wrap=True, parse_math=False)
     for axis in axes.flat:  # layers have no halves
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     return figure, axes
 
 
-def draw_curve(axis: Axes, x: Sequence[float], curve: dict[str, Any], **style: Any) -> None:
+def draw_curve(axis: Axes, x: Sequence[float], curve: Curve, **style: Any) -> None:
     """Means with their intervals as a band."""
-    axis.plot(x, curve["mean"], marker="o", markersize=3, **style)
-    if curve["interval"][0] is not None:
-        low, high = zip(*curve["interval"], strict=True)
+    axis.plot(x, curve.mean, marker="o", markersize=3, **style)
+    intervals = [interval for interval in curve.interval if interval is not None]
+    if len(intervals) == len(curve.mean):
+        low, high = zip(*intervals, strict=True)
         axis.fill_between(x, low, high, alpha=0.2, color=style.get("color"), linewidth=0)
 
 
-def draw_layers(models: Sequence[dict[str, Any]], path: Path) -> None:
-    """Norm and cosine by layer and modality (Fig. 1b, 3 and 4)."""
-    figure, axes = _columns(2, models)
-    for column, model in enumerate(models):
-        layers = model["layers"]
-        for modality, colour in COLOURS.items():
-            curves = layers[modality]
-            draw_curve(axes[0, column], range(model["num_layers"] + 1), curves["norm"], color=colour, label=modality)
-            draw_curve(axes[1, column], range(model["num_layers"]), curves["cosine"], color=colour)
+def draw_layers(names: Sequence[str], models: Sequence[Layers], path: Path) -> None:
+    """Norm and cosine by layer and modality (Fig. 1b, 3 and 4), a column for each model."""
+    figure, axes = _columns(2, names)
+    for column, layers in enumerate(models):
+        for modality, colour in MODALITY_COLOURS.items():
+            turning = layers.of(modality)
+            draw_curve(axes[0, column], range(len(turning.norm.mean)), turning.norm, color=colour, label=modality)
+            draw_curve(axes[1, column], range(len(turning.cosine.mean)), turning.cosine, color=colour)
         axes[0, column].set(yscale="log", xlabel="enters layer")
         axes[1, column].set(xlabel="layer")
     axes[0, 0].set_ylabel("norm of tokens")
@@ -65,21 +65,21 @@ def draw_layers(models: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_attention(models: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_attention(names: Sequence[str], models: Sequence[Attention | None], path: Path) -> None:
     """Attention mass on the picture, its entropy, and the share of the bottom third, by layer."""
-    figure, axes = _columns(3, models, 2.2)
-    for column, model in enumerate(models):
-        attention = model["attention"]
+    figure, axes = _columns(3, names, 2.2)
+    for column, attention in enumerate(models):
         if attention is None:
-            axes[0, column].text(0.5, 0.5, "not recorded", ha="center", transform=axes[0, column].transAxes)
+            _say_not_recorded(axes[0, column])
             continue
-        for title, curves in attention_curves(attention).items():
-            colour = "grey" if title.endswith("evenly spread") else "tab:green"
-            line = "--" if title.startswith("without") else "-"
-            for row, name in enumerate(("mass", "entropy", "bottom_third")):
-                if name in curves:
-                    style = {"color": colour, "linestyle": line, "label": title}
-                    draw_curve(axes[row, column], attention["layers"], curves[name], **style)
+        for title, gaze in attention.gazes.items():
+            style = {
+                "color": "grey" if title.endswith("evenly spread") else "tab:green",
+                "linestyle": "--" if title.startswith("without") else "-",
+            }
+            for row, curve in enumerate((gaze.mass, gaze.entropy, gaze.bottom_third)):
+                if curve is not None:
+                    draw_curve(axes[row, column], attention.layers, curve, label=title, **style)
         axes[2, column].set_xlabel("layer")
     entries = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, fontsize=7)
@@ -88,15 +88,17 @@ def draw_attention(models: Sequence[dict[str, Any]], path: Path) -> None:
     _save(figure, path)
 
 
-def draw_maps(
-    models: Sequence[dict[str, Any]], pictures: Sequence[Pictures], questions: Sequence[Question], path: Path
-) -> None:
+def _say_not_recorded(axis: Axes) -> None:
+    axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes)
+
+
+def draw_maps(names: Sequence[str], pictures: Sequence[Pictures], questions: Sequence[Question], path: Path) -> None:
     """One query's attention over the first pictures, as the model sees them, if their layout is known; a row for each
     picture and model."""
     rows = [
-        (model["name"], number, drawn.seen[number], maps)
+        (name, number, drawn.seen[number], maps)
         for number in range(len(pictures[0].maps))
-        for model, drawn in zip(models, pictures, strict=True)
+        for name, drawn in zip(names, pictures, strict=True)
         if (maps := drawn.maps[number])
     ]
     if not rows:
@@ -120,26 +122,23 @@ def draw_maps(
     _save(figure, path)
 
 
-def draw_keys(models: Sequence[dict[str, Any]], pictures: Sequence[Pictures], path: Path) -> None:
+def draw_keys(
+    names: Sequence[str], models: Sequence[KeySpace | None], pictures: Sequence[Pictures], path: Path
+) -> None:
     """MMD² by layer with the baseline within a modality, and a t-SNE of one layer."""
-    figure, axes = _columns(2, models, 3)
-    for column, (model, drawn) in enumerate(zip(models, pictures, strict=True)):
-        keys = model["key_space"]
+    figure, axes = _columns(2, names, 3)
+    for column, (keys, drawn) in enumerate(zip(models, pictures, strict=True)):
         if keys is None or drawn.keys is None:
-            axes[0, column].text(0.5, 0.5, "not recorded", ha="center", transform=axes[0, column].transAxes)
+            _say_not_recorded(axes[0, column])
             continue
-        axes[0, column].plot(keys["layers"], keys["mmd"], marker="o", color="tab:purple", label="visual to text")
-        axes[0, column].plot(
-            keys["layers"],
-            keys["mmd_baseline"],
-            marker="o",
-            color="grey",
-            linestyle=":",
-            label="halves of one modality",
-        )
+        for values, style in (
+            (keys.mmd, {"color": "tab:purple", "label": "visual to text"}),
+            (keys.mmd_baseline, {"color": "grey", "linestyle": ":", "label": "halves of one modality"}),
+        ):
+            axes[0, column].plot(keys.layers, values, marker="o", **style)
         axes[0, column].set_xlabel("layer")
         layer, *placed = drawn.keys
-        for (modality, colour), points in zip(COLOURS.items(), placed, strict=True):
+        for (modality, colour), points in zip(MODALITY_COLOURS.items(), placed, strict=True):
             axes[1, column].scatter(*points.T, s=5, color=colour, label=modality)
         axes[1, column].set(xticks=[], yticks=[], xlabel=f"layer {layer}")
         axes[0, column].legend(fontsize=7)
@@ -149,27 +148,24 @@ def draw_keys(models: Sequence[dict[str, Any]], pictures: Sequence[Pictures], pa
     _save(figure, path)
 
 
-def draw_dynamics(points: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_dynamics(points: Sequence[DynamicsPoint], path: Path) -> None:
     """A run's checkpoints: norms at the decoder, what the gain yields, update rates, and cosine by layer (Fig. 5)."""
-    steps = [point["step"] for point in points]
+    steps = [point.step for point in points]
     figure, axes = plt.subplots(1, 4, figsize=(14, 3), layout="constrained")
-    for modality, colour in COLOURS.items():
-        norms = [point["interface"][f"{modality}_at_decoder"] for point in points]
-        curve = {"mean": [n["mean"] for n in norms], "interval": [n["interval"] for n in norms]}
-        draw_curve(axes[0], steps, curve, color=colour, label=modality)
-        rates = [point["layers"][modality]["update_rate"] for point in points]
-        curve = {"mean": [r["mean"] for r in rates], "interval": [r["interval"] for r in rates]}
-        draw_curve(axes[1], steps, curve, color=colour)
-    if points[0]["projector_norm"] is not None:
-        yields = [point["projector_norm"]["yields"] for point in points]
+    for modality, colour in MODALITY_COLOURS.items():
+        norms = Curve.through([point.interface.at_decoder(modality) for point in points])
+        draw_curve(axes[0], steps, norms, color=colour, label=modality)
+        rates = Curve.through([point.layers.of(modality).update_rate for point in points])
+        draw_curve(axes[1], steps, rates, color=colour)
+    yields = [point.projector_norm.yields for point in points if point.projector_norm is not None]
+    if len(yields) == len(points):
         axes[0].plot(steps, yields, color="grey", linestyle=":", label="that gain and bias yield")
     shades = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(points)))
-    for axis, modality in zip(axes[2:], COLOURS, strict=True):
+    for axis, modality in zip(axes[2:], MODALITY_COLOURS, strict=True):
         for point, shade in zip(points, shades, strict=True):
-            cosines = point["layers"][modality]["cosine"]["mean"]
-            axis.plot(
-                range(len(cosines)), cosines, marker="o", markersize=3, color=shade, label=f"step {point['step']}"
-            )
+            cosines = point.layers.of(modality).cosine.mean
+            style = {"color": shade, "label": f"step {point.step}"}
+            axis.plot(range(len(cosines)), cosines, marker="o", markersize=3, **style)
         axis.set(xlabel="layer", title=f"cosine by layer, {modality}")
         axis.sharey(axes[2])
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))

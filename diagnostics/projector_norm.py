@@ -1,13 +1,13 @@
 """Where training has taken the norm behind the projector (Table 5 of "The Unseen Bias", arXiv 2512.08374)."""
 
 from math import sqrt
-from typing import Any
 
 import torch
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
-from diagnostics.capture import find_projector
+from diagnostics.parts import find_norm
+from diagnostics.results import ProjectorNorm
 
 
 DEFINITIONS = {
@@ -23,15 +23,7 @@ DEFINITIONS = {
 }
 
 
-def find_norm(model: PreTrainedModel) -> Any:
-    """The norm in which a NormLlava's projector ends, or `None` for other models and the arm without it."""
-    if not hasattr(model.config, "projector_norm"):  # Qwen3-VL's merger has a `norm` too, in front
-        return None
-    norm = getattr(find_projector(model), "norm", None)
-    return norm if hasattr(norm, "weight") else None
-
-
-def measure_projector_norm(model: PreTrainedModel) -> dict[str, Any] | None:
+def measure_projector_norm(model: PreTrainedModel) -> ProjectorNorm | None:
     """What `DEFINITIONS` says; `None` for a model whose projector does not end in a norm."""
     norm = find_norm(model)
     if norm is None:
@@ -41,13 +33,13 @@ def measure_projector_norm(model: PreTrainedModel) -> dict[str, Any] | None:
     target = getattr(model.config, "projector_norm_target", None)
     start = 1.0 if target is None else target / sqrt(len(gain))
     drift = torch.linalg.vector_norm(gain - start).item()
-    return {
-        "gain_l2": gain.norm().item(),
-        "gain_mean_abs": gain.abs().mean().item(),
-        "bias_l2": bias.norm().item(),
-        "bias_mean_abs": bias.abs().mean().item(),
-        "gain_start": start,
-        "gain_drift": drift,
-        "gain_drift_relative": drift / (start * sqrt(len(gain))),
-        "yields": (gain.square().sum() + bias.square().sum()).sqrt().item(),
-    }
+    return ProjectorNorm(
+        gain_l2=gain.norm().item(),
+        gain_mean_abs=gain.abs().mean().item(),
+        bias_l2=bias.norm().item(),
+        bias_mean_abs=bias.abs().mean().item(),
+        gain_start=start,
+        gain_drift=drift,
+        gain_drift_relative=drift / (start * sqrt(len(gain))),
+        yields=(gain.square().sum() + bias.square().sum()).sqrt().item(),
+    )

@@ -4,13 +4,14 @@ import base64
 import html
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from markdown_it import MarkdownIt
 
-from diagnostics import attention, attraction, embeddings, gradients, interface, key_space, projector_norm, update_rate
-from diagnostics.norms import SINK_FACTOR
+from diagnostics import attention, attraction, embeddings, gradients, interface, key_space, layers, projector_norm
+from diagnostics.results import Attractions, Estimate, LanguageModel, ModelReport, Report
+from diagnostics.tokens import SINK_FACTOR
 
 
 STYLE = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
@@ -18,7 +19,6 @@ table { border-collapse: collapse; margin: 1rem 0; font-size: 0.85rem; display: 
 th, td { border-bottom: 1px solid #ddd; padding: 0.25rem 0.7rem; text-align: right; white-space: nowrap }
 th:first-child, td:first-child { text-align: left }
 img { max-width: 100%; height: auto } code { font-size: 0.9em }"""
-Model = dict[str, Any]
 
 
 def escape(text: str) -> str:
@@ -33,12 +33,12 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
-def with_interval(entry: dict[str, Any], digits: int = 3) -> str:
+def with_interval(estimate: Estimate, digits: int = 3) -> str:
     """A mean with its 95% interval."""
-    if entry["interval"] is None:
-        return number(entry["mean"], digits)
-    low, high = entry["interval"]
-    return f"{number(entry['mean'], digits)} ({number(low, digits)} to {number(high, digits)})"
+    if estimate.interval is None:
+        return number(estimate.mean, digits)
+    low, high = estimate.interval
+    return f"{number(estimate.mean, digits)} ({number(low, digits)} to {number(high, digits)})"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -51,174 +51,140 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def verdict(model: Model) -> str:
+def verdict(model: ModelReport) -> str:
     """The answers to what a reader came for, in four sentences."""
-    ratio, layers = model["interface"]["ratio"], model["layers"]
-    rates = [number(layers[modality]["update_rate"]["mean"]) for modality in ("visual", "text")]
-    gap = layers["mean_gap"]
-    if gap["interval"] is None:
+    visual, text, gap = model.layers.visual, model.layers.text, model.layers.mean_gap
+    if gap.interval is None:
         pace = "on one sample, which has no spread"
-    elif gap["interval"][0] > 0:
+    elif gap.interval[0] > 0:
         pace = "so visual tokens turn **more slowly**"
-    elif gap["interval"][1] < 0:
+    elif gap.interval[1] < 0:
         pace = "so visual tokens turn **faster**"
     else:
-        pace = f"a difference that {model['num_samples']} samples can't tell from none"
+        pace = f"a difference that {model.num_samples} samples can't tell from none"
     sentences = [
-        f"Visual tokens enter the decoder **{with_interval(ratio)} times** as long as text tokens.",
-        f"A layer turns them by {rates[0]} (1 − cosine) and text tokens by {rates[1]}, {pace}.",
+        f"Visual tokens enter the decoder **{with_interval(model.interface.ratio)} times** as long as text tokens.",
+        f"A layer turns them by {number(visual.update_rate.mean)} (1 − cosine) and text tokens by "
+        f"{number(text.update_rate.mean)}, {pace}.",
     ]
-    seen, keys = model["attention"], model["key_space"]
-    if seen is not None:
-        mass, even = (_mean(of["mass"]["mean"]) for of in (seen["with_sinks"], seen["with_sinks"]["evenly_spread"]))
+    if model.attention is not None:
+        gaze = model.attention.with_sinks
         sentences.append(
-            f"Of the text's attention {mass:.0%} falls on the picture, against {even:.0%} if it were evenly spread."
+            f"Of the text's attention {gaze.mass.overall:.0%} falls on the picture, against "
+            f"{gaze.evenly_spread.mass.overall:.0%} if it were evenly spread."
         )
-    if keys is not None:
-        mmd, baseline, p_value = _mean(keys["mmd"]), _mean(keys["mmd_baseline"]), max(keys["p_value"])
+    if model.key_space is not None:
+        keys = model.key_space
         sentences.append(
-            f"The keys are {number(mmd)} apart in MMD² (p at most {number(p_value, 1)} in every layer), random halves "
-            f"of one modality {number(baseline, 2)}."
+            f"The keys are {number(_mean(keys.mmd))} apart in MMD² (p at most {number(max(keys.p_value), 1)} in every "
+            f"layer), random halves of one modality {number(_mean(keys.mmd_baseline), 2)}."
         )
-    return f"- **{escape(model['name'])}**: " + " ".join(sentences)
+    return f"- **{escape(model.name)}**: " + " ".join(sentences)
 
 
-def _interface(models: Sequence[Model]) -> str:
+def _interface(models: Sequence[ModelReport]) -> str:
     rows = []
     for place in interface.DEFINITIONS:
         for model in models:
-            entry = model["interface"].get(place)
-            if entry is None:
+            norms = getattr(model.interface, place)
+            if norms is None:
                 continue
             rows.append(
                 [
                     place,
-                    escape(model["name"]),
-                    with_interval(entry) if place != "vocabulary" else number(entry["mean"]),
-                    *(number(entry[name]) for name in ("std", "median", "p95")),
-                    f"{entry['num_tokens']:,}",
-                    str(entry["width"]),
-                    number(entry["rms"]),
+                    escape(model.name),
+                    with_interval(norms) if place != "vocabulary" else number(norms.mean),
+                    *(number(value) for value in (norms.std, norms.median, norms.p95)),
+                    f"{norms.num_tokens:,}",
+                    str(norms.width),
+                    number(norms.rms),
                 ]
             )
     header = ["tokens", "model", "mean norm (95% interval)", "std", "median", "95%", "n", "width", "RMS"]
     ratios = [
-        [
-            escape(m["name"]),
-            with_interval(m["interface"]["ratio"]),
-            with_interval(m["interface"]["ratio_to_vocabulary"]),
-        ]
+        [escape(m.name), with_interval(m.interface.ratio), with_interval(m.interface.ratio_to_vocabulary)]
         for m in models
     ]
     return f"{table(header, rows)}\n\n{table(['visual over', 'text at the decoder', 'vocabulary (T)'], ratios)}"
 
 
-def _layers(models: Sequence[Model]) -> str:
+def _layers(models: Sequence[ModelReport]) -> str:
     rows = []
     for model in models:
-        for modality in ("visual", "text"):
-            curves = model["layers"][modality]
-            rows.append(
-                [
-                    escape(model["name"]),
-                    modality,
-                    with_interval(curves["update_rate"]),
-                    *(number(_mean(curves[name]["mean"])) for name in ("update_ratio", "update_cosine", "angle")),
-                    with_interval(model["layers"]["mean_gap"]) if modality == "visual" else "",
-                ]
-            )
-    header = [
-        "means over layers",
-        "tokens",
-        "1 − cosine",
-        "‖u‖/‖h‖",
-        "cos(u, h)",
-        "angle, eq. 8 (°)",
-        "gap of cosines",
-    ]
+        for modality, gap in (("visual", with_interval(model.layers.mean_gap)), ("text", "")):
+            turning = model.layers.of(modality)
+            curves = (turning.update_ratio, turning.update_cosine, turning.angle)
+            means = [number(curve.overall) for curve in curves]
+            rows.append([escape(model.name), modality, with_interval(turning.update_rate), *means, gap])
+    header = ["means over layers", "tokens", "1 − cosine", "‖u‖/‖h‖", "cos(u, h)", "angle, eq. 8 (°)",
+              "gap of cosines"]  # fmt: skip
     return table(header, rows)
 
 
-def _projector_norm(models: Sequence[Model]) -> str:
+def _projector_norm(models: Sequence[ModelReport]) -> str:
     rows = []
     for model in models:
-        values = model["projector_norm"]
-        cells = ["–"] * len(projector_norm.DEFINITIONS)
-        if values is not None:
-            cells = [number(values[name], 4) for name in projector_norm.DEFINITIONS]
-        rows.append([escape(model["name"]), *cells])
+        cells = [number(getattr(model.projector_norm, name, None), 4) for name in projector_norm.DEFINITIONS]
+        rows.append([escape(model.name), *cells])
     return table(["model", *projector_norm.DEFINITIONS], rows)
 
 
-def _attention(models: Sequence[Model]) -> str:
+def _attention(models: Sequence[ModelReport]) -> str:
     rows = []
     for model in models:
-        seen = model["attention"]
-        if seen is None:
-            continue
-        for title, curves in attention.attention_curves(seen).items():
-            numbers = [
-                number(_mean(curves[name]["mean"])) if name in curves else "–"
-                for name in ("mass", "entropy", "bottom_third")
-            ]
-            rows.append([escape(model["name"]), title, *numbers])
+        for title, gaze in ({} if model.attention is None else model.attention.gazes).items():
+            curves = (gaze.mass, gaze.entropy, gaze.bottom_third)
+            means = [number(None if curve is None else curve.overall) for curve in curves]
+            rows.append([escape(model.name), title, *means])
     return table(["means over layers", "", "mass", "entropy", "bottom third"], rows)
 
 
-def _key_space(models: Sequence[Model]) -> str:
+def _key_space(models: Sequence[ModelReport]) -> str:
     rows = []
     for model in models:
-        keys = model["key_space"]
+        keys = model.key_space
         if keys is None:
             continue
-        for place, layer in enumerate(keys["layers"]):
-            names = ("mmd", "mmd_baseline", "p_value", "js", "js_baseline", "probe")
-            values = [number(keys[name][place]) for name in names]
-            rows.append([escape(model["name"]), str(layer), str(keys["num_tokens"][place]), *values])
+        columns = (keys.mmd, keys.mmd_baseline, keys.p_value, keys.js, keys.js_baseline, keys.probe)
+        for layer, count, *values in zip(keys.layers, keys.num_tokens, *columns, strict=True):
+            rows.append([escape(model.name), str(layer), str(count), *(number(value) for value in values)])
     header = ["model", "layer", "n of each", "MMD²", "within", "p", "JS (bits)", "within", "probe"]
     return table(header, rows)
 
 
-def _gradients(models: Sequence[Model]) -> str:
+def _gradients(models: Sequence[ModelReport]) -> str:
     names = ("loss", "projector_input", "vision_encoder", "visual_embeddings", "text_embeddings")
     rows = [
-        [escape(model["name"]), kind, *(number(values.get(name)) for name in names)]
+        [escape(model.name), kind, *(number(getattr(norms, name)) for name in names)]
         for model in models
-        for kind, values in (model["gradients"] or {}).items()
+        for kind, norms in (model.gradients or {}).items()
     ]
     return table(["model", "norm", *(name.replace("_", " ") for name in names)], rows)
 
 
-def _attraction(models: Sequence[Model]) -> str:
+def _attraction(models: Sequence[ModelReport]) -> str:
     rows = []
     for model in models:
-        for name in attraction.NUMBERS:
-            values = model["attraction"][name]["mean"]
-            rows.append(
-                [
-                    escape(model["name"]),
-                    name.replace("_", " "),
-                    number(_mean(values)),
-                    number(min(values)),
-                    number(max(values)),
-                ]
-            )
+        for field in fields(Attractions):
+            curve = getattr(model.attraction, field.name)
+            numbers = (curve.overall, min(curve.mean), max(curve.mean))
+            rows.append([escape(model.name), field.name.replace("_", " "), *(number(value) for value in numbers)])
     return table(["model", "", "mean over layers", "lowest", "highest"], rows)
 
 
-def _embeddings(models: Sequence[Model], base: Model | None) -> str:
-    columns = ([base] if base is not None else []) + list(models)
+def _embeddings(models: Sequence[ModelReport | LanguageModel]) -> str:
     names = ("mean", "std", "max", "num_embeddings", "num_zero")
-    rows = [[name.replace("_", " "), *(number(column["embeddings"][name], 4) for column in columns)] for name in names]
-    for rank in range(max(len(column["embeddings"]["top"]) for column in columns)):
-        cells = [column["embeddings"]["top"][rank] for column in columns]
-        rows.append([f"{rank + 1}.", *(f"{escape(cell['token'])} {cell['norm']:.4f}" for cell in cells)])
-    return table(["norm of embeddings", *(escape(column["name"]) for column in columns)], rows)
+    rows = [
+        [name.replace("_", " "), *(number(getattr(model.embeddings, name), 4) for model in models)] for name in names
+    ]
+    for rank, tokens in enumerate(zip(*(model.embeddings.top for model in models), strict=True), 1):
+        rows.append([f"{rank}.", *(f"{escape(entry.token)} {entry.norm:.4f}" for entry in tokens)])
+    return table(["norm of embeddings", *(escape(model.name) for model in models)], rows)
 
 
-SECTIONS: list[tuple[str, Callable[[Sequence[Model]], str], dict[str, str], tuple[str, ...]]] = [
+SECTIONS: list[tuple[str, Callable[[Sequence[ModelReport]], str], dict[str, str], tuple[str, ...]]] = [
     ("How long tokens are on their way in", _interface, interface.DEFINITIONS, ()),
-    ("Norm and turning by layer", _layers, update_rate.DEFINITIONS, ("layers.png",)),
+    ("Norm and turning by layer", _layers, layers.DEFINITIONS, ("layers.png",)),
     ("The norm behind the projector", _projector_norm, projector_norm.DEFINITIONS, ()),
     ("Where text looks", _attention, attention.DEFINITIONS, ("attention.png", "attention_maps.png")),
     ("Keys of visual and text tokens", _key_space, key_space.DEFINITIONS, ("keys.png",)),
@@ -227,25 +193,26 @@ SECTIONS: list[tuple[str, Callable[[Sequence[Model]], str], dict[str, str], tupl
 ]
 
 
-def render_markdown(report: dict[str, Any], folder: Path) -> str:
+def render_markdown(report: Report, folder: Path) -> str:
     """The report as Markdown. Plots that are not in `folder` are left out."""
-    models, base = report["models"], report["base"]
+    models = report.models
+    reasons = list(models[0].excluded)
     excluded = table(
-        ["model", "class", "dtype", "samples", "visual tokens", "text tokens", *models[0]["excluded"], "notes"],
+        ["model", "class", "dtype", "samples", "visual tokens", "text tokens", *reasons, "notes"],
         [
             [
-                escape(m["name"]), m["class"], m["dtype"], str(m["num_samples"]),
-                *(f"{m['num_tokens'][kind]:,}" for kind in ("visual", "text")),
-                *(str(m["excluded"].get(reason, 0)) for reason in models[0]["excluded"]),
-                escape("; ".join(m["notes"])) or "none",
+                escape(m.name), m.class_, m.dtype, str(m.num_samples),
+                *(f"{m.num_tokens[kind]:,}" for kind in ("visual", "text")),
+                *(str(m.excluded.get(reason, 0)) for reason in reasons),
+                escape("; ".join(m.notes)) or "none",
             ]
             for m in models
         ],
     )  # fmt: skip
     parts = [
         "# Visual and text tokens in the decoder",
-        f"{len(models)} model{'s' * (len(models) > 1)} on {report['num_samples']} questions about pictures "
-        f"({escape(report['data'])}). Means within a sample, then over samples; 95% bootstrap intervals over samples.",
+        f"{len(models)} model{'s' * (len(models) > 1)} on {report.num_samples} questions about pictures "
+        f"({escape(report.data)}). Means within a sample, then over samples; 95% bootstrap intervals over samples.",
         "## In short",
         "\n".join(verdict(model) for model in models),
     ]
@@ -254,7 +221,7 @@ def render_markdown(report: dict[str, Any], folder: Path) -> str:
         parts += [f"## {title}", render(models)]
         parts += [f"![{title}]({plot})" for plot in plots if (folder / plot).exists()]
         definitions += [f"**{title}**", "\n".join(f"- *{name}*: {escape(text)}" for name, text in meanings.items())]
-    parts += ["## Text embeddings", _embeddings(models, base)]
+    parts += ["## Text embeddings", _embeddings([*([] if report.base is None else [report.base]), *models])]
     definitions += [
         "**Text embeddings**",
         "\n".join(f"- *{n}*: {escape(t)}" for n, t in embeddings.DEFINITIONS.items()),
@@ -268,7 +235,7 @@ def render_markdown(report: dict[str, Any], folder: Path) -> str:
         f"which are tokens over {SINK_FACTOR:g} times as long as the median of their modality in their sample behind "
         "some layer. "
         "All numbers are in float32, whatever the model's dtype.",
-        f"Command: `{report['command'].replace('`', '')}`",
+        f"Command: `{report.command.replace('`', '')}`",
         "## Definitions",
         *definitions,
     ]

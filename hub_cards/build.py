@@ -17,8 +17,9 @@ import modeling_normllava  # noqa: F401 - registers the classes with the auto cl
 from conversations.pictures import open_images
 from conversations.rows import load_rows, row_images, row_turns
 from diagnostics.plots import draw_attention, draw_layers
+from diagnostics.results import ModelReport
 from hub_cards.card import Widget, read_prose, render_card
-from hub_cards.facts import HUB_ID, Facts, collect_facts, read_json, weight_files
+from hub_cards.facts import HUB_ID, Facts, RunEnvironment, collect_facts, read_json, weight_files
 from hub_cards.licences import APACHE, Licence, licence_of
 
 
@@ -33,15 +34,11 @@ JSON_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json",
 )  # fmt: skip
 OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
-# Plots of the diagnostics' figures: what draws them, and what is to be seen on them.
+# Plots of the diagnostics' figures, and what is to be seen on them.
 PLOTS = {
-    "layers.png": (
-        draw_layers, "Norm of visual and text tokens at each layer, and how far each layer turns them"
-    ),
-    "attention.png": (
-        draw_attention, "Attention to the picture at each layer: its mass, its entropy, the share of the bottom third"
-    ),
-}  # fmt: skip
+    "layers.png": "Norm of visual and text tokens at each layer, and how far each layer turns them",
+    "attention.png": "Attention to the picture at each layer: its mass, its entropy, the share of the bottom third",
+}
 MAX_WIDGETS = 3
 
 
@@ -164,7 +161,7 @@ def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
     return text
 
 
-def draw_plots(measured: dict[str, Any] | None, name: str, output_dir: Path) -> dict[str, str]:
+def draw_plots(measured: ModelReport | None, name: str, output_dir: Path) -> dict[str, str]:
     """Draw the diagnostics' figures under the model's own name: their report's plots may show a folder's.
 
     Returns:
@@ -172,10 +169,11 @@ def draw_plots(measured: dict[str, Any] | None, name: str, output_dir: Path) -> 
     """
     if measured is None:
         return {}
-    (output_dir / "diagnostics").mkdir()
-    for file, (draw, _) in PLOTS.items():
-        draw([measured | {"name": name}], output_dir / "diagnostics" / file)
-    return {file: seen for file, (_, seen) in PLOTS.items()}
+    folder = output_dir / "diagnostics"
+    folder.mkdir()
+    draw_layers([name], [measured.layers], folder / "layers.png")
+    draw_attention([name], [measured.attention], folder / "attention.png")
+    return PLOTS
 
 
 @torch.no_grad()
@@ -226,14 +224,14 @@ def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> N
 
     The commit is that of the last stage; it counts as clean only where that of no stage is known not to be.
     """
-    environments = [stage.environment for stage in facts.stages] or [{}]
-    clean = [environment.get("commit_is_clean") for environment in environments]
+    environments = [stage.environment for stage in facts.stages] or [RunEnvironment()]
+    clean = [environment.commit_is_clean for environment in environments]
     manifest = {
         "repo_id": repo_id,
         "revision": revision,
         "text_model": facts.text_model,
         "vision_model": facts.vision_model,
-        "commit": environments[-1].get("commit"),
+        "commit": environments[-1].commit,
         "commit_is_clean": False if False in clean else clean[-1],
         "files": {
             path.relative_to(folder).as_posix(): {"sha256": sha256(path), "size": path.stat().st_size}

@@ -1,20 +1,19 @@
 """The model card: metadata and text from [`Facts`], prose from a recipe."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from diagnostics.report import with_interval
 from hub_cards.facts import Facts
 from hub_cards.licences import APACHE, Licence, known_licence
 
 
 NOT_RECORDED = "not recorded"
-PROSE = ("summary", "intended_use", "out_of_scope", "training_data", "limits")
 NORMS = {
     "gwc": "a LayerNorm with gradient compensation (GWC)",
     "layernorm": "a LayerNorm",
@@ -31,8 +30,20 @@ class Widget:
     answer: str
 
 
-def read_prose(path: Path) -> dict[str, Any]:
-    """The recipe's prose and `datasets`.
+@dataclass(frozen=True, kw_only=True)
+class Prose:
+    """What a recipe says of its model in words, and the Hub ids of its data."""
+
+    summary: str
+    intended_use: str
+    out_of_scope: str
+    training_data: str
+    limits: str
+    datasets: list[str]
+
+
+def read_prose(path: Path) -> Prose:
+    """The recipe's prose; `datasets` alone may be missing.
 
     Raises:
         ValueError: if it is no YAML mapping, or a field is missing or empty.
@@ -41,12 +52,14 @@ def read_prose(path: Path) -> dict[str, Any]:
         prose = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no YAML ({error}).") from error
+    names = [field.name for field in fields(Prose) if field.name != "datasets"]
     if not isinstance(prose, dict):
-        raise ValueError(f"{path} is no mapping of fields to text. A card needs each: {', '.join(PROSE)}.")
-    missing = [name for name in PROSE if not str(prose.get(name) or "").strip()]
+        raise ValueError(f"{path} is no mapping of fields to text. A card needs each: {', '.join(names)}.")
+    texts = {name: str(prose.get(name) or "").strip() for name in names}
+    missing = [name for name in names if not texts[name]]
     if missing:
-        raise ValueError(f"{path}: no {', '.join(missing)}. A card needs each: {', '.join(PROSE)}.")
-    return {name: value.strip() if isinstance(value, str) else value for name, value in prose.items()}
+        raise ValueError(f"{path}: no {', '.join(missing)}. A card needs each: {', '.join(names)}.")
+    return Prose(**texts, datasets=prose.get("datasets") or [])
 
 
 def build_metadata(
@@ -56,12 +69,12 @@ def build_metadata(
     results = [
         EvalResult(
             task_type="image-text-to-text",
-            dataset_type=row["dataset"],
-            dataset_name=row["dataset"],
-            dataset_split=row["split"],
-            metric_type=row["metric"],
-            metric_name=f"{row['metric']}, {row['task']}",  # results of one dataset and split share an entry
-            metric_value=row["value"],
+            dataset_type=row.dataset,
+            dataset_name=row.dataset,
+            dataset_split=row.split,
+            metric_type=row.metric,
+            metric_name=f"{row.metric}, {row.task}",  # results of one dataset and split share an entry
+            metric_value=row.value,
         )
         for row in facts.evaluations
     ]
@@ -98,7 +111,7 @@ def build_metadata(
 def render_card(
     facts: Facts,
     licence: Licence,
-    prose: dict[str, Any],
+    prose: Prose,
     repo_id: str,
     revision: str,
     plots: dict[str, str],
@@ -119,7 +132,7 @@ def render_card(
         "significant": lambda value: NOT_RECORDED if value is None else f"{value:.3g}",
         "link": lambda name: NOT_RECORDED if name is None else f"[{name}](https://huggingface.co/{name})",
         "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
-        "interval": interval,
+        "interval": with_interval,
         "literal": lambda text: json.dumps(text, ensure_ascii=False),
     }
     name = repo_id.split("/")[-1]
@@ -136,12 +149,12 @@ def render_card(
         trained="trained here" if facts.stages else NOT_RECORDED,
         norm_sentence=NORMS[facts.projector_norm],
         question=widgets[0].question if widgets else "What is in the picture?",
-        commands=sorted({row["command"] for row in facts.evaluations}),
+        commands=sorted({row.command for row in facts.evaluations}),
         hours=duration(sum(s for s in seconds if s)) if all(seconds) and facts.earlier_is_recorded else None,
         attribution=attribute(facts),
         apache_parts=[base for base in facts.base_models if known_licence(base) is APACHE],
     )
-    metadata = build_metadata(facts, licence, name, prose.get("datasets") or [], widgets)
+    metadata = build_metadata(facts, licence, name, prose.datasets, widgets)
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
 
 
@@ -161,9 +174,3 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
-
-
-def interval(entry: dict[str, Any]) -> str:
-    """A mean with its interval."""
-    mean = f"{entry['mean']:.3g}"
-    return mean if entry["interval"] is None else f"{mean} ({entry['interval'][0]:.3g} to {entry['interval'][1]:.3g})"

@@ -13,6 +13,8 @@ from typing import Any
 
 from safetensors import safe_open
 
+from diagnostics.results import ModelReport, Report, from_json
+
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Arguments of a run that the card lists; paths and names of the machine are not among them.
@@ -27,6 +29,19 @@ SWITCHES = {"clip_by_module", "bf16_weights", "load_in_4bit"}
 ADAPTER_ARGUMENTS = {"lora_r", "lora_alpha"}
 # How far the mean |gain| of a report may be from that of the weights: one is summed on another device, perhaps.
 GAIN_TOLERANCE = 1e-3
+# Settings of a run by name, of any type.
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class RunEnvironment:
+    """What a stage recorded of what it ran on, as far as the card says it."""
+
+    device: str | None = None
+    num_processes: int | None = None
+    commit: str | None = None
+    commit_is_clean: bool | None = None
+    resumed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +53,6 @@ class StageFacts:
         steps, tokens, first_loss, last_loss: From `trainer_state.json` and `metrics.jsonl`.
         seconds: From `metrics.jsonl`; `None` for a resumed run, of which only the last session's time is there.
         arguments: Those of `ARGUMENTS` that are recorded.
-        environment: Devices, versions and commit.
     """
 
     stage: str | None
@@ -47,8 +61,24 @@ class StageFacts:
     first_loss: float | None
     last_loss: float | None
     seconds: float | None
-    arguments: dict[str, Any]
-    environment: dict[str, Any]
+    arguments: Arguments
+    environment: RunEnvironment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """A row of `evaluation.json`: a result, and what it would be without a model where that is known."""
+
+    task: str
+    dataset: str
+    split: str
+    metric: str
+    value: float
+    n: int
+    standard_error: float
+    command: str
+    baseline: float | None = None
+    baseline_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,7 +94,6 @@ class Facts:
         projector_norm, target: Arm of the norm, and T.
         stages: In the order that they were run in.
         earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
-        evaluations: Rows of `evaluation.json`.
         diagnostics: The model's entry in the diagnostics' `report.json`.
     """
 
@@ -80,8 +109,8 @@ class Facts:
     target: float | None
     stages: list[StageFacts] = field(default_factory=list)
     earlier_is_recorded: bool = False
-    evaluations: list[dict[str, Any]] = field(default_factory=list)
-    diagnostics: dict[str, Any] | None = None
+    evaluations: list[Evaluation] = field(default_factory=list)
+    diagnostics: ModelReport | None = None
 
     @property
     def total_parameters(self) -> int:
@@ -136,7 +165,9 @@ def collect_facts(
         stages=stages,
         earlier_is_recorded=earlier_is_recorded,
         evaluations=read_evaluations(run),
-        diagnostics=None if diagnostics is None else read_diagnostics(diagnostics, run, text),
+        diagnostics=None
+        if diagnostics is None
+        else read_diagnostics(diagnostics, run, text["num_hidden_layers"], text["hidden_size"]),
     )
 
 
@@ -218,7 +249,7 @@ def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
     return stages, bool(stages)
 
 
-def read_stage(folder: Path, arguments: dict[str, Any]) -> StageFacts:
+def read_stage(folder: Path, arguments: Arguments) -> StageFacts:
     """One stage, from its folder and the arguments that it recorded."""
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
@@ -228,14 +259,14 @@ def read_stage(folder: Path, arguments: dict[str, Any]) -> StageFacts:
         raise ValueError(f"{metrics}: a line is no JSON ({error}).") from error
     losses = [line["loss"] for line in logged if "loss" in line]
     seconds = [line["train_runtime"] for line in logged if "train_runtime" in line]
-    environment = arguments.get("environment") or {}
+    environment = from_json(RunEnvironment, arguments.get("environment") or {}, folder / "run.json")
     return StageFacts(
         stage=arguments.get("stage"),
         steps=read_json(folder / "trainer_state.json")["global_step"],
         tokens=count_tokens([line["num_tokens"] for line in logged if "num_tokens" in line]),
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
-        seconds=seconds[-1] if seconds and not environment.get("resumed") else None,
+        seconds=seconds[-1] if seconds and not environment.resumed else None,
         arguments={name: arguments[name] for name in ARGUMENTS if is_listed(name, arguments)},
         environment=environment,
     )
@@ -249,7 +280,7 @@ def count_tokens(logged: list[float]) -> int | None:
     return int(sum(falls) + logged[-1])
 
 
-def is_listed(name: str, arguments: dict[str, Any]) -> bool:
+def is_listed(name: str, arguments: Arguments) -> bool:
     """Whether the card lists an argument: not one that is not recorded, or that does nothing."""
     value = arguments.get(name)
     if value is None or (name in SWITCHES and not value):
@@ -259,47 +290,38 @@ def is_listed(name: str, arguments: dict[str, Any]) -> bool:
     return name != "max_steps" or value > 0
 
 
-EVALUATION_FIELDS = ("task", "dataset", "split", "metric", "value", "n", "standard_error", "command")
-
-
-def read_evaluations(run: Path) -> list[dict[str, Any]]:
-    """Rows of `evaluation.json`: each has `EVALUATION_FIELDS`, and `baseline` and `baseline_name` where there is one.
+def read_evaluations(run: Path) -> list[Evaluation]:
+    """Rows of `evaluation.json`.
 
     Raises:
         ValueError: if a row lacks a field.
     """
     path = run / "evaluation.json"
-    if not path.exists():
-        return []
-    rows = read_json(path)
-    for number, row in enumerate(rows):
-        missing = [name for name in EVALUATION_FIELDS if name not in row]
-        if missing:
-            raise ValueError(f"{path}, row {number}: no {', '.join(missing)}. A result needs all of its fields.")
-    return rows
+    rows = read_json(path) if path.exists() else []
+    return [from_json(Evaluation, row, f"{path}, row {number}") for number, row in enumerate(rows)]
 
 
-def read_diagnostics(folder: Path, run: Path, text_config: dict[str, Any]) -> dict[str, Any]:
+def read_diagnostics(folder: Path, run: Path, num_layers: int, hidden_size: int) -> ModelReport:
     """The entry of the only model in the diagnostics' report.
 
     Raises:
-        ValueError: if there is no report, or one of several models or of another one than the run's.
+        ValueError: if there is no report, or one that lacks something, of several models or of another one than the
+            run's, whose decoder has so many layers of that width.
     """
     path = folder / "report.json"
     if not path.exists():
         raise ValueError(f"{folder} holds no report.json; python -m diagnostics --model <run> --output_dir {folder}")
-    models = read_json(path)["models"]
+    models = from_json(Report, read_json(path), path).models
     if len(models) != 1:
         raise ValueError(f"{path} is about {len(models)} models; the card needs a report about this one alone.")
     (model,) = models
-    gain = (model["projector_norm"] or {}).get("gain_mean_abs")
-    seen = (model["num_layers"], model["hidden_size"], gain)
-    ours = (text_config["num_hidden_layers"], text_config["hidden_size"], mean_gain(run))
+    gain = None if model.projector_norm is None else model.projector_norm.gain_mean_abs
+    seen, ours = (model.num_layers, model.hidden_size, gain), (num_layers, hidden_size, mean_gain(run))
     alike = gain is ours[2] if gain is None or ours[2] is None else isclose(gain, ours[2], rel_tol=GAIN_TOLERANCE)
     if seen[:2] != ours[:2] or not alike:
         says = "{} layers of width {}, mean |gain| of the norm {}"
         raise ValueError(
-            f"{path} is about {model['name']}: {says.format(*seen)}. {run} is another model: {says.format(*ours)}. "
+            f"{path} is about {model.name}: {says.format(*seen)}. {run} is another model: {says.format(*ours)}. "
             "Measure this one, with python -m diagnostics."
         )
     return model

@@ -11,15 +11,6 @@ from conversations.pictures import open_images
 from training.tokenization import IGNORED, RowTokenizer
 
 
-def attended_tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Which positions of a batch hold a row's token, not padding nor a blank picture; `(batch_size, length)`."""
-    if "attention_mask" in batch:
-        return batch["attention_mask"].bool()
-    # In a packed row only the tokens of a blank picture are samples of one token.
-    position_ids = batch["position_ids"]
-    return (position_ids != 0) | (position_ids.roll(-1, dims=1) != 0)
-
-
 @dataclass
 class VisionLanguageCollator:
     """Collates rows of `conversations.rows` into what the model and TRL's loss take.
@@ -57,10 +48,12 @@ class VisionLanguageCollator:
         return batch
 
     def _pad(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> dict[str, Any]:
-        longest = max((len(input_ids) for input_ids, _ in samples), default=0)
+        if not samples:  # attention is defined only where something is attended to
+            samples = [([self.tokenize.processor.tokenizer.pad_token_id], [IGNORED])]
+        longest = max(len(input_ids) for input_ids, _ in samples)
         num_blank = self.tokenize.tokens_per_image if blank else 0
         tokenizer = self.tokenize.processor.tokenizer
-        shape = (max(len(samples), 1), longest + num_blank)
+        shape = (len(samples), longest + num_blank)
         input_ids = torch.full(shape, tokenizer.pad_token_id)
         attention_mask = torch.zeros(shape, dtype=torch.long)
         labels = torch.full(shape, IGNORED)

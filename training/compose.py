@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from conversations.chat_template import chat_format, chat_template
+from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import embedding_norms, text_norm_target, token_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.model_type import require_model_type
@@ -305,28 +306,19 @@ def convert_llava(
 
 @torch.no_grad()
 def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
-    """Mean L2 norms at the modality interface of a model just composed, on eight pictures of seeded noise: no data is
-    at hand here."""
+    """Mean L2 norms at the modality interface on eight pictures of seeded noise: no data is at hand here.
+
+    By place of [`InterfaceHooks`] before the decoder, and `"text"`, T. Without a norm, `"norm_input"` is what the
+    projector returns.
+    """
     size = model.config.vision_config.image_size
     noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
     pictures = [Image.fromarray(pixels) for pixels in noise]
     pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"].to(model.dtype)
-
-    projector = model.model.multi_modal_projector
-    seen: dict[str, torch.Tensor] = {}
-    hooks = [
-        projector.linear_1.register_forward_pre_hook(lambda _, args: seen.update(encoder=args[0])),
-        projector.linear_2.register_forward_hook(lambda _, args, output: seen.update(projected=output)),
-        projector.register_forward_hook(lambda _, args, output: seen.update(aligned=output)),
-    ]
-    try:
+    norms = {"text": model.config.projector_norm_target or measure_target(model.model.language_model)}
+    with InterfaceHooks(model, lambda place, features: norms.update({place: token_norms(features).mean().item()})):
         model.model.get_image_features(pixel_values)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {name: token_norms(hidden_states).mean().item() for name, hidden_states in seen.items()} | {
-        "text": model.config.projector_norm_target or measure_target(model.model.language_model)
-    }
+    return {"norm_input": norms["projector_output"]} | norms
 
 
 def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
@@ -334,9 +326,9 @@ def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor
     norms = interface_norms(model, processor)
     labels = {
         "text": "text embeddings (T)",
-        "encoder": "vision encoder output",
-        "projected": "visual tokens before the norm",
-        "aligned": "visual tokens that enter the decoder",
+        "projector_input": "vision encoder output",
+        "norm_input": "visual tokens before the norm",
+        "projector_output": "visual tokens that enter the decoder",
     }
     lines = [f"{'':38}{'mean L2 norm':>12}{'of text':>10}"]
     lines += [f"{label:38}{norms[key]:12.4f}{norms[key] / norms['text']:9.2f}x" for key, label in labels.items()]

@@ -16,10 +16,10 @@ from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
 from trl import SFTTrainer
 from typing_extensions import override
 
+from diagnostics.tokens import attended_tokens
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
 from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, total_norm
 from training.checkpoints import SAVING_FOLDER, STATE_FILE, check_weights, fresh_folder, publish, publish_files
-from training.collator import attended_tokens
 from training.overrides import checks_overrides
 from training.run import Progress, Run
 from training.stages import ModuleGroup
@@ -94,7 +94,7 @@ class NormLlavaTrainer(SFTTrainer):
             self.args.max_grad_norm = math.inf  # Trainer does not look at gradients at all with 0
         base: NormLlavaForConditionalGeneration = self._unwrapped()
         base.model.register_forward_hook(self._keep_scored)
-        self._monitor = InterfaceMonitor(base)
+        self._monitor = InterfaceMonitor(base, self.processing_class)
         self.add_callback(self._monitor)
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
         for printer in (ProgressCallback, PrinterCallback):
@@ -157,7 +157,8 @@ class NormLlavaTrainer(SFTTrainer):
         Raises:
             FloatingPointError: if the loss is not finite.
         """
-        num_tokens = int(attended_tokens(inputs).sum())
+        # A batch without labels is one without rows.
+        num_tokens = int(attended_tokens(inputs).sum() * (inputs["labels"] != IGNORED).any())
         loss = super().training_step(model, inputs, *args, **kwargs)
         if not math.isfinite(loss.item()):
             raise FloatingPointError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quickstart import LAUNCH, ROOT, RUN
-from report import accuracy, answer, load_questions, with_image, with_text
+from report import accuracy, answer, load_scene_questions, with_image, with_text
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import logging as transformers_logging
@@ -99,7 +99,7 @@ def commands(arm: Arm, seed: int, folder: Path) -> list[tuple[Path, list[str]]]:
 
 def evaluate(folder: Path, data_dir: Path) -> None:
     """Exact match on the held-out questions about pictures and about descriptions, into `evaluation.json`."""
-    questions = load_questions(data_dir)
+    questions = load_scene_questions(data_dir)
     model = AutoModelForImageTextToText.from_pretrained(folder / "stage2").eval()
     processor = AutoProcessor.from_pretrained(folder / "stage2")
     scores = {

@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 from collections import defaultdict
+from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -29,30 +30,44 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from diagnostics import loading
 from diagnostics.dynamics import measure_point
+from diagnostics.loading import load_model, load_questions
 from diagnostics.plots import draw_layers
+from diagnostics.results import DynamicsPoint, to_json
+from diagnostics.samples import prepare_samples
 
 
 logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 50
 PROBE_SIZE = 64
-Question = dict[str, Any]
+# A conversation of one turn, as chat templates take it.
+Prompt = list[dict[str, Any]]
 
 
-def load_questions(data_dir: Path) -> list[Question]:
-    """The test questions, one a row, with the path of their picture and the description of their scene."""
+@dataclass(frozen=True)
+class SceneQuestion:
+    """A question about a scene, its answer and the kind of it, and the scene as a picture and in words."""
+
+    question: str
+    answer: str
+    kind: str
+    image: Path
+    description: str
+
+
+def load_scene_questions(data_dir: Path) -> list[SceneQuestion]:
+    """The test questions."""
     scenes = json.loads((data_dir / "test.json").read_text(encoding="utf-8"))
     return [
-        {**question, "image": data_dir / scene["image"], "description": scene["description"]}
+        SceneQuestion(**question, image=data_dir / scene["image"], description=scene["description"])
         for scene in scenes
         for question in scene["questions"]
     ]
 
 
 @torch.no_grad()
-def answer(model: PreTrainedModel, processor: Any, prompts: list[list[dict[str, Any]]], title: str) -> list[str]:
+def answer(model: PreTrainedModel, processor: Any, prompts: list[Prompt], title: str) -> list[str]:
     """Greedy answers to one-turn conversations."""
     answers: list[str] = []
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
@@ -70,28 +85,30 @@ def answer(model: PreTrainedModel, processor: Any, prompts: list[list[dict[str, 
     return [text.strip() for text in answers]
 
 
-def accuracy(questions: list[Question], answers: list[str]) -> dict[str, float]:
+def accuracy(questions: list[SceneQuestion], answers: list[str]) -> dict[str, float]:
     """Share of exact matches by kind of question and over all, with the standard error of the latter."""
     hits: defaultdict[str, list[bool]] = defaultdict(list)
     for question, given in zip(questions, answers, strict=True):
-        for kind in (question["kind"], "all"):
-            hits[kind].append(given == question["answer"])
+        for kind in (question.kind, "all"):
+            hits[kind].append(given == question.answer)
     scores = {kind: sum(found) / len(found) for kind, found in sorted(hits.items())}
     return scores | {"standard_error": sqrt(scores["all"] * (1 - scores["all"]) / len(questions))}
 
 
-def with_image(question: Question) -> list[dict[str, Any]]:
+def with_image(question: SceneQuestion) -> Prompt:
     """The question about the picture, as a conversation."""
-    parts = [{"type": "image", "image": Image.open(question["image"])}, {"type": "text", "text": question["question"]}]
-    return [{"role": "user", "content": parts}]
+    image = Image.open(question.image)
+    return [
+        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question.question}]}
+    ]
 
 
-def with_text(question: Question) -> list[dict[str, Any]]:
+def with_text(question: SceneQuestion) -> Prompt:
     """The question about the description, as a conversation."""
-    return [{"role": "user", "content": f"{question['description']}\n{question['question']}"}]
+    return [{"role": "user", "content": f"{question.description}\n{question.question}"}]
 
 
-def evaluate(run_dir: Path, questions: list[Question]) -> tuple[dict[str, dict[str, float]], list[str]]:
+def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[str, dict[str, float]], list[str]]:
     """Accuracies of the trained model and of its language model before it saw pictures; the answers about pictures."""
     folder = run_dir / "stage2"
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
@@ -104,7 +121,7 @@ def evaluate(run_dir: Path, questions: list[Question]) -> tuple[dict[str, dict[s
     image_answers = answer(model, processor, image_prompts, "Answering about pictures")
     text_answers = answer(model, processor, text_prompts, "Answering about descriptions")
     ceiling_answers = answer(language_model, tokenizer, text_prompts, "The language model alone")
-    chance: dict[str, float] = {**CHANCE, "all": sum(CHANCE[row["kind"]] for row in questions) / len(questions)}
+    chance: dict[str, float] = {**CHANCE, "all": sum(CHANCE[question.kind] for question in questions) / len(questions)}
     return {
         "image questions": accuracy(questions, image_answers),
         "text-only questions": accuracy(questions, text_answers),
@@ -133,24 +150,24 @@ def write_evaluation(scores: dict[str, dict[str, float]], count: int, path: Path
     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def write_probe(questions: list[Question], path: Path) -> None:
+def write_probe(questions: list[SceneQuestion], path: Path) -> None:
     """The first questions in LLaVA's layout, for the diagnostics."""
     rows = [
         {
-            "image": str(row["image"].relative_to(path.parent)),
+            "image": str(question.image.relative_to(path.parent)),
             "conversations": [
-                {"from": "human", "value": f"<image>\n{row['question']}"},
-                {"from": "gpt", "value": row["answer"]},
+                {"from": "human", "value": f"<image>\n{question.question}"},
+                {"from": "gpt", "value": question.answer},
             ],
         }
-        for row in questions[:PROBE_SIZE]
+        for question in questions[:PROBE_SIZE]
     ]
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-def measure(run_dir: Path, probe: Path) -> dict[str, dict[str, Any]]:
+def measure(run_dir: Path, probe: Path) -> dict[str, DynamicsPoint]:
     """Norms and turning of tokens on the probe, through composing and training."""
-    questions, _ = loading.load_questions(str(probe), PROBE_SIZE)
+    questions, _ = load_questions(str(probe), PROBE_SIZE)
     measured = {}
     for label, name in (
         ("composed, norm taken out", "composed"),
@@ -158,41 +175,38 @@ def measure(run_dir: Path, probe: Path) -> dict[str, dict[str, Any]]:
         ("after stage 1", "stage1"),
         ("after stage 2", "stage2"),
     ):
-        model, processor = loading.load_model(str(run_dir / name))
+        model, processor = load_model(str(run_dir / name))
         if label.endswith("taken out"):
             model.model.multi_modal_projector.norm = torch.nn.Identity()
-        measured[label] = measure_point(model, processor, questions, step=0)
+        measured[label] = measure_point(model, prepare_samples(model, processor, questions), step=0)
     return measured
 
 
-def draw_answers(questions: list[Question], answers: list[str], path: Path) -> None:
+def draw_answers(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
     """A few pictures with question and answer, a wrong one among them where there is one."""
-    wrong = [number for number, row in enumerate(questions) if answers[number] != row["answer"]]
+    wrong = [number for number, row in enumerate(questions) if answers[number] != row.answer]
     chosen = [*range(0, 28, 4), *(wrong[:1] or [28])]
     figure, axes = plt.subplots(2, 4, figsize=(11, 6.4))
     for axis, number in zip(axes.flat, chosen, strict=True):
         row = questions[number]
-        right = answers[number] == row["answer"]
-        axis.imshow(Image.open(row["image"]))
-        axis.set_title(f"{row['question']}\n{answers[number]}", color="black" if right else "firebrick", fontsize=11)
+        right = answers[number] == row.answer
+        axis.imshow(Image.open(row.image))
+        axis.set_title(f"{row.question}\n{answers[number]}", color="black" if right else "firebrick", fontsize=11)
         if not right:
-            axis.set_xlabel(f"right: {row['answer']}", color="firebrick")
+            axis.set_xlabel(f"right: {row.answer}", color="firebrick")
         axis.set(xticks=[], yticks=[])
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def draw_norms(measured: dict[str, dict[str, Any]], path: Path) -> None:
+def draw_norms(measured: dict[str, DynamicsPoint], path: Path) -> None:
     """Norm and turning by layer and modality: without the norm, with it, and after training."""
-    chosen = {label: point for label, point in measured.items() if label != "after stage 1"}
-    models = [
-        {"name": label, "num_layers": len(point["layers"]["gap"]["mean"]), **point} for label, point in chosen.items()
-    ]
-    draw_layers(models, path)
+    chosen = [label for label in measured if label != "after stage 1"]
+    draw_layers(chosen, [measured[label].layers for label in chosen], path)
 
 
-def render(scores: dict[str, dict[str, float]], measured: dict[str, dict[str, Any]], count: int) -> str:
+def render_table(scores: dict[str, dict[str, float]], measured: dict[str, DynamicsPoint], count: int) -> str:
     """The table that the quickstart prints."""
     lines = [f"Exact match on {count} held-out questions", f"{'':34}{'all':>16}{'digit':>9}{'colour':>9}{'both':>9}"]
     for name, score in scores.items():
@@ -202,11 +216,11 @@ def render(scores: dict[str, dict[str, float]], measured: dict[str, dict[str, An
     lines += ["", f"{'':30}{'norm of tokens at the decoder':>32}{'update rate, 1 - cos':>26}"]
     lines.append(f"{'':30}{'visual':>11}{'text':>10}{'ratio':>11}{'visual':>14}{'text':>12}{'gap':>12}")
     for label, point in measured.items():
-        interface, layers = point["interface"], point["layers"]
+        interface, layers = point.interface, point.layers
         lines.append(
-            f"{label:30}{interface['visual_at_decoder']['mean']:11.3f}{interface['text_at_decoder']['mean']:10.3f}"
-            f"{interface['ratio']['mean']:10.2f}x{layers['visual']['update_rate']['mean']:14.3f}"
-            f"{layers['text']['update_rate']['mean']:12.3f}{layers['mean_gap']['mean']:12.3f}"
+            f"{label:30}{interface.visual_at_decoder.mean:11.3f}{interface.text_at_decoder.mean:10.3f}"
+            f"{interface.ratio.mean:10.2f}x{layers.visual.update_rate.mean:14.3f}"
+            f"{layers.text.update_rate.mean:12.3f}{layers.mean_gap.mean:12.3f}"
         )
     return "\n".join(lines)
 
@@ -219,17 +233,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run_dir", type=Path, required=True)
     run_dir = parser.parse_args().run_dir
-    questions = load_questions(run_dir / "data")
-    scores, answers = evaluate(run_dir, questions)
+    questions = load_scene_questions(run_dir / "data")
+    scores, answers = evaluate_run(run_dir, questions)
     probe = run_dir / "data" / "probe.json"
     write_probe(questions, probe)
     measured = measure(run_dir, probe)
     write_evaluation(scores, len(questions), run_dir / "stage2" / "evaluation.json")
     draw_answers(questions, answers, run_dir / "answers.png")
     draw_norms(measured, run_dir / "norms.png")
-    report = {"questions": len(questions), "accuracy": scores, "dynamics": measured}
+    report = {"questions": len(questions), "accuracy": scores, "dynamics": to_json(measured)}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    logger.info("%s", render(scores, measured, len(questions)))
+    logger.info("%s", render_table(scores, measured, len(questions)))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
-from diagnostics.capture import Probe, Record
+from diagnostics.probe import Probe, Record
+from diagnostics.samples import Answered
+from diagnostics.tokens import Tokens, classify_sample, token_ids
 
 
 VOCAB, IMAGE, START, END, BOS = 200, 199, 198, 197, 1
@@ -287,9 +289,19 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
     return made
 
 
+def tokens_of(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> Tokens:
+    """Which position of a sample is what, as far as its inputs tell."""
+    return classify_sample(sample, token_ids(model))
+
+
+def answered(model: PreTrainedModel, sample: dict[str, torch.Tensor], start: int) -> Answered:
+    """A sample whose answer begins at a position."""
+    return Answered(sample, tokens_of(model, sample), start)
+
+
 @torch.no_grad()
 def record_sample(model: PreTrainedModel, sample: dict[str, torch.Tensor], **options: Any) -> Record:
     """Run one sample through a model and return what a probe saw."""
-    with Probe(model, sample, **options) as probe:
+    with Probe(model, sample, tokens_of(model, sample), **options) as probe:
         model(**sample)
     return probe.record()

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from PIL import Image
 from diagnostics import dynamics
 from diagnostics.dynamics import FILE, fingerprint, measure_run, read_points
 from diagnostics.loading import load_questions
+from diagnostics.results import to_json
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, logged, run, weights
 
@@ -50,9 +52,9 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
     assert ["norm/visual" in line for line in lines] == [True, True]
 
     during = read_points(tmp_path / "watched" / FILE)
-    assert [point["step"] for point in during] == [0, 2, 4]
-    assert during[0]["interface"]["ratio_to_vocabulary"]["mean"] == pytest.approx(1, abs=0.01)
-    assert during[0]["projector_norm"]["gain_drift"] < 1e-6 < during[1]["projector_norm"]["gain_drift"]
+    assert [point.step for point in during] == [0, 2, 4]
+    assert during[0].interface.ratio_to_vocabulary.mean == pytest.approx(1, abs=0.01)
+    assert during[0].projector_norm.gain_drift < 1e-6 < during[1].projector_norm.gain_drift
 
     # A run that goes on from an earlier checkpoint measures the rest again, and puts it in place of what was there.
     checkpoint = str(tmp_path / "watched" / "checkpoint-2")
@@ -62,18 +64,22 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
 
     questions, _ = load_questions(str(rows), 3)
     after = measure_run(tmp_path / "plain", questions)
-    assert [point["step"] for point in after] == [2, 4]
+    assert [point.step for point in after] == [2, 4]
     for one, other in zip(during[1:], after, strict=True):
-        assert one["questions"] == other["questions"]
+        assert one.questions == other.questions
         for modality in ("visual", "text"):
-            expected = other["layers"][modality]["cosine"]["mean"]
-            assert one["layers"][modality]["cosine"]["mean"] == pytest.approx(expected, abs=1e-6)
+            expected = other.layers.of(modality).cosine.mean
+            assert one.layers.of(modality).cosine.mean == pytest.approx(expected, abs=1e-6)
 
     # What is measured already is not measured again.
     lines = (tmp_path / "plain" / FILE).read_text().splitlines(True)
-    (tmp_path / "plain" / FILE).write_text(lines[0].replace('"step": 2', '"step": 2, "kept": true') + lines[1][:40])
-    again = measure_run(tmp_path / "plain", questions)
-    assert [(point["step"], "kept" in point) for point in again] == [(2, True), (4, False)]
+    kept = replace(after[0], projector_norm=None)
+    (tmp_path / "plain" / FILE).write_text(json.dumps(to_json(kept)) + "\n" + lines[1][:40])
+    assert measure_run(tmp_path / "plain", questions) == [kept, after[1]]
+    (tmp_path / "plain" / FILE).write_text(lines[0] + lines[1].replace('"mean_gap"', '"other"'))
+    with pytest.raises(ValueError, match=r"plain/dynamics\.jsonl, line 2: no layers\.mean_gap"):
+        measure_run(tmp_path / "plain", questions)
+    (tmp_path / "plain" / FILE).write_text("".join(lines))
     # Pictures and words count, not where they lie.
     moved = shutil.copytree(rows.parent, tmp_path / "elsewhere", ignore=lambda folder, names: {
         name for name in names if Path(folder, name).is_dir()})  # fmt: skip

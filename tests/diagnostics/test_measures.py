@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -11,8 +12,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from diagnostics.attention import attention_map, attention_numbers, bottom_rows, measure_attention
-from diagnostics.attraction import compare_updates, measure_attractions
-from diagnostics.capture import Record, Tokens
+from diagnostics.attraction import attraction_towards, compare_updates, measure_attractions
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
 from diagnostics.gradients import measure_gradients
 from diagnostics.key_space import (
@@ -26,33 +26,37 @@ from diagnostics.key_space import (
     unbiased_mmd,
 )
 from diagnostics.norms import text_norm_target
+from diagnostics.probe import Record
 from diagnostics.projector_norm import measure_projector_norm
-from diagnostics.statistics import mean_and_interval, ratio_and_interval, summarize
-from families import IMAGE, TEXT, build, inputs, record_sample
+from diagnostics.statistics import curve, ratio, summarize
+from diagnostics.tokens import Tokens
+from diagnostics.turning import turning_angle
+from families import IMAGE, TEXT, answered, build, inputs, record_sample
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 def test_means_are_within_samples_first() -> None:
-    summary = summarize([torch.tensor([1.0]), torch.tensor([2.0, 4.0, 6.0])])
+    summary = summarize([torch.tensor([1.0]), torch.tensor([2.0, 4.0, 6.0])], width=4)
     assert summary.mean == 2.5  # of 1 and 4, not of four tokens
     assert summary.median == 3.0
     assert summary.std == pytest.approx(np.std([1, 2, 4, 6]))
     assert summary.p95 == pytest.approx(np.quantile([1, 2, 4, 6], 0.95))
     assert (summary.num_tokens, summary.num_samples) == (4, 2)
-    assert summarize([torch.tensor([1.0, 2.0])]).interval is None
+    assert (summary.width, summary.rms) == (4, 1.25)
+    assert summarize([torch.tensor([1.0, 2.0])], width=4).interval is None
 
 
 def test_intervals_are_as_wide_as_theory_says() -> None:
     values = np.random.default_rng(0).normal(3, 2, size=(400, 2))
-    means, intervals = mean_and_interval(values)
-    for column, (mean, interval) in enumerate(zip(means, intervals, strict=True)):
+    means = curve(values)
+    for column, (mean, interval) in enumerate(zip(means.mean, means.interval, strict=True)):
         assert interval is not None
         half = 1.96 * values[:, column].std() / 20
         assert (interval[0] - mean, interval[1] - mean) == pytest.approx((-half, half), rel=0.1)
     # Numerator and denominator of a sample rise and fall together, so their ratio is certain.
-    (ratio,), (interval,) = ratio_and_interval(3 * values[:, :1], values[:, :1])
-    assert ratio == pytest.approx(3)
-    assert interval == pytest.approx((3, 3))
+    certain = ratio(3 * values[:, :1], values[:, :1])
+    assert certain.mean == pytest.approx(3)
+    assert certain.interval == pytest.approx((3, 3))
 
 
 def test_a_target_needs_embeddings() -> None:
@@ -77,12 +81,12 @@ def test_embeddings_leave_zero_rows_out_and_name_the_longest() -> None:
         for row, norm in ((0, 1.0), (1, 3.0), (4, 5.0), (6, 9.0)):
             table.weight[row, row] = norm
     measured = measure_embeddings(vocabulary_norms(model), OneLetterTokenizer(), top_k=3)  # type: ignore[arg-type]
-    assert measured["mean"] == 4.5
-    assert measured["std"] == pytest.approx(np.std([1, 3, 5, 9]))
-    assert measured["max"] == 9
-    assert (measured["num_embeddings"], measured["num_zero"]) == (7, 3)
-    assert [entry["token"] for entry in measured["top"]] == ["id 6, not in the tokenizer", r"'\n'", "'b'"]
-    assert [entry["norm"] for entry in measured["top"]] == [9, 5, 3]
+    assert measured.mean == 4.5
+    assert measured.std == pytest.approx(np.std([1, 3, 5, 9]))
+    assert measured.max == 9
+    assert (measured.num_embeddings, measured.num_zero) == (7, 3)
+    assert [entry.token for entry in measured.top] == ["id 6, not in the tokenizer", r"'\n'", "'b'"]
+    assert [entry.norm for entry in measured.top] == [9, 5, 3]
 
 
 def test_embeddings_are_measured_as_they_are_returned() -> None:
@@ -99,15 +103,15 @@ def test_gain_and_bias_by_hand(model: NormLlavaForConditionalGeneration) -> None
         norm.bias.fill_(0.25)
     measured = measure_projector_norm(model)
     assert measured is not None
-    assert measured["gain_start"] == pytest.approx(start)
-    assert measured["gain_drift"] == pytest.approx(2.0)  # √(16 · 0.09 + 16 · 0.16)
-    assert measured["gain_drift_relative"] == pytest.approx(2.0 / model.config.projector_norm_target, rel=1e-6)
-    assert measured["bias_l2"] == pytest.approx(2**0.5)
-    assert measured["bias_mean_abs"] == 0.25
-    assert measured["gain_mean_abs"] == pytest.approx((abs(start + 0.3) + abs(start - 0.4)) / 2)
+    assert measured.gain_start == pytest.approx(start)
+    assert measured.gain_drift == pytest.approx(2.0)  # √(16 · 0.09 + 16 · 0.16)
+    assert measured.gain_drift_relative == pytest.approx(2.0 / model.config.projector_norm_target, rel=1e-6)
+    assert measured.bias_l2 == pytest.approx(2**0.5)
+    assert measured.bias_mean_abs == 0.25
+    assert measured.gain_mean_abs == pytest.approx((abs(start + 0.3) + abs(start - 0.4)) / 2)
     # White input of many tokens comes out at the norm that gain and bias yield.
     tokens = norm(torch.randn(20_000, 32))
-    assert measured["yields"] == pytest.approx(tokens.square().sum(-1).mean().sqrt().item(), rel=0.02)
+    assert measured.yields == pytest.approx(tokens.square().sum(-1).mean().sqrt().item(), rel=0.02)
     assert measure_projector_norm(build("qwen3_vl")) is None
 
 
@@ -155,16 +159,17 @@ def test_blind_queries_look_everywhere_alike(name: str, padding: int) -> None:
     else:
         assert record.visible[0].sum(1).tolist() == (record.queries + 1 - padding).tolist()
     for kind in ("with_sinks", "without_sinks"):
-        curves, even = measured[kind], measured[kind]["evenly_spread"]
+        gaze = getattr(measured, kind)
+        even = gaze.evenly_spread
         for of in ("mass", "entropy", *(("bottom_third",) if record.grid is not None else ())):
-            assert curves[of]["mean"] == pytest.approx(even[of]["mean"], abs=1e-6)
-        assert even["entropy"]["mean"] == pytest.approx([1] * 3, abs=1e-6)
-    assert measured["without_sinks"]["evenly_spread"]["mass"] != measured["with_sinks"]["evenly_spread"]["mass"]
+            assert getattr(gaze, of).mean == pytest.approx(getattr(even, of).mean, abs=1e-6)
+        assert even.entropy.mean == pytest.approx([1] * 3, abs=1e-6)
+    assert measured.without_sinks.evenly_spread.mass != measured.with_sinks.evenly_spread.mass
     if record.grid is not None:
         rows = bottom_rows(record.grid).double().mean().item()
-        assert measured["with_sinks"]["evenly_spread"]["bottom_third"]["mean"] == pytest.approx([rows] * 3)
+        assert measured.with_sinks.evenly_spread.bottom_third.mean == pytest.approx([rows] * 3)
     else:
-        assert "bottom_third" not in measured["with_sinks"]
+        assert measured.with_sinks.bottom_third is None
 
 
 def test_a_sink_is_counted_or_not(hand_made: tuple[PreTrainedModel, dict[str, torch.Tensor]]) -> None:
@@ -178,9 +183,9 @@ def test_a_sink_is_counted_or_not(hand_made: tuple[PreTrainedModel, dict[str, to
     sunk = dataclasses.replace(record, attention={0: rows}, tokens=record.with_sinks.without("sink", sink))
     measured = measure_attention([sunk])
     assert measured is not None
-    assert measured["with_sinks"]["mass"]["mean"] == pytest.approx([0.7])
-    assert measured["without_sinks"]["mass"]["mean"] == pytest.approx([0.1 / 0.4])
-    assert measured["with_sinks"]["bottom_third"]["mean"] == pytest.approx([0])
+    assert measured.with_sinks.mass.mean == pytest.approx([0.7])
+    assert measured.without_sinks.mass.mean == pytest.approx([0.1 / 0.4])
+    assert measured.with_sinks.bottom_third.mean == pytest.approx([0])
 
 
 def test_a_map_lies_as_the_picture_does() -> None:
@@ -269,13 +274,13 @@ def test_keys_apart_and_alike_and_behind_an_outlier() -> None:
     apart = measure_key_space(apart_records, {})
     assert alike is not None
     assert apart is not None
-    assert alike["num_tokens"] == [96]  # all text tokens, and as many visual ones
-    assert abs(alike["mmd"][0]) < 0.02 < 0.2 < apart["mmd"][0]
-    assert alike["p_value"][0] > 0.05 > apart["p_value"][0]
-    assert apart["js"][0] > 3 * alike["js"][0]
-    assert abs(alike["js"][0] - alike["js_baseline"][0]) < 0.1
-    assert apart["probe"][0] == 1
-    assert 0.3 < alike["probe"][0] < 0.7
+    assert alike.num_tokens == [96]  # all text tokens, and as many visual ones
+    assert abs(alike.mmd[0]) < 0.02 < 0.2 < apart.mmd[0]
+    assert alike.p_value[0] > 0.05 > apart.p_value[0]
+    assert apart.js[0] > 3 * alike.js[0]
+    assert abs(alike.js[0] - alike.js_baseline[0]) < 0.1
+    assert apart.probe[0] == 1
+    assert 0.3 < alike.probe[0] < 0.7
 
     # One token far out stretches every scale, and the gap is gone; as a sink it is left out.
     for outlier in apart_records:
@@ -287,8 +292,8 @@ def test_keys_apart_and_alike_and_behind_an_outlier() -> None:
     found = measure_key_space(seen, {})
     assert hidden is not None
     assert found is not None
-    assert hidden["mmd"][0] < 0.1 * apart["mmd"][0]
-    assert found["mmd"][0] == pytest.approx(apart["mmd"][0], rel=0.2)
+    assert hidden.mmd[0] < 0.1 * apart.mmd[0]
+    assert found.mmd[0] == pytest.approx(apart.mmd[0], rel=0.2)
 
 
 def test_numbers_of_keys_are_medians_over_heads() -> None:
@@ -301,11 +306,11 @@ def test_numbers_of_keys_are_medians_over_heads() -> None:
         records.append(dataclasses.replace(record, keys={0: keys}, key_positions=torch.arange(keys.shape[1])))
     measured = measure_key_space(records, {})
     assert measured is not None
-    heads = measured["per_head"][0]
-    assert heads[2]["mmd"] > 0.2
+    heads = measured.per_head[0]
+    assert heads[2].mmd > 0.2
     for name in ("mmd", "p_value", "js"):
-        assert measured[name][0] == sorted(head[name] for head in heads)[1]
-    assert measured["mmd"][0] < 0.02
+        assert getattr(measured, name)[0] == sorted(getattr(head, name) for head in heads)[1]
+    assert measured.mmd[0] < 0.02
 
 
 def test_the_first_models_components_are_used_again() -> None:
@@ -323,7 +328,7 @@ def test_gradients_are_those_of_backward_and_compensation_divides_by_the_mean_ga
 ) -> None:
     ids = torch.tensor([[10, 11, *[model.config.image_token_id] * 4, 12, 13, 14, 15]])
     sample = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 28, 28)}
-    measured = measure_gradients(model, [(sample, 7)])
+    measured = measure_gradients(model, [answered(model, sample, 7)])
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
 
     labels = ids.clone()
@@ -338,21 +343,22 @@ def test_gradients_are_those_of_backward_and_compensation_divides_by_the_mean_ga
         loss = model(**sample, labels=labels).loss
     loss.backward()
     encoder = nn.utils.get_total_norm([p.grad for p in model.model.vision_tower.parameters() if p.grad is not None])
-    assert measured["compensated"]["loss"] == pytest.approx(loss.item())
-    assert measured["compensated"]["projector_input"] == pytest.approx(entering[0].grad.norm().item(), rel=1e-4)
-    assert measured["compensated"]["vision_encoder"] == pytest.approx(encoder.item(), rel=1e-4)
+    assert measured["compensated"].loss == pytest.approx(loss.item())
+    assert measured["compensated"].projector_input == pytest.approx(entering[0].grad.norm().item(), rel=1e-4)
+    assert measured["compensated"].vision_encoder == pytest.approx(encoder.item(), rel=1e-4)
 
     # In a batch of the same sample twice each token has half the gradient, and weights have the sum of both halves.
-    twice = measure_gradients(model, [(sample, 7)] * 2)["compensated"]
-    assert twice["vision_encoder"] == pytest.approx(measured["compensated"]["vision_encoder"], rel=1e-4)
+    twice = measure_gradients(model, [answered(model, sample, 7)] * 2)["compensated"]
+    assert twice.vision_encoder == pytest.approx(measured["compensated"].vision_encoder, rel=1e-4)
     for name in ("projector_input", "visual_embeddings", "text_embeddings"):
-        assert twice[name] == pytest.approx(measured["compensated"][name] / 2**0.5, rel=1e-4)
+        assert getattr(twice, name) == pytest.approx(getattr(measured["compensated"], name) / 2**0.5, rel=1e-4)
 
+    compensated, plain = measured["compensated"], measured["plain"]
     factor = 1 / model.model.multi_modal_projector.norm.weight.abs().mean().item()
     for name in ("projector_input", "vision_encoder"):
-        assert measured["compensated"][name] / measured["plain"][name] == pytest.approx(factor, rel=1e-4)
+        assert getattr(compensated, name) / getattr(plain, name) == pytest.approx(factor, rel=1e-4)
     for name in ("loss", "visual_embeddings", "text_embeddings"):
-        assert measured["compensated"][name] == pytest.approx(measured["plain"][name], rel=1e-5)
+        assert getattr(compensated, name) == pytest.approx(getattr(plain, name), rel=1e-5)
 
 
 def test_gradients_need_something_to_predict(model: NormLlavaForConditionalGeneration) -> None:
@@ -360,8 +366,9 @@ def test_gradients_need_something_to_predict(model: NormLlavaForConditionalGener
     pixels = torch.randn(1, 3, 28, 28)
     last = {"input_ids": torch.tensor([[10, 11, *picture]]), "pixel_values": pixels}
     followed = {"input_ids": torch.tensor([[10, *picture, 12, 13]]), "pixel_values": pixels}
-    assert measure_gradients(model, [(last, 3)]) is None
-    assert measure_gradients(model, [(last, 3), (followed, 5)]) == measure_gradients(model, [(followed, 5)])
+    nothing, something = answered(model, last, 3), answered(model, followed, 5)
+    assert measure_gradients(model, [nothing]) is None
+    assert measure_gradients(model, [nothing, something]) == measure_gradients(model, [something])
 
 
 def test_a_model_without_an_encoder_has_no_gradient_of_one() -> None:
@@ -375,10 +382,15 @@ def test_a_model_without_an_encoder_has_no_gradient_of_one() -> None:
         "image_patches": torch.randn(1, 2, 48),
         "image_patches_indices": torch.tensor([[-1, -1, 0, 1, -1, -1]]),
     }
-    measured = measure_gradients(model, [(sample, 4)])
+    measured = measure_gradients(model, [answered(model, sample, 4)])
     assert measured is not None
-    assert set(measured["no norm"]) == {"loss", "visual_embeddings", "text_embeddings"}
-    assert measured["no norm"]["visual_embeddings"] > 0
+    norms = dataclasses.asdict(measured["no norm"])
+    assert {name for name, norm in norms.items() if norm is not None} == {
+        "loss",
+        "visual_embeddings",
+        "text_embeddings",
+    }
+    assert norms["visual_embeddings"] > 0
 
 
 def test_attraction_and_correlation_of_updates_set_by_hand(
@@ -388,8 +400,8 @@ def test_attraction_and_correlation_of_updates_set_by_hand(
     record = record_sample(model, sample)
     measured = measure_attractions([record.attractions])
     # Every token gets the same update, so they correlate fully. The first is across all tokens, which are parallel.
-    assert measured["update_correlation"]["mean"] == pytest.approx([1, 1, 1])
-    assert measured["attraction_visual_to_text"]["mean"][0] == pytest.approx(0, abs=1e-6)
+    assert measured.update_correlation.mean == pytest.approx([1, 1, 1])
+    assert measured.attraction_visual_to_text.mean[0] == pytest.approx(0, abs=1e-6)
 
     class Attract(nn.Module):
         """Turns every visual token straight towards axis 5, where the text tokens are."""
@@ -405,7 +417,7 @@ def test_attraction_and_correlation_of_updates_set_by_hand(
         model.get_input_embeddings().weight.zero_()[10:, 5] = 2
     model.get_decoder().layers = nn.ModuleList([Attract()])
     turned = measure_attractions([record_sample(model, sample).attractions])
-    assert turned["attraction_visual_to_text"]["mean"] == pytest.approx([1])
+    assert turned.attraction_visual_to_text.mean == pytest.approx([1])
 
     class Flee(nn.Module):
         """Turns every text token, and an outlier by far more, straight away from axis 0, where the pictures are."""
@@ -419,8 +431,32 @@ def test_attraction_and_correlation_of_updates_set_by_hand(
 
     model.get_decoder().layers = nn.ModuleList([Flee()])
     turned = measure_attractions([record_sample(model, sample).attractions])
-    assert turned["attraction_text_to_visual"]["mean"] == pytest.approx([-1])
-    assert turned["attraction_visual_to_text"]["mean"] == pytest.approx([0])
+    assert turned.attraction_text_to_visual.mean == pytest.approx([-1])
+    assert turned.attraction_visual_to_text.mean == pytest.approx([0])
+
+
+def test_turning_angle_is_the_angle_between_before_and_after() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2000, 16, dtype=torch.float64)
+    update = torch.randn_like(hidden) * torch.logspace(-2, 2, 2000, dtype=torch.float64)[:, None]
+    cosine = torch.nn.functional.cosine_similarity
+    angle = turning_angle(hidden.norm(dim=-1), update.norm(dim=-1), cosine(hidden, update).clamp(-1, 1).acos())
+    expected = cosine(hidden, hidden + update).clamp(-1, 1).acos()
+    assert (expected > math.pi / 2).any()  # which a plain arctangent gets wrong
+    torch.testing.assert_close(angle, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_attraction_is_read_off_an_update_that_was_made_with_it() -> None:
+    torch.manual_seed(0)
+    token, other = torch.randn(2, 64, dtype=torch.float64)
+    unit = token / token.norm()
+    towards = other - (other @ unit) * unit
+    towards /= towards.norm()
+    across = torch.randn(64, dtype=torch.float64)
+    across -= (across @ unit) * unit + (across @ towards) * towards
+    update = 0.6 * towards + 0.8 * across / across.norm() + 3 * unit  # what goes along the token does not count
+    measured = attraction_towards(token[None], (token + update)[None], other[None])
+    assert measured.item() == pytest.approx(0.6, abs=1e-5)
 
 
 def test_updates_of_outliers_are_not_compared() -> None:
@@ -442,6 +478,6 @@ def test_newline_features_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> N
         compared.append(int(visual.sum()))
         return compare_updates(before, after, visual, text)
 
-    monkeypatch.setattr("diagnostics.capture.compare_updates", watch)
+    monkeypatch.setattr("diagnostics.probe.compare_updates", watch)
     record = record_sample(build("llava_next"), inputs("llava_next"))
     assert compared == [48] * 3 == [int(record.tokens.visual.sum())] * 3

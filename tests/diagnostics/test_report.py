@@ -4,18 +4,23 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from diagnostics.__main__ import main
-from diagnostics.loading import answer_inputs, load_model, load_questions, prepare_inputs, seen_picture
-from diagnostics.measure import measure_model, record_questions
+from diagnostics.loading import Question, load_model, load_questions
+from diagnostics.measure import GRADIENT_SAMPLES, Closeup, measure_model, record_samples
+from diagnostics.probe import Record
 from diagnostics.report import escape, number, render_markdown, verdict
+from diagnostics.results import Curve, Estimate, ModelReport, Report, from_json, to_json
+from diagnostics.samples import prepare_samples
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.compose import compose
 
@@ -35,6 +40,10 @@ def data(tmp_path: Path, picture: Image.Image) -> Path:
     path = tmp_path / "questions.json"
     path.write_text(json.dumps(rows))
     return path
+
+
+def record_of(model: PreTrainedModel, processor: Any, questions: list[Question], layers: list[int]) -> list[Record]:
+    return record_samples(model, prepare_samples(model, processor, questions), layers)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
@@ -102,8 +111,59 @@ def test_what_was_not_recorded_leaves_a_dash(
     report = json.loads((out / "report.json").read_text())
     (model,) = report["models"]
     assert model["interface"]["ratio"]["interval"] is None  # one sample has no spread
+    assert "Of the text's attention" in render_markdown(from_json(Report, report, "report"), out)
     model["attention"] = model["key_space"] = None
-    assert "Of the text's attention" not in render_markdown(report, out)
+    assert "Of the text's attention" not in render_markdown(from_json(Report, report, "report"), out)
+
+
+@pytest.fixture
+def measured(data: Path, composed: Composed) -> ModelReport:
+    """A model measured on three questions."""
+    questions, _ = load_questions(str(data), 3)
+    return measure_model(*load_model(str(composed())), questions, "it", {}, Closeup())[0]
+
+
+def test_a_question_is_prepared_once(data: Path, composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call for its prompt, and one with its answer for those whose gradients are measured."""
+    rows = json.loads(data.read_text())
+    data.write_text(json.dumps(rows * 3))
+    questions, _ = load_questions(str(data), 7)
+    model, processor = load_model(str(composed()))
+    calls: list[object] = []
+    prepare = type(processor).__call__
+    monkeypatch.setattr(
+        type(processor), "__call__", lambda *args, **kwargs: calls.append(1) or prepare(*args, **kwargs)
+    )
+    measure_model(model, processor, questions, "it", {}, Closeup())
+    assert len(calls) == 7 + GRADIENT_SAMPLES
+
+
+def test_a_report_reads_as_it_was_written(measured: ModelReport) -> None:
+    report = Report("command", {"torch": "2"}, "data", 3, 0, [measured], None)
+    written = json.loads(json.dumps(to_json(report), allow_nan=False))
+    assert written["models"][0]["class"] == "NormLlavaForConditionalGeneration"
+    again = from_json(Report, written, "report.json")
+    assert to_json(again) == written
+    assert again.models[0].layers == measured.layers
+    assert from_json(Report, {**written, "newer": 1}, "report.json") == again
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda report: report.pop("passed_over"), r"r\.json: no passed_over\."),
+        (lambda report: report["models"][0].pop("dtype"), r"r\.json: no models\.0\.dtype\."),
+        (lambda report: report["models"][0]["interface"].pop("ratio"), r"r\.json: no models\.0\.interface\.ratio\."),
+        (lambda report: report["models"][0]["layers"]["gap"].update(mean=3), r"models\.0\.layers\.gap\.mean is 3\."),
+        (lambda report: report["models"][0]["layers"]["gap"].update(mean=["x"]), r"gap\.mean\.0 is 'x'\."),
+        (lambda report: report.update(models={}), r"r\.json: models is \{\}\."),
+    ],
+)
+def test_what_a_report_lacks_is_named(spoil: Callable[[dict], object], message: str, measured: ModelReport) -> None:
+    report = to_json(Report("command", {}, "data", 3, 0, [measured], None))
+    spoil(report)
+    with pytest.raises(ValueError, match=message):
+        from_json(Report, report, "r.json")
 
 
 def cells(markdown: str, title: str) -> list[dict[str, str]]:
@@ -169,25 +229,25 @@ def test_tables_say_what_was_measured(
 @pytest.mark.parametrize(
     ("interval", "says"),
     [
-        ([0.01, 0.2], "so visual tokens turn **more slowly**"),
-        ([-0.2, -0.01], "so visual tokens turn **faster**"),
-        ([-0.1, 0.1], "a difference that 7 samples can't tell from none"),
+        ((0.01, 0.2), "so visual tokens turn **more slowly**"),
+        ((-0.2, -0.01), "so visual tokens turn **faster**"),
+        ((-0.1, 0.1), "a difference that 7 samples can't tell from none"),
         (None, "on one sample, which has no spread"),
     ],
 )
-def test_the_verdict_follows_the_gaps_interval(interval: list[float] | None, says: str) -> None:
-    rate = {"update_rate": {"mean": 0.5, "interval": None}}
-    model = {
-        "name": "it",
-        "num_samples": 7,
-        "interface": {"ratio": {"mean": 3.0, "interval": [2.5, 3.5]}},
-        "layers": {"visual": rate, "text": rate, "mean_gap": {"mean": 0.0, "interval": interval}},
-        "attention": {
-            "with_sinks": {"mass": {"mean": [0.2, 0.4]}, "evenly_spread": {"mass": {"mean": [0.6, 0.6]}}},
-        },
-        "key_space": {"mmd": [0.1, 0.3], "mmd_baseline": [0.001, 0.003], "p_value": [0.002, 0.04]},
-    }
-    text = verdict(model)
+def test_the_verdict_follows_the_gaps_interval(
+    interval: tuple[float, float] | None, says: str, measured: ModelReport
+) -> None:
+    layers = replace(measured.layers, mean_gap=Estimate(0.0, interval))
+    interface = replace(measured.interface, ratio=Estimate(3.0, (2.5, 3.5)))
+    gaze = measured.attention.with_sinks
+    even = replace(gaze.evenly_spread, mass=Curve([0.6, 0.6], [None, None]))
+    gaze = replace(gaze, mass=Curve([0.2, 0.4], [None, None]), evenly_spread=even)
+    keys = replace(measured.key_space, mmd=[0.1, 0.3], mmd_baseline=[0.001, 0.003], p_value=[0.002, 0.04])
+    attention = replace(measured.attention, with_sinks=gaze)
+    text = verdict(
+        replace(measured, num_samples=7, interface=interface, layers=layers, attention=attention, key_space=keys)
+    )
     assert says in text
     assert "**3 (2.5 to 3.5) times** as long" in text
     assert "30% falls on the picture, against 60%" in text
@@ -238,28 +298,30 @@ def test_a_folder_of_pictures_and_a_question(tmp_path: Path, picture: Image.Imag
     assert [Path(question.source).name for question in questions] == ["a.jpg", "b.png"]
     assert passed_over == 0
     model, processor = load_model(str(composed()))
-    text = processor.tokenizer.decode(prepare_inputs(model, processor, questions[0])["input_ids"][0])
+    (sample,) = prepare_samples(model, processor, questions[:1], num_answered=1)
+    text = processor.tokenizer.decode(sample.prompt.inputs["input_ids"][0])
     assert "what is it?" in text
     assert text.rstrip().endswith("assistant")  # where the answer begins
-    _, start = answer_inputs(model, processor, questions[0])
-    assert start > 4
+    assert sample.answered.start > 4
 
 
 def test_the_loss_begins_with_the_answer(data: Path, composed: Composed) -> None:
     questions, _ = load_questions(str(data), 1)
     model, processor = load_model(str(composed()))
-    inputs, start = answer_inputs(model, processor, questions[0])
-    assert processor.tokenizer.decode(inputs["input_ids"][0, start:]).startswith("seven")
+    (sample,) = prepare_samples(model, processor, questions, num_answered=1)
+    assert processor.tokenizer.decode(sample.answered.inputs["input_ids"][0, sample.answered.start :]).startswith(
+        "seven"
+    )
 
 
 def test_chat_tokens_without_a_role_are_no_text(data: Path, composed: Composed) -> None:
     """As Llama 3 ships them: special, and named by nothing."""
     questions, _ = load_questions(str(data), 1)
     model, processor = load_model(str(composed()))
-    (before,) = record_questions(model, processor, questions, [0])
+    (before,) = record_of(model, processor, questions, [0])
     processor.tokenizer._extra_special_tokens = []
     assert processor.tokenizer.convert_tokens_to_ids("<|im_start|>") not in processor.tokenizer.all_special_ids
-    (after,) = record_questions(model, processor, questions, [0])
+    (after,) = record_of(model, processor, questions, [0])
     assert torch.equal(after.tokens.text, before.tokens.text)
 
 
@@ -271,7 +333,8 @@ def test_the_map_lies_over_what_the_encoder_saw(composed: Composed, tmp_path: Pa
     (question,), _ = load_questions(str(tmp_path), 1)
     for vision, seen in (("clip", {(0, 0, 255)}), ("siglip", {(0, 0, 255), (255, 0, 0)})):
         model, processor = load_model(str(composed(vision=vision)))
-        shown = seen_picture(prepare_inputs(model, processor, question), question)
+        (sample,) = prepare_samples(model, processor, [question])
+        shown = sample.picture
         colours = {tuple(255 * (value > 127) for value in pixel) for _, pixel in shown.getcolors(10_000)}
         assert shown.size == (28, 28)
         assert ((255, 0, 0) in colours) == ((255, 0, 0) in seen)
@@ -318,7 +381,7 @@ def test_two_pictures_have_no_map(composed: Composed, data: Path) -> None:
     data.write_text(json.dumps([{"image": ["0.png", "1.png"], "conversations": turns}]))
     questions, _ = load_questions(str(data), 1)
     model, processor = load_model(str(composed()))
-    (record,) = record_questions(model, processor, questions, [0])
+    (record,) = record_of(model, processor, questions, [0])
     assert record.tokens.visual.sum() == 2 * 4
     assert record.grid is None
 
@@ -352,17 +415,17 @@ def test_a_processor_without_a_chat_template(data: Path, composed: Composed) -> 
     questions, _ = load_questions(str(data), 1)
     model, processor = load_model(str(composed()))
     processor.chat_template = None
-    inputs = prepare_inputs(model, processor, questions[0])
-    text = processor.tokenizer.decode(inputs["input_ids"][0])
+    (sample,) = prepare_samples(model, processor, questions)
+    text = processor.tokenizer.decode(sample.prompt.inputs["input_ids"][0])
     assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
 
 
 def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:
     questions, _ = load_questions(str(data), 2)
     model, processor = load_model(str(composed()), dtype="float32")
-    records = record_questions(model, processor, questions, [0, 1])
+    records = record_of(model, processor, questions, [0, 1])
     half, _ = load_model(str(composed()), dtype="bfloat16")
-    (rounded,) = record_questions(half, processor, questions[:1], [0, 1])
+    (rounded,) = record_of(half, processor, questions[:1], [0, 1])
     assert rounded.layer_norms.dtype == rounded.cosines.dtype == torch.float32
     assert torch.allclose(rounded.layer_norms, records[0].layer_norms, rtol=0.05)
 
@@ -379,10 +442,10 @@ def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, compos
     spread = NormLlavaForConditionalGeneration.from_pretrained(
         composed(), device_map=device_map, offload_folder=tmp_path / "offload", dtype=torch.float32
     ).eval()
-    offloaded = record_questions(spread, AutoProcessor.from_pretrained(composed()), questions, [0, 1])
-    measured, _ = measure_model(spread, processor, questions, "spread", {})
-    assert measured["gradients"] is None
-    assert any(note.startswith("gradients: not recorded") for note in measured["notes"])
+    offloaded = record_of(spread, AutoProcessor.from_pretrained(composed()), questions, [0, 1])
+    measured, _ = measure_model(spread, processor, questions, "spread", {}, Closeup())
+    assert measured.gradients is None
+    assert any(note.startswith("gradients: not recorded") for note in measured.notes)
     for one, other in zip(records, offloaded, strict=True):
         assert torch.equal(one.cosines, other.cosines)
         assert torch.equal(one.keys[1], other.keys[1])

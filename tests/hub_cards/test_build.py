@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from diagnostics.results import ProjectorNorm
 from hub_cards.__main__ import main
 from hub_cards.build import MANIFEST, ROOT, build, sha256
 from hub_cards.card import read_prose
@@ -246,7 +248,7 @@ def test_the_diagnostics_are_shown(trained: Path, report: Path, prose: Path, tmp
     [
         {"num_layers": 3},
         {"hidden_size": 64},
-        {"projector_norm": {"gain_mean_abs": 0.0134}},
+        {"projector_norm": dict.fromkeys((field.name for field in fields(ProjectorNorm)), 0.0134)},
         {"projector_norm": None},
     ],
 )
@@ -255,6 +257,12 @@ def test_diagnostics_of_another_model_are_refused(
 ) -> None:
     diagnostics = change_report(report, tmp_path / "diagnostics", **changes)
     with pytest.raises(ValueError, match=r"report.json is about .*stage2: .* is another model: 2 layers of width 32"):
+        build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
+
+
+def test_diagnostics_that_lack_something_are_refused(trained: Path, report: Path, prose: Path, tmp_path: Path) -> None:
+    diagnostics = change_report(report, tmp_path / "diagnostics", layers={})
+    with pytest.raises(ValueError, match=r"report\.json: no models\.0\.layers\.visual, models\.0\.layers\.text"):
         build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
 
 
@@ -284,7 +292,7 @@ def test_the_recipes_bring_their_prose() -> None:
     files = sorted((ROOT / "training" / "recipes").glob("*/card.yaml"))
     assert len(files) == 3
     for path in files:
-        assert all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in read_prose(path)["datasets"])
+        assert all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in read_prose(path).datasets)
 
 
 @pytest.mark.parametrize(

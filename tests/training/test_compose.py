@@ -97,8 +97,8 @@ def test_families(
     gain = model.model.multi_modal_projector.norm.weight
     torch.testing.assert_close(gain, torch.full_like(gain, target / 32**0.5))
     norms = interface_norms(model, processor)
-    assert norms["aligned"] == pytest.approx(norms["text"], rel=1e-2)
-    assert norms["projected"] > 2 * norms["text"]
+    assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
+    assert norms["norm_input"] > 2 * norms["text"]
 
     # The language model says what it said before.
     input_ids = torch.tensor([[5, 6, 7, 8, 9, 10]])

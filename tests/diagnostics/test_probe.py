@@ -1,24 +1,26 @@
 """One forward pass through hooks: every family, against transformers' own outputs; and a model set by hand."""
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
 import torch
 from accelerate import cpu_offload
 from hand_made import TEXT_NORMS, UPDATE, VISUAL_NORM, set_by_hand
-from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from diagnostics.attention import measure_attention
-from diagnostics.capture import DiagnosticsError, NoVisualTokensError, Probe, Record, find_grid, find_sinks
 from diagnostics.embeddings import vocabulary_norms
 from diagnostics.gradients import measure_gradients
 from diagnostics.interface import measure_interface
 from diagnostics.key_space import measure_key_space
-from diagnostics.update_rate import measure_layers
-from families import FAMILIES, IMAGE, build, inputs, record_sample
+from diagnostics.layers import measure_layers
+from diagnostics.parts import DiagnosticsError, NoVisualTokensError
+from diagnostics.probe import Probe, Record
+from families import FAMILIES, IMAGE, answered, build, inputs, record_sample, tokens_of
 
 
 Inputs = dict[str, torch.Tensor]
@@ -41,7 +43,7 @@ def test_a_family_is_measured_and_its_logits_stay(name: str, padding: int, famil
     model, sample = build(name), inputs(name, padding)
     with torch.no_grad():
         logits = model(**sample).logits
-        with Probe(model, sample) as probe:
+        with Probe(model, sample, tokens_of(model, sample)) as probe:
             assert torch.equal(model(**sample).logits, logits)
         assert torch.equal(model(**sample).logits, logits)
     record = probe.record()
@@ -54,7 +56,7 @@ def test_a_family_is_measured_and_its_logits_stay(name: str, padding: int, famil
     assert record.tokens.excluded["padding"].sum() == padding
     assert record.tokens.excluded["special"].sum() == 1 + 2 * FAMILIES[name].boundaries
     assert record.grid == GRIDS.get(name, (4, 4))
-    assert all(place in record.interface for place in ("encoder", "projector_input", "projector_output"))
+    assert all(place in record.interface for place in ("encoder_output", "projector_input", "projector_output"))
     assert any("added after layer 0, 1" in note for note in record.notes) == (name == "qwen3_vl")
     if name not in CHANGED_AFTER_PROJECTOR:
         after, before = record.interface["projector_output"][0], record.layer_norms[0, record.tokens.visual]
@@ -63,20 +65,20 @@ def test_a_family_is_measured_and_its_logits_stay(name: str, padding: int, famil
     vocabulary = vocabulary_norms(model)
     interface = measure_interface([record], vocabulary, 32)
     layers, attention = measure_layers([record]), measure_attention([record])
-    assert interface["text_at_decoder"]["mean"] == pytest.approx(interface["text_in_prompt"]["mean"], rel=1e-5)
+    assert interface.text_at_decoder.mean == pytest.approx(interface.text_in_prompt.mean, rel=1e-5)
     assert attention is not None
     keys = measure_key_space([record] * 2, {})
     start = int((ids == IMAGE).nonzero()[-1, 0]) + 1
-    gradients = measure_gradients(model, [(sample, start)])
+    gradients = measure_gradients(model, [answered(model, sample, start)])
     assert gradients is not None
     assert set(gradients) == ({"compensated", "plain"} if name == "normllava" else {"no norm"})
-    assert all(value > 0 for norms in gradients.values() for value in norms.values())
+    assert all(value > 0 for norms in gradients.values() for value in dataclasses.astuple(norms))
     left_out = {reason: int(mask.sum()) for reason, mask in record.tokens.excluded.items() if mask.any()}
     family_table[name] = (
-        f"{name:14}{interface['visual_at_decoder']['mean']:8.3f}{interface['text_at_decoder']['mean']:6.2f}"
-        f"{interface['ratio']['mean']:9.3f}{layers['visual']['update_rate']['mean']:9.4f}"
-        f"{layers['text']['update_rate']['mean']:9.4f}{attention['with_sinks']['mass']['mean'][0]:7.2f}"
-        f"{'few tokens' if keys is None else format(keys['mmd'][0], '.3f'):>12}  {left_out} {'; '.join(record.notes)}"
+        f"{name:14}{interface.visual_at_decoder.mean:8.3f}{interface.text_at_decoder.mean:6.2f}"
+        f"{interface.ratio.mean:9.3f}{layers.visual.update_rate.mean:9.4f}"
+        f"{layers.text.update_rate.mean:9.4f}{attention.with_sinks.mass.mean[0]:7.2f}"
+        f"{'few tokens' if keys is None else format(keys.mmd[0], '.3f'):>12}  {left_out} {'; '.join(record.notes)}"
     )
 
 
@@ -157,32 +159,32 @@ def test_a_model_set_by_hand_gives_the_numbers_on_paper(hand_made: tuple[PreTrai
         ("text_in_prompt", text_norms),
         ("vocabulary", np.repeat(TEXT_NORMS, 95)),  # ten rows are all zero
     ):
-        entry = interface[place]
-        assert entry["mean"] == pytest.approx(norms.mean())
-        assert entry["median"] == pytest.approx(np.median(norms))
-        assert entry["p95"] == pytest.approx(np.quantile(np.tile(norms, 2), 0.95))
-        assert entry["std"] == pytest.approx(norms.std(), abs=1e-5)
-        assert entry["rms"] == pytest.approx(norms.mean() / 32**0.5)
-        assert entry["width"] == 32
-        assert entry["num_tokens"] == len(norms) * (1 if place == "vocabulary" else 2)
-    assert interface["ratio"]["mean"] == pytest.approx(VISUAL_NORM / text_norms.mean())
-    assert interface["ratio_to_vocabulary"]["mean"] == pytest.approx(VISUAL_NORM / np.mean(TEXT_NORMS))
+        entry = getattr(interface, place)
+        assert entry.mean == pytest.approx(norms.mean())
+        assert entry.median == pytest.approx(np.median(norms))
+        assert entry.p95 == pytest.approx(np.quantile(np.tile(norms, 2), 0.95))
+        assert entry.std == pytest.approx(norms.std(), abs=1e-5)
+        assert entry.rms == pytest.approx(norms.mean() / 32**0.5)
+        assert entry.width == 32
+        assert entry.num_tokens == len(norms) * (1 if place == "vocabulary" else 2)
+    assert interface.ratio.mean == pytest.approx(VISUAL_NORM / text_norms.mean())
+    assert interface.ratio_to_vocabulary.mean == pytest.approx(VISUAL_NORM / np.mean(TEXT_NORMS))
 
     layers = measure_layers([record, record])
     for modality, starts in (("visual", visual_norms), ("text", text_norms)):
         norms = np.sqrt(starts**2 + np.arange(4)[:, None] * UPDATE**2)  # [num_layers + 1, num_tokens]
         cosines = norms[:-1] / norms[1:]
-        measured = layers[modality]
-        assert measured["norm"]["mean"] == pytest.approx(norms.mean(1))
-        assert measured["cosine"]["mean"] == pytest.approx(cosines.mean(1), abs=1e-6)
-        assert measured["update_ratio"]["mean"] == pytest.approx((UPDATE / norms[:-1]).mean(1))
-        assert measured["update_cosine"]["mean"] == pytest.approx([0, 0, 0], abs=1e-6)
-        assert measured["angle"]["mean"] == pytest.approx(np.degrees(np.arctan(UPDATE / norms[:-1])).mean(1), rel=1e-5)
-        assert measured["update_rate"]["mean"] == pytest.approx(1 - cosines.mean(), abs=1e-6)
-    gaps = [v - t for v, t in zip(layers["visual"]["cosine"]["mean"], layers["text"]["cosine"]["mean"], strict=True)]
-    assert layers["gap"]["mean"] == pytest.approx(gaps)
-    assert layers["mean_gap"]["mean"] == pytest.approx(sum(gaps) / 3)
-    assert layers["mean_gap"]["interval"] == pytest.approx([sum(gaps) / 3] * 2)
+        measured = layers.of(modality)
+        assert measured.norm.mean == pytest.approx(norms.mean(1))
+        assert measured.cosine.mean == pytest.approx(cosines.mean(1), abs=1e-6)
+        assert measured.update_ratio.mean == pytest.approx((UPDATE / norms[:-1]).mean(1))
+        assert measured.update_cosine.mean == pytest.approx([0, 0, 0], abs=1e-6)
+        assert measured.angle.mean == pytest.approx(np.degrees(np.arctan(UPDATE / norms[:-1])).mean(1), rel=1e-5)
+        assert measured.update_rate.mean == pytest.approx(1 - cosines.mean(), abs=1e-6)
+    gaps = [v - t for v, t in zip(layers.visual.cosine.mean, layers.text.cosine.mean, strict=True)]
+    assert layers.gap.mean == pytest.approx(gaps)
+    assert layers.mean_gap.mean == pytest.approx(sum(gaps) / 3)
+    assert layers.mean_gap.interval == pytest.approx([sum(gaps) / 3] * 2)
 
 
 @pytest.mark.parametrize("name", ["llava-clip", "llava_next", "qwen3_vl", "gemma3"])
@@ -203,19 +205,8 @@ def test_one_sink_is_left_out_and_named(hand_made: tuple[PreTrainedModel, Inputs
     assert record.tokens.excluded["sink"].nonzero().flatten().tolist() == [position]
     assert record.tokens.visual.sum() == record.with_sinks.visual.sum() - 1
     measured = measure_layers([record])
-    assert measured["visual"]["norm"]["mean"] == pytest.approx(expected["visual"]["norm"]["mean"])
-    assert measured["gap"]["mean"] == pytest.approx(expected["gap"]["mean"], abs=1e-6)
-
-
-def test_a_token_that_is_long_when_it_enters_is_no_sink(hand_made: tuple[PreTrainedModel, Inputs]) -> None:
-    """A layer may take it back; what counts is what stands behind one."""
-    model, sample = hand_made
-    tokens = record_sample(model, sample).with_sinks
-    norms = torch.ones(4, len(tokens.text))
-    norms[0, 10] = 1e4
-    assert not find_sinks(norms, tokens).any()
-    norms[2, 10] = 1e4
-    assert find_sinks(norms, tokens).nonzero().flatten().tolist() == [10]
+    assert measured.visual.norm.mean == pytest.approx(expected.visual.norm.mean)
+    assert measured.gap.mean == pytest.approx(expected.gap.mean, abs=1e-6)
 
 
 def test_two_pictures_are_no_grid() -> None:
@@ -226,21 +217,9 @@ def test_two_pictures_are_no_grid() -> None:
     assert record_sample(model, both, num_images=2).grid is None
 
 
-def test_a_grid_is_found_or_left_unknown() -> None:
-    visual = torch.ones(13, dtype=torch.bool)
-    assert find_grid({}, visual[:9], 1) == (3, 3)
-    assert find_grid({}, visual[:8], 1) is None
-    rows = torch.tensor([1, 1, 1, 0, 1, 1, 1]).bool()
-    assert find_grid({}, rows, 1) == (2, 3)
-    tiles = torch.tensor([1, 1, 1, 1, 0, 0, 1, 1, 1, 1]).bool()
-    assert find_grid({}, tiles, 1) is None
-    assert find_grid({"image_grid_thw": torch.tensor([[1, 4, 6]])}, visual[:6], 2) == (2, 3)
-    assert find_grid({"image_grid_thw": torch.tensor([[1, 4, 6]] * 2)}, visual[:12], 2) is None
-
-
 def test_hooks_are_gone_after_a_failure() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
-    with pytest.raises(RuntimeError, match="stop"), Probe(model, sample):
+    with pytest.raises(RuntimeError, match="stop"), Probe(model, sample, tokens_of(model, sample)):
         raise RuntimeError("stop")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
@@ -249,8 +228,9 @@ def test_hooks_are_gone_after_a_failure() -> None:
 def test_a_probe_inside_of_another_leaves_it_in_place() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
     other = {**sample, "pixel_values": -sample["pixel_values"]}
-    with Probe(model, other) as outer, torch.no_grad():
-        with Probe(model, sample) as inner:
+    tokens = tokens_of(model, sample)
+    with Probe(model, other, tokens) as outer, torch.no_grad():
+        with Probe(model, sample, tokens) as inner:
             model(**sample)
         model(**other)
     assert torch.equal(inner.record().attention[0], record_sample(model, sample).attention[0])
@@ -288,18 +268,10 @@ def test_an_overflow_is_said() -> None:
         record_sample(model, sample)
 
 
-def test_what_has_nothing_visual_is_refused() -> None:
+def test_a_record_needs_a_pass() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
-    words = torch.tensor([[1, 20, 21]])
-    with pytest.raises(NoVisualTokensError, match="holds no visual tokens"):
-        Probe(model, {"input_ids": words})
-    with pytest.raises(NoVisualTokensError, match="LlamaForCausalLM has no visual tokens"):
-        Probe(LlamaForCausalLM(LlamaConfig(**SMALL)), {"input_ids": words})
-    with pytest.raises(ValueError, match="no ordinary text"):
-        Probe(model, {"input_ids": sample["input_ids"][:, 4:20]})
-    with pytest.raises(ValueError, match="one sample at a time, got 2"):
-        Probe(model, {"input_ids": words.repeat(2, 1)})
-    with pytest.raises(RuntimeError, match="0 of 3 decoder layers were run"), Probe(model, sample) as probe:
+    tokens = tokens_of(model, sample)
+    with pytest.raises(RuntimeError, match="0 of 3 decoder layers were run"), Probe(model, sample, tokens) as probe:
         probe.record()
 
 

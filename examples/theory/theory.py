@@ -1,8 +1,8 @@
 """The theory of "The Unseen Bias" (arXiv 2512.08374) as functions, and a check of it by random draws.
 
-    python -m diagnostics.theory
+    python examples/theory/theory.py
 
-What holds and what doesn't is written up in diagnostics/THEORY.md. Angles are in radians.
+What holds and what doesn't is written up in THEORY.md beside this file. Angles are in radians.
 """
 
 import argparse
@@ -11,22 +11,10 @@ import math
 
 import torch
 
+from diagnostics.turning import turning_angle
+
 
 logger = logging.getLogger(__name__)
-
-
-def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_angle: torch.Tensor) -> torch.Tensor:
-    """Angle between a token before and after a residual update (eq. 8, 13).
-
-    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`, by atan2: an update that is longer than the token and points backwards
-    turns it by more than a right angle, which a plain arctangent folds back.
-
-    Args:
-        hidden_norm: ‖h‖.
-        update_norm: ‖Δh‖.
-        update_angle: φ, between h and Δh.
-    """
-    return torch.atan2(update_norm * update_angle.sin(), hidden_norm + update_norm * update_angle.cos())
 
 
 def expected_cosine(
@@ -90,27 +78,6 @@ def attraction_window(
     return (low, high) if low < high else None
 
 
-def measure_attraction(hidden_states: torch.Tensor, updated: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """κ of each token's update towards each other token: cosine of the two, both taken across the token.
-
-    Args:
-        hidden_states: Tokens before a layer, `(num_tokens, hidden_size)`.
-        updated: The same after it.
-        others: Tokens of the other modality before the layer, `(num_others, hidden_size)`.
-
-    Returns:
-        `(num_tokens, num_others)`, from -1 to 1, float32.
-    """
-    unit = torch.nn.functional.normalize(hidden_states.float(), dim=-1)
-    update = updated.float() - hidden_states.float()
-    across = update - (update * unit).sum(-1, keepdim=True) * unit  # [num_tokens, hidden_size]
-    across = torch.nn.functional.normalize(across, dim=-1)
-    others = torch.nn.functional.normalize(others.float(), dim=-1)
-    cosine = unit @ others.T
-    # `across` is orthogonal to the token, so the other's part along the token drops out of the product.
-    return (across @ others.T) / (1 - cosine.square()).clamp(min=1e-12).sqrt()
-
-
 def simulate_cosine(
     cosine: float, theta_visual: float, theta_text: float, attraction: float, size: int, draws: int, seed: int
 ) -> torch.Tensor:
@@ -137,7 +104,7 @@ def simulate_cosine(
     return (turned[0] * turned[1]).sum(-1)
 
 
-def check(draws: int, seed: int) -> dict[str, float]:
+def count_failures(draws: int, seed: int) -> dict[str, float]:
     """Shares of random draws in which each statement fails, and how far a simulation is from the formulas."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -190,7 +157,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for name, value in check(args.draws, args.seed).items():
+    for name, value in count_failures(args.draws, args.seed).items():
         logger.info("%-72s %8.4f", name, value)
 
 

@@ -1,0 +1,73 @@
+"""Hooks at the modality interface, where the vision encoder's features become tokens of the decoder."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from diagnostics.parts import PROJECTORS, decoder_layers, find_encoder, find_norm, find_projector
+
+
+class InterfaceHooks:
+    """Hands what passes each place of the modality interface to a function, until they are removed.
+
+    Places are `"encoder_output"` (the vision encoder's last hidden states), `"projector_input"`, `"norm_input"` (what
+    enters the norm behind a NormLlava's projector), `"projector_output"` and `"decoder"` (what enters the decoder's
+    first layer), in each the tensor that the forward pass goes on with, `(..., width)`. A place that is passed more
+    than once is seen each time, in the backward pass too if its layer is computed again there.
+
+    As a context manager they are removed at its end.
+
+    Args:
+        model: The model.
+        see: Takes the place and the tensor.
+
+    Attributes:
+        notes: Places that the model doesn't name.
+    """
+
+    def __init__(self, model: PreTrainedModel, see: Callable[[str, torch.Tensor], None]) -> None:
+        encoder, projector, norm = find_encoder(model), find_projector(model), find_norm(model)
+        self.notes: list[str] = []
+
+        def see_encoder(module: nn.Module, args: Any, output: Any) -> None:
+            see("encoder_output", output if isinstance(output, torch.Tensor) else output.last_hidden_state)
+
+        def see_projector(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            before = _first_tensor((*args, *kwargs.values()))
+            after = output if isinstance(output, torch.Tensor) else _first_tensor(output)
+            if before is not None and after is not None:  # Ovis2 looks its indicator tokens up in the same table
+                see("projector_input", before)
+                see("projector_output", after)
+
+        def see_entrance(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            see("decoder", args[0] if args else kwargs["hidden_states"])
+
+        self._handles = [decoder_layers(model)[0].register_forward_pre_hook(see_entrance, with_kwargs=True)]
+        if encoder is None:
+            self.notes.append("vision encoder: not recorded, the model names none")
+        else:
+            self._handles.append(encoder.register_forward_hook(see_encoder))
+        if projector is None:
+            self.notes.append(f"projector: not recorded, no module is called {', '.join(PROJECTORS)}")
+        else:
+            self._handles.append(projector.register_forward_hook(see_projector, with_kwargs=True))
+        if norm is not None:
+            self._handles.append(norm.register_forward_pre_hook(lambda module, args: see("norm_input", args[0])))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the hooks out of the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:
+    return next((value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()), None)

@@ -1,0 +1,67 @@
+"""The parts of a vision-language model that are looked at, found alike in every model of transformers."""
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+# What families call their vision encoder, as `PreTrainedModel.get_encoder` knows them.
+ENCODERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
+# What they call the module that takes the vision encoder's features to the decoder's width.
+PROJECTORS = ("multi_modal_projector", "mm_projector", "connector", "merger", "visual_embeddings_table")
+
+
+class DiagnosticsError(ValueError):
+    """What was asked for can't be measured on this model with this data; the message says why and what to do."""
+
+
+class NoVisualTokensError(DiagnosticsError):
+    """The model or the data has no visual tokens."""
+
+
+def find_encoder(model: PreTrainedModel) -> nn.Module | None:
+    """The vision encoder, or `None` where the model names none."""
+    encoder = model.get_encoder(modality="image")
+    return None if encoder is model or encoder is model.base_model else encoder
+
+
+def find_projector(model: PreTrainedModel) -> nn.Module | None:
+    """The module that takes vision features to the decoder, found by its name; `None` where none has a known one."""
+    found = [(name.count("."), module) for name, module in model.named_modules() if name.split(".")[-1] in PROJECTORS]
+    return min(found, key=lambda entry: entry[0])[1] if found else None
+
+
+def find_norm(model: PreTrainedModel) -> Any:
+    """The norm in which a NormLlava's projector ends, or `None` for other models and the arm without it."""
+    if not hasattr(model.config, "projector_norm"):  # Qwen3-VL's merger has a `norm` too, in front
+        return None
+    norm = getattr(find_projector(model), "norm", None)
+    return norm if hasattr(norm, "weight") else None
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers, from the first to the last."""
+    return model.get_decoder().layers
+
+
+def merge_size(model: PreTrainedModel) -> int:
+    """How many patches of a picture a visual token spans each way, where the vision encoder joins them."""
+    config = getattr(model.config, "vision_config", None)
+    size = getattr(config, "spatial_merge_size", None)
+    return getattr(config, "merge_kernel_size", [1])[0] if size is None else size
+
+
+def image_token_id(model: PreTrainedModel) -> int:
+    """The id that stands for a picture's features in `input_ids`.
+
+    Raises:
+        NoVisualTokensError: if the model's config names none.
+    """
+    token = getattr(model.config, "image_token_id", None)
+    if token is None:
+        raise NoVisualTokensError(
+            f"{type(model).__name__} has no visual tokens: its config names no image_token_id. The diagnostics are "
+            "for models that put a picture's features among the decoder's input tokens."
+        )
+    return token

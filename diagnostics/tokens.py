@@ -1,0 +1,189 @@
+"""What a token is: visual, text, or neither, and why.
+
+Neither are padding, special tokens, the row ends that a model puts among a picture's features, attention sinks, and
+the blank picture that training gives to a batch without pictures. This is the only place that decides.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from diagnostics.parts import DiagnosticsError, NoVisualTokensError, image_token_id
+
+
+# A token is far longer than others if it is this many times as long as the median of its modality in its sample.
+SINK_FACTOR = 10.0
+# What a processor or a collator returns, by the name of the model's argument.
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """Ids that are no ordinary text: the one that stands for pictures, and those of special tokens."""
+
+    image: int
+    special: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What each position of one sample is; every mask is `(sequence_length,)`, of a batch `(batch_size, ...)`.
+
+    Attributes:
+        visual: Positions that hold a feature of a picture.
+        text: Ordinary text tokens.
+        excluded: The positions that are neither, by reason: `"padding"`, `"special"` (BOS, delimiters of chat and of
+            pictures, other modalities), and where there are such, `"blank picture"` (of a batch without pictures),
+            `"newline"` (row ends that a model puts among a picture's features), `"sink"`.
+    """
+
+    visual: torch.Tensor
+    text: torch.Tensor
+    excluded: dict[str, torch.Tensor]
+
+    def without(self, reason: str, positions: torch.Tensor) -> "Tokens":
+        """The same with more positions excluded."""
+        return Tokens(self.visual & ~positions, self.text & ~positions, self.excluded | {reason: positions})
+
+
+def find_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a processor, which may be one itself."""
+    return getattr(processor, "tokenizer", processor)
+
+
+def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
+    """The ids that a model's config, and its processor if there is one, tell from ordinary text.
+
+    Special are those that the config gives a role (BOS, delimiters of pictures, other media), and those that the
+    tokenizer marks as special, also where they have no role: Llama 3 delimits turns by such.
+
+    Raises:
+        NoVisualTokensError: if the config names no token for pictures.
+    """
+    special: set[int] = set()
+    for config in (model.config, model.config.get_text_config()):
+        for name, value in config.to_dict().items():
+            if name.endswith(("_token_id", "_token_ids", "_token_index")):
+                special |= set(value if isinstance(value, list | tuple) else [value])
+    if processor is not None:
+        tokenizer = find_tokenizer(processor)
+        special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+        special |= set(tokenizer.all_special_ids)
+    image = image_token_id(model)
+    return TokenIds(image, frozenset(special - {image, None}))
+
+
+def attended_tokens(inputs: Inputs) -> torch.Tensor:
+    """Which positions are neither padding nor a blank picture, of inputs as for [`classify`]; the shape of the ids."""
+    attention_mask, position_ids = inputs.get("attention_mask"), inputs.get("position_ids")
+    if attention_mask is not None:
+        return attention_mask.bool()
+    if position_ids is not None:
+        # In a packed row only the tokens of a blank picture are samples of one token.
+        return (position_ids != 0) | (position_ids.roll(-1, dims=1) != 0)
+    return torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+
+
+def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
+    """Sort the positions of a batch by what they hold; newline features and sinks show only when the model runs.
+
+    Args:
+        inputs: What the model is given: `input_ids` of shape `(batch_size, S)`, padded with an `attention_mask` or
+            packed with `position_ids` that restart at each sample, both of the same shape.
+        ids: Of the model, as [`token_ids`] returns them.
+    """
+    input_ids, attended = inputs["input_ids"], attended_tokens(inputs)
+    is_image = input_ids == ids.image
+    is_special = torch.isin(input_ids, torch.tensor(sorted(ids.special), dtype=torch.long, device=input_ids.device))
+    excluded = {"padding": ~attended & ~is_image, "special": attended & is_special}
+    blank = ~attended & is_image
+    if blank.any():
+        excluded["blank picture"] = blank
+    return Tokens(attended & is_image, attended & ~is_image & ~is_special, excluded)
+
+
+def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
+    """What [`classify`] does, of one sample with a picture and a question: masks `(S,)`, on the CPU.
+
+    Raises:
+        NoVisualTokensError: if there is nothing visual.
+        DiagnosticsError: if there is more than one sample, or no ordinary text.
+    """
+    count, length = inputs["input_ids"].shape
+    if count != 1:
+        raise DiagnosticsError(f"A probe watches one sample at a time, got {count}.")
+    batch = classify(inputs, ids)
+    excluded = {reason: mask[0].cpu() for reason, mask in batch.excluded.items()}
+    tokens = Tokens(batch.visual[0].cpu(), batch.text[0].cpu(), excluded)
+    if not tokens.visual.any():
+        raise NoVisualTokensError(
+            f"A sample holds no visual tokens (image_token_id {ids.image} is not among its {length} input ids): every "
+            "sample needs a picture."
+        )
+    if not tokens.text.any():
+        raise DiagnosticsError("A sample holds no ordinary text tokens to compare the picture's with: ask a question.")
+    return tokens
+
+
+def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Tokens) -> Tokens:
+    """The tokens without the learned features with which a model, LLaVA-NeXT, ends each row of a picture.
+
+    Args:
+        model: The model.
+        embeddings: What enters its decoder, `(S, hidden_size)`.
+        tokens: Which position is what.
+    """
+    for name, parameter in model.named_parameters():
+        if name.split(".")[-1] == "image_newline":
+            newline = (embeddings == parameter.to(embeddings)).all(-1).cpu() & tokens.visual
+            tokens = tokens.without("newline", newline)
+    return tokens
+
+
+def far_longer(norms: torch.Tensor) -> torch.Tensor:
+    """Which of a modality's tokens are over `SINK_FACTOR` times as long as their median, `(..., num_tokens)`."""
+    return norms > SINK_FACTOR * norms.median(dim=-1, keepdim=True).values
+
+
+def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    """Tokens with massive norms past the first layer, which attract attention whatever they hold, `(S,)`.
+
+    A token is one if at some layer it is [`far_longer`] than its modality (compare the massive activations of arXiv
+    2402.17762). What enters the first layer doesn't count.
+
+    Args:
+        layer_norms: `(L + 1, S)`.
+        tokens: Which position is what.
+    """
+    sinks = torch.zeros_like(tokens.visual)
+    for mask in (tokens.visual, tokens.text):
+        if mask.any():
+            sinks[mask] = far_longer(layer_norms[1:, mask]).any(0)
+    return sinks
+
+
+def find_grid(inputs: Inputs, visual: torch.Tensor, merge_size: int) -> tuple[int, int] | None:
+    """Height and width of a sample's only picture in visual tokens.
+
+    Known from `image_grid_thw`, or where the tokens stand in a run whose length is a square, or in runs of equal
+    length with one token between them (rows). Other layouts, such as tiles, give `None`.
+    """
+    count = int(visual.sum())
+    grids = inputs.get("image_grid_thw")
+    if grids is not None:
+        if len(grids) != 1 or int(grids[0, 0]) != 1:
+            return None
+        height, width = (int(size) // merge_size for size in grids[0, 1:])
+        return (height, width) if height * width == count else None
+    positions = visual.nonzero()[:, 0]
+    starts = torch.cat([positions[:1], positions[1:][positions.diff() > 1]])
+    gaps = positions.diff()[positions.diff() > 1]
+    side = round(count**0.5)
+    if len(starts) == 1:
+        return (side, side) if side * side == count else None
+    height = len(starts)
+    if count % height == 0 and (gaps == 2).all() and (starts.diff() == count // height + 1).all():
+        return height, count // height
+    return None

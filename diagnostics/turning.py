@@ -1,0 +1,54 @@
+"""How a layer of the decoder turns tokens, by its residual update."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Turn(NamedTuple):
+    """What a layer does to each token; every tensor is `(..., S)`, float32.
+
+    Attributes:
+        norms, norms_after: L2 norm of what enters the layer, and of what leaves it.
+        cosines: Between what enters and what leaves.
+        update_ratios: Norm of the layer's residual update over that of what enters.
+        update_cosines: Between what enters and the update.
+        angles: By which equation 8 says that the update turns the token, in radians.
+    """
+
+    norms: torch.Tensor
+    norms_after: torch.Tensor
+    cosines: torch.Tensor
+    update_ratios: torch.Tensor
+    update_cosines: torch.Tensor
+    angles: torch.Tensor
+
+
+def turn(before: torch.Tensor, after: torch.Tensor) -> Turn:
+    """What a layer does to each token, from the hidden states around it, `(S, hidden_size)` each, float32."""
+    update = after - before
+    norms, update_norms, norms_after = (torch.linalg.vector_norm(x, dim=-1) for x in (before, update, after))
+    ratios = update_norms / norms.clamp(min=1e-30)
+    update_cosines = (before * update).sum(-1) / (norms * update_norms).clamp(min=1e-30)
+    return Turn(
+        norms,
+        norms_after,
+        cosines=(before * after).sum(-1) / (norms * norms_after).clamp(min=1e-30),
+        update_ratios=ratios,
+        update_cosines=update_cosines,
+        angles=turning_angle(torch.ones_like(ratios), ratios, update_cosines.clamp(-1, 1).acos()),
+    )
+
+
+def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_angle: torch.Tensor) -> torch.Tensor:
+    """Angle between a token before and after a residual update (eq. 8, 13 of "The Unseen Bias").
+
+    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`, by atan2: an update that is longer than the token and points backwards
+    turns it by more than a right angle, which a plain arctangent folds back.
+
+    Args:
+        hidden_norm: ‖h‖.
+        update_norm: ‖Δh‖.
+        update_angle: φ, between h and Δh.
+    """
+    return torch.atan2(update_norm * update_angle.sin(), hidden_norm + update_norm * update_angle.cos())

@@ -340,6 +340,8 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if get_origin(kind) in (list, tuple):
         entries = enumerate(_expect(list, value, place))
         return get_origin(kind)(_read(get_args(kind)[0], entry, f"{place}{number}.") for number, entry in entries)
+    if kind is Any:
+        return value
     if kind is float:
         return math.nan if value is None else float(_expect((int, float), value, place))
     return _expect(kind, value, place)

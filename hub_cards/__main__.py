@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from hub_cards.build import build
 from hub_cards.check import check
 from hub_cards.release import ReleaseError, plan_push, push, read_manifest, verify
+from training.run import RUN_FILE, Run
 
 
 logger = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     add("run", type=Path, help="output folder of the last stage")
     add("--repo_id", required=True, help="owner/name that the repository will have")
     add("--output_dir", type=Path, help="stage folder to make (default: release in the run folder)")
-    add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml in the run folder)")
+    add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml beside the run's recipe)")
     add("--revision", default="v1.0", help="tag that the card pins (default: v1.0)")
     add(
         "--diagnostics", type=Path, help="folder of a report about this model (default: diagnostics in the run folder)"
@@ -81,11 +82,13 @@ def run_build(args: argparse.Namespace) -> None:
 
 
 def find_prose(run: Path) -> Path:
-    """The prose that training left in a run's folder. Raises `ValueError` if there is none."""
-    prose = run / "card.yaml"
-    if not prose.exists():
+    """The prose beside the recipe that a run was started with. Raises `ValueError` if there is none."""
+    recipe = Run.read(run).recipe if (run / RUN_FILE).exists() else None
+    prose = None if recipe is None else Path(recipe).with_name("card.yaml")
+    if prose is None or not prose.exists():
         raise ValueError(
-            f"{prose} is not there: give the card's prose by --prose. training/recipes/*/card.yaml are examples."
+            f"{prose or f'{RUN_FILE}, which names the recipe,'} is not there: give the card's prose by --prose. "
+            "training/recipes/*/card.yaml are examples."
         )
     return prose
 

@@ -19,7 +19,7 @@ from conversations.rows import load_rows, row_images, row_turns
 from diagnostics.plots import draw_attention, draw_layers
 from diagnostics.results import ModelReport
 from hub_cards.card import Widget, read_prose, render_card
-from hub_cards.facts import HUB_ID, Facts, RunEnvironment, collect_facts, read_json, weight_files
+from hub_cards.facts import HUB_ID, Facts, collect_facts, read_json, weight_files
 from hub_cards.licences import APACHE, Licence, licence_of
 
 
@@ -224,14 +224,14 @@ def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> N
 
     The commit is that of the last stage; it counts as clean only where that of no stage is known not to be.
     """
-    environments = [stage.environment for stage in facts.stages] or [RunEnvironment()]
-    clean = [environment.commit_is_clean for environment in environments]
+    environments = [stage.environment for stage in facts.stages if stage.environment is not None]
+    clean = [environment.commit_is_clean for environment in environments] or [None]
     manifest = {
         "repo_id": repo_id,
         "revision": revision,
         "text_model": facts.text_model,
         "vision_model": facts.vision_model,
-        "commit": environments[-1].commit,
+        "commit": environments[-1].commit if environments else None,
         "commit_is_clean": False if False in clean else clean[-1],
         "files": {
             path.relative_to(folder).as_posix(): {"sha256": sha256(path), "size": path.stat().st_size}

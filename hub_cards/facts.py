@@ -5,8 +5,7 @@ What an artefact doesn't hold is `None`, which the card shows as "not recorded".
 
 import json
 import re
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, fields
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,9 @@ from typing import Any
 from safetensors import safe_open
 
 from diagnostics.results import ModelReport, Report, from_json
+from training.arguments import RunArguments, TrainingConfig
+from training.environment import Environment
+from training.run import RUN_FILE, Run
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -21,27 +23,20 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 ARGUMENTS = (
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length",
     "num_train_epochs", "max_steps", "learning_rate", "vision_learning_rate", "norm_learning_rate",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "clip_by_module", "optim", "bf16",
-    "bf16_weights", "load_in_4bit", "lora_r", "lora_alpha", "seed",
+    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16", "seed",
 )  # fmt: skip
-# Listed only where they are on, and where the stage has adapters.
-SWITCHES = {"clip_by_module", "bf16_weights", "load_in_4bit"}
-ADAPTER_ARGUMENTS = {"lora_r", "lora_alpha"}
+# Those that are listed only where they are not what they are by default.
+UNUSUAL = (
+    "clip_by_module", "lr_scheduler_kwargs", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "loss_type",
+    "neftune_noise_alpha", "train_sampling_strategy", "data_seed", "fp16", "load_in_4bit", "bnb_4bit_quant_type",
+    "use_bnb_nested_quant", "use_rslora", "use_dora", "lora_dropout",
+)  # fmt: skip
+ADAPTER_ARGUMENTS = ("lora_r", "lora_alpha")
+DEFAULTS = {entry.name: entry.default for kind in (RunArguments, TrainingConfig) for entry in fields(kind)}
 # How far the mean |gain| of a report may be from that of the weights: one is summed on another device, perhaps.
 GAIN_TOLERANCE = 1e-3
 # Settings of a run by name, of any type.
 Arguments = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RunEnvironment:
-    """What a stage recorded of what it ran on, as far as the card says it."""
-
-    device: str | None = None
-    num_processes: int | None = None
-    commit: str | None = None
-    commit_is_clean: bool | None = None
-    resumed: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,8 @@ class StageFacts:
         stage: `align`, `instruct` or `adapt`, if it is recorded.
         steps, tokens, first_loss, last_loss: From `trainer_state.json` and `metrics.jsonl`.
         seconds: From `metrics.jsonl`; `None` for a resumed run, of which only the last session's time is there.
-        arguments: Those of `ARGUMENTS` that are recorded.
+        arguments: Those that the card lists.
+        environment: What it ran on, if it is recorded.
     """
 
     stage: str | None
@@ -62,7 +58,7 @@ class StageFacts:
     last_loss: float | None
     seconds: float | None
     arguments: Arguments
-    environment: RunEnvironment
+    environment: Environment | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,18 +235,17 @@ def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
     stages: list[StageFacts] = []
     folder = run
     while (folder / "trainer_state.json").exists():
-        recorded = folder / "run.json"
-        arguments = read_json(recorded) if recorded.exists() else {}
-        stages.insert(0, read_stage(folder, arguments))
-        before = arguments.get("model_name_or_path")
+        recorded = Run.read(folder) if (folder / RUN_FILE).exists() else None
+        stages.insert(0, read_stage(folder, recorded))
+        before = None if recorded is None else recorded.arguments.get("model_name_or_path")
         if before is None or not Path(before).is_dir():
             return stages, stages[0].stage == "align"
         folder = Path(before)
     return stages, bool(stages)
 
 
-def read_stage(folder: Path, arguments: Arguments) -> StageFacts:
-    """One stage, from its folder and the arguments that it recorded."""
+def read_stage(folder: Path, run: Run | None) -> StageFacts:
+    """One stage, from its folder and what it recorded of itself."""
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     try:
@@ -259,35 +254,28 @@ def read_stage(folder: Path, arguments: Arguments) -> StageFacts:
         raise ValueError(f"{metrics}: a line is no JSON ({error}).") from error
     losses = [line["loss"] for line in logged if "loss" in line]
     seconds = [line["train_runtime"] for line in logged if "train_runtime" in line]
-    environment = from_json(RunEnvironment, arguments.get("environment") or {}, folder / "run.json")
+    tokens = [line["num_tokens"] for line in logged if "num_tokens" in line]
+    arguments: Arguments = {} if run is None else run.arguments
     return StageFacts(
         stage=arguments.get("stage"),
         steps=read_json(folder / "trainer_state.json")["global_step"],
-        tokens=count_tokens([line["num_tokens"] for line in logged if "num_tokens" in line]),
+        tokens=int(tokens[-1]) if tokens else None,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
-        seconds=seconds[-1] if seconds and not environment.resumed else None,
-        arguments={name: arguments[name] for name in ARGUMENTS if is_listed(name, arguments)},
-        environment=environment,
+        seconds=seconds[-1] if seconds and not (run is not None and run.environment.resumed) else None,
+        arguments={name: value for name, value in arguments.items() if is_listed(name, arguments)},
+        environment=None if run is None else run.environment,
     )
 
 
-def count_tokens(logged: list[float]) -> int | None:
-    """All tokens of a run, from a count that starts at 0 again wherever the run was resumed."""
-    if not logged:
-        return None
-    falls = [before for before, after in pairwise(logged) if after < before]
-    return int(sum(falls) + logged[-1])
-
-
 def is_listed(name: str, arguments: Arguments) -> bool:
-    """Whether the card lists an argument: not one that is not recorded, or that does nothing."""
-    value = arguments.get(name)
-    if value is None or (name in SWITCHES and not value):
-        return False
+    """Whether the card lists an argument: not one that does nothing."""
+    value = arguments[name]
+    if name in UNUSUAL:
+        return value != DEFAULTS[name]
     if name in ADAPTER_ARGUMENTS:
         return arguments.get("stage") == "adapt"
-    return name != "max_steps" or value > 0
+    return name in ARGUMENTS and value is not None and (name != "max_steps" or value > 0)
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:

@@ -3,9 +3,10 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from conversations.files import write_whole
+from diagnostics.results import from_json
 from training.arguments import RunArguments, TrainingConfig
 from training.environment import Environment
 
@@ -63,7 +64,7 @@ class Run:
         write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
+    def read(cls, folder: Path) -> "Run":
         """Read `run.json` from a folder.
 
         Raises:
@@ -71,14 +72,9 @@ class Run:
         """
         path = folder / RUN_FILE
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
-            environment = Environment(**record.pop("environment"))
-            progress = record.pop("progress")
-            return cls(**record, environment=environment, progress=None if progress is None else Progress(**progress))
-        except (OSError, ValueError) as error:
+            return from_json(cls, json.loads(path.read_text(encoding="utf-8")), path)
+        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} can't be read ({error}).") from error
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not of this version: {error} is missing or unknown.") from error
 
 
 def describe_run(run_args: RunArguments, args: TrainingConfig, data: str, environment: Environment) -> Run:

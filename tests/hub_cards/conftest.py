@@ -12,6 +12,8 @@ from PIL import Image
 
 from diagnostics.__main__ import main as measure
 from hub_cards.build import build
+from training.environment import Environment
+from training.run import Run
 
 
 PROSE = {
@@ -39,9 +41,9 @@ def trained(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     lines = [{"step": 4, "loss": 2.5, "num_tokens": 100.0}, {"step": 8, "loss": 1.5, "num_tokens": 200.0}]
     lines.append({"step": 8, "train_runtime": 30.0})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = {"device": "x86_64", "num_processes": 1, "commit": "0" * 40, "commit_is_clean": True}
+    environment = Environment("x86_64", 1, False, "0" * 40, True, "3.11", {"torch": "2.13.0"})
     arguments = {"stage": "instruct", "learning_rate": 1e-5, "model_name_or_path": str(run.parent / "gone")}
-    (run / "run.json").write_text(json.dumps({**arguments, "environment": environment}))
+    Run("data", 1, arguments, None, environment).write(run)
     (run / "evaluation.json").write_text(json.dumps([EVALUATION]))
     (run / "training_args.bin").write_bytes(b"\x80\x02.")
     (run / "optimizer.pt").write_bytes(b"PK")

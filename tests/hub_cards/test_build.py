@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from hub_cards.card import read_prose
 from hub_cards.check import check
 from hub_cards.facts import HUB_ID, collect_facts
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.run import Run
 
 
 OWN = {"own_licence": "apache-2.0"}
@@ -154,10 +155,12 @@ def test_a_run_that_did_not_say_where_it_ran(trained: Path, prose: Path, tmp_pat
     assert "| code | commit not recorded |" in text
 
 
-def record(run: Path, **fields: Any) -> Path:
+def record(run: Path, environment: dict[str, Any] | None = None, recipe: Path | None = None, **arguments: Any) -> Path:
     """Change what a run recorded of itself."""
-    before = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**before, **fields}))
+    before = Run.read(run)
+    changed = replace(before.environment, **(environment or {}))
+    recorded = {**before.arguments, **arguments}
+    replace(before, environment=changed, arguments=recorded, recipe=recipe and str(recipe)).write(run)
     return run
 
 
@@ -167,8 +170,7 @@ def log(run: Path, lines: list[dict[str, float]]) -> None:
 
 def test_earlier_stages_are_found(trained: Path, prose: Path, tmp_path: Path) -> None:
     first, second = copy(trained, tmp_path / "stage1"), copy(trained, tmp_path / "stage2")
-    dirty = json.loads((first / "run.json").read_text())["environment"] | {"commit_is_clean": False}
-    record(first, stage="align", environment=dirty)
+    record(first, stage="align", environment={"commit_is_clean": False})
     record(second, model_name_or_path=str(first))
     assert [stage.stage for stage in collect_facts(second, None).stages] == ["align", "instruct"]
     stage = build(second, tmp_path / "stage", "me/Mine", prose, **OWN)
@@ -197,9 +199,9 @@ def test_a_composed_model_is_where_training_begins(trained: Path, prose: Path, t
 
 def test_a_resumed_run_counts_all_tokens_and_times_none(trained: Path, tmp_path: Path) -> None:
     run = record(copy(trained, tmp_path / "run"), environment={"resumed": True})
-    log(run, [{"num_tokens": count} for count in (100, 200, 90, 190, 40)] + [{"train_runtime": 5.0}])
+    log(run, [{"num_tokens": count} for count in (100, 200, 290)] + [{"train_runtime": 5.0}])
     (stage,) = collect_facts(run, None).stages
-    assert (stage.tokens, stage.seconds) == (200 + 190 + 40, None)
+    assert (stage.tokens, stage.seconds) == (290, None)
     log(run, [{"loss": 1.0}])
     assert collect_facts(run, None).stages[0].tokens is None
 
@@ -207,14 +209,15 @@ def test_a_resumed_run_counts_all_tokens_and_times_none(trained: Path, tmp_path:
 def test_arguments_that_did_nothing_are_not_listed(trained: Path, tmp_path: Path) -> None:
     fields = {
         "max_steps": -1, "load_in_4bit": False, "clip_by_module": False, "bf16": False, "lora_r": 16, "lora_alpha": 32,
-        "gradient_accumulation_steps": 4, "dataset_name": "/data/rows.json",
+        "gradient_accumulation_steps": 4, "dataset_name": "/data/rows.json", "adam_beta2": 0.999, "optim_args": None,
+        "train_sampling_strategy": "random", "norm_learning_rate": None,
     }  # fmt: skip
     run = record(copy(trained, tmp_path / "run"), **fields)
     listed = {"learning_rate": 1e-5, "bf16": False, "gradient_accumulation_steps": 4}
     assert collect_facts(run, None).stages[0].arguments == listed
-    record(run, stage="adapt", load_in_4bit=True, max_steps=8)
-    adapted = collect_facts(run, None).stages[0].arguments
-    assert adapted == listed | {"load_in_4bit": True, "max_steps": 8, "lora_r": 16, "lora_alpha": 32}
+    unusual = {"load_in_4bit": True, "max_steps": 8, "adam_beta2": 0.95, "optim_args": "rank=1", "loss_type": "dft"}
+    record(run, stage="adapt", **unusual)
+    assert collect_facts(run, None).stages[0].arguments == listed | unusual | {"lora_r": 16, "lora_alpha": 32}
 
 
 def change_report(report: Path, folder: Path, **changes: Any) -> Path:
@@ -272,9 +275,13 @@ def test_build_finds_what_training_left(
     run = copy(trained, tmp_path / "run")
     command = ["hub_cards", "build", str(run), "--repo_id", "me/Mine", "--license", "apache-2.0"]
     monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match=r"card.yaml is not there: give .* --prose. training/recipes/\*/card.yaml"):
+    with pytest.raises(SystemExit, match=r"run.json, which names the recipe, is not there: give .* --prose. training"):
         main()
-    shutil.copy(prose, run)
+    record(run, recipe=tmp_path / "recipes" / "stage2.yaml")
+    with pytest.raises(SystemExit, match=r"recipes/card.yaml is not there: give .* --prose. training/recipes/\*/card"):
+        main()
+    (tmp_path / "recipes").mkdir()
+    shutil.copy(prose, tmp_path / "recipes")
     shutil.copytree(report, run / "diagnostics")
     main()
     assert check(run / "release") == []
@@ -380,7 +387,8 @@ def test_qwen_is_apache(trained: Path, prose: Path, tmp_path: Path) -> None:
     [
         (lambda run, prose: (run / "config.json").unlink(), "holds no config.json"),
         (lambda run, prose: (run / "config.json").write_text("{"), "config.json is no JSON"),
-        (lambda run, prose: (run / "run.json").write_text("{"), "run.json is no JSON"),
+        (lambda run, prose: (run / "run.json").write_text("{"), "run.json can't be read"),
+        (lambda run, prose: (run / "run.json").write_text('{"data": ""}'), "run.json: no num_processes, arguments"),
         (lambda run, prose: (run / "metrics.jsonl").write_text("{"), "metrics.jsonl: a line is no JSON"),
         (lambda run, prose: (run / "adapter_config.json").write_text("{}"), "training/merge.py --adapter"),
         (lambda run, prose: prose.write_text("a: [b"), "card.yaml is no YAML"),

@@ -160,8 +160,9 @@ class ConsoleTable(TrainerCallback):
         self._tokens_before = logged[-1] if logged else 0
         if state.is_world_process_zero:
             self._bar = tqdm(
-                total=state.max_steps, initial=state.global_step, leave=False, disable=args.disable_tqdm, unit="step"
-            )
+                total=state.max_steps, initial=state.global_step, leave=False, unit="step",
+                disable=args.disable_tqdm or None,  # and where there is no terminal
+            )  # fmt: skip
             self._write("".join(f"{name:>15}" for name in self.COLUMNS))
 
     @override

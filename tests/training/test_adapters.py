@@ -16,7 +16,7 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
-from script_runs import ROOT, logged, run  # noqa: E402
+from script_runs import INSTRUCT, ROOT, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
 from training.merge import main as merge_main  # noqa: E402
@@ -75,7 +75,6 @@ def test_a_run_learns_saves_reloads_and_merges(
         "bf16": bf16,
         "output_dir": str(tmp_path / "adapter"),
     }
-    (tmp_path / "card.yaml").write_text("summary: A test.")
     run(monkeypatch, tmp_path, **fields)
     lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
     losses = [line["loss"] for line in lines]
@@ -116,10 +115,16 @@ def test_a_run_learns_saves_reloads_and_merges(
     assert {path.name for path in (tmp_path / "merged").iterdir()} >= {
         "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
     }  # fmt: skip
-    for name in ("run.json", "trainer_state.json", "metrics.jsonl", "card.yaml"):  # of which its model card is made
+    for name in ("run.json", "trainer_state.json", "metrics.jsonl"):  # of which its model card is made
         assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
     with torch.no_grad():
         torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+
+    # Training on from the adapter would save no more than the adapter.
+    for stage in (INSTRUCT, {"stage": "align"}, {"stage": "adapt"}):
+        onward = {**stage, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
+        with pytest.raises(ValueError, match="is an adapter, not a whole model. Merge it .*training/merge.py"):
+            run(monkeypatch, tmp_path, **onward, output_dir=str(tmp_path / "onward"))
 
 
 def test_merging_keeps_the_norm_float32(composed: Callable[..., Path], tmp_path: Path) -> None:

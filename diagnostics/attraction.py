@@ -18,8 +18,8 @@ from diagnostics.tokens import SINK_FACTOR, far_longer
 # Tokens of either modality that are compared in one sample.
 MAX_COMPARED = 64
 DEFINITIONS = {
-    "tokens": f"at most {MAX_COMPARED} of each kind in a sample, evenly spaced; left out are those that enter the layer "
-    f"over {SINK_FACTOR:g} times as long as the median of their modality",
+    "tokens": f"at most {MAX_COMPARED} of each kind in a sample, evenly spaced; left out are those that enter the "
+    f"layer over {SINK_FACTOR:g} times as long as the median of their modality",
     "update_correlation": "mean cosine between the updates of a visual and of a text token by one layer; independent "
     "updates give 0",
     "attraction_visual_to_text": "mean κ of visual tokens towards text tokens: cosine of a token's update and the "

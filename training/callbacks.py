@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import LlavaProcessor, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from conversations.files import write_whole
+from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
+from diagnostics.tokens import Inputs, Tokens, classify, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.stages import trained_projector
 
@@ -34,20 +36,26 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 class InterfaceMonitor(TrainerCallback):
     """Measures the step that is about to be logged, through hooks that stay idle on every other step.
 
-    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the decoder, padding left out; `norm/ratio`.
+    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the decoder's first layer; `norm/ratio`. The
+      diagnostics' code says which tokens count. But sinks, which show only at later layers, are not left out here.
     - `projector_norm/gain_mean_abs`, `gain_l2`, `bias_mean_abs`, `bias_l2` (Table 5 of arXiv 2512.08374).
     - `grad_norm/<module>`: L2 norm of the gradient of a trained module's parameters, before clipping.
+
+    Args:
+        model: The model that is trained; adapters in place, wrappers off.
+        processor: Its processor, which knows special tokens.
     """
 
-    def __init__(self, model: NormLlavaForConditionalGeneration) -> None:
+    def __init__(self, model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
         self.active = False
         self.gradients: dict[str, torch.Tensor] = {}
         """By module, filled in by the trainer before it clips."""
         self._model = model
+        self._ids = token_ids(model, processor)
         self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2))  # sum of norms, tokens
-        self._masks: dict[str, torch.Tensor] = {}
-        model.model.register_forward_pre_hook(self._see_tokens, with_kwargs=True)
-        model.model.language_model.register_forward_pre_hook(self._see_embeddings, with_kwargs=True)
+        self._tokens: Tokens | None = None
+        model.model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
+        InterfaceHooks(model, self._see_features)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -56,24 +64,17 @@ class InterfaceMonitor(TrainerCallback):
         step = state.global_step + 1
         self.active = step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
 
-    def _see_tokens(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
         if self.active and module.training:
-            input_ids, attention_mask = kwargs["input_ids"], kwargs.get("attention_mask")
-            if attention_mask is None:
-                # In a packed row only the tokens of a blank picture are samples of one token.
-                position_ids = kwargs["position_ids"]
-                attended = (position_ids != 0) | (position_ids.roll(-1, dims=1) != 0)
-            else:
-                attended = attention_mask.bool()
-            is_image = input_ids == self._model.config.image_token_id
-            self._masks = {"visual": is_image & attended, "text": ~is_image & attended}
+            self._tokens = classify(kwargs, self._ids)
 
     @torch.no_grad()
-    def _see_embeddings(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        if self.active and module.training:
-            norms = token_norms(kwargs["inputs_embeds"])  # [batch_size, sequence_length]
-            for name, mask in self._masks.items():
+    def _see_features(self, place: str, features: torch.Tensor) -> None:
+        if place == "decoder" and self._tokens is not None:
+            norms = token_norms(features)  # [batch_size, sequence_length]
+            for name, mask in (("visual", self._tokens.visual), ("text", self._tokens.text)):
                 self._sums[name] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
+            self._tokens = None  # gradient checkpointing runs the layer again
 
     @torch.no_grad()
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:

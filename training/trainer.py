@@ -88,7 +88,7 @@ class NormLlavaTrainer(SFTTrainer):
                 parameter.data = master.to(parameter.device)
         base: NormLlavaForConditionalGeneration = self._unwrapped()
         base.model.register_forward_hook(self._keep_scored)
-        self._monitor = InterfaceMonitor(base)
+        self._monitor = InterfaceMonitor(base, self.processing_class)
         self.add_callback(self._monitor)
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
         if sampler is not None:

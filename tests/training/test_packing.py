@@ -112,7 +112,7 @@ def test_a_blank_picture_is_not_measured(
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).train()
     collator = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed)
-    monitor = InterfaceMonitor(model)
+    monitor = InterfaceMonitor(model, processor)
     monitor.active = True
     model.model(**{name: value for name, value in collator([rows[1]]).items() if name != "labels"}, use_cache=False)
     assert "norm/visual" not in monitor.collect(lambda sums: sums)

@@ -1,0 +1,66 @@
+"""What training logs of the modality interface is what the diagnostics measure on the same rows."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoProcessor
+
+from conversations.rows import load_rows
+from diagnostics.embeddings import vocabulary_norms
+from diagnostics.interface import measure_interface
+from diagnostics.probe import Probe
+from diagnostics.results import Interface
+from diagnostics.tokens import classify_sample, token_ids
+from modeling_normllava import NormLlavaForConditionalGeneration
+from script_runs import INSTRUCT, PACKED, logged, run
+from training.collator import VisionLanguageCollator
+from training.tokenization import RowTokenizer
+
+
+@torch.no_grad()
+def measure_rows(folder: Path, rows: str) -> list[Interface]:
+    """The diagnostics' numbers of each row by itself, tokenized as training does it."""
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    collate = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))
+    measured = []
+    for row in load_rows(rows):
+        inputs = collate([row])
+        del inputs["labels"]
+        with Probe(model, inputs, classify_sample(inputs, token_ids(model, processor))) as probe:
+            model.model(**inputs)
+        record = probe.record()
+        assert not record.tokens.excluded["sink"].any()  # which training can't know
+        measured.append(measure_interface([record], vocabulary_norms(model), 32))
+    return measured
+
+
+@pytest.mark.parametrize("text", ["qwen2", "llama"])
+def test_norms_of_a_step_are_those_of_the_diagnostics(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    rows = data.with_name("pictures.json")
+    rows.write_text(json.dumps([row for row in json.loads(data.read_text()) if "image" in row]))
+    measured = measure_rows(composed(text=text), str(rows))
+    expected = {}
+    for modality in ("visual", "text"):
+        places = [interface.at_decoder(modality) for interface in measured]
+        num_tokens = sum(place.num_tokens for place in places)
+        expected[modality] = sum(place.mean * place.num_tokens for place in places) / num_tokens
+    fields = {
+        **INSTRUCT,
+        "model_name_or_path": str(composed(text=text)),
+        "dataset_name": str(rows),
+        "max_steps": 1,
+        "logging_steps": 1,
+        "global_batch_size": 24,
+    }
+    for name, more in (("padded", {}), ("packed", PACKED), ("checkpointing", {"gradient_checkpointing": True})):
+        run(monkeypatch, tmp_path, **{**fields, **more}, output_dir=str(tmp_path / name))
+        line = logged(tmp_path / name)[0]
+        assert line["norm/visual"] == pytest.approx(expected["visual"], rel=1e-5), name
+        assert line["norm/text"] == pytest.approx(expected["text"], rel=1e-5), name
+        assert line["norm/ratio"] == pytest.approx(expected["visual"] / expected["text"], rel=1e-5), name

@@ -11,7 +11,7 @@ import argparse
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -28,7 +28,7 @@ from diagnostics.dynamics import measure_point, measure_run
 from diagnostics.loading import Question, load_model, load_questions
 from diagnostics.plots import MODALITY_COLOURS, draw_curve, draw_layers
 from diagnostics.report import table
-from diagnostics.results import KEY, Curve, DynamicsPoint, ProjectorNorm, from_json, to_json
+from diagnostics.results import KEY, Curve, DynamicsPoint, Layers, ProjectorNorm, from_json, to_json
 from diagnostics.samples import prepare_samples
 
 
@@ -38,13 +38,18 @@ PAGE = Path(__file__).with_name("ablation_page.md")
 
 
 @dataclass(frozen=True)
-class StagePoint(DynamicsPoint):
-    """A trained model measured, with what its run logged.
+class StageNumbers:
+    """A model of a run in a few numbers."""
 
-    Attributes:
-        loss: Mean over the last logged steps.
-        clipped: Share of logged steps with a gradient over 1.
-    """
+    visual_over_text_norm: float
+    update_rate: dict[str, float]
+    mean_gap: float
+    projector_norm: ProjectorNorm | None
+
+
+@dataclass(frozen=True)
+class TrainedNumbers(StageNumbers):
+    """The same after training, with the last logged loss, and the share of logged steps with a gradient over 1."""
 
     loss: float
     clipped: float
@@ -61,49 +66,25 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ArmRun:
-    """All that is measured of one run."""
+    """All that is reported of one run; the last model's curves by layer are drawn and not committed."""
 
     arm: str
     title: str
     seed: int
-    composed: DynamicsPoint
-    stage1: StagePoint
-    stage2: StagePoint | None = None
+    composed: StageNumbers
+    stage1: TrainedNumbers
+    stage2: TrainedNumbers | None = None
     evaluation: Accuracy | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageSummary:
-    """A model of a run in a few numbers."""
-
-    visual_over_text_norm: float
-    update_rate: dict[str, float]
-    mean_gap: float
-    projector_norm: ProjectorNorm | None
-    loss: float | None = None
-    clipped: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSummary:
-    """What is committed of a run: its numbers without the curves by layer."""
-
-    arm: str
-    title: str
-    seed: int
-    evaluation: Accuracy | None = None
-    composed: StageSummary
-    stage1: StageSummary
-    stage2: StageSummary | None = None
+    layers: Layers | None = None
 
 
 @dataclass(frozen=True)
-class AblationSummary:
+class AblationResults:
     """What `benchmarks/results/ablation.json` holds."""
 
     command: str
     seeds: list[int]
-    runs: list[RunSummary]
+    runs: list[ArmRun]
 
 
 Results = dict[str, list[ArmRun]]
@@ -117,18 +98,23 @@ def read_run(arm: Arm, seed: int, root: Path, questions: Sequence[Question]) -> 
     kept = folder / "measured.json"
     if kept.exists():
         return from_json(ArmRun, json.loads(kept.read_text(encoding="utf-8")), kept)
-    evaluation = folder / "evaluation.json"
+    first = measure_folder(folder / "stage1", questions)
     run = ArmRun(
         arm.name,
         arm.title,
         seed,
-        measure_folder(folder / "composed", questions),
-        measure_stage(folder / "stage1", questions),
-        measure_stage(folder / "stage2", questions) if arm.stages == 2 else None,
-        from_json(Accuracy, json.loads(evaluation.read_text(encoding="utf-8")), evaluation)
-        if arm.stages == 2
-        else None,
+        composed=in_numbers(measure_folder(folder / "composed", questions)),
+        stage1=trained_in_numbers(folder / "stage1", first),
+        layers=first.layers,
     )
+    if arm.stages == 2:
+        last, path = measure_folder(folder / "stage2", questions), folder / "evaluation.json"
+        run = replace(
+            run,
+            stage2=trained_in_numbers(folder / "stage2", last),
+            evaluation=from_json(Accuracy, json.loads(path.read_text(encoding="utf-8")), path),
+            layers=last.layers,
+        )
     write_whole(kept, json.dumps(to_json(run)))
     return run
 
@@ -139,12 +125,22 @@ def measure_folder(folder: Path, questions: Sequence[Question]) -> DynamicsPoint
     return measure_point(model, prepare_samples(model, processor, questions), step=0)
 
 
-def measure_stage(folder: Path, questions: Sequence[Question]) -> StagePoint:
-    """A trained model measured, with what its run logged."""
+def in_numbers(point: DynamicsPoint) -> StageNumbers:
+    """A model's numbers without the curves by layer."""
+    return StageNumbers(
+        visual_over_text_norm=point.interface.ratio.mean,
+        update_rate={modality: point.layers.of(modality).update_rate.mean for modality in MODALITY_COLOURS},
+        mean_gap=point.layers.mean_gap.mean,
+        projector_norm=point.projector_norm,
+    )
+
+
+def trained_in_numbers(folder: Path, point: DynamicsPoint) -> TrainedNumbers:
+    """The same of a trained model, with what its run logged."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "loss" in line]
     clipped = mean(line["grad_norm"] > 1 for line in steps)
-    return StagePoint(**vars(measure_folder(folder, questions)), loss=steps[-1]["loss"], clipped=clipped)
+    return TrainedNumbers(**vars(in_numbers(point)), loss=steps[-1]["loss"], clipped=clipped)
 
 
 def over_seeds(values: Sequence[float], digits: int, factor: float = 1.0) -> str:
@@ -158,27 +154,12 @@ def column(value: Callable[[ArmRun], float], digits: int, factor: float = 1.0) -
     return lambda runs: over_seeds([value(run) for run in runs], digits, factor)
 
 
-def at(stage: Callable[[ArmRun], DynamicsPoint], value: Callable[[DynamicsPoint], float], digits: int) -> Column:
-    """The same, of the model that a run has at one stage."""
-    return column(lambda run: value(stage(run)), digits)
-
-
 def rows_of(arms: Sequence[Arm], results: Results, columns: Sequence[Column]) -> list[list[str]]:
     """A row of cells for each arm."""
     return [[arm.title, *(column(results[arm.name]) for column in columns)] for arm in arms]
 
 
-def composed(run: ArmRun) -> DynamicsPoint:
-    """The model before training."""
-    return run.composed
-
-
-def stage1(run: ArmRun) -> StagePoint:
-    """The model after the first stage."""
-    return run.stage1
-
-
-def stage2(run: ArmRun) -> StagePoint:
+def stage2(run: ArmRun) -> TrainedNumbers:
     """The model after the second stage, of an arm that has it."""
     assert run.stage2 is not None
     return run.stage2
@@ -190,36 +171,10 @@ def accuracy_of(run: ArmRun) -> Accuracy:
     return run.evaluation
 
 
-def norm_of(point: DynamicsPoint) -> ProjectorNorm:
+def norm_of(model: StageNumbers) -> ProjectorNorm:
     """Gain and bias, of an arm that has them."""
-    assert point.projector_norm is not None
-    return point.projector_norm
-
-
-def summarize_stage(point: DynamicsPoint) -> StageSummary:
-    """A model's numbers without the curves."""
-    trained = point if isinstance(point, StagePoint) else None
-    return StageSummary(
-        visual_over_text_norm=point.interface.ratio.mean,
-        update_rate={modality: point.layers.of(modality).update_rate.mean for modality in MODALITY_COLOURS},
-        mean_gap=point.layers.mean_gap.mean,
-        projector_norm=point.projector_norm,
-        loss=None if trained is None else trained.loss,
-        clipped=None if trained is None else trained.clipped,
-    )
-
-
-def summarize_run(run: ArmRun) -> RunSummary:
-    """What is committed of a run."""
-    return RunSummary(
-        arm=run.arm,
-        title=run.title,
-        seed=run.seed,
-        evaluation=run.evaluation,
-        composed=summarize_stage(run.composed),
-        stage1=summarize_stage(run.stage1),
-        stage2=None if run.stage2 is None else summarize_stage(run.stage2),
-    )
+    assert model.projector_norm is not None
+    return model.projector_norm
 
 
 def benchmark_table(results: Results) -> str:
@@ -237,10 +192,13 @@ def benchmark_table(results: Results) -> str:
 def parameter_table(results: Results) -> str:
     """Gain and bias where they start and after both stages (the shape of Table 5)."""
     columns = [
-        at(stage1, lambda point: norm_of(point).gain_start, 4),
-        *(at(stage, lambda point: norm_of(point).gain_mean_abs, 4) for stage in (stage1, stage2)),
-        *(at(stage, lambda point: norm_of(point).gain_drift_relative, 3) for stage in (stage1, stage2)),
-        *(at(stage, lambda point: norm_of(point).bias_mean_abs, 4) for stage in (stage1, stage2)),
+        column(lambda run: norm_of(run.stage1).gain_start, 4),
+        column(lambda run: norm_of(run.stage1).gain_mean_abs, 4),
+        column(lambda run: norm_of(stage2(run)).gain_mean_abs, 4),
+        column(lambda run: norm_of(run.stage1).gain_drift_relative, 3),
+        column(lambda run: norm_of(stage2(run)).gain_drift_relative, 3),
+        column(lambda run: norm_of(run.stage1).bias_mean_abs, 4),
+        column(lambda run: norm_of(stage2(run)).bias_mean_abs, 4),
     ]
     header = ["arm", "gain at start", "mean abs. gain, stage 1", "stage 2", "relative drift of gain, stage 1",
               "stage 2", "mean abs. bias, stage 1", "stage 2"]  # fmt: skip
@@ -249,12 +207,15 @@ def parameter_table(results: Results) -> str:
 
 def dynamics_table(results: Results) -> str:
     """Losses, norm ratio and gap of cosines (what Fig. 4 and 5 show)."""
-    stages = (composed, stage1, stage2)
     columns = [
         column(lambda run: run.stage1.loss, 3),
         column(lambda run: stage2(run).loss, 3),
-        *(at(stage, lambda point: point.interface.ratio.mean, 2) for stage in stages),
-        *(at(stage, lambda point: point.layers.mean_gap.mean, 3) for stage in stages),
+        column(lambda run: run.composed.visual_over_text_norm, 2),
+        column(lambda run: run.stage1.visual_over_text_norm, 2),
+        column(lambda run: stage2(run).visual_over_text_norm, 2),
+        column(lambda run: run.composed.mean_gap, 3),
+        column(lambda run: run.stage1.mean_gap, 3),
+        column(lambda run: stage2(run).mean_gap, 3),
     ]
     header = ["arm", "last loss, stage 1", "stage 2", "visual over text norm, composed", "stage 1", "stage 2",
               "gap of cosines, composed", "stage 1", "stage 2"]  # fmt: skip
@@ -280,7 +241,8 @@ def optimizer_table(results: Results) -> str:
 
 def draw_arms(results: Results, path: Path) -> None:
     """Norm and cosine by layer of each arm after stage 2, first seed (Fig. 4)."""
-    draw_layers([arm.title for arm in ARMS], [stage2(results[arm.name][0]).layers for arm in ARMS], path)
+    curves = {arm.title: results[arm.name][0].layers for arm in ARMS}
+    draw_layers(list(curves), [layers for layers in curves.values() if layers is not None], path)
 
 
 def draw_training(root: Path, questions: Sequence[Question], path: Path) -> None:
@@ -335,8 +297,8 @@ def main() -> None:
     for name, text in tables.items():
         page = page.replace("{" + name + "}", text)
     (folder / "ABLATION.md").write_text(page, encoding="utf-8")
-    runs = [summarize_run(run) for of_arm in results.values() for run in of_arm]
-    summary = AblationSummary("make ablation", list(SEEDS), runs)
+    runs = [replace(run, layers=None) for of_arm in results.values() for run in of_arm]
+    summary = AblationResults("make ablation", list(SEEDS), runs)
     (ROOT / "benchmarks" / "results" / "ablation.json").write_text(
         json.dumps(to_json(summary), indent=1) + "\n", encoding="utf-8"
     )

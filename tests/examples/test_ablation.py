@@ -17,7 +17,7 @@ def test_the_committed_results_are_readable(monkeypatch: pytest.MonkeyPatch) -> 
     ablation_report = importlib.import_module("ablation_report")
     path = ROOT / "benchmarks" / "results" / "ablation.json"
     written = json.loads(path.read_text())
-    summary = from_json(ablation_report.AblationSummary, written, path)
+    summary = from_json(ablation_report.AblationResults, written, path)
     assert to_json(summary) == written
     by_arm = {run.arm: run for run in summary.runs if run.seed == 42}
     assert by_arm["none"].stage2.visual_over_text_norm > 20 > 2 > by_arm["gwc"].stage2.visual_over_text_norm

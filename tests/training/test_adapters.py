@@ -123,7 +123,7 @@ def test_a_run_learns_saves_reloads_and_merges(
     # Training on from the adapter would save no more than the adapter.
     for stage in (INSTRUCT, {"stage": "align"}, {"stage": "adapt"}):
         onward = {**stage, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
-        with pytest.raises(ValueError, match="is an adapter, not a whole model. Merge it .*training/merge.py"):
+        with pytest.raises(ValueError, match=r"is an adapter, not a whole model. Merge it .*training/merge.py"):
             run(monkeypatch, tmp_path, **onward, output_dir=str(tmp_path / "onward"))
 
 

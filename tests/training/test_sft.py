@@ -364,3 +364,11 @@ def test_a_small_step_moves_every_value_in_bfloat16_training(
         assert ((after[name] - before[name]).abs() > 5e-6).float().mean() > 0.98, name
     frozen = after["model.vision_tower.encoder.layers.0.mlp.fc1.weight"]
     assert frozen.dtype == (torch.float32 if stage is INSTRUCT else torch.bfloat16)
+
+
+def test_what_is_no_normllava_is_refused(
+    backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"stage": "align", "model_name_or_path": str(backbones("qwen2")), "dataset_name": str(data)}
+    with pytest.raises(ValueError, match=r"has model_type 'qwen2', 'normllava' is needed. Give it a vision encoder"):
+        run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))

@@ -4,7 +4,7 @@
 
 Measures every checkpoint of a run, and writes `dynamics.jsonl`, a line for each, and `dynamics.png` into its folder.
 Checkpoints that are in the file already are not measured again. During training `training/sft.py --probe_steps 100`
-writes the same lines through [`DynamicsCallback`].
+writes the same lines through a callback.
 """
 
 import argparse
@@ -13,11 +13,10 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import matplotlib.pyplot as plt
-import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging as transformers_logging
 
@@ -91,61 +90,6 @@ def read_points(path: Path) -> list[DynamicsPoint]:
 def write_points(points: Sequence[DynamicsPoint], path: Path) -> None:
     """Write the file anew, all of it or nothing."""
     write_whole(path, "".join(json.dumps(to_json(point)) + "\n" for point in points))
-
-
-class DynamicsCallback(TrainerCallback):
-    """Measures the model in training before the first step, every `steps` steps and after the last one.
-
-    Every process measures, since a sharded model can't run otherwise; the first one writes.
-
-    Args:
-        model: The model that is trained; adapters in place, wrappers off.
-        processor: Its processor.
-        questions: What to measure on.
-        steps: Steps between two measurements.
-        path: File to write, a line of JSON each.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, processor: Any, questions: Sequence[Question], steps: int, path: Path
-    ) -> None:
-        self._model, self._samples = model, prepare_samples(model, processor, questions)
-        self._questions, self._steps, self._path = questions, steps, path
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measure the start, unless the run goes on from a checkpoint.
-
-        Raises:
-            ValueError: if the run was measured on other questions before.
-        """
-        if state.global_step > 0:
-            check_questions(read_points(self._path), self._questions, self._path)
-        else:
-            if state.is_world_process_zero:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.unlink(missing_ok=True)
-            self._measure(args, state)
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Measure when it is time."""
-        if state.global_step % self._steps == 0 or state.global_step == state.max_steps:
-            self._measure(args, state)
-
-    def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16):
-                point = measure_point(self._model, self._samples, state.global_step)
-        finally:
-            self._model.train(was_training)
-        if state.is_world_process_zero:
-            earlier = [before for before in read_points(self._path) if before.step < state.global_step]
-            write_points([*earlier, point], self._path)
 
 
 def measure_run(

@@ -155,7 +155,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     rows, sampler = deal_rows(run_args, args, rows)
     run = describe_run(run_args, args, data, environment)
 
-    finished = output_dir if not is_off(args.resume_from_checkpoint) else None
+    # A checkpoint that is named is gone on from, whatever came after it.
+    finished = output_dir if str(args.resume_from_checkpoint).lower() == "true" else None
     before = checkpoint or (finished if finished is not None and steps_done(finished) else None)
     if before is not None and not run_args.resume_changed:
         check_same_run(before, run)
@@ -202,8 +203,9 @@ def watch_dynamics(
     processor: LlavaProcessor,
 ) -> TrainerCallback:
     """The callback that measures the model on the data's first pictures while it is trained."""
-    from diagnostics.dynamics import FILE, DynamicsCallback  # needs the extra "diagnostics"
+    from diagnostics.dynamics import FILE  # needs the extra "diagnostics"
     from diagnostics.loading import take_questions
+    from training.dynamics import DynamicsCallback
 
     assert run_args.probe_steps is not None
     rows = load_rows(

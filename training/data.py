@@ -8,8 +8,8 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from trl import SFTConfig
 
-from conversations.checks import check_stream, keep_good_rows, measure_rows
-from conversations.rows import load_rows
+from conversations.checks import check_stream, control_tokens, keep_good_rows, measure_rows
+from conversations.rows import load_rows, stream_fingerprint
 from training.packing import PackedBatchSampler, pack_window, plan_accumulation
 from training.tokenization import RowTokenizer
 
@@ -24,8 +24,11 @@ PACKING_WINDOW = 512
 def read_rows(
     script_args: "ScriptArguments", args: SFTConfig, tokenize: RowTokenizer
 ) -> tuple[Dataset | IterableDataset, str]:
-    """The checked rows with their lengths, and what a resumed run must find again: a fingerprint, a stream's name."""
+    """The checked rows with their lengths, and a fingerprint that a resumed run must find again."""
+    report_file = Path(args.output_dir) / "bad_rows.jsonl"
     with args.main_process_first(desc="reading the data"):
+        if args.process_index == 0 and args.resume_from_checkpoint is None:
+            report_file.unlink(missing_ok=True)  # an earlier run's
         rows: Dataset | IterableDataset = load_rows(
             script_args.dataset_name,
             script_args.image_folder,
@@ -33,17 +36,18 @@ def read_rows(
             script_args.dataset_split,
             script_args.streaming,
         )
-    image_token = tokenize.processor.image_token
-    report_file = Path(args.output_dir) / "bad_rows.jsonl"
+    tokens = control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token)
     if isinstance(rows, IterableDataset):
-        rows = check_stream(rows, image_token, tokenize, script_args.bad_rows, report_file)
+        rows = check_stream(rows, tokens, tokenize, script_args.bad_rows, report_file)
         # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
-        return rows.repeat(None), script_args.dataset_name
+        return rows.repeat(None), stream_fingerprint(
+            script_args.dataset_name, script_args.dataset_config, script_args.dataset_split
+        )
     is_main_process = args.process_index == 0
     measured: list[Any] = [None]
     if is_main_process:
         open_pictures = script_args.bad_rows == "skip"
-        measured = [measure_rows(rows, image_token, tokenize, open_pictures, args.dataset_num_proc)]
+        measured = [measure_rows(rows, tokens, tokenize, open_pictures, args.dataset_num_proc)]
     broadcast_object_list(measured)
     return keep_good_rows(rows, measured[0], script_args.bad_rows, report_file if is_main_process else None)
 
@@ -59,7 +63,7 @@ def pack_rows(
             pack_window,
             batched=True,
             batch_size=PACKING_WINDOW,
-            remove_columns=["images", "conversations", "source", "length"],
+            remove_columns=["images", "image_folder", "conversations", "source", "length"],
             fn_kwargs={"packed_length": script_args.packed_length},
         )
         return packed, None

@@ -29,16 +29,17 @@ def one_token(row: dict[str, Any]) -> tuple[list[int], list[int]]:
 
 def check_rows(
     rows: Dataset,
-    image_token: str,
+    control_tokens: frozenset[str],
     tokenize: Any,
     bad_rows: Literal["error", "skip"],
     report_file: Path,
     num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
-    measured = measure_rows(rows, image_token, tokenize, bad_rows == "skip", num_proc)
+    measured = measure_rows(rows, control_tokens, tokenize, bad_rows == "skip", num_proc)
     return keep_good_rows(rows, measured, bad_rows, report_file)
 
 
+NO_TOKENS: frozenset[str] = frozenset()
 GOOD_ROWS = [
     {"id": 1, "image": "a.png", "conversations": turns("<image>\nWhat?", "A dog.")},
     {"id": "two", "conversations": turns("Hello.", "Hello to you.")},

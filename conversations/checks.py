@@ -91,6 +91,10 @@ def _text_problem(text: str, control_tokens: frozenset[str]) -> str | None:
     return None
 
 
+def _cut(name: str) -> str:
+    return _brief.repr(name)[1:-1]  # without the quotes
+
+
 @lru_cache
 def _any_of(tokens: frozenset[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
@@ -102,18 +106,18 @@ def _picture_problem(row: dict[str, Any], image: str | dict[str, Any]) -> str | 
     if name is None:
         return "an image has neither bytes nor a path"
     if "://" in name:
-        return f"image {_brief.repr(name)} is a web address; download it, and give the path of its file"
+        return f"image {_cut(name)} is a web address; download it, and give the path of its file"
     if "\0" in name:
-        return f"image file {_brief.repr(name)} can't be read (null byte in its name)"
+        return f"image file {_cut(name)} can't be read (null byte in its name)"
     path = picture_path(row, image)
     assert path is not None  # as it is not embedded
     try:
         is_file = stat.S_ISREG(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
-        return f"image file {_brief.repr(path)} is missing"
+        return f"image file {_cut(path)} is missing"
     except OSError as error:
-        return f"image file {_brief.repr(path)} can't be read ({error.strerror})"
-    return None if is_file else f"image file {_brief.repr(path)} is missing: what has its name is no file"
+        return f"image file {_cut(path)} can't be read ({error.strerror})"
+    return None if is_file else f"image file {_cut(path)} is missing: what has its name is no file"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ import training.attention  # noqa: F401 - registers "varlen"
 from benchmarks.flops import step_flops
 from benchmarks.synthetic import SIZES, Size, synthetic_config, synthetic_processor, write_rows
 from conversations.chat_template import plain_template
-from conversations.checks import keep_good_rows, measure_rows
+from conversations.checks import control_tokens, keep_good_rows, measure_rows
 from conversations.rows import load_rows, row_images, row_turns
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
@@ -142,7 +142,8 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
         plain = plain_template(processor.tokenizer, processor.image_token)
         tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
         rows = load_rows(str(write_rows(Path(name), stage, size, steps * size.samples_per_step)))
-        measured = measure_rows(rows, processor.image_token, tokenize, open_pictures=False)
+        tokens = control_tokens(processor.tokenizer, processor.image_token)
+        measured = measure_rows(rows, tokens, tokenize, open_pictures=False)
         rows, _ = keep_good_rows(rows, measured, "error", report_file=None)
         supervised = sum(label != -100 for row in rows for label in tokenize(row)[1])
         num_images = sum(len(row_images(row)) for row in rows)

@@ -3,43 +3,68 @@
 import hashlib
 import json
 import logging
+import os
+import re
+import reprlib
+import stat
 import uuid
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
+from filelock import FileLock
+from transformers import PreTrainedTokenizerBase
 
 from conversations.pictures import open_images
-from conversations.rows import IMAGE_MARK, ROLES, BadRowError, row_images, row_turns
+from conversations.rows import IMAGE_MARK, ROLES, BadRowError, is_embedded, picture_path, row_images, row_turns
 
 
 logger = logging.getLogger(__name__)
 
+# What messages quote, cut in the middle.
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = 200
 
-def row_problem(row: dict[str, Any], image_token: str = IMAGE_MARK, needs_answer: bool = True) -> str | None:
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> frozenset[str]:
+    """Text that a tokenizer reads as a token of its own meaning: the special ones, and what stands for a picture."""
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return frozenset({*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""})
+
+
+def row_problem(
+    row: dict[str, Any], control_tokens: frozenset[str] = frozenset(), needs_answer: bool = True
+) -> str | None:
     """Why a row can't be trained on, or `None`. Looks at everything but the pixels.
 
     Args:
-        row: A row of this module.
-        image_token: What the processor's tokenizer reads as a picture; text must not hold it.
+        row: A row of `conversations.rows`.
+        control_tokens: What the model's tokenizer gives a meaning of its own; text must not hold it.
         needs_answer: Whether a row without an answer is a problem; it is where the row is to be trained on.
+
+    Raises:
+        BadRowError: if a picture lies outside the row's folder.
     """
     try:
         turns, images = row_turns(row), row_images(row)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return "`conversations` is text that is not JSON"
     if not isinstance(turns, list) or not turns:
         return "`conversations` is empty or not a list of turns"
     for number, turn in enumerate(turns):
-        if not isinstance(turn, dict) or turn.get("from") not in ROLES or not isinstance(turn.get("value"), str):
-            return f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {turn!r}'
-        if image_token != IMAGE_MARK and image_token in turn["value"]:
-            return f"turn {number} holds {image_token}, which this model's tokenizer reads as a picture"
+        role, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
+            return f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {_brief.repr(turn)}'
+        problem = _text_problem(value, control_tokens)
+        if problem is not None:
+            return f"turn {number} holds {problem}"
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
     if needs_answer and not any(answer.strip() for answer in answers):
         return "no assistant turn (`gpt`) with text, so there is nothing to learn"
@@ -49,9 +74,50 @@ def row_problem(row: dict[str, Any], image_token: str = IMAGE_MARK, needs_answer
     if marks != len(images):
         return f"{marks} {IMAGE_MARK} marks but {len(images)} images"
     for image in images:
-        if isinstance(image, str) and not Path(image).is_file():
-            return f"image file {image} is missing"
+        problem = None if is_embedded(image) else _picture_problem(row, image)
+        if problem is not None:
+            return problem
     return None
+
+
+def _text_problem(text: str, control_tokens: frozenset[str]) -> str | None:
+    found = _any_of(control_tokens).search(text) if control_tokens else None
+    if found is not None:
+        return f"{found[0]}, which this model's tokenizer reads as a control token"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"{text[error.start]!a}, which is half a character; write its text as UTF-8 again"
+    return None
+
+
+def _cut(name: str) -> str:
+    return _brief.repr(name)[1:-1]  # without the quotes
+
+
+@lru_cache
+def _any_of(tokens: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+
+
+def _picture_problem(row: dict[str, Any], image: str | dict[str, Any]) -> str | None:
+    """What is wrong with the file of a picture that is given by its path."""
+    name = image["path"] if isinstance(image, dict) else image
+    if name is None:
+        return "an image has neither bytes nor a path"
+    if "://" in name:
+        return f"image {_cut(name)} is a web address; download it, and give the path of its file"
+    if "\0" in name:
+        return f"image file {_cut(name)} can't be read (null byte in its name)"
+    path = picture_path(row, image)
+    assert path is not None  # as it is not embedded
+    try:
+        is_file = stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"image file {_cut(path)} is missing"
+    except OSError as error:
+        return f"image file {_cut(path)} can't be read ({error.strerror})"
+    return None if is_file else f"image file {_cut(path)} is missing: what has its name is no file"
 
 
 @dataclass(frozen=True)
@@ -63,28 +129,32 @@ class MeasuredRows:
     lengths: list[int]
     """Tokens of each row."""
     checksums: list[int]
-    """Of each row's conversation."""
+    """Of each row's conversation, and of the names and sizes of its pictures; 0 for a bad one."""
 
 
 def measure_rows(
     dataset: Dataset,
-    image_token: str,
+    control_tokens: frozenset[str],
     tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
     open_pictures: bool,
     num_proc: int | None = None,
 ) -> MeasuredRows:
-    """Look at every row: at its text, at its pictures' files, and inside these only with `open_pictures`."""
+    """Look at every row: at its text, at its pictures' files, and inside these only with `open_pictures`.
+
+    Raises:
+        BadRowError: if a picture lies outside its row's folder.
+    """
 
     def measure(table: pa.Table) -> dict[str, list[Any]]:
-        columns = {name: table[name].to_pylist() for name in ("conversations", "source")}
-        images = _picture_references(table["images"], with_bytes=open_pictures)
+        columns = {name: table[name].to_pylist() for name in ("image_folder", "conversations", "source")}
+        columns["images"] = _picture_references(table["images"], with_bytes=open_pictures)
         measured: dict[str, list[Any]] = {"problem": [], "length": [], "checksum": []}
-        for turns, source, pictures in zip(columns["conversations"], columns["source"], images, strict=True):
-            row = {"conversations": turns, "source": source, "images": pictures}
-            problem, length = _measure_row(row, image_token, tokenize, open_pictures)
+        for values in zip(*columns.values(), strict=True):
+            row = dict(zip(columns, values, strict=True))
+            problem, length = _measure_row(row, control_tokens, tokenize, open_pictures)
             measured["problem"].append(problem)
             measured["length"].append(length)
-            measured["checksum"].append(zlib.crc32(json.dumps(turns).encode()))
+            measured["checksum"].append(0 if problem else _checksum(row))
         return measured
 
     # Not from the cache: files may have come or gone since. As Arrow, since pictures of hundreds of gigabytes would be
@@ -118,46 +188,84 @@ def keep_good_rows(
     if bad:
         sources = dataset.select_columns("source")
         examples = [{"source": sources[number]["source"], "problem": measured.problems[number]} for number in bad]
-        if bad_rows == "error" or not good:
-            first = examples[0]
-            raise BadRowError(
-                f"{first['source']}: {first['problem']}. {len(bad)} of {len(dataset)} rows are bad; mend the data, or "
-                "leave them out with --bad_rows skip."
-            )
-        if report_file is not None:
+        if bad_rows == "skip" and report_file is not None:
             report_file.parent.mkdir(parents=True, exist_ok=True)
             lines = [json.dumps(example) + "\n" for example in examples]
             report_file.write_text("".join(lines), encoding="utf-8")
             logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(dataset), report_file)
+        if bad_rows == "error" or not good:
+            first = examples[0]
+            advice = "leave them out with --bad_rows skip" if good else "no row is left to train on"
+            raise BadRowError(
+                f"{first['source']}: {first['problem']}. {len(bad)} of {len(dataset)} rows are bad; mend the data, "
+                f"{'or ' if good else ''}{advice}."
+            )
     dataset = dataset.add_column("length", measured.lengths)
     content = [(measured.lengths[number], measured.checksums[number]) for number in good]
     fingerprint = hashlib.sha256(np.array(content, dtype=np.int64).tobytes()).hexdigest()
     return (dataset.select(good) if bad else dataset), fingerprint
 
 
+@dataclass
+class BadRowList:
+    """A file that lists bad rows, each once: several processes may meet a row, and each does in every epoch."""
+
+    path: Path
+    _listed: set[str] = field(default_factory=set)
+    _size: int = 0
+
+    def add(self, source: str, problem: str) -> None:
+        """List a row, unless it is there."""
+        if source in self._listed:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")), self.path.open("a+b") as file:
+            file.seek(self._size)  # past what is known
+            lines = file.read().splitlines(keepends=True)
+            if lines and not lines[-1].endswith(b"\n"):  # torn, where a run that goes on was killed
+                file.truncate(file.tell() - len(lines.pop()))
+            self._listed |= {json.loads(line)["source"] for line in lines}
+            if source not in self._listed:
+                file.write(json.dumps({"source": source, "problem": problem}).encode() + b"\n")
+                self._listed.add(source)
+            self._size = file.seek(0, os.SEEK_END)
+
+
 def check_stream(
     dataset: IterableDataset,
-    image_token: str,
+    control_tokens: frozenset[str],
     tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
     bad_rows: Literal["error", "skip"],
     report_file: Path,
 ) -> IterableDataset:
     """The same for data that is read as it comes: rows are looked at, and get their `length`, when they are reached.
 
-    Bad rows are added to `report_file` as they are met, by each process that meets them.
+    Bad rows are added to `report_file` as they are met. Reading the stream, and reading it again, raises `BadRowError`
+    as `keep_good_rows` does; that all are bad shows where a row is met again and no good one was met in between.
     """
+    report = BadRowList(report_file)
+    num_good = 0
+    met: dict[str, int] = {}  # by source of a bad row the number of good rows before it
 
     def is_good(row: dict[str, Any]) -> bool:
-        if row["problem"] and bad_rows == "error":
+        nonlocal num_good
+        if not row["problem"]:
+            num_good += 1
+            return True
+        if bad_rows == "error":
             raise BadRowError(f"{row['source']}: {row['problem']}.")
-        if row["problem"]:
-            report_file.parent.mkdir(parents=True, exist_ok=True)
-            with report_file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"source": row["source"], "problem": row["problem"]}) + "\n")
-        return not row["problem"]
+        if met.get(row["source"]) == num_good:
+            num_bad = sum(number == num_good for number in met.values())
+            raise BadRowError(
+                f"{row['source']}: {row['problem']}. All {num_bad} rows of the stream are bad; mend the data, "
+                "no row is left to train on."
+            )
+        met[row["source"]] = num_good
+        report.add(row["source"], row["problem"])
+        return False
 
     def measure(row: dict[str, Any]) -> dict[str, Any]:
-        problem, length = _measure_row(row, image_token, tokenize, open_pictures=bad_rows == "skip")
+        problem, length = _measure_row(row, control_tokens, tokenize, open_pictures=bad_rows == "skip")
         return {"problem": problem, "length": length}
 
     return dataset.map(measure).filter(is_good).remove_columns("problem")
@@ -165,12 +273,12 @@ def check_stream(
 
 def _measure_row(
     row: dict[str, Any],
-    image_token: str,
+    control_tokens: frozenset[str],
     tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
     open_pictures: bool,
 ) -> tuple[str, int]:
     """Why a row can't be trained on, or nothing; and its length in tokens."""
-    problem = row_problem(row, image_token)
+    problem = row_problem(row, control_tokens)
     if problem is not None:
         return problem, 0
     try:
@@ -181,10 +289,22 @@ def _measure_row(
         return str(error).removeprefix(f"{row['source']}: "), 0
 
 
+def _checksum(row: dict[str, Any]) -> int:
+    """Of a row's conversation and of its pictures' names and sizes; the same wherever its folder lies."""
+    folder, pictures = row["image_folder"], []
+    for image in row_images(row):
+        name = image["path"] if isinstance(image, dict) else image
+        if isinstance(image, dict) and is_embedded(image):
+            pictures.append((name, image["size"]))
+        else:
+            path = os.path.normpath(os.path.join(folder, name))
+            pictures.append((path.removeprefix(folder), os.path.getsize(path)))
+    return zlib.crc32(json.dumps([row["conversations"], pictures]).encode())
+
+
 def _picture_references(column: pa.ChunkedArray, with_bytes: bool) -> list[Any]:
-    """A column of pictures as Python values, the bytes of encoded ones left where they are unless asked for."""
-    if with_bytes:
-        return column.to_pylist()
+    """A column of pictures as Python values, with the size of encoded ones, whose bytes are left where they are unless
+    asked for."""
     references: list[Any] = []
     for chunk in column.chunks:
         kind = chunk.type.value_type if pa.types.is_list(chunk.type) else chunk.type
@@ -192,9 +312,15 @@ def _picture_references(column: pa.ChunkedArray, with_bytes: bool) -> list[Any]:
             references += chunk.to_pylist()
             continue
         pictures = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
+        encoded = pictures.field("bytes")
+        columns = {
+            "bytes": encoded.to_pylist() if with_bytes else [None] * len(encoded),
+            "path": pictures.field("path").to_pylist(),
+            "size": pc.binary_length(encoded).to_pylist(),
+        }
         leaves = [
-            {"bytes": None, "path": path} if there else None
-            for path, there in zip(pictures.field("path").to_pylist(), pictures.is_valid().to_pylist(), strict=True)
+            dict(zip(columns, values, strict=True)) if there else None
+            for there, *values in zip(pictures.is_valid().to_pylist(), *columns.values(), strict=True)
         ]
         if pa.types.is_list(chunk.type):
             remaining = iter(leaves)

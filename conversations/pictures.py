@@ -7,7 +7,7 @@ import numpy as np
 from PIL import Image as PILImage
 from PIL import ImageOps
 
-from conversations.rows import BadRowError, row_images
+from conversations.rows import BadRowError, picture_path, row_images
 
 
 def open_images(row: dict[str, Any]) -> list[PILImage.Image]:
@@ -17,16 +17,15 @@ def open_images(row: dict[str, Any]) -> list[PILImage.Image]:
     its first frame. The content decides the format, not the file's name.
 
     Raises:
-        BadRowError: if one can't be read.
+        BadRowError: if one can't be read, or lies outside the row's folder.
     """
-    return [_open_image(image, row["source"]) for image in row_images(row)]
+    return [_open_image(image, row) for image in row_images(row)]
 
 
-def _open_image(image: str | dict[str, Any], source: str) -> PILImage.Image:
-    if isinstance(image, str):
-        file: Any = image
-    else:
-        file = BytesIO(image["bytes"]) if image["bytes"] is not None else image["path"]
+def _open_image(image: str | dict[str, Any], row: dict[str, Any]) -> PILImage.Image:
+    file: Any = picture_path(row, image)
+    if file is None and isinstance(image, dict):
+        file = BytesIO(image["bytes"])
     try:
         with PILImage.open(file) as opened:
             if opened.mode.startswith("I;16"):  # converted as it is, everything above 255 would be white
@@ -35,5 +34,5 @@ def _open_image(image: str | dict[str, Any], source: str) -> PILImage.Image:
                 raise OSError(f"pixels of mode {opened.mode} have no known range")
             return ImageOps.exif_transpose(opened).convert("RGB")
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
-        name = image if isinstance(image, str) else image["path"]
-        raise BadRowError(f"{source}: image {name} can't be read ({error}).") from error
+        name = image["path"] if isinstance(image, dict) and image["path"] is not None else file
+        raise BadRowError(f"{row['source']}: image {name} can't be read ({error}).") from error

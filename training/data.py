@@ -8,9 +8,9 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from conversations.checks import check_stream, keep_good_rows, measure_rows
-from conversations.rows import load_rows
-from training.arguments import RunArguments, TrainingConfig, set_accumulation
+from conversations.checks import check_stream, control_tokens, keep_good_rows, measure_rows
+from conversations.rows import load_rows, stream_fingerprint
+from training.arguments import RunArguments, TrainingConfig, is_off, set_accumulation
 from training.batching import PaddedBatchSampler
 from training.packing import PackedBatchSampler, pack_window, plan_accumulation
 from training.tokenization import RowTokenizer
@@ -23,8 +23,11 @@ PACKING_WINDOW = 512
 def read_rows(
     run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
 ) -> tuple[Dataset | IterableDataset, str]:
-    """The checked rows with their lengths, and what a resumed run must find again: a fingerprint, a stream's name."""
+    """The checked rows with their lengths, and a fingerprint that a resumed run must find again."""
+    report_file = Path(args.output_dir) / "bad_rows.jsonl"
     with args.main_process_first(desc="reading the data"):
+        if args.process_index == 0 and is_off(args.resume_from_checkpoint):
+            report_file.unlink(missing_ok=True)  # an earlier run's
         rows: Dataset | IterableDataset = load_rows(
             run_args.dataset_name,
             run_args.image_folder,
@@ -32,17 +35,18 @@ def read_rows(
             run_args.dataset_train_split,
             run_args.dataset_streaming,
         )
-    image_token = tokenize.processor.image_token
-    report_file = Path(args.output_dir) / "bad_rows.jsonl"
+    tokens = control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token)
     if isinstance(rows, IterableDataset):
-        rows = check_stream(rows, image_token, tokenize, run_args.bad_rows, report_file)
+        rows = check_stream(rows, tokens, tokenize, run_args.bad_rows, report_file)
         # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
-        return rows.repeat(None), str(run_args.dataset_name)
+        return rows.repeat(None), stream_fingerprint(
+            run_args.dataset_name, run_args.dataset_config, run_args.dataset_train_split
+        )
     is_main_process = args.process_index == 0
     measured: list[Any] = [None]
     if is_main_process:
         open_pictures = run_args.bad_rows == "skip"
-        measured = [measure_rows(rows, image_token, tokenize, open_pictures, args.dataset_num_proc)]
+        measured = [measure_rows(rows, tokens, tokenize, open_pictures, args.dataset_num_proc)]
     broadcast_object_list(measured)
     return keep_good_rows(rows, measured[0], run_args.bad_rows, report_file if is_main_process else None)
 
@@ -59,7 +63,7 @@ def deal_rows(
             pack_window,
             batched=True,
             batch_size=PACKING_WINDOW,
-            remove_columns=["images", "conversations", "source", "length"],
+            remove_columns=["images", "image_folder", "conversations", "source", "length"],
             fn_kwargs={"packed_length": run_args.packed_length},
         )
         return packed, None

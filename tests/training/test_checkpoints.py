@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file, save_file
 from trl import SFTTrainer
 
@@ -327,6 +328,63 @@ def test_gradients_are_watched_also_where_none_is_clipped(
     monkeypatch.setattr(SFTTrainer, "training_step", step_and_spoil)
     with pytest.raises(FloatingPointError, match="The gradient's norm is inf in step 1"):
         run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "spoilt")})
+
+
+def change_size(rows: list[dict[str, Any]], folder: Path) -> None:
+    (folder / "5.png").write_bytes((folder / "5.png").read_bytes() + b" ")
+
+
+def swap_pictures(rows: list[dict[str, Any]], folder: Path) -> None:
+    rows[6]["image"], rows[7]["image"] = rows[7]["image"], rows[6]["image"]
+
+
+@pytest.mark.parametrize("change", [change_size, swap_pictures])
+def test_pictures_that_changed_are_another_run(
+    finished: dict[str, Any],
+    copied: Path,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[list[dict[str, Any]], Path], None],
+) -> None:
+    shutil.copytree(data.parent, tmp_path / "data")
+    moved_data = tmp_path / "data" / "data.json"
+    rows = json.loads(moved_data.read_text())
+    change(rows, tmp_path / "data")
+    moved_data.write_text(json.dumps(rows))
+    fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, "dataset_name": str(moved_data)}
+    with pytest.raises(ValueError, match=r"is of another run than this one:\n  data: [^\n]*\nPut these back"):
+        run(monkeypatch, copied, **fields)
+
+
+def test_data_that_was_moved_is_the_same(
+    finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(data.parent, tmp_path / "data")
+    name = str(tmp_path / "data" / "data.json")
+    run(
+        monkeypatch,
+        copied,
+        **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True, "dataset_name": name},
+    )
+    assert moved(Path(finished["output_dir"]), copied) == set()
+
+
+def test_another_split_of_a_stream_is_another_run(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": "Yes."}]
+    rows = Dataset.from_dict({"images": [[]] * 4, "conversations": [turns] * 4})
+    DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "stored")
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "stored")}
+    fields |= {"dataset_streaming": True, "max_steps": 2, "save_steps": 1, "global_batch_size": None}
+    fields |= {"output_dir": str(tmp_path / "out")}
+    run(monkeypatch, tmp_path, **fields)
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    fields |= {"resume_from_checkpoint": True}
+    with pytest.raises(ValueError, match=r"is of another run than this one:\n  data: "):
+        run(monkeypatch, tmp_path, **fields, dataset_train_split="test")
+    run(monkeypatch, tmp_path, **fields)
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_checkpoint(

@@ -4,10 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -100,6 +104,85 @@ def test_two_processes_resume_in_the_second_epoch(
     assert len(expected) == 6
     for got in others:
         assert got[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=1e-5)
+
+
+TWO = ("--config_file", "training/accelerate/cpu_ddp.yaml")
+
+
+def stream_of_shards(data: Path, folder: Path) -> tuple[dict[str, Any], set[str]]:
+    """Fields of a run that reads a stream of three shards, with bad rows in each, and the names of these."""
+    rows = json.loads(data.read_text())
+    (folder / "shards").mkdir()
+    bad: set[str] = set()
+    for shard, (start, stop) in enumerate(((0, 9), (9, 16), (16, 22))):
+        part = rows[start:stop]
+        part.insert(shard, {"conversations": part[0]["conversations"][:1]})
+        bad |= {f"{folder / 'shards'}, shard {shard}, row {number}" for number in (shard, len(part))}
+        part.append({"image": "gone.png", "conversations": rows[5]["conversations"]})
+        images = pa.array([[row["image"]] if "image" in row else [] for row in part], pa.list_(pa.string()))
+        table = pa.table({"images": images, "conversations": [row["conversations"] for row in part]})
+        pq.write_table(table, folder / "shards" / f"train-{shard:05d}.parquet")
+    return {"dataset_name": str(folder / "shards"), "image_folder": str(data.parent)}, bad
+
+
+def stream_of_one_file(data: Path, folder: Path) -> tuple[dict[str, Any], set[str]]:
+    """The same of a JSON file, which every process reads whole."""
+    rows = json.loads(data.read_text())
+    rows[4]["image"], rows[20]["conversations"] = "gone.png", []
+    (folder / "bad.json").write_text(json.dumps(rows))
+    fields = {"dataset_name": str(folder / "bad.json"), "image_folder": str(data.parent)}
+    return fields, {f"{folder / 'bad.json'}, row {number}" for number in (4, 20)}
+
+
+STREAMED = {"dataset_streaming": True, "bad_rows": "skip", "global_batch_size": None, "max_steps": 12}
+
+
+def listed(folder: Path) -> list[str]:
+    return sorted(json.loads(line)["source"] for line in (folder / "bad_rows.jsonl").read_text().splitlines())
+
+
+def test_two_processes_share_a_stream_and_its_bad_rows(
+    composed: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    fields, bad = stream_of_shards(data, tmp_path)
+    fields |= {**STREAMED, "stage": "align", "model_name_or_path": str(composed())}
+    launch(tmp_path, *TWO, **fields, output_dir=str(tmp_path / "out"))
+    assert listed(tmp_path / "out") == sorted(bad)  # each once, though 48 rows are more than an epoch
+    assert len([line for line in logged(tmp_path / "out") if "loss" in line]) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("stream", [stream_of_shards, stream_of_one_file])
+def test_two_processes_that_are_killed_go_on_in_the_stream(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    packing: dict[str, Any],
+    stream: Callable[[Path, Path], tuple[dict[str, Any], set[str]]],
+) -> None:
+    fields, bad = stream(data, tmp_path)
+    fields |= {**INSTRUCT, **STREAMED, **packing, "model_name_or_path": str(composed()), "save_steps": 5}
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    launch(tmp_path, *TWO, **fields, output_dir=str(unbroken))
+    assert listed(unbroken) == sorted(bad)
+
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({**FAST, **fields, "output_dir": str(broken)}))
+    command = [sys.executable, "-m", "accelerate.commands.launch", *TWO, "training/sft.py", "--config", str(recipe)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as killed:
+        while not (broken / "checkpoint-5").exists():
+            assert killed.poll() is None
+            time.sleep(0.01)
+        for process in (*psutil.Process(killed.pid).children(recursive=True), killed):
+            process.kill()
+    assert not (broken / "checkpoint-12").exists()
+    with (broken / "bad_rows.jsonl").open("a") as file:
+        file.write('{"source": "torn by the ki')
+    launch(tmp_path, *TWO, **fields, output_dir=str(broken), resume_from_checkpoint=True)
+    assert moved(unbroken, broken) == set()
+    assert listed(broken) == sorted(bad)
 
 
 @pytest.mark.slow

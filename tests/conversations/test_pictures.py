@@ -1,0 +1,70 @@
+"""Opening the pictures of rows."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image as PILImage
+from PIL.PngImagePlugin import PngInfo
+
+from conversations.pictures import open_images
+from conversations.rows import BadRowError, load_rows
+from row_files import NO_TOKENS, check_rows, one_token, turns, write_json
+
+
+def test_pictures_are_opened_when_needed(tmp_path: Path) -> None:
+    path = write_json(tmp_path, [{"image": "torn.png", "conversations": turns("<image>\nWhat?", "A dog.")}])
+    (tmp_path / "pictures" / "torn.png").write_bytes(b"no picture")
+    rows = check_rows(
+        load_rows(str(path), str(tmp_path / "pictures")), NO_TOKENS, one_token, "error", tmp_path / "bad.jsonl"
+    )[0]
+    with pytest.raises(BadRowError, match=r"data.json, row 0: image .*torn.png can't be read"):
+        open_images(rows[0])
+    with pytest.raises(BadRowError, match="1 of 1 rows are bad"):
+        check_rows(rows, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl")
+
+
+def open_one(path: Path) -> PILImage.Image:
+    return open_images({"images": [str(path)], "source": "data.json, row 0"})[0]
+
+
+def test_pictures_of_every_kind_come_out_as_people_see_them(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    PILImage.fromarray(ramp).save(tmp_path / "16bit.png")
+    assert np.array_equal(np.asarray(open_one(tmp_path / "16bit.png"))[..., 0], (ramp >> 8).astype(np.uint8))
+
+    red = PILImage.new("RGB", (6, 4), (255, 0, 0))
+    red.convert("CMYK").save(tmp_path / "cmyk.jpg")
+    red.convert("P").save(tmp_path / "palette.png")
+    red.convert("RGBA").save(tmp_path / "alpha.png")
+    red.save(tmp_path / "really_png.jpg", format="png")
+    frames = [PILImage.new("RGB", (6, 4), (0, 0, 255))]
+    red.save(tmp_path / "animated.gif", save_all=True, append_images=frames)
+    for name in ("cmyk.jpg", "palette.png", "alpha.png", "really_png.jpg", "animated.gif"):
+        picture = open_one(tmp_path / name)
+        assert picture.mode == "RGB", name
+        assert np.abs(np.array(picture.getpixel((3, 2))) - (255, 0, 0)).max() < 8, name
+
+    turned = PILImage.Exif()
+    turned[0x0112] = 6  # held upright by the photographer, stored on its side
+    red.save(tmp_path / "turned.jpg", exif=turned)
+    assert open_one(tmp_path / "turned.jpg").size == (4, 6)
+
+
+def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    PILImage.new("F", (4, 4)).save(tmp_path / "float.tiff")
+    PILImage.effect_noise((64, 64), 50).save(tmp_path / "whole.jpg")
+    whole = (tmp_path / "whole.jpg").read_bytes()
+    (tmp_path / "torn.jpg").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "empty.png").write_bytes(b"")
+    PILImage.new("L", (100, 100)).save(tmp_path / "bomb.png")
+    text = PngInfo()
+    text.add_text("comment", "x" * 5_000_000, zip=True)
+    PILImage.new("L", (4, 4)).save(tmp_path / "text_bomb.png", pnginfo=text)
+    for name in ("float.tiff", "torn.jpg", "text.png", "empty.png", "text_bomb.png"):
+        with pytest.raises(BadRowError, match=f"data.json, row 0: image .*{name} can't be read"):
+            open_one(tmp_path / name)
+    monkeypatch.setattr(PILImage, "MAX_IMAGE_PIXELS", 4000)  # Pillow refuses twice this
+    with pytest.raises(BadRowError, match=r"bomb.png can't be read .*decompression bomb"):
+        open_one(tmp_path / "bomb.png")

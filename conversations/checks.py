@@ -81,9 +81,9 @@ def row_problem(
 
 
 def _text_problem(text: str, control_tokens: frozenset[str]) -> str | None:
-    found = _any_of(control_tokens).search(text) if control_tokens else None
+    found = _find_token(text, control_tokens) if control_tokens else None
     if found is not None:
-        return f"{found[0]}, which this model's tokenizer reads as a control token"
+        return f"{found}, which this model's tokenizer reads as a control token"
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -96,8 +96,19 @@ def _cut(name: str) -> str:
 
 
 @lru_cache
-def _any_of(tokens: frozenset[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+def _first_characters_and_lengths(tokens: frozenset[str]) -> tuple[re.Pattern[str], list[int]]:
+    first = "".join(re.escape(token[0]) for token in tokens)
+    return re.compile(f"[{first}]"), sorted({len(token) for token in tokens}, reverse=True)
+
+
+def _find_token(text: str, tokens: frozenset[str]) -> str | None:
+    # Not one pattern of all tokens: some tokenizers have thousands, and each would be tried wherever a `<` stands.
+    first, lengths = _first_characters_and_lengths(tokens)
+    for start in (match.start() for match in first.finditer(text)):
+        for length in lengths:
+            if text[start : start + length] in tokens:
+                return text[start : start + length]
+    return None
 
 
 def _picture_problem(row: dict[str, Any], image: str | dict[str, Any]) -> str | None:

@@ -28,7 +28,10 @@ def read_text(path: Path) -> str:
 def write_whole(path: Path, text: str) -> None:
     """Write a file anew, all of it or nothing."""
     aside = path.with_suffix(".tmp")
-    aside.write_text(text, encoding="utf-8")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(aside, path)
 
 

@@ -22,8 +22,9 @@ AT_LEAST = {
     "global_batch_size": 1, "packed_length": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
     "max_length": 1, "lora_r": 1, "lora_alpha": 1, "lora_dropout": 0, "probe_steps": 1, "probe_samples": 1,
     "dataset_num_proc": 1, "dataloader_num_workers": 0, "max_grad_norm": 0, "weight_decay": 0, "warmup_steps": 0,
-    "save_total_limit": 1, "seed": 0, "data_seed": 0,
+    "save_total_limit": 1, "seed": 0, "data_seed": 0, "adam_beta1": 0, "adam_beta2": 0,
 }  # fmt: skip
+BELOW_ONE = ("adam_beta1", "adam_beta2", "lora_dropout")
 # Fields that must be above 0.
 POSITIVE = (
     "learning_rate", "vision_learning_rate", "norm_learning_rate", "num_train_epochs", "logging_steps", "save_steps",
@@ -41,9 +42,19 @@ FIXED: dict[str, tuple[Any, str]] = {
     "bnb_4bit_quant_storage": (None, "4-bit weights are held in bytes"),
     "ignore_bias_buffers": (False, "no model here has such buffers"),
     "dataset_test_split": ("test", "nothing is evaluated while training"),
+    **dict.fromkeys(
+        ("eval_on_start", "load_best_model_at_end", "do_eval", "do_predict", "bf16_full_eval", "fp16_full_eval"),
+        (False, "nothing is evaluated while training"),
+    ),
+    **dict.fromkeys(
+        ("eval_steps", "eval_packing", "metric_for_best_model"), (None, "nothing is evaluated while training")
+    ),
     "eval_strategy": ("no", "nothing is evaluated while training"),
-    "eval_on_start": (False, "nothing is evaluated while training"),
-    "load_best_model_at_end": (False, "nothing is evaluated while training"),
+    "average_tokens_across_devices": (True, "every token of a step counts alike, on whatever device it is"),
+    "accelerator_config": (None, "the rows of a step are dealt out here, each to one device"),
+    "save_on_each_node": (False, "checkpoints are complete or not there, for all nodes together"),
+    "dataloader_in_order": (True, "batches in another order could not be gone on with"),
+    "pad_to_multiple_of": ("auto", "rows are padded to the longest of their batch"),
     "packing": (False, "TRL packs text alone; give packed_length to pack rows with pictures"),
     "padding_free": (False, "TRL packs text alone; give packed_length to pack rows with pictures"),
     "push_to_hub": (
@@ -142,6 +153,11 @@ class TrainingConfig(SFTConfig):
         check_fields(self)
         if self.output_dir is None:
             raise ValueError("output_dir is missing: give the folder that the trained model is written to.")
+        # `--resume_from_checkpoint false` comes as text.
+        resume = {"true": True, "false": None}.get(
+            str(self.resume_from_checkpoint).lower(), self.resume_from_checkpoint
+        )
+        self.resume_from_checkpoint: str | bool | None = resume
         # The name since transformers 5.23, which warns of the old one even where it is TRL's own default.
         for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
             new = old.replace("gradient", "activation")
@@ -202,6 +218,8 @@ def check_fields(args: Any) -> None:
             raise ValueError(f"{name} must be a finite number, got {value}.")
         if name in AT_LEAST and value < AT_LEAST[name]:
             raise ValueError(f"{name} must be at least {AT_LEAST[name]}, got {value}.")
+        if name in BELOW_ONE and value >= 1:
+            raise ValueError(f"{name} must be below 1, got {value}.")
         if name in POSITIVE and value <= 0:
             raise ValueError(f"{name} must be above 0, got {value}.")
         if name in FIXED and value != FIXED[name][0]:
@@ -243,17 +261,14 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     _check_batches(run_args, args)
     if run_args.clip_by_module and args.deepspeed_plugin is not None:
         raise ValueError("DeepSpeed clips all gradients together by itself: leave clip_by_module.")
+    if args.max_grad_norm == 0 and args.deepspeed_plugin is not None:
+        raise ValueError("Under DeepSpeed max_grad_norm 0 would leave gradients unwatched: give a large number.")
     if run_args.clip_by_module and args.max_grad_norm == 0:
         raise ValueError("max_grad_norm 0 clips nothing: leave clip_by_module, or give max_grad_norm.")
     if run_args.probe_steps is None and run_args.probe_samples != RunArguments.probe_samples:
         raise ValueError("probe_samples does nothing without probe_steps.")
-    if run_args.resume_changed and is_off(args.resume_from_checkpoint):
+    if run_args.resume_changed and args.resume_from_checkpoint is None:
         raise ValueError("resume_changed does nothing without resume_from_checkpoint.")
-
-
-def is_off(resume_from_checkpoint: str | bool | None) -> bool:
-    """Whether a run is not to go on from a checkpoint; `--resume_from_checkpoint false` comes as text."""
-    return resume_from_checkpoint is None or str(resume_from_checkpoint).lower() == "false"
 
 
 def _check_stage(run_args: RunArguments, args: TrainingConfig) -> None:
@@ -262,14 +277,15 @@ def _check_stage(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
     if stage is not Stage.INSTRUCT and run_args.vision_learning_rate is not None:
         raise ValueError(f"vision_learning_rate does nothing in stage {stage.value!r}, which freezes the encoder.")
-    if stage is Stage.ADAPT:
-        return
-    if run_args.load_in_4bit:
+    if stage is not Stage.ADAPT and run_args.load_in_4bit:
         raise ValueError("load_in_4bit goes with stage 'adapt' alone: 4-bit weights can't be trained.")
     for entry in dataclasses.fields(run_args):
-        adapts = entry.name.startswith(("lora_", "bnb_", "use_bnb", "use_rslora", "use_dora"))
-        if adapts and getattr(run_args, entry.name) != entry.default:
+        if getattr(run_args, entry.name) == entry.default:
+            continue
+        if stage is not Stage.ADAPT and entry.name.startswith(("lora_", "use_rslora", "use_dora")):
             raise ValueError(f"{entry.name} does nothing in stage {stage.value!r}, which has no adapters.")
+        if not run_args.load_in_4bit and entry.name.startswith(("bnb_", "use_bnb")):
+            raise ValueError(f"{entry.name} does nothing without load_in_4bit.")
 
 
 def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:

@@ -147,8 +147,10 @@ class ConsoleTable(TrainerCallback):
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
 
     def __init__(self) -> None:
+        self.tokens_before = 0
+        """Of the run before this start, filled in by the trainer."""
         self._bar: Any = None
-        self._started = self._tokens_before = self._steps_before = 0.0
+        self._started = self._steps_before = 0.0
 
     @override
     def on_train_begin(
@@ -156,8 +158,6 @@ class ConsoleTable(TrainerCallback):
     ) -> None:
         """Write the header."""
         self._started, self._steps_before = time.monotonic(), state.global_step
-        logged = [log["num_tokens"] for log in state.log_history if "num_tokens" in log]
-        self._tokens_before = logged[-1] if logged else 0
         if state.is_world_process_zero:
             self._bar = tqdm(
                 total=state.max_steps, initial=state.global_step, leave=False, unit="step",
@@ -193,7 +193,7 @@ class ConsoleTable(TrainerCallback):
             f"{logs['loss']:.4f}",
             f"{logs['learning_rate']:.3g}",
             "no picture" if ratio is None else f"{ratio:.3f}",
-            f"{(logs['num_tokens'] - self._tokens_before) / seconds:,.0f}",
+            f"{(logs['num_tokens'] - self.tokens_before) / seconds:,.0f}",
             f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
         )
         self._write("".join(f"{cell:>15}" for cell in cells))

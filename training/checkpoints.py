@@ -1,5 +1,6 @@
 """Checkpoints that are complete or not there: how one is published, examined, chosen, and taken for the result."""
 
+import errno
 import fcntl
 import json
 import logging
@@ -25,8 +26,10 @@ STATE_FILE = "trainer_state.json"
 LOCK_FILE = ".lock"
 SAVING_FOLDER = ".saving"
 BROKEN_FOLDER = "broken"
+SUPERSEDED_FOLDER = "superseded"
 # What a checkpoint holds beside a model: the state of training.
-TRAINING_STATE = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "global_step*", "latest", "zero_to_fp32.py")
+TRAINING_STATE = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "global_step*", "latest", "zero_to_fp32.py",
+                  "pytorch_model_fsdp*")  # fmt: skip
 
 
 @contextmanager
@@ -41,9 +44,10 @@ def lock(output_dir: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would go on to hold
         except OSError as error:
-            raise ValueError(
-                f"output_dir {output_dir} is in use by another run ({error}). Wait for its end, or choose another."
-            ) from error
+            cause = f"can't be locked ({error}): its file system must know POSIX locks"
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                cause = "is in use by another run. Wait for its end"
+            raise ValueError(f"output_dir {output_dir} {cause}, or choose another folder.") from error
         yield
 
 
@@ -70,7 +74,7 @@ def publish_files(folder: Path, destination: Path) -> None:
     _sync(destination)
 
 
-def publish_checkpoint(checkpoint: Path, output_dir: Path, run: Run) -> None:
+def publish_checkpoint(checkpoint: Path, output_dir: Path) -> None:
     """Make the model of a checkpoint that is the last of its run the run's result.
 
     Raises:
@@ -78,14 +82,14 @@ def publish_checkpoint(checkpoint: Path, output_dir: Path, run: Run) -> None:
     """
     if not weight_files(checkpoint):
         raise ValueError(
-            f"{checkpoint} is the end of the run, but its weights are sharded. Join them with `accelerate "
-            f"merge-weights {checkpoint}/pytorch_model_fsdp_0 {output_dir}`; its other files go beside them."
+            f"{checkpoint} is the end of the run, but its weights are sharded. Join them into {output_dir} by FSDP's "
+            "`accelerate merge-weights` or DeepSpeed's zero_to_fp32.py, and copy the checkpoint's other files there."
         )
     aside = fresh_folder(output_dir / SAVING_FOLDER)
     for path in checkpoint.iterdir():
         if not any(path.match(pattern) for pattern in TRAINING_STATE):
             shutil.copy(path, aside)
-    run.write(aside)
+    Run.read(checkpoint).write(aside)
     publish_files(aside, output_dir)
 
 
@@ -129,12 +133,12 @@ def checkpoint_problem(checkpoint: Path) -> str | None:
             json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"the state can't be read ({error})"
-    if not (checkpoint / "config.json").exists() and not (checkpoint / "adapter_config.json").exists():
-        return "config.json is missing"
     sharded = [path for path in checkpoint.iterdir() if path.is_dir()]  # FSDP's and DeepSpeed's own formats
     for path in sharded:
         if not any(path.iterdir()):
             return f"{path.name} is empty"
+    if not sharded and not any((checkpoint / name).exists() for name in ("config.json", "adapter_config.json")):
+        return "config.json is missing"
     try:
         weights = weight_files(checkpoint)
         for path in weights:
@@ -143,11 +147,14 @@ def checkpoint_problem(checkpoint: Path) -> str | None:
         processes = run.num_processes
         needed = ["rng_state.pth"] if processes == 1 else [f"rng_state_{rank}.pth" for rank in range(processes)]
         if not sharded:
-            needed += ["optimizer.pt", "scheduler.pt"]
+            needed += ["optimizer.pt", "scheduler.pt"] + ["scaler.pt"] * bool(run.arguments.get("fp16"))
         for name in needed:
             with safe_globals():  # a checkpoint from elsewhere must not run code
                 torch.load(checkpoint / name, map_location="cpu", mmap=True, weights_only=True)
-    except (OSError, ValueError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, EOFError, SafetensorError,
+        pickle.UnpicklingError,
+    ) as error:  # fmt: skip
         return f"a file is missing or broken ({error})"
     if not weights and not sharded:
         return "there are no weights"
@@ -189,18 +196,51 @@ def check_weights(checkpoint: Path, model: Any) -> None:
         )
 
 
-def newest_complete(output_dir: Path, is_main_process: bool) -> Path | None:
-    """The newest checkpoint that can be resumed from. Broken ones are moved into a folder `broken` beside it."""
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first."""
     folders = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
-    for path in sorted(folders, key=lambda path: int(path.name.split("-")[-1]), reverse=True):
+    return sorted(folders, key=lambda path: int(path.name.split("-")[-1]), reverse=True)
+
+
+def newest_complete(output_dir: Path, is_main_process: bool) -> Path | None:
+    """The newest checkpoint that can be resumed from. Broken ones after it are moved into a folder `broken` beside it.
+
+    Raises:
+        ValueError: if there are checkpoints, but none that can be resumed from.
+    """
+    problems: dict[Path, str] = {}
+    for path in checkpoints(output_dir):
         problem = checkpoint_problem(path)
-        if problem is None:
-            return path
-        if is_main_process:
-            aside = output_dir / BROKEN_FOLDER / path.name
-            logger.warning("%s is not complete: %s. Moved to %s", path, problem, aside)
-            aside.parent.mkdir(exist_ok=True)
-            if aside.exists():
-                shutil.rmtree(aside)
-            path.rename(aside)
+        if problem is not None:
+            problems[path] = problem
+            continue
+        for broken, cause in problems.items() if is_main_process else ():
+            logger.warning("%s is not complete: %s. Moved to %s", broken, cause, output_dir / BROKEN_FOLDER)
+            _move_into(output_dir / BROKEN_FOLDER, broken)
+        return path
+    if problems:
+        causes = "".join(f"\n  {path.name}: {problem}" for path, problem in problems.items())
+        raise ValueError(
+            f"{output_dir} holds no checkpoint that can be resumed from:{causes}\nMend them, or start again with "
+            "another output_dir."
+        )
     return None
+
+
+def supersede(output_dir: Path, checkpoint: Path) -> None:
+    """Move what a run did after a checkpoint of its own that it goes on from again into a folder `superseded`."""
+    later = [path for path in checkpoints(output_dir) if steps_done(path) > steps_done(checkpoint)]
+    if checkpoint.resolve().parent != output_dir.resolve():
+        return
+    for path in [*later, output_dir / STATE_FILE]:
+        if path.exists():
+            logger.warning("%s is of steps that are taken again. Moved to %s", path, output_dir / SUPERSEDED_FOLDER)
+            _move_into(output_dir / SUPERSEDED_FOLDER, path)
+
+
+def _move_into(folder: Path, path: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    aside = folder / path.name
+    if aside.is_dir():
+        shutil.rmtree(aside)
+    path.rename(aside)

@@ -10,7 +10,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from conversations.checks import check_stream, control_tokens, keep_good_rows, measure_rows
 from conversations.rows import load_rows, stream_fingerprint
-from training.arguments import RunArguments, TrainingConfig, is_off, set_accumulation
+from training.arguments import RunArguments, TrainingConfig, set_accumulation
 from training.batching import PaddedBatchSampler
 from training.packing import PackedBatchSampler, pack_window, plan_accumulation
 from training.tokenization import RowTokenizer
@@ -26,7 +26,7 @@ def read_rows(
     """The checked rows with their lengths, and a fingerprint that a resumed run must find again."""
     report_file = Path(args.output_dir) / "bad_rows.jsonl"
     with args.main_process_first(desc="reading the data"):
-        if args.process_index == 0 and is_off(args.resume_from_checkpoint):
+        if args.process_index == 0 and args.resume_from_checkpoint is None:
             report_file.unlink(missing_ok=True)  # an earlier run's
         rows: Dataset | IterableDataset = load_rows(
             run_args.dataset_name,

@@ -15,6 +15,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from training.checkpoints import STATE_FILE
 from training.model_type import require_model_type
 from training.run import RUN_FILE
 
@@ -22,7 +23,7 @@ from training.run import RUN_FILE
 logger = logging.getLogger(__name__)
 
 # What the model card knows the training from.
-RUN_FILES = (RUN_FILE, "trainer_state.json", "metrics.jsonl")
+RUN_FILES = (RUN_FILE, STATE_FILE, "metrics.jsonl")
 
 
 def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLlavaForConditionalGeneration:

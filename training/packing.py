@@ -66,33 +66,30 @@ class PackedBatchSampler(BatchRebalanceSampler):
             drop_last=False,
         )
         self.samples_per_step = samples_per_step
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.accumulation_steps = accumulation_steps
 
     def steps(self) -> list[list[int]]:
         """The samples of each step of the epoch; fewer than there are processes join the step before them."""
         order = shuffled(len(self.lengths), self.seed + self.epoch)
         steps = [order[start : start + self.samples_per_step] for start in range(0, len(order), self.samples_per_step)]
-        if len(steps) > 1 and len(steps[-1]) < self.num_processes:
+        if len(steps) > 1 and len(steps[-1]) < self.dp_size:
             steps[-2:] = [steps[-2] + steps[-1]]
         return steps
 
     def rows(self, step: list[int]) -> list[list[int]]:
         """The rows of a step for all processes: those of an accumulation step stand together."""
-        accumulation_steps = min(self.accumulation_steps, len(step) // self.num_processes)
-        rows = partition([self.lengths[sample] for sample in step], accumulation_steps * self.num_processes)
+        accumulation_steps = min(self.grad_accum, len(step) // self.dp_size)
+        rows = partition([self.lengths[sample] for sample in step], accumulation_steps * self.dp_size)
         return [[step[member] for member in row] for row in rows]
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps():
-            yield from self.rows(step)[self.process_index :: self.num_processes]
+            yield from self.rows(step)[self.rank :: self.dp_size]
 
     @override
     def __len__(self) -> int:
         full, rest = divmod(len(self.lengths), self.samples_per_step)
-        return full * self.accumulation_steps + min(self.accumulation_steps, rest // self.num_processes)
+        return full * self.grad_accum + min(self.grad_accum, rest // self.dp_size)
 
     def fits(self, packed_length: int) -> bool:
         """Whether no row of the epoch has more tokens than that."""

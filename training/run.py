@@ -1,6 +1,7 @@
 """What a run is made of, as `run.json` beside every checkpoint and every finished model has it."""
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,20 @@ from training.environment import Environment
 RUN_FILE = "run.json"
 # Fields that the weights don't depend on. The data is compared by what it holds, wherever it lies.
 IMMATERIAL = (
-    "output_dir", "dataset_name", "image_folder", "bad_rows", "dataset_num_proc", "dataset_config", "probe_steps",
-    "probe_samples", "resume_changed", "resume_from_checkpoint", "logging_strategy", "logging_steps",
-    "logging_first_step", "logging_nan_inf_filter", "log_level", "log_level_replica", "log_on_each_node",
-    "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id", "trackio_bucket_id",
-    "trackio_static_space_id", "include_num_input_tokens_seen", "skip_memory_metrics", "debug", "save_strategy",
-    "save_steps", "save_total_limit", "save_on_each_node", "enable_jit_checkpoint", "hub_token",
+    "output_dir", "dataset_name", "image_folder", "bad_rows", "dataset_num_proc", "dataset_config",
+    "probe_steps", "probe_samples", "resume_changed", "resume_from_checkpoint", "logging_strategy",
+    "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_level", "log_level_replica",
+    "log_on_each_node", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id",
+    "trackio_bucket_id", "trackio_static_space_id", "include_num_input_tokens_seen", "skip_memory_metrics",
+    "debug", "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "hub_token",
     "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
-    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers",
-    "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order",
-    "torch_empty_cache_steps", "local_rank", "ddp_timeout", "per_device_eval_batch_size", "eval_steps",
-    "eval_delay", "prediction_loss_only", "do_train", "do_eval", "do_predict",
+    "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
+    "dataloader_multiprocessing_context", "torch_empty_cache_steps", "local_rank", "ddp_timeout",
+    "per_device_eval_batch_size", "eval_steps", "eval_delay", "prediction_loss_only", "do_train", "do_eval",
+    "do_predict", "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
+    "activation_checkpointing_kwargs", "batch_eval_metrics", "greater_is_better", "include_for_metrics",
+    "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "label_names",
+    "restore_callback_states_from_checkpoint",
 )  # fmt: skip
 
 
@@ -79,8 +83,10 @@ class Run:
 
 def describe_run(run_args: RunArguments, args: TrainingConfig, data: str, environment: Environment) -> Run:
     """The record of a run that is about to start."""
-    values = {**{name: value for name, value in vars(run_args).items() if name != "recipe"}, **args.to_dict()}
-    arguments = {name: value for name, value in sorted(values.items()) if name not in IMMATERIAL}
+    values = {**vars(run_args), **args.to_dict(), "model_name_or_path": local_path(str(run_args.model_name_or_path))}
+    # The workers of a stream take turns, so that their number decides the order of its rows.
+    immaterial = {*IMMATERIAL, "recipe"} | (set() if run_args.dataset_streaming else {"dataloader_num_workers"})
+    arguments = {name: value for name, value in sorted(values.items()) if name not in immaterial}
     return Run(
         data=data,
         num_processes=args.world_size,
@@ -88,6 +94,11 @@ def describe_run(run_args: RunArguments, args: TrainingConfig, data: str, enviro
         recipe=None if run_args.recipe is None else str(Path(run_args.recipe).resolve()),
         environment=environment,
     )
+
+
+def local_path(name: str) -> str:
+    """A folder's path without detours; the id of a Hub repository as it is."""
+    return os.path.normpath(name) if os.path.exists(name) else name
 
 
 def check_same_run(checkpoint: Path, run: Run) -> None:

@@ -25,8 +25,16 @@ import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
 from conversations.rows import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.arguments import RunArguments, TrainingConfig, is_off, parse_arguments
-from training.checkpoints import checkpoint_problem, lock, newest_complete, publish_checkpoint, steps_done
+from training.arguments import RunArguments, TrainingConfig, parse_arguments
+from training.checkpoints import (
+    checkpoint_problem,
+    checkpoints,
+    lock,
+    newest_complete,
+    publish_checkpoint,
+    steps_done,
+    supersede,
+)
 from training.collator import VisionLanguageCollator
 from training.data import deal_rows, read_rows
 from training.environment import describe_environment
@@ -48,21 +56,21 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
             can't be resumed from.
     """
     output_dir = Path(args.output_dir)
-    if str(args.resume_from_checkpoint).lower() == "true":
+    if args.resume_from_checkpoint is True:
         with args.main_process_first(local=False, desc="looking for a checkpoint"):
             return newest_complete(output_dir, args.process_index == 0)
-    if not is_off(args.resume_from_checkpoint):
-        checkpoint = Path(args.resume_from_checkpoint)
+    checkpoint = None if args.resume_from_checkpoint is None else Path(str(args.resume_from_checkpoint))
+    if checkpoint is not None:
         problem = checkpoint_problem(checkpoint)
         if problem is not None:
             raise ValueError(f"{checkpoint} can't be resumed from: {problem}.")
-        return checkpoint
-    if any(output_dir.glob("checkpoint-*")) or any(output_dir.glob("*config.json")):
+    is_own = checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()
+    if not is_own and (any(output_dir.glob("checkpoint-*")) or any(output_dir.glob("*config.json"))):
         raise ValueError(
             f"output_dir {args.output_dir} already holds a run. Go on with it by --resume_from_checkpoint true, or "
             "choose another folder."
         )
-    return None
+    return checkpoint
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
@@ -156,24 +164,26 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     run = describe_run(run_args, args, data, environment)
 
     # A checkpoint that is named is gone on from, whatever came after it.
-    finished = output_dir if str(args.resume_from_checkpoint).lower() == "true" else None
-    before = checkpoint or (finished if finished is not None and steps_done(finished) else None)
+    done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
+    before = checkpoint or (output_dir if done else None)
     if before is not None and not run_args.resume_changed:
         check_same_run(before, run)
     total = count_steps(args, sampler)
-    if finished is not None and steps_done(finished) >= total:
-        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, total)
+    if done >= total:
+        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
         return
-    if finished is not None and checkpoint is None and steps_done(finished):
+    if done and checkpoint is None:
         raise ValueError(
-            f"{output_dir} holds a run of {steps_done(finished)} steps, and no checkpoint to go on from to {total}. "
-            "Start from its model, with another output_dir."
+            f"{output_dir} holds a run of {done} steps, and no checkpoint to go on from to {total}. Start from its "
+            "model, with another output_dir."
         )
     if checkpoint is not None and steps_done(checkpoint) >= total:
         if args.process_index == 0:
-            publish_checkpoint(checkpoint, output_dir, run)
+            publish_checkpoint(checkpoint, output_dir)
         logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
         return
+    if checkpoint is not None and args.process_index == 0:
+        supersede(output_dir, checkpoint)
 
     model, trained, groups = prepare_model(run_args, args)
     trainer = NormLlavaTrainer(
@@ -251,6 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     run_args, args = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO if args.process_index == 0 else logging.ERROR, format="%(message)s")
+    # It would say of every last batch that rows were repeated, which ours never are.
+    logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
     interrupt_quietly()
     output_dir = Path(args.output_dir)
     try:
@@ -260,10 +272,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         with lock(output_dir):
             train(run_args, args)
     except KeyboardInterrupt:
-        logger.info(
-            "\nStopped; the last checkpoint is step %d. Go on by the same command with --resume_from_checkpoint true",
-            max((steps_done(path) for path in output_dir.glob("checkpoint-*")), default=0),
-        )
+        last = checkpoints(output_dir)[:1]
+        way_on = "Go on by the same command with --resume_from_checkpoint true"
+        logger.info("\nStopped. %s", f"{way_on}, from {last[0].name}." if last else "There is no checkpoint yet.")
         sys.exit(128 + signal.SIGINT)
 
 

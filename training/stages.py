@@ -132,7 +132,8 @@ def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:
 
 def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that its features don't depend on: layers past the one that is read,
-    the last norm, a pooling head. The autograd graph of a model without data tells, so this holds for any encoder."""
+    the last norm, a pooling head. The autograd graph of a model without data tells, so that no encoder's order of
+    layers is known here; its config has to name `num_channels` and `image_size`, as composing sees to."""
     vision = model.config.vision_config
     with torch.device("meta"):
         shape = NormLlavaModel(model.config)

@@ -99,7 +99,8 @@ class NormLlavaTrainer(SFTTrainer):
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
         for printer in (ProgressCallback, PrinterCallback):
             self.remove_callback(printer)
-        self.add_callback(ConsoleTable())
+        self._console = ConsoleTable()
+        self.add_callback(self._console)
         if sampler is not None:
             self.add_callback(EpochSetter(sampler))
 
@@ -121,6 +122,7 @@ class NormLlavaTrainer(SFTTrainer):
         if resume_from_checkpoint is not None:
             check_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
             self._seen_before = Run.read(Path(resume_from_checkpoint)).progress or self._seen_before
+            self._console.tokens_before = self._seen_before.num_tokens
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @override
@@ -306,7 +308,13 @@ class NormLlavaTrainer(SFTTrainer):
                 raise self._not_written("The trained model", error) from error
             return
         super().save_model(output_dir, _internal_call=True)
-        if self.args.should_save and (Path(output_dir) / "config.json").exists():
+        if not self.args.should_save:
+            return
+        base = self._unwrapped()
+        if self.is_fsdp_enabled and base is self.accelerator.unwrap_model(self.model):
+            base.config.save_pretrained(output_dir)  # which saving leaves out beside sharded weights
+            self.processing_class.save_pretrained(output_dir)
+        if (Path(output_dir) / "config.json").exists():
             write_class_files(Path(output_dir))
 
     def _save_result(self) -> None:

@@ -20,7 +20,7 @@ from trl import SFTTrainer
 
 from conversations.rows import BadRowError
 from script_runs import INSTRUCT, PACKED, ROOT, logged, moved, run
-from training.checkpoints import checkpoint_problem, newest_complete
+from training.checkpoints import checkpoint_problem, newest_complete, publish_checkpoint
 from training.run import Run
 
 
@@ -73,6 +73,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "run not recorded": lambda folder: (folder / "run.json").unlink(),
     "config torn": lambda folder: tear(folder / "config.json"),
     "config gone": lambda folder: (folder / "config.json").unlink(),
+    "index without a map": lambda folder: (folder / "model.safetensors.index.json").write_text("{}"),
     "tokenizer torn": lambda folder: tear(folder / "tokenizer.json"),
 }
 
@@ -86,6 +87,61 @@ def test_a_broken_checkpoint_is_moved_aside_and_the_one_before_it_taken(
     assert not (copied / "checkpoint-6").exists()
     assert (copied / "broken" / "checkpoint-6").is_dir()
     assert "checkpoint-6 is not complete" in caplog.text
+
+
+def make_sharded(folder: Path) -> None:
+    """The layout of FSDP2's sharded checkpoints: what is not in a folder of its own is small."""
+    for name, sharded in (("model.safetensors", "pytorch_model_fsdp_0"), ("optimizer.pt", "optimizer_0")):
+        (folder / sharded).mkdir()
+        (folder / name).rename(folder / sharded / "__0_0.distcp")
+
+
+def test_sharded_checkpoints_are_complete(copied: Path) -> None:
+    for name in ("checkpoint-3", "checkpoint-6"):
+        make_sharded(copied / name)
+    (copied / "checkpoint-3" / "config.json").unlink()
+    assert checkpoint_problem(copied / "checkpoint-3") is None
+    assert newest_complete(copied, is_main_process=True) == copied / "checkpoint-6"
+    with pytest.raises(
+        ValueError, match=r"checkpoint-6 is the end of the run, but its weights are sharded. Join them"
+    ):
+        publish_checkpoint(copied / "checkpoint-6", copied)
+    assert not (copied / "config.json").exists()
+    (copied / "checkpoint-6" / "optimizer_0" / "__0_0.distcp").unlink()
+    assert checkpoint_problem(copied / "checkpoint-6") == "optimizer_0 is empty"
+
+
+def test_a_run_without_a_sound_checkpoint_is_not_started_again(
+    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (copied / "metrics.jsonl").read_text()
+    tear(copied / "checkpoint-3" / "optimizer.pt")
+    (copied / "checkpoint-6" / "run.json").write_text('{"num_processes": 1}')  # of an older version
+    message = (
+        r"no checkpoint that can be resumed from:\n  checkpoint-6: .*run.json: no data.*\n  checkpoint-3: a file is"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
+    assert (copied / "checkpoint-6").is_dir()
+    assert (copied / "metrics.jsonl").read_text() == before
+
+
+def test_going_on_from_a_named_checkpoint_sets_aside_what_came_after_it(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished["output_dir"], out)
+    fields = {**finished, "output_dir": str(out), "learning_rate": 2e-3, "resume_changed": True, "save_steps": 100}
+    run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=str(out / "checkpoint-3"), max_steps=5)
+    assert {path.name for path in (out / "superseded").iterdir()} == {
+        "checkpoint-6", "checkpoint-8", "trainer_state.json",
+    }  # fmt: skip
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}
+    assert Run.read(out).arguments["learning_rate"] == 2e-3
+    # Another run's checkpoint does not take the folder over.
+    other = str(Path(finished["output_dir"]) / "checkpoint-3")
+    with pytest.raises(ValueError, match="already holds a run"):
+        run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=other)
 
 
 def test_going_on_from_the_one_before_gives_the_same_weights(
@@ -182,6 +238,17 @@ def test_every_argument_that_changes_the_weights_is_compared(
         run(monkeypatch, copied, **fields)
 
 
+def test_the_workers_of_a_stream_decide_its_order(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(tmp_path / "out")
+    fields = {**finished, "dataset_streaming": True, "max_steps": 4, "save_steps": 2, "output_dir": out}
+    run(monkeypatch, tmp_path, **fields)
+    fields |= {"resume_from_checkpoint": f"{out}/checkpoint-2", "dataloader_num_workers": 2}
+    with pytest.raises(ValueError, match="dataloader_num_workers: 0 before, 2 now"):
+        run(monkeypatch, tmp_path, **fields)
+
+
 def test_what_does_not_matter_may_change(
     finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,15 +303,16 @@ def test_a_finished_run_is_published_and_not_trained_on(
     else:  # killed before the result was there
         for path in out.glob("checkpoint-*"):
             shutil.copytree(path, again / path.name)
+    fields |= {"output_dir": str(again), "resume_from_checkpoint": True, "resume_changed": True, "learning_rate": 1.0}
     for _ in range(2):
-        run(monkeypatch, tmp_path, **{**fields, "output_dir": str(again)}, resume_from_checkpoint=True)
+        run(monkeypatch, tmp_path, **fields)
     assert moved(out, again) == set()
     assert json.loads((again / "trainer_state.json").read_text())["global_step"] == steps
     assert {path.name for path in again.glob("checkpoint-*")} == {path.name for path in out.glob("checkpoint-*")}
     for name in ("config.json", "processor_config.json", "run.json", "modeling_normllava.py"):
         assert (again / name).exists(), name
     assert not list(again.glob("optimizer*"))
-    assert Run.read(again).progress is None
+    assert Run.read(again) == Run.read(out)  # what it was trained with, not what it was published with
 
 
 def test_a_finished_run_without_checkpoints_is_not_started_again(

@@ -35,7 +35,8 @@ from benchmarks.flops import step_flops
 from benchmarks.synthetic import SIZES, Size, synthetic_config, synthetic_processor, write_rows
 from conversations.chat_template import plain_template
 from conversations.checks import control_tokens, keep_good_rows, measure_rows
-from conversations.rows import load_rows, row_images, row_turns
+from conversations.loading import load_rows
+from conversations.rows import row_images, row_turns
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
 from training.collator import VisionLanguageCollator

@@ -19,8 +19,9 @@ from transformers import (
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from conversations.checks import row_problem
+from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, load_rows, row_turns, to_messages
+from conversations.rows import BadRowError, row_turns, to_messages
 from diagnostics.parts import ENCODERS, PROJECTORS, NoVisualTokensError, image_token_id
 
 

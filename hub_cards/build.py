@@ -14,8 +14,9 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import load_rows, row_images, row_turns
+from conversations.rows import row_images, row_turns
 from diagnostics.plots import draw_attention, draw_layers
 from diagnostics.results import ModelReport
 from hub_cards.card import Widget, read_prose, render_card

@@ -9,7 +9,7 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from conversations.checks import check_stream, control_tokens, keep_good_rows, measure_rows
-from conversations.rows import load_rows, stream_fingerprint
+from conversations.loading import load_rows, stream_fingerprint
 from training.arguments import RunArguments, TrainingConfig, set_accumulation
 from training.batching import PaddedBatchSampler
 from training.packing import PackedBatchSampler, pack_window, plan_accumulation

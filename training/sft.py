@@ -23,7 +23,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
-from conversations.rows import load_rows
+from conversations.loading import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.checkpoints import (

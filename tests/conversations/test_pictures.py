@@ -7,8 +7,9 @@ import pytest
 from PIL import Image as PILImage
 from PIL.PngImagePlugin import PngInfo
 
+from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, load_rows
+from conversations.rows import BadRowError
 from row_files import NO_TOKENS, check_rows, one_token, turns, write_json
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from conversations.rows import load_rows
+from conversations.loading import load_rows
 from diagnostics.embeddings import vocabulary_norms
 from diagnostics.interface import measure_interface
 from diagnostics.probe import Probe

@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from conversations.rows import load_rows
+from conversations.loading import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
 from training import sft

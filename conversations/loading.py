@@ -1,0 +1,242 @@
+"""Rows from where the field keeps them: a LLaVA JSON file, a dataset on disk or on the Hub, or a stream of these."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from datasets import (
+    Dataset,
+    DatasetDict,
+    Features,
+    Image,
+    IterableDataset,
+    LargeList,
+    List,
+    Value,
+    concatenate_datasets,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
+from datasets.exceptions import DatasetGenerationError
+from huggingface_hub.constants import HF_HUB_CACHE
+from huggingface_hub.file_download import repo_folder_name
+from pyarrow import ArrowInvalid
+
+from conversations.files import lies_in, read_text
+from conversations.rows import picture_path
+
+
+def load_rows(
+    name: str,
+    image_folder: str | None = None,
+    config: str | None = None,
+    split: str = "train",
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
+    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub; the latter also as a stream.
+
+    `image_folder` goes before the paths of pictures, which may not leave it. Without it they are relative to the
+    folder of the file or dataset; the pictures of one on the Hub lie in its folder of the Hub's cache.
+
+    Raises:
+        ValueError: if the file is not a list of rows, there is no such split, there are no rows, or columns are
+            missing or of the wrong type.
+        BadRowError: if a JSON file names a picture outside its folder.
+    """
+    path = Path(name)
+    if image_folder is not None and not Path(image_folder).is_dir():
+        raise ValueError(f"The image folder {image_folder} is not there; mend --image_folder.")
+    if (_is_json(path) or _is_saved(path)) and config is not None:
+        raise ValueError(f"{name} has no configurations, so there is no {config!r}; leave it out.")
+    if _is_json(path):
+        rows = _load_json(path, os.path.abspath(image_folder or path.parent), split)
+    elif _is_saved(path):
+        rows = _standardise(_load_saved(name, split), name, image_folder)
+    elif path.is_file():
+        raise ValueError(f"{name} is no file of rows: give .json, .jsonl or .ndjson, or the folder of a dataset.")
+    else:
+        try:
+            rows = load_dataset(name, config, split=split, streaming=streaming)
+        except ValueError as error:  # of a configuration or split that is not there; it names those that are
+            raise ValueError(f"{name}: {error}") from error
+        except DatasetGenerationError as error:
+            raise ValueError(f"{name} can't be read: {error.__cause__}") from error
+        rows = _standardise(rows, name, image_folder)
+    try:
+        first = next(iter(rows), None)
+    except ArrowInvalid as error:
+        raise ValueError(f"{name} can't be read: {error}") from error
+    if first is None:
+        raise ValueError(f"{name} holds no row.")
+    return rows.to_iterable_dataset() if streaming and isinstance(rows, Dataset) else rows
+
+
+def _is_json(path: Path) -> bool:
+    return path.suffix.lower() in (".json", ".jsonl", ".ndjson")
+
+
+def _is_saved(path: Path) -> bool:
+    """Whether a folder is what `save_to_disk` writes."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def _load_json(path: Path, image_folder: str, split: str) -> Dataset:
+    if split != "train":
+        raise ValueError(f"{path} has one split, train, so there is no {split!r}.")
+    rows = _parse_json(path)
+    images: list[list[str]] = []
+    for number, row in enumerate(rows):
+        given = row.get("image") if row.get("images") is None else row["images"]
+        given = [] if given is None else given if isinstance(given, list) else [given]
+        images.append([_picture_name(image) for image in given])
+        for image in images[-1]:
+            # Links are followed, at the cost of a look at the disk, where the row is checked; here only to allow.
+            if not lies_in(os.path.normpath(os.path.join(image_folder, image)), image_folder):
+                picture_path({"image_folder": image_folder, "source": f"{path}, row {number}"}, image)
+    # Only the fields that are used: LLaVA's `id` is a number in some rows and a string in others, which Arrow refuses.
+    return Dataset.from_dict(
+        {
+            "images": images,
+            "image_folder": [image_folder] * len(rows),
+            "conversations": [json.dumps(row.get("conversations")) for row in rows],
+            "source": [f"{path}, row {number}" for number in range(len(rows))],
+        }
+    ).cast_column("images", List(Value("string")))
+
+
+def _parse_json(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSON file: those of a list, or one a line."""
+    text = read_text(path)
+    if path.suffix.lower() == ".json":
+        rows = _parse(text, f"{path} is not valid JSON")
+        if not isinstance(rows, list):
+            raise ValueError(
+                f'{path} is not a list of rows. LLaVA\'s layout is [{{"image": ..., "conversations": [...]}}].'
+            )
+        places = [f"row {number}" for number in range(len(rows))]
+    else:
+        # Split at line feeds alone: JSON allows other line breaks of Unicode inside a string.
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        rows = [_parse(line, f"{path} is not valid JSONL: line {number}") for number, line in lines]
+        places = [f"line {number}" for number, _ in lines]
+    for place, row in zip(places, rows, strict=True):
+        if not isinstance(row, dict):
+            raise ValueError(
+                f'{path}, {place} is no row, which would be {{"image": ..., "conversations": [...]}}: '
+                f"{json.dumps(row)[:60]}"
+            )
+    return rows
+
+
+def _parse(text: str, complaint: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        near = text[max(error.pos - 30, 0) : error.pos + 30]
+        hint = " If each line is a row, name the file .jsonl." if error.msg == "Extra data" else ""
+        raise ValueError(f"{complaint}: {error}, near {near!r}.{hint}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+        raise ValueError(f"{complaint}: {error}.") from error
+
+
+def _picture_name(image: Any) -> str:
+    """A picture's name. What is none stays as text that names no file, so that the row is found to be bad."""
+    try:
+        if isinstance(image, str) and image.encode():
+            return image
+    except UnicodeEncodeError:  # half of a surrogate pair, which Arrow does not hold
+        pass
+    return f"{json.dumps(image)} (not a path)"
+
+
+def _load_saved(name: str, split: str) -> Dataset:
+    try:
+        dataset = load_from_disk(name)
+    except IndexError as error:  # all that datasets says of a folder without a shard
+        raise ValueError(f"{name} holds no row.") from error
+    if isinstance(dataset, DatasetDict):
+        if split not in dataset:
+            raise ValueError(f"{name} has no split {split!r}; give one of {', '.join(dataset)}.")
+        dataset = dataset[split]
+    elif split not in ("train", str(dataset.split)):
+        raise ValueError(f"{name} is a dataset without splits, so there is no {split!r}; leave it out.")
+    return dataset
+
+
+def _standardise(dataset: Any, name: str, image_folder: str | None) -> Any:
+    """Give a dataset of `conversations` and `images` or `image` the columns of this module, pictures undecoded.
+
+    Columns are renamed and cast, never rewritten: the pictures of a dataset can take hundreds of gigabytes.
+    """
+    if dataset.column_names is None:  # a stream may not know them before it is read
+        dataset = dataset._resolve_features()
+    if "conversations" not in dataset.column_names:
+        raise ValueError(f"{name}: no column 'conversations' among {dataset.column_names}.")
+    column = "images" if "images" in dataset.column_names else "image"
+    if column not in dataset.column_names:
+        raise ValueError(f"{name}: no column 'images' or 'image' among {dataset.column_names}.")
+    if image_folder is None and not Path(name).exists():
+        image_folder = os.path.join(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"))
+    image_folder = os.path.abspath(image_folder or name)
+    dataset = dataset.select_columns([column, "conversations"])
+    features = Features({**dataset.features, column: _undecoded(dataset.features[column], name)})
+    if isinstance(dataset, IterableDataset):
+        return _name_rows(dataset.cast(features), column, name, image_folder)
+    # `Dataset.cast` writes all of a list's pictures anew; casting the table moves no byte of them.
+    info = dataset.info.copy()
+    info.features = features
+    dataset = Dataset(dataset.data.cast(features.arrow_schema), info=info, split=dataset.split)
+    dataset = dataset if column == "images" else dataset.rename_column(column, "images")
+    dataset = dataset.add_column("image_folder", [image_folder] * len(dataset))
+    return dataset.add_column("source", [f"{name}, row {number}" for number in range(len(dataset))])
+
+
+def _undecoded(feature: Any, name: str) -> Any:
+    """The type of a column of pictures, one or a list a row, given as pictures, their bytes or their paths."""
+    picture = feature.feature if isinstance(feature, (List, LargeList)) else feature
+    is_struct = isinstance(picture, dict) and picture.keys() <= {"bytes", "path"}
+    is_value = isinstance(picture, Value) and picture.dtype.removeprefix("large_") in ("binary", "string", "null")
+    if not (isinstance(picture, Image) or is_struct or is_value):
+        raise ValueError(f"{name}: the column of pictures holds {feature}, not pictures, their bytes or their paths.")
+    return Image(decode=False) if picture is feature else List(Image(decode=False))
+
+
+def _name_rows(stream: IterableDataset, column: str, name: str, image_folder: str) -> IterableDataset:
+    """Name the rows, and their column of pictures: each by its shard, as processes share shards among them."""
+
+    def named(row: dict[str, Any], number: int, place: str) -> dict[str, Any]:
+        return {"images": row[column], "image_folder": image_folder, "source": f"{place}, row {number}"}
+
+    kept = {"images": stream.features[column], "conversations": stream.features["conversations"]}
+    features = Features({**kept, "image_folder": Value("string"), "source": Value("string")})
+    shards = []
+    for shard in range(stream.num_shards):
+        options = {"place": f"{name}, shard {shard}" if stream.num_shards > 1 else name}
+        part = stream.shard(stream.num_shards, shard)
+        shards.append(
+            part.map(named, with_indices=True, remove_columns=[column], fn_kwargs=options, features=features)
+        )
+    return concatenate_datasets(shards)
+
+
+def stream_fingerprint(name: str, config: str | None, split: str) -> str:
+    """A fingerprint of what a stream reads: of local files the names and sizes, of the Hub's the commit; of both the
+    configuration and the split. The content of a JSON file counts too, as it is read whole anyway."""
+    path = Path(name)
+    if _is_json(path):
+        files: Any = [hashlib.sha256(path.read_bytes()).hexdigest()]
+    else:
+        if _is_saved(path):
+            folder = path / split if (path / "dataset_dict.json").exists() else path
+            found = [str(file) for file in sorted(folder.glob("data-*.arrow"))]
+        else:
+            builder = load_dataset_builder(name, config)
+            data_files = builder.config.data_files or {split: [builder.hash]}
+            found = data_files.get(split) or [file for files in data_files.values() for file in files]
+        files = [
+            [os.path.relpath(file, path), os.path.getsize(file)] if os.path.exists(file) else file for file in found
+        ]
+    return hashlib.sha256(json.dumps([config, split, files]).encode()).hexdigest()

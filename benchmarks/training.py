@@ -28,7 +28,7 @@ import trl
 from datasets import Dataset, Image, List
 from torch import nn
 from transformers import LlavaForConditionalGeneration, LlavaProcessor, TrainerCallback, set_seed
-from trl import SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
 import training.attention  # noqa: F401 - registers "varlen"
 from benchmarks.flops import step_flops
@@ -36,7 +36,7 @@ from benchmarks.synthetic import SIZES, Size, synthetic_config, synthetic_proces
 from conversations.chat_template import plain_template
 from conversations.checks import control_tokens, keep_good_rows, measure_rows
 from conversations.loading import load_rows
-from conversations.rows import row_images, row_turns
+from conversations.rows import picture_path, row_images, row_turns
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
 from training.collator import VisionLanguageCollator
@@ -101,7 +101,7 @@ def plain_row(row: dict[str, Any]) -> dict[str, Any]:
     messages = [
         {"role": roles[turn["from"]], "content": turn["value"].replace("<image>\n", "")} for turn in row_turns(row)
     ]
-    return {"messages": messages, "images": row_images(row)}
+    return {"messages": messages, "images": [picture_path(row, image) for image in row_images(row)]}
 
 
 def plain_trainer(
@@ -123,8 +123,10 @@ def plain_trainer(
     batch = size.rows_per_batch
     return SFTTrainer(
         model,
-        TrainingConfig(
+        SFTConfig(
             **common,
+            max_length=None,
+            remove_unused_columns=False,
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=size.samples_per_step // batch,
             assistant_only_loss=True,

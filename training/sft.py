@@ -39,7 +39,7 @@ from training.collator import VisionLanguageCollator
 from training.data import deal_rows, read_rows
 from training.environment import describe_environment
 from training.model_type import require_model_type
-from training.run import check_same_run, describe_run
+from training.run import Run, check_same_run, describe_run
 from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
 from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
@@ -145,11 +145,42 @@ def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> 
     return math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
 
 
+def finish(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, num_steps: int) -> bool:
+    """Whether a run has taken all of its steps; then its model is published. What is to be gone on from is made ready.
+
+    Raises:
+        ValueError: if the folder or the checkpoint is of another run, or there is nothing to go on from.
+    """
+    output_dir, is_main_process = Path(args.output_dir), args.process_index == 0
+    # A checkpoint that is named is gone on from, whatever came after it.
+    done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
+    before = checkpoint or (output_dir if done else None)
+    if before is None:
+        return False
+    if not run_args.resume_changed:
+        check_same_run(before, run)
+    if done >= num_steps:
+        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
+        return True
+    if checkpoint is None:
+        raise ValueError(
+            f"{output_dir} holds a run of {done} steps, and no checkpoint to go on from to {num_steps}. Start from "
+            "its model, with another output_dir."
+        )
+    if steps_done(checkpoint) < num_steps:
+        if is_main_process:
+            supersede(output_dir, checkpoint)
+        return False
+    if is_main_process:
+        publish_checkpoint(checkpoint, output_dir)
+    logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
+    return True
+
+
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
     """Read the data, prepare the model, train, and publish the result; of a run that is finished, publish alone."""
     require_model_type(str(run_args.model_name_or_path), "normllava", run_args.model_revision)
     checkpoint = find_checkpoint(args)
-    output_dir = Path(args.output_dir)
     environment = describe_environment(args.world_size, resumed=checkpoint is not None)
     stage = Stage(str(run_args.stage))
     processor: LlavaProcessor = AutoProcessor.from_pretrained(
@@ -163,27 +194,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     rows, sampler = deal_rows(run_args, args, rows)
     run = describe_run(run_args, args, data, environment)
 
-    # A checkpoint that is named is gone on from, whatever came after it.
-    done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
-    before = checkpoint or (output_dir if done else None)
-    if before is not None and not run_args.resume_changed:
-        check_same_run(before, run)
-    total = count_steps(args, sampler)
-    if done >= total:
-        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
+    if finish(run_args, args, run, checkpoint, count_steps(args, sampler)):
         return
-    if done and checkpoint is None:
-        raise ValueError(
-            f"{output_dir} holds a run of {done} steps, and no checkpoint to go on from to {total}. Start from its "
-            "model, with another output_dir."
-        )
-    if checkpoint is not None and steps_done(checkpoint) >= total:
-        if args.process_index == 0:
-            publish_checkpoint(checkpoint, output_dir)
-        logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
-        return
-    if checkpoint is not None and args.process_index == 0:
-        supersede(output_dir, checkpoint)
 
     model, trained, groups = prepare_model(run_args, args)
     trainer = NormLlavaTrainer(

@@ -6,6 +6,7 @@ What an artefact doesn't hold is `None`, which the card shows as "not recorded".
 import json
 import re
 from dataclasses import dataclass, field, fields
+from functools import cache
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 from safetensors import safe_open
 
 from diagnostics.results import ModelReport, Report, from_json
-from training.arguments import RunArguments, TrainingConfig
 from training.environment import Environment
 from training.run import RUN_FILE, Run
 
@@ -32,7 +32,6 @@ UNUSUAL = (
     "use_bnb_nested_quant", "use_rslora", "use_dora", "lora_dropout",
 )  # fmt: skip
 ADAPTER_ARGUMENTS = ("lora_r", "lora_alpha")
-DEFAULTS = {entry.name: entry.default for kind in (RunArguments, TrainingConfig) for entry in fields(kind)}
 # How far the mean |gain| of a report may be from that of the weights: one is summed on another device, perhaps.
 GAIN_TOLERANCE = 1e-3
 # Settings of a run by name, of any type.
@@ -263,19 +262,31 @@ def read_stage(folder: Path, run: Run | None) -> StageFacts:
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,
         seconds=seconds[-1] if seconds and not (run is not None and run.environment.resumed) else None,
-        arguments={name: value for name, value in arguments.items() if is_listed(name, arguments)},
+        arguments={
+            name: arguments[name]
+            for name in (*ARGUMENTS, *UNUSUAL, *ADAPTER_ARGUMENTS)
+            if name in arguments and is_listed(name, arguments)
+        },
         environment=None if run is None else run.environment,
     )
+
+
+@cache
+def usual_arguments() -> Arguments:
+    """The arguments of a run that names none."""
+    from training.arguments import RunArguments, TrainingConfig  # here, since TRL takes seconds to import
+
+    return {entry.name: entry.default for kind in (RunArguments, TrainingConfig) for entry in fields(kind)}
 
 
 def is_listed(name: str, arguments: Arguments) -> bool:
     """Whether the card lists an argument: not one that does nothing."""
     value = arguments[name]
     if name in UNUSUAL:
-        return value != DEFAULTS[name]
+        return value != usual_arguments()[name]
     if name in ADAPTER_ARGUMENTS:
         return arguments.get("stage") == "adapt"
-    return name in ARGUMENTS and value is not None and (name != "max_steps" or value > 0)
+    return value is not None and (name != "max_steps" or value > 0)
 
 
 def read_evaluations(run: Path) -> list[Evaluation]:

@@ -4,13 +4,15 @@ import json
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conversations.files import write_whole
 from diagnostics.results import from_json
-from training.arguments import RunArguments, TrainingConfig
 from training.environment import Environment
 
+
+if TYPE_CHECKING:  # who reads a record has no need of TRL, which takes seconds to import
+    from training.arguments import RunArguments, TrainingConfig
 
 RUN_FILE = "run.json"
 # Fields that the weights don't depend on. The data is compared by what it holds, wherever it lies.
@@ -81,7 +83,7 @@ class Run:
             raise ValueError(f"{path} can't be read ({error}).") from error
 
 
-def describe_run(run_args: RunArguments, args: TrainingConfig, data: str, environment: Environment) -> Run:
+def describe_run(run_args: "RunArguments", args: "TrainingConfig", data: str, environment: Environment) -> Run:
     """The record of a run that is about to start."""
     values = {**vars(run_args), **args.to_dict(), "model_name_or_path": local_path(str(run_args.model_name_or_path))}
     # The workers of a stream take turns, so that their number decides the order of its rows.

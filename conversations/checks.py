@@ -23,10 +23,23 @@ from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
 from conversations.pictures import open_images
-from conversations.rows import IMAGE_MARK, ROLES, BadRowError, is_embedded, picture_path, row_images, row_turns
+from conversations.rows import (
+    IMAGE_MARK,
+    ROLES,
+    BadRowError,
+    Picture,
+    Row,
+    is_embedded,
+    picture_path,
+    row_images,
+    row_turns,
+)
 
 
 logger = logging.getLogger(__name__)
+
+# What makes token ids and labels of a row.
+Tokenize = Callable[[Row], tuple[list[int], list[int]]]
 
 # What messages quote, cut in the middle.
 _brief = reprlib.Repr()
@@ -39,9 +52,7 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> froz
     return frozenset({*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""})
 
 
-def row_problem(
-    row: dict[str, Any], control_tokens: frozenset[str] = frozenset(), needs_answer: bool = True
-) -> str | None:
+def row_problem(row: Row, control_tokens: frozenset[str] = frozenset(), needs_answer: bool = True) -> str | None:
     """Why a row can't be trained on, or `None`. Looks at everything but the pixels.
 
     Args:
@@ -111,7 +122,7 @@ def _find_token(text: str, tokens: frozenset[str]) -> str | None:
     return None
 
 
-def _picture_problem(row: dict[str, Any], image: str | dict[str, Any]) -> str | None:
+def _picture_problem(row: Row, image: Picture) -> str | None:
     """What is wrong with the file of a picture that is given by its path."""
     name = image["path"] if isinstance(image, dict) else image
     if name is None:
@@ -146,7 +157,7 @@ class MeasuredRows:
 def measure_rows(
     dataset: Dataset,
     control_tokens: frozenset[str],
-    tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
+    tokenize: Tokenize,
     open_pictures: bool,
     num_proc: int | None = None,
 ) -> MeasuredRows:
@@ -245,7 +256,7 @@ class BadRowList:
 def check_stream(
     dataset: IterableDataset,
     control_tokens: frozenset[str],
-    tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
+    tokenize: Tokenize,
     bad_rows: Literal["error", "skip"],
     report_file: Path,
 ) -> IterableDataset:
@@ -258,7 +269,7 @@ def check_stream(
     num_good = 0
     met: dict[str, int] = {}  # by source of a bad row the number of good rows before it
 
-    def is_good(row: dict[str, Any]) -> bool:
+    def is_good(row: Row) -> bool:
         nonlocal num_good
         if not row["problem"]:
             num_good += 1
@@ -275,7 +286,7 @@ def check_stream(
         report.add(row["source"], row["problem"])
         return False
 
-    def measure(row: dict[str, Any]) -> dict[str, Any]:
+    def measure(row: Row) -> dict[str, Any]:
         problem, length = _measure_row(row, control_tokens, tokenize, open_pictures=bad_rows == "skip")
         return {"problem": problem, "length": length}
 
@@ -283,9 +294,9 @@ def check_stream(
 
 
 def _measure_row(
-    row: dict[str, Any],
+    row: Row,
     control_tokens: frozenset[str],
-    tokenize: Callable[[dict[str, Any]], tuple[list[int], list[int]]],
+    tokenize: Tokenize,
     open_pictures: bool,
 ) -> tuple[str, int]:
     """Why a row can't be trained on, or nothing; and its length in tokens."""
@@ -300,7 +311,7 @@ def _measure_row(
         return str(error).removeprefix(f"{row['source']}: "), 0
 
 
-def _checksum(row: dict[str, Any]) -> int:
+def _checksum(row: Row) -> int:
     """Of a row's conversation and of its pictures' names and sizes; the same wherever its folder lies."""
     folder, pictures = row["image_folder"], []
     for image in row_images(row):

@@ -26,7 +26,7 @@ from huggingface_hub.file_download import repo_folder_name
 from pyarrow import ArrowInvalid
 
 from conversations.files import lies_in, read_text
-from conversations.rows import picture_path
+from conversations.rows import Row, picture_path
 
 
 def load_rows(
@@ -207,7 +207,7 @@ def _undecoded(feature: Any, name: str) -> Any:
 def _name_rows(stream: IterableDataset, column: str, name: str, image_folder: str) -> IterableDataset:
     """Name the rows, and their column of pictures: each by its shard, as processes share shards among them."""
 
-    def named(row: dict[str, Any], number: int, place: str) -> dict[str, Any]:
+    def named(row: Row, number: int, place: str) -> Row:
         return {"images": row[column], "image_folder": image_folder, "source": f"{place}, row {number}"}
 
     kept = {"images": stream.features[column], "conversations": stream.features["conversations"]}

@@ -7,10 +7,10 @@ import numpy as np
 from PIL import Image as PILImage
 from PIL import ImageOps
 
-from conversations.rows import BadRowError, picture_path, row_images
+from conversations.rows import BadRowError, Picture, Row, picture_path, row_images
 
 
-def open_images(row: dict[str, Any]) -> list[PILImage.Image]:
+def open_images(row: Row) -> list[PILImage.Image]:
     """The row's pictures, decoded, in RGB, as people see them.
 
     The camera's orientation is applied, 16-bit grey is scaled to 8, transparency is dropped, and an animation gives
@@ -22,7 +22,7 @@ def open_images(row: dict[str, Any]) -> list[PILImage.Image]:
     return [_open_image(image, row) for image in row_images(row)]
 
 
-def _open_image(image: str | dict[str, Any], row: dict[str, Any]) -> PILImage.Image:
+def _open_image(image: Picture, row: Row) -> PILImage.Image:
     file: Any = picture_path(row, image)
     if file is None and isinstance(image, dict):
         file = BytesIO(image["bytes"])

@@ -13,6 +13,10 @@ from conversations.files import lies_in, real_file, real_folder
 
 
 IMAGE_MARK = "<image>"
+# A row's columns by name; rows of others may be malformed, so no type is promised of what they hold.
+Row = dict[str, Any]
+# A path, or what `datasets.Image(decode=False)` gives: `bytes` and `path`.
+Picture = str | dict[str, Any]
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 
 
@@ -20,18 +24,18 @@ class BadRowError(ValueError):
     """A row that can't be trained on; the message names its source and the reason."""
 
 
-def row_images(row: dict[str, Any]) -> list[str | dict[str, Any]]:
+def row_images(row: Row) -> list[Picture]:
     """The row's undecoded pictures: a column may hold one, a list, or nothing."""
     images = row["images"]
     return [image for image in (images if isinstance(images, list) else [images]) if image is not None]
 
 
-def is_embedded(image: str | dict[str, Any]) -> bool:
+def is_embedded(image: Picture) -> bool:
     """Whether a row holds a picture's bytes, or did before they were left out and their number noted as `size`."""
     return isinstance(image, dict) and (image["bytes"] is not None or image.get("size") is not None)
 
 
-def picture_path(row: dict[str, Any], image: str | dict[str, Any]) -> str | None:
+def picture_path(row: Row, image: Picture) -> str | None:
     """Where a picture of a row lies, links followed; `None` if the row holds it itself.
 
     Raises:
@@ -51,13 +55,13 @@ def picture_path(row: dict[str, Any], image: str | dict[str, Any]) -> str | None
     return path
 
 
-def row_turns(row: dict[str, Any]) -> list[dict[str, str]]:
+def row_turns(row: Row) -> list[dict[str, str]]:
     """The row's turns in LLaVA's layout, which JSON files keep as text since their rows may be malformed."""
     turns = row["conversations"]
     return json.loads(turns) if isinstance(turns, str) else turns
 
 
-def to_messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+def to_messages(row: Row) -> list[dict[str, Any]]:
     """The row's turns as chat messages: each `<image>` mark becomes an image part.
 
     The template puts parts on lines of their own, so the line break that LLaVA writes beside a mark is taken out

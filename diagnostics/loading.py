@@ -21,17 +21,13 @@ import modeling_normllava  # noqa: F401 - registers the classes with the auto cl
 from conversations.checks import row_problem
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, row_turns, to_messages
+from conversations.rows import BadRowError, Row, row_turns, to_messages
 from diagnostics.parts import ENCODERS, PROJECTORS, NoVisualTokensError, image_token_id
 
 
 logger = logging.getLogger(__name__)
 
 PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-
-
-# What `conversations.rows.load_rows` yields.
-Row = dict[str, Any]
 
 
 class Part(TypedDict, total=False):

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from PIL import Image
 
 from conversations.pictures import open_images
+from conversations.rows import Row
+from diagnostics.tokens import Inputs
 from training.tokenization import IGNORED, RowTokenizer
 
 
@@ -33,7 +34,7 @@ class VisionLanguageCollator:
     tokenize: RowTokenizer
     packed: bool = False
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def __call__(self, rows: list[Row]) -> Inputs:
         """Collate `rows`. Raises `BadRowError` if one has an unreadable picture, is too long or has no loss."""
         if rows and "rows" in rows[0]:  # packed already, from a stream
             rows = [row for pack in rows for row in pack["rows"]]
@@ -47,7 +48,7 @@ class VisionLanguageCollator:
         batch["pixel_values"] = processor.image_processor(images, return_tensors="pt")["pixel_values"]
         return batch
 
-    def _pad(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> dict[str, Any]:
+    def _pad(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> Inputs:
         if not samples:  # attention is defined only where something is attended to
             samples = [([self.tokenize.processor.tokenizer.pad_token_id], [IGNORED])]
         longest = max(len(input_ids) for input_ids, _ in samples)
@@ -64,7 +65,7 @@ class VisionLanguageCollator:
         input_ids[0, longest:] = self.tokenize.processor.image_token_id
         return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
-    def _pack(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> dict[str, Any]:
+    def _pack(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> Inputs:
         lengths = [len(input_ids) for input_ids, _ in samples]
         input_ids = [token for sample_ids, _ in samples for token in sample_ids]
         labels = [label for _, sample_labels in samples for label in sample_labels]

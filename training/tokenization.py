@@ -1,11 +1,10 @@
 """From a row to the token ids and labels of a sample, pictures unopened: their number of tokens is known."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from transformers import LlavaProcessor
 
-from conversations.rows import BadRowError, to_messages
+from conversations.rows import BadRowError, Row, to_messages
 
 
 IGNORED = -100
@@ -34,7 +33,7 @@ class RowTokenizer:
         counts = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])])
         (self.tokens_per_image,) = counts.num_image_tokens
 
-    def __call__(self, row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    def __call__(self, row: Row) -> tuple[list[int], list[int]]:
         """Tokenize a row. Raises `BadRowError` if it is too long or has nothing to learn."""
         encoded = self.processor.tokenizer.apply_chat_template(
             to_messages(row),

@@ -126,8 +126,9 @@ def steps_done(folder: Path) -> int:
 def checkpoint_problem(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be resumed from, or `None`. Opens every file; the content of tensors is not read."""
     try:
-        if checkpoint.name != f"{PREFIX_CHECKPOINT_DIR}-{steps_done(checkpoint)}":
-            return f"{STATE_FILE} is of step {steps_done(checkpoint)}"
+        step = steps_done(checkpoint)
+        if checkpoint.name != f"{PREFIX_CHECKPOINT_DIR}-{step}":
+            return f"{STATE_FILE} is of step {step}"
         run = Run.read(checkpoint)
         for path in checkpoint.glob("*.json"):
             json.loads(path.read_text(encoding="utf-8"))
@@ -228,10 +229,9 @@ def newest_complete(output_dir: Path, is_main_process: bool) -> Path | None:
 
 
 def supersede(output_dir: Path, checkpoint: Path) -> None:
-    """Move what a run did after a checkpoint of its own that it goes on from again into a folder `superseded`."""
-    later = [path for path in checkpoints(output_dir) if steps_done(path) > steps_done(checkpoint)]
-    if checkpoint.resolve().parent != output_dir.resolve():
-        return
+    """Move what a run did after the checkpoint that it goes on from again into a folder `superseded`."""
+    step = steps_done(checkpoint)
+    later = [path for path in checkpoints(output_dir) if steps_done(path) > step]
     for path in [*later, output_dir / STATE_FILE]:
         if path.exists():
             logger.warning("%s is of steps that are taken again. Moved to %s", path, output_dir / SUPERSEDED_FOLDER)

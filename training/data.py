@@ -20,6 +20,17 @@ from training.tokenization import RowTokenizer
 PACKING_WINDOW = 512
 
 
+def open_rows(run_args: RunArguments) -> Dataset | IterableDataset:
+    """The rows that a run names, unchecked."""
+    return load_rows(
+        str(run_args.dataset_name),
+        run_args.image_folder,
+        run_args.dataset_config,
+        run_args.dataset_train_split,
+        run_args.dataset_streaming,
+    )
+
+
 def read_rows(
     run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
 ) -> tuple[Dataset | IterableDataset, str]:
@@ -28,13 +39,7 @@ def read_rows(
     with args.main_process_first(desc="reading the data"):
         if args.process_index == 0 and args.resume_from_checkpoint is None:
             report_file.unlink(missing_ok=True)  # an earlier run's
-        rows: Dataset | IterableDataset = load_rows(
-            run_args.dataset_name,
-            run_args.image_folder,
-            run_args.dataset_config,
-            run_args.dataset_train_split,
-            run_args.dataset_streaming,
-        )
+        rows = open_rows(run_args)
     tokens = control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token)
     if isinstance(rows, IterableDataset):
         rows = check_stream(rows, tokens, tokenize, run_args.bad_rows, report_file)

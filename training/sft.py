@@ -23,7 +23,6 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
-from conversations.loading import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.checkpoints import (
@@ -36,7 +35,7 @@ from training.checkpoints import (
     supersede,
 )
 from training.collator import VisionLanguageCollator
-from training.data import deal_rows, read_rows
+from training.data import deal_rows, open_rows, read_rows
 from training.environment import describe_environment
 from training.model_type import require_model_type
 from training.run import Run, check_same_run, describe_run
@@ -230,14 +229,7 @@ def watch_dynamics(
     from training.dynamics import DynamicsCallback
 
     assert run_args.probe_steps is not None
-    rows = load_rows(
-        run_args.dataset_name,
-        run_args.image_folder,
-        run_args.dataset_config,
-        run_args.dataset_train_split,
-        run_args.dataset_streaming,
-    )
-    questions, _ = take_questions(rows, run_args.probe_samples, run_args.dataset_name)
+    questions, _ = take_questions(open_rows(run_args), run_args.probe_samples, run_args.dataset_name)
     return DynamicsCallback(model, processor, questions, run_args.probe_steps, Path(args.output_dir) / FILE)
 
 

@@ -10,6 +10,7 @@ import argparse
 import json
 import logging
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,8 +37,21 @@ from conversations.rows import to_messages
 logger = logging.getLogger(__name__)
 
 VISION_STEPS, VISION_BATCH, VISION_RATE = 500, 128, 2e-3
-TEXT_STEPS, TEXT_BATCH, TEXT_RATE = 700, 16, 2e-3
+TEXT_BATCH = 16
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """Size of the language model and how it is trained."""
+
+    num_hidden_layers: int = 3
+    hidden_size: int = 128
+    vocab_size: int = 420
+    num_steps: int = 700
+    learning_rate: float = 2e-3
+    # transformers' std of 0.02 fits wide models: at a width of 128 attention starts too flat to learn in minutes.
+    initializer_range: float = 0.05
 
 
 def train_vision(output_dir: Path) -> dict[str, float]:
@@ -97,9 +111,11 @@ def train_vision(output_dir: Path) -> dict[str, float]:
     return accuracy
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """Qwen2's byte-level BPE tokenizer with a small vocabulary, in which the words of the scenes are a token each."""
-    tokenizer = Qwen2Tokenizer().train_new_from_iterator(texts, vocab_size=420, new_special_tokens=SPECIAL_TOKENS)
+    tokenizer = Qwen2Tokenizer().train_new_from_iterator(
+        texts, vocab_size=vocab_size, new_special_tokens=SPECIAL_TOKENS
+    )
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
     tokenizer.chat_template = chat_template(tokenizer, "<|image_pad|>")
     return tokenizer
@@ -126,27 +142,26 @@ def pad_batch(chosen: list[tuple[list[int], list[int]]], pad_token_id: int) -> d
     }
 
 
-def train_text(rows: list[dict], output_dir: Path) -> dict[str, float]:
+def train_text(rows: list[dict], output_dir: Path, settings: TextSettings = TextSettings()) -> dict[str, float]:
     """Train the language model on conversations and captions without pictures."""
     set_seed(0)
     corpus = [
         text for row in rows[:500] for text in (row["caption"], *(turn["value"] for turn in row["conversations"]))
     ]
-    tokenizer = train_tokenizer([*corpus, *["user assistant system"] * 100])
+    tokenizer = train_tokenizer([*corpus, *["user assistant system"] * 100], settings.vocab_size)
     # Qwen3 is Qwen2 with queries and keys normalised, which here learns to look a place up within half a minute on
     # every seed tried; Qwen2 of this size, with its default rotary base, stuck on some.
     config = Qwen3Config(
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
-        num_attention_heads=8,
-        num_key_value_heads=8,
+        hidden_size=settings.hidden_size,
+        intermediate_size=3 * settings.hidden_size,
+        num_hidden_layers=settings.num_hidden_layers,
+        num_attention_heads=settings.hidden_size // 16,
+        num_key_value_heads=settings.hidden_size // 16,
         head_dim=16,
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
         tie_word_embeddings=False,
-        # transformers' std of 0.02 fits wide models: at a width of 128 attention starts too flat to learn in minutes.
-        initializer_range=0.05,
+        initializer_range=settings.initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -157,9 +172,9 @@ def train_text(rows: list[dict], output_dir: Path) -> dict[str, float]:
     encoded = [encode_row(row, tokenizer) for row in tqdm(rows, desc="Tokenising")]
     chats, captions = [chat for chat, _ in encoded], [caption for _, caption in encoded]
     rng = random.Random(2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=TEXT_RATE, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = get_cosine_schedule_with_warmup(optimizer, 20, TEXT_STEPS)
-    progress = tqdm(range(TEXT_STEPS), desc="Training the language model")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
+    schedule = get_cosine_schedule_with_warmup(optimizer, 20, settings.num_steps)
+    progress = tqdm(range(settings.num_steps), desc="Training the language model")
     for _ in progress:
         # Apart, since they differ in length and padding costs as much as words. Captions teach to look a place up,
         # which the answers then build on.

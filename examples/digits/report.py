@@ -56,9 +56,9 @@ class SceneQuestion:
     description: str
 
 
-def load_scene_questions(data_dir: Path) -> list[SceneQuestion]:
-    """The test questions."""
-    scenes = json.loads((data_dir / "test.json").read_text(encoding="utf-8"))
+def load_scene_questions(data_dir: Path, split: str = "test") -> list[SceneQuestion]:
+    """The questions of a split."""
+    scenes = json.loads((data_dir / f"{split}.json").read_text(encoding="utf-8"))
     return [
         SceneQuestion(**question, image=data_dir / scene["image"], description=scene["description"])
         for scene in scenes
@@ -67,7 +67,9 @@ def load_scene_questions(data_dir: Path) -> list[SceneQuestion]:
 
 
 @torch.no_grad()
-def answer(model: PreTrainedModel, processor: Any, prompts: list[Prompt], title: str) -> list[str]:
+def answer(
+    model: PreTrainedModel, processor: Any, prompts: list[Prompt], title: str, max_new_tokens: int = 6
+) -> list[str]:
     """Greedy answers to one-turn conversations."""
     answers: list[str] = []
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
@@ -80,7 +82,7 @@ def answer(model: PreTrainedModel, processor: Any, prompts: list[Prompt], title:
             return_tensors="pt",
             **({"processor_kwargs": options} if isinstance(processor, ProcessorMixin) else options),
         )
-        generated = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+        generated = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         answers += processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [text.strip() for text in answers]
 

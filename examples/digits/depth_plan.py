@@ -137,6 +137,7 @@ class Study:
         text_scenes: Scenes that are asked about in words and with the picture blanked.
         gate: Share of a kind of question that a language model must have right in words for the kind to count.
         text_steps: Factor on the steps of the language models.
+        vision_steps: Of the vision encoder.
     """
 
     name: str = "depth"
@@ -154,6 +155,7 @@ class Study:
     text_scenes: int = 100
     gate: float = 0.95
     text_steps: float = 1.0
+    vision_steps: int = 500
 
 
 QUICK = Study(
@@ -172,6 +174,7 @@ QUICK = Study(
     text_scenes=20,
     gate=0.0,
     text_steps=0.15,
+    vision_steps=100,
 )
 
 

@@ -87,7 +87,7 @@ def prepare(place: Workplace) -> None:
         for split, scores in guessing.items():
             add_record(place.results, "data", split, scores)
     if not (place.vision / "preprocessor_config.json").exists():
-        logger.info("%s", train_vision(place.vision))
+        logger.info("%s", train_vision(place.vision, place.study.vision_steps))
 
 
 def guessing_scores(questions: list[SceneQuestion]) -> Record:
@@ -206,7 +206,7 @@ def make_stage1(place: Workplace, job: Job, folder: Path) -> None:
 def make_stage2(place: Workplace, job: Job, stage1: Path, folder: Path) -> Path:
     """Train on questions; where the model is, with adapters merged."""
     variant, rate = VARIANTS[job.variant], job.rates[1]
-    changes = {"vision_learning_rate": rate * VISION_SHARE, "logging_steps": 10, **dict(variant.stage2)}
+    changes = {"vision_learning_rate": rate * VISION_SHARE, **dict(variant.stage2)}
     with swapped(sft, "prepare_stage", prepare_projector, variant.projector_alone):
         train_stage(place, job, "stage2", stage1, folder, changes)
     if changes.get("stage") != Stage.ADAPT:
@@ -249,6 +249,7 @@ def train_stage(place: Workplace, job: Job, stage: str, before: Path, folder: Pa
         "num_train_epochs": place.study.epochs[number] * variant.epochs,
         "learning_rate": job.rates[number],
         "seed": job.seed,
+        "logging_steps": 10,
         **changes,
         **dict(variant.both),
     }

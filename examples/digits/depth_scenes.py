@@ -16,6 +16,7 @@ from scenes import (
     CAPTION_REQUEST,
     COLOURS,
     DIGITS,
+    PLACES,
     Cell,
     Scene,
     caption,
@@ -37,7 +38,7 @@ NUMBERS = (
     *TEENS,
     *(f"{ten} {digit}".removesuffix(" zero") for ten in ("twenty", "thirty") for digit in DIGITS),
 )
-SUM_REQUEST = "add up northwest, northeast, southwest, southeast."
+ORDER = ", ".join(PLACES)
 QUESTIONS_PER_ROW = 4
 LONG_ROWS = 6  # one row in so many has a text between picture and question
 SENTENCES = 12
@@ -94,16 +95,17 @@ def ask_compare(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 
 def ask_count(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """How many digits have a colour; the counts that a scene has are drawn alike, lest most answers be "one"."""
+    """How many digits have a colour, as running counts in the order of the places; a scene's counts are drawn alike."""
     counts = {colour: sum(cell.colour == colour for cell in scene) for colour in COLOURS}
     count = rng.choice(sorted(set(counts.values())))
     colour = rng.choice([colour for colour in COLOURS if counts[colour] == count])
-    return f"how many are {colour}?", NUMBERS[count]
+    running = accumulate(cell.colour == colour for cell in scene)
+    return f"count {colour}: {ORDER}.", " ".join(NUMBERS[number] for number in running)
 
 
 def ask_sum(scene: Scene, rng: random.Random) -> tuple[str, str]:
     """The sum of the digits, as running sums in the order of the places."""
-    return SUM_REQUEST, " ".join(NUMBERS[total] for total in accumulate(cell.digit for cell in scene))
+    return f"add up {ORDER}.", " ".join(NUMBERS[total] for total in accumulate(cell.digit for cell in scene))
 
 
 def ask_long(scene: Scene, rng: random.Random) -> tuple[str, str]:

@@ -54,7 +54,7 @@ class TextSettings:
     initializer_range: float = 0.05
 
 
-def train_vision(output_dir: Path) -> dict[str, float]:
+def train_vision(output_dir: Path, num_steps: int = VISION_STEPS) -> dict[str, float]:
     """Train the encoder to name the digit and the colour behind each patch; return accuracies on unseen digits."""
     set_seed(0)
     config = SiglipVisionConfig(
@@ -86,8 +86,8 @@ def train_vision(output_dir: Path) -> dict[str, float]:
 
     parameters = [*encoder.parameters(), *heads.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=VISION_RATE, weight_decay=0.05)
-    schedule = get_cosine_schedule_with_warmup(optimizer, 30, VISION_STEPS)
-    for _ in tqdm(range(VISION_STEPS), desc="Training the vision encoder"):
+    schedule = get_cosine_schedule_with_warmup(optimizer, 30, num_steps)
+    for _ in tqdm(range(num_steps), desc="Training the vision encoder"):
         pixel_values, labels = batch("train", VISION_BATCH)
         losses = [
             nn.functional.cross_entropy(scores.flatten(0, 1), labels[name].flatten())

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from scenes import (
     CAPTION_REQUEST,
-    COLOURS,
     DIGITS,
     PLACES,
     Cell,
@@ -95,10 +94,8 @@ def ask_compare(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 
 def ask_count(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """How many digits have a colour, as running counts in the order of the places; a scene's counts are drawn alike."""
-    counts = {colour: sum(cell.colour == colour for cell in scene) for colour in COLOURS}
-    count = rng.choice(sorted(set(counts.values())))
-    colour = rng.choice([colour for colour in COLOURS if counts[colour] == count])
+    """How many digits have a colour that the scene has, as running counts in the order of the places."""
+    colour = rng.choice(scene).colour
     running = accumulate(cell.colour == colour for cell in scene)
     return f"count {colour}: {ORDER}.", " ".join(NUMBERS[number] for number in running)
 

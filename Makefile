@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN = $(VENV)/bin
 
-.PHONY: install quickstart ablation test test-slow quality
+.PHONY: install quickstart ablation depth test test-slow quality
 
 install: $(VENV)/installed
 
@@ -20,6 +20,11 @@ quickstart: install
 ablation: quickstart
 	$(BIN)/python examples/digits/ablation.py
 	$(BIN)/python examples/digits/ablation_report.py
+
+# Days; stop it and go on as you like. The comparison that decides comes early.
+depth: install
+	$(BIN)/python examples/digits/depth.py
+	$(BIN)/python examples/digits/depth_report.py
 
 test: install
 	$(BIN)/python -m pytest

@@ -14,7 +14,7 @@ import pytest
 
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "examples" / "digits"))
+sys.path.append(str(ROOT / "examples" / "digits"))
 
 import depth  # noqa: E402
 import depth_plan  # noqa: E402
@@ -104,7 +104,12 @@ def test_stage_1_is_shared_where_it_is_the_same() -> None:
 
 
 def records_with(study: Study, decoder: str = "12x128", kinds: list[str] | None = None) -> dict:
-    return {"data": {}, "language_models": {decoder: {"kinds": kinds or ["both"]}}, "runs": {}}
+    model = {
+        "kinds": kinds or ["both"],
+        "gate": dict.fromkeys(depth_scenes.KINDS, 1.0),
+        "settings": {"num_steps": 1, "learning_rate": 1e-3},
+    }
+    return {"data": {}, "language_models": {decoder: model}, "runs": {}}
 
 
 def finish(records: dict, jobs: list[Job], value: dict[float, float] | float) -> None:

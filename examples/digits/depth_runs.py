@@ -52,17 +52,14 @@ logger = logging.getLogger(__name__)
 
 MAX_NEW_TOKENS = 10  # the longest answer is four numbers of two words, and the end of the turn
 VOCAB_SIZE = 700
-# Settings of the language models, tried in turn until one can answer every kind of question in words.
-LANGUAGE_MODELS: dict[str, tuple[TextSettings, ...]] = {
-    "2x128": (TextSettings(2, 128, VOCAB_SIZE, 2000, 2e-3, 0.05),),
-    "3x128": (TextSettings(3, 128, VOCAB_SIZE, 2000, 2e-3, 0.05),),
-    "3x256": (TextSettings(3, 256, VOCAB_SIZE, 2000, 1e-3, 0.04),),
-    "6x128": (TextSettings(6, 128, VOCAB_SIZE, 2000, 1e-3, 0.04), TextSettings(6, 128, VOCAB_SIZE, 3000, 7e-4, 0.03)),
-    "12x128": (TextSettings(12, 128, VOCAB_SIZE, 2000, 7e-4, 0.03),),
-    "24x128": (
-        TextSettings(24, 128, VOCAB_SIZE, 2000, 5e-4, 0.02),
-        TextSettings(24, 128, VOCAB_SIZE, 3000, 3e-4, 0.02),
-    ),
+# Settings of the language models, tried in turn until one can answer every kind of question in words: steps, learning
+# rate, initializer range.
+ATTEMPTS: dict[int, tuple[tuple[int, float, float], ...]] = {
+    2: ((2000, 2e-3, 0.05),),
+    3: ((2000, 2e-3, 0.05), (4000, 2e-3, 0.05)),
+    6: ((2000, 1e-3, 0.04), (3000, 7e-4, 0.03)),
+    12: ((2000, 7e-4, 0.03), (3000, 7e-4, 0.03)),
+    24: ((2000, 5e-4, 0.02), (3000, 3e-4, 0.02)),
 }
 
 
@@ -104,8 +101,10 @@ def make_language_model(place: Workplace, decoder: str) -> None:
     folder = place.text(decoder)
     rows = json.loads((place.data / "text.json").read_text(encoding="utf-8"))
     attempts: list[Record] = []
-    for number, settings in enumerate(LANGUAGE_MODELS[decoder]):
-        settings = replace(settings, num_steps=round(settings.num_steps * place.study.text_steps))
+    layers, width = (int(number) for number in decoder.split("x"))
+    for number, (steps, rate, initializer_range) in enumerate(ATTEMPTS[layers]):
+        steps, narrower = round(steps * place.study.text_steps), 128 / width
+        settings = TextSettings(layers, width, VOCAB_SIZE, steps, rate * narrower, initializer_range * narrower**0.5)
         attempt = folder.with_name(f"{decoder}-{number}")
         if not (attempt / "tokenizer.json").exists():
             train_text(rows, attempt, settings)

@@ -5,6 +5,10 @@
 
 A finished run adds its record to `benchmarks/results/depth.json`; a run whose record is there is not made again, on
 any machine. Stop it whenever you like: the same command goes on, and loses no more than the runs that were under way.
+In the background, and paused while the machine is needed:
+
+    setsid nohup nice -n 19 make depth > depth.txt 2>&1 &
+    kill -STOP -- -$(ps -o pgid= $(cat runs/depth/pid) | tr -d ' ')    # -CONT goes on, -TERM stops
 """
 
 import argparse

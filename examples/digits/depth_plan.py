@@ -313,7 +313,6 @@ def searched(title: str, cases: Sequence[Case], few: bool = False, decoders: tup
 def lines(study: Study) -> list[Line]:
     """The lines of the protocol in their order."""
     main = study.main
-    narrow = tuple(decoder for decoder in study.depths if decoder.endswith(main.split("x")[1]))
 
     def decoders(*names: str) -> list[Case]:
         return [(name, arm, "plain") for name in names for arm in PAIR]
@@ -323,8 +322,7 @@ def lines(study: Study) -> list[Line]:
 
     others = [(main, arm, "plain") for arm in ARMS if arm not in PAIR]
     return [
-        # Those of the next depths beside the main one, which would keep one core alone busy.
-        Line("language models", lambda plan: [], (main, *narrow)),
+        Line("language model", lambda plan: [], (main,)),
         Line("rate of stage 2", lambda plan: [job for arm in PAIR for job in plan.stage2_search(main, arm).jobs]),
         Line("rate of stage 1", lambda plan: [job for arm in PAIR for job in plan.stage1_search(arm).jobs]),
         Line("the comparison that decides", Plan.deciding),

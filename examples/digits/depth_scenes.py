@@ -38,6 +38,7 @@ NUMBERS = (
     *(f"{ten} {digit}".removesuffix(" zero") for ten in ("twenty", "thirty") for digit in DIGITS),
 )
 ORDER = ", ".join(PLACES)
+THRESHOLD = 4
 QUESTIONS_PER_ROW = 4
 LONG_ROWS = 6  # one row in so many has a text between picture and question
 SENTENCES = 12
@@ -94,10 +95,9 @@ def ask_compare(scene: Scene, rng: random.Random) -> tuple[str, str]:
 
 
 def ask_count(scene: Scene, rng: random.Random) -> tuple[str, str]:
-    """How many digits have a colour that the scene has, as running counts in the order of the places."""
-    colour = rng.choice(scene).colour
-    running = accumulate(cell.colour == colour for cell in scene)
-    return f"count {colour}: {ORDER}.", " ".join(NUMBERS[number] for number in running)
+    """How many digits are above four, as running counts in the order of the places."""
+    running = accumulate(int(cell.digit > THRESHOLD) for cell in scene)
+    return f"count above {DIGITS[THRESHOLD]}: {ORDER}.", " ".join(NUMBERS[number] for number in running)
 
 
 def ask_sum(scene: Scene, rng: random.Random) -> tuple[str, str]:

@@ -58,8 +58,8 @@ def right_answer(question: str, scene: dict[str, tuple[str, int]]) -> str:
             return f"{scene[place][0]} {spell(scene[place][1])}"
         case ["is", one, "larger", "than", other]:
             return "yes" if scene[one][1] > scene[other][1] else "no"
-        case ["count", colour, *places]:
-            return " ".join(spell(sum(scene[p][0] == colour for p in places[: n + 1])) for n in range(4))
+        case ["count", "above", "four", *places]:
+            return " ".join(spell(sum(scene[p][1] in (5, 6, 7, 8, 9) for p in places[: n + 1])) for n in range(4))
         case ["add", "up", *places]:
             return " ".join(spell(sum(scene[p][1] for p in places[: n + 1])) for n in range(4))
     raise AssertionError(question)
@@ -158,7 +158,7 @@ def test_the_comparison_that_decides_is_the_protocols() -> None:
     assert {(job.decoder, job.variant, job.split) for job in jobs} == {("12x128", "plain", "test")}
     assert not set(study.seeds) & {42, 1, 2}
     titles = [line.title for line in depth_plan.lines(study)]
-    assert titles[:4] == ["language models", "rate of stage 2", "rate of stage 1", "the comparison that decides"]
+    assert titles[:4] == ["language model", "rate of stage 2", "rate of stage 1", "the comparison that decides"]
 
 
 def test_every_arm_and_variant_has_runs() -> None:

@@ -79,12 +79,18 @@ def prepare(place: Workplace) -> None:
     """Make data and vision encoder, as far as they aren't there."""
     if not (place.data / "test.json").exists():
         write_data(place.data, place.study.sizes)
+    write_probe(plain_questions(place.data), place.data / "probe.json")
     guessing = {split: guessing_scores(load_scene_questions(place.data, split)) for split in ("validation", "test")}
     if read_records(place.results)["data"] != guessing:
         for split, scores in guessing.items():
             add_record(place.results, "data", split, scores)
     if not (place.vision / "preprocessor_config.json").exists():
         logger.info("%s", train_vision(place.vision, place.study.vision_steps))
+
+
+def plain_questions(data: Path) -> list[SceneQuestion]:
+    """What test runs are looked inside of with: colour and digit of a cell, so that all are of one length."""
+    return [question for question in load_scene_questions(data) if question.kind == "both"][:PROBE_SIZE]
 
 
 def guessing_scores(questions: list[SceneQuestion]) -> Record:
@@ -141,7 +147,7 @@ def run_job(place: Workplace, job: Job) -> Record:
     stage2 = stage1.with_name(f"{stage1.name}-{job.variant}-{job.rates[1]:g}-{job.split}")
     with swapped(Float32LayerNorm, "_normalize", scale, arm.start == "scale"):
         try:
-            with FileLock(stage1.with_suffix(".lock")):
+            with FileLock(stage1.with_name(f"{stage1.name}.lock")):
                 if not (stage1 / "trainer_state.json").exists():
                     make_stage1(place, job, stage1)
             trained = make_stage2(place, job, stage1, stage2)
@@ -296,9 +302,6 @@ def with_blank(question: SceneQuestion) -> Any:
 
 def norms_by_layer(folder: Path, probe: Path) -> Record:
     """Ratio of norms at the decoder, and by layer norm and cosine of both modalities, over the probe's questions."""
-    if not probe.exists():
-        asked = [question for question in load_scene_questions(probe.parent) if question.kind == "both"]
-        write_probe(asked, probe)
     questions, _ = load_questions(str(probe), PROBE_SIZE)
     model, processor = load_model(str(folder))
     point = measure_point(model, prepare_samples(model, processor, questions), step=0)
@@ -314,8 +317,8 @@ def norms_by_layer(folder: Path, probe: Path) -> Record:
 def look_inside(place: Workplace, folder: Path) -> Record:
     """By layer, over the same questions: attention of the position that answers on the picture; share of visual tokens
     that decode to the right one of the ten digits' words; norm of the gradient of the answer's first token."""
-    scenes = json.loads((place.data / "test.json").read_text(encoding="utf-8"))[:PROBE_SIZE]
-    questions = [question for question in load_scene_questions(place.data) if question.kind == "both"][: len(scenes)]
+    questions = plain_questions(place.data)
+    scenes = json.loads((place.data / "test.json").read_text(encoding="utf-8"))[: len(questions)]
     model, processor = load_model(str(folder))
     model.set_attn_implementation("eager")
     inputs = processor.apply_chat_template(

@@ -34,11 +34,12 @@ def measure_embeddings(norms: torch.Tensor, tokenizer: PreTrainedTokenizerBase, 
         num_embeddings=len(norms),
         num_zero=int((norms == 0).sum()),
         top=[
-            LongToken(token, _show(token, tokenizer), norm)
+            LongToken(token, show_token(token, tokenizer), norm)
             for token, norm in zip(longest.indices.tolist(), longest.values.tolist(), strict=True)
         ],
     )
 
 
-def _show(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+def show_token(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A token as `repr` shows it; one that the tokenizer doesn't know by its id."""
     return repr(tokenizer.decode([token])) if token < len(tokenizer) else f"id {token}, not in the tokenizer"

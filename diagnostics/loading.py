@@ -1,7 +1,10 @@
 """Any vision-language model with its processor, and pictures with questions as its inputs."""
 
 import argparse
+import hashlib
+import itertools
 import logging
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +24,15 @@ import modeling_normllava  # noqa: F401 - registers the classes with the auto cl
 from conversations.checks import row_problem
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, Row, row_turns, to_messages
-from diagnostics.parts import ENCODERS, PROJECTORS, NoVisualTokensError, image_token_id
+from conversations.rows import IMAGE_MARK, BadRowError, Row, picture_path, row_images, row_turns, to_messages
+from diagnostics.parts import (
+    ENCODERS,
+    PROJECTORS,
+    DiagnosticsError,
+    NoVisualTokensError,
+    decoder_layers,
+    image_token_id,
+)
 
 
 logger = logging.getLogger(__name__)
@@ -51,15 +61,34 @@ class Question:
 
     Attributes:
         source: Where it comes from, for messages to people.
+        picture: Fingerprint of the content of the prompt's pictures, whatever their paths: what is one sample.
         images: The prompt's pictures, in RGB.
         prompt: Messages up to the first answer.
         conversation: All messages.
     """
 
     source: str
+    picture: str
     images: list[Image.Image]
     prompt: list[Message]
     conversation: list[Message]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What was chosen of some data.
+
+    Attributes:
+        questions: In order; pictures stand twice only where there were too few.
+        num_pictures: How many different pictures they show.
+        passed_over: Rows on the way that ask about no picture.
+        unreadable: What was wrong with rows whose pictures can't be read, a line for each that names it.
+    """
+
+    questions: list[Question]
+    num_pictures: int
+    passed_over: int
+    unreadable: list[str]
 
 
 class ModelOptions(TypedDict, total=False):
@@ -89,8 +118,23 @@ def load_model(
 
     Raises:
         NoVisualTokensError: if the model has none.
+        DiagnosticsError: if a package is missing that its vision encoder or processor needs.
         OSError, ValueError: if it can't be loaded.
     """
+    try:
+        # First, since it takes no time: what is missing is known before weights are loaded.
+        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+        model = _load_weights(name, dtype, device_map, load_in_4bit, trust_remote_code)
+    except ImportError as error:
+        raise DiagnosticsError(_missing_package(error)) from error
+    image_token_id(model)
+    decoder_layers(model)
+    return model.eval(), processor
+
+
+def _load_weights(
+    name: str, dtype: str, device_map: str | None, load_in_4bit: bool, trust_remote_code: bool
+) -> PreTrainedModel:
     options: dict[str, Any] = {}
     if load_in_4bit:
         compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
@@ -101,7 +145,7 @@ def load_model(
             llm_int8_skip_modules=[rf"(.*\.)?{name}" for name in (*ENCODERS, *PROJECTORS, "lm_head")],
         )
     try:
-        model = AutoModelForImageTextToText.from_pretrained(
+        return AutoModelForImageTextToText.from_pretrained(
             name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, **options
         )
     except ValueError as error:
@@ -111,8 +155,36 @@ def load_model(
             "This is no model for pictures and text: transformers lists none with the config "
             f"{type(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)).__name__}."
         ) from error
-    image_token_id(model)
-    return model.eval(), AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def _missing_package(error: ImportError) -> str:
+    """One line for what transformers says on several: who needs which package, and how to install it."""
+    needed = re.search(r"(\w+) requires the (\w+) library", str(error))
+    if needed is None:
+        return " ".join(str(error).split())
+    package = needed[2].lower()
+    return f"{needed[1]} needs the package {package}, which is not installed: run `pip install {package}`."
+
+
+def count_layers_and_heads(name: str, trust_remote_code: bool = False) -> tuple[int, int]:
+    """How many layers a model's decoder has, and how many attention heads each, from its config alone.
+
+    Args:
+        name: Folder or Hub id.
+        trust_remote_code: As for [`load_model`].
+
+    Raises:
+        OSError, ValueError: if it has no config that can be loaded.
+        DiagnosticsError: if the config doesn't say.
+    """
+    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
+    layers, heads = (getattr(config, field, None) for field in ("num_hidden_layers", "num_attention_heads"))
+    if not isinstance(layers, int) or not isinstance(heads, int):
+        raise DiagnosticsError(
+            f"{type(config).__name__} doesn't say how many layers and heads its decoder has: num_hidden_layers and "
+            f"num_attention_heads are {layers} and {heads}."
+        )
+    return layers, heads
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
@@ -139,29 +211,34 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
     }
 
 
-def read_questions(args: argparse.Namespace) -> tuple[list[Question], int]:
+def read_questions(args: argparse.Namespace) -> Questions:
     """What [`load_questions`] does, from the command line; leaves it with the cause if there are none."""
     if args.num_samples < 1:
         raise SystemExit("--num_samples must be at least 1.")
     try:
-        questions, passed_over = load_questions(
-            args.data, args.num_samples, args.image_folder, args.split, args.question
-        )
+        chosen = load_questions(args.data, args.num_samples, args.image_folder, args.split, args.question)
     except (ValueError, OSError) as error:
         raise SystemExit(f"--data: {error}") from error
-    if passed_over:
-        logger.info("%d rows of %s ask about no picture and were passed over", passed_over, args.data)
-    return questions, passed_over
+    if chosen.passed_over:
+        logger.info("%d rows of %s ask about no picture and were passed over", chosen.passed_over, args.data)
+    if chosen.num_pictures < len(chosen.questions):
+        logger.info(
+            "%d questions on %d different pictures: %s has no more",
+            len(chosen.questions),
+            chosen.num_pictures,
+            args.data,
+        )
+    return chosen
 
 
 def load_questions(
     data: str, num_samples: int, image_folder: str | None = None, split: str = "train", question: str = ""
-) -> tuple[list[Question], int]:
-    """The first pictures with a question each.
+) -> Questions:
+    """The first different pictures with a question each.
 
     Args:
         data: Rows as training takes them (LLaVA's JSON or JSONL, a dataset on disk or on the Hub), or a folder of
-            pictures.
+            pictures, those in its subfolders too; hidden files are left out.
         num_samples: How many at most.
         image_folder: Goes before the paths of a JSON file.
         split: Of a dataset.
@@ -172,52 +249,116 @@ def load_questions(
     """
     folder = Path(data)
     if folder.is_dir() and not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
-        paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in PICTURE_SUFFIXES)
         turns = [{"from": "human", "value": f"<image>\n{question}"}]
-        rows: Any = [{"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths]
+        rows: Any = [
+            {"images": [str(path)], "conversations": turns, "source": str(path)} for path in _find_pictures(folder)
+        ]
     else:
         rows = load_rows(data, image_folder, split=split)
     return take_questions(rows, num_samples, data)
 
 
-def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> tuple[list[Question], int]:
-    """The first rows with a picture before their first answer, at most `num_samples`, and how many others were passed
-    over on the way.
+def _find_pictures(folder: Path) -> list[Path]:
+    return sorted(
+        path
+        for path in folder.rglob("*")
+        if path.suffix.lower() in PICTURE_SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    )
+
+
+def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
+    """The first rows with a picture before their first answer that no row before has, at most `num_samples`.
+
+    Rows with a picture that was taken are used, in their order, only where the data ends before. Pictures that can't
+    be read are passed over with a warning.
+
+    Args:
+        rows: With `source`.
+        num_samples: How many at most.
+        data: What messages call the rows.
 
     Raises:
-        NoVisualTokensError: if there is none; `data` is what the message calls the rows.
-        BadRowError: if a row is malformed or a picture can't be read.
+        NoVisualTokensError: if there is none.
+        BadRowError: if a row is malformed.
     """
-    questions: list[Question] = []
+    taken: dict[str, Question] = {}
+    seen: set[tuple[str, ...]] = set()
+    reserve: list[Row] = []
     passed_over = 0
+    unreadable: list[str] = []
     for row in rows:
-        if len(questions) == num_samples:
+        if len(taken) == num_samples:
             break
-        question = _to_question(row)
-        if question.images:
-            questions.append(question)
-        else:
+        _check(row)
+        files = _files(row)
+        if not files:
             passed_over += 1
-    if not questions:
+        elif files in seen:
+            reserve = [*reserve, row][:num_samples]
+        else:
+            try:
+                question = _to_question(row)
+            except BadRowError as error:
+                logger.warning("passed over: %s", error)
+                unreadable.append(str(error))
+                continue
+            seen.add(files)
+            if question.picture in taken:
+                reserve = [*reserve, row][:num_samples]
+            else:
+                taken[question.picture] = question
+    if not taken:
+        reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
         raise NoVisualTokensError(
             f"{data} holds no pictures to ask about ({passed_over} rows without one before the first answer). Give "
-            "rows with `image` or `images` and `conversations`, or a folder of pictures."
+            f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
         )
-    return questions, passed_over
+    again = [_to_question(row) for row in reserve[: num_samples - len(taken)]]
+    return Questions([*taken.values(), *again], len(taken), passed_over, unreadable)
 
 
-def _to_question(row: Row) -> Question:
+def _check(row: Row) -> None:
     problem = row_problem(row, needs_answer=False)
     if problem is not None:
         raise BadRowError(f"{row['source']}: {problem}.")
-    turns = row_turns(row)
+
+
+def _files(row: Row) -> tuple[str, ...]:
+    """What tells the files of the prompt's pictures apart without opening one: their paths, or a hash of the bytes."""
+    marks = sum(turn["value"].count(IMAGE_MARK) for turn in _prompt_turns(row))
+    files = []
+    for image in row_images(row)[:marks]:
+        path = picture_path(row, image)
+        files.append(
+            hashlib.sha256(image["bytes"]).hexdigest() if path is None and isinstance(image, dict) else str(path)
+        )
+    return tuple(files)
+
+
+def _prompt_turns(row: Row) -> list[dict[str, str]]:
+    """The turns before the first answer."""
+    return list(itertools.takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)))
+
+
+def _to_question(row: Row) -> Question:
     images = open_images(row)
-    first_answer = next((number for number, turn in enumerate(turns) if turn["from"] == "gpt"), len(turns))
     prompt, conversation = (
-        _with_images(to_messages({**row, "conversations": part}), images) for part in (turns[:first_answer], turns)
+        _with_images(to_messages({**row, "conversations": part}), images)
+        for part in (_prompt_turns(row), row_turns(row))
     )
     asked_about = sum(part["type"] == "image" for message in prompt for part in message["content"])
-    return Question(row["source"], images[:asked_about], prompt, conversation)
+    images = images[:asked_about]
+    return Question(row["source"], fingerprint_pictures(images), images, prompt, conversation)
+
+
+def fingerprint_pictures(images: Iterable[Image.Image]) -> str:
+    """Tells pictures by their pixels, whatever their files are called."""
+    seen = hashlib.sha256()
+    for image in images:
+        rgb = image.convert("RGB")
+        seen.update(repr(rgb.size).encode() + rgb.tobytes())
+    return seen.hexdigest()[:16]
 
 
 def _with_images(messages: list[dict[str, Any]], images: list[Image.Image]) -> list[Message]:

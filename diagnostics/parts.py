@@ -9,7 +9,21 @@ from transformers import PreTrainedModel
 # What families call their vision encoder, as `PreTrainedModel.get_encoder` knows them.
 ENCODERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
 # What they call the module that takes the vision encoder's features to the decoder's width.
-PROJECTORS = ("multi_modal_projector", "mm_projector", "connector", "merger", "visual_embeddings_table")
+PROJECTORS = (
+    "multi_modal_projector",
+    "mm_projector",
+    "connector",
+    "merger",
+    "patch_merger",
+    "visual_embeddings_table",
+    "language_projection",
+    "aligner",
+    "vision_projection",
+    "projector",
+    "resampler_model",
+    "embed_vision",
+    "vision_embed_tokens",
+)
 
 
 class DiagnosticsError(ValueError):
@@ -40,9 +54,34 @@ def find_norm(model: PreTrainedModel) -> Any:
     return norm if hasattr(norm, "weight") else None
 
 
+def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
+    """The module that holds the decoder's layers.
+
+    Raises:
+        DiagnosticsError: if none does, or pictures don't enter it.
+    """
+    named = [
+        (name.count("."), module)
+        for name, module in model.get_decoder().named_modules()
+        if isinstance(getattr(module, "layers", None), nn.ModuleList)
+    ]
+    if not named:
+        raise DiagnosticsError(
+            f"{type(model).__name__} can't be measured: its decoder, {type(model.get_decoder()).__name__}, has no "
+            "`layers`."
+        )
+    decoder = min(named, key=lambda entry: entry[0])[1]
+    if model.config.is_encoder_decoder or decoder.config.is_encoder_decoder:
+        raise NoVisualTokensError(
+            f"{type(model).__name__} has no visual tokens: its pictures enter a text encoder, and reach its decoder "
+            "by cross-attention."
+        )
+    return decoder
+
+
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers, from the first to the last."""
-    return model.get_decoder().layers
+    """The decoder's layers, from the first to the last; raises what [`find_decoder`] does."""
+    return find_decoder(model).layers
 
 
 def merge_size(model: PreTrainedModel) -> int:
@@ -58,10 +97,11 @@ def image_token_id(model: PreTrainedModel) -> int:
     Raises:
         NoVisualTokensError: if the model's config names none.
     """
-    token = getattr(model.config, "image_token_id", None)
-    if token is None:
-        raise NoVisualTokensError(
-            f"{type(model).__name__} has no visual tokens: its config names no image_token_id. The diagnostics are "
-            "for models that put a picture's features among the decoder's input tokens."
-        )
-    return token
+    for name in ("image_token_id", "image_token_index"):
+        token = getattr(model.config, name, None)
+        if token is not None:
+            return token
+    raise NoVisualTokensError(
+        f"{type(model).__name__} has no visual tokens: its config names no image_token_id. The diagnostics are "
+        "for models that put a picture's features among the decoder's input tokens."
+    )

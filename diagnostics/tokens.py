@@ -136,7 +136,8 @@ def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Toke
         tokens: Which position is what.
     """
     for name, parameter in model.named_parameters():
-        if name.split(".")[-1] == "image_newline":
+        # HunYuan-VL's stands before the projector, and is no longer told from a feature behind it.
+        if name.split(".")[-1] == "image_newline" and parameter.shape[-1] == embeddings.shape[-1]:
             newline = (embeddings == parameter.to(embeddings)).all(-1).cpu() & tokens.visual
             tokens = tokens.without("newline", newline)
     return tokens

@@ -28,7 +28,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if FAMILY_ROWS:
         terminalreporter.section(f"{len(FAMILY_ROWS)} of {len(FAMILIES)} families, small and random")
         header = (
-            f"{'family':14}{'visual':>8}{'text':>6}{'ratio':>9}{'1-cos v':>9}{'1-cos t':>9}{'mass':>7}{'keys':>12}"
+            f"{'family':17}{'visual':>8}{'text':>6}{'ratio':>9}{'1-cos v':>9}{'1-cos t':>9}{'mass':>7}{'keys':>12}"
         )
         terminalreporter.write_line(header + "  left out, notes")
         for row in FAMILY_ROWS.values():

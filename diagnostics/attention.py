@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from diagnostics.probe import Record
-from diagnostics.results import Attention, ComparedGaze, Curve, Gaze
-from diagnostics.statistics import curve
+from diagnostics.results import Attention, ByLayer, ComparedGaze, Gaze
+from diagnostics.statistics import by_layer, by_picture
 from diagnostics.tokens import Tokens
 
 
@@ -16,9 +16,11 @@ DEFINITIONS = {
     "begins from; numbers are means over queries and heads",
     "mass": "share of a query's attention that falls on visual tokens",
     "evenly spread": "the same if a query looked alike at every token that the mask lets it see",
-    "entropy": "entropy of the attention over visual tokens alone, made to sum to 1, over its largest value log2(n): "
-    "1 is evenly spread, 0 is all on one token",
-    "bottom_third": "share of the attention on visual tokens that falls on the lowest third of the picture's rows",
+    "entropy": "entropy of the attention over visual tokens alone, made to sum to 1, over its largest value log2(n), "
+    "n the visual tokens that the query sees: 1 is evenly spread, 0 is all on one token. Heads and queries that look "
+    "at no visual token are left out",
+    "bottom_third": "share of the attention on visual tokens that falls on the lowest third of the picture's rows, "
+    "of the same queries",
     "without_sinks": "the same with sink, special and newline tokens taken out of the keys and the rest made to sum "
     "to 1; `with_sinks` leaves everything in",
 }
@@ -32,12 +34,13 @@ def bottom_rows(grid: tuple[int, int]) -> torch.Tensor:
 
 
 def attention_numbers(
-    attention: torch.Tensor, tokens: Tokens, counted: torch.Tensor, bottom: torch.Tensor | None
+    attention: torch.Tensor, visible: torch.Tensor, tokens: Tokens, counted: torch.Tensor, bottom: torch.Tensor | None
 ) -> dict[str, float]:
     """`mass`, `entropy` and, if the layout is known, `bottom_third` of one layer of one sample; see `DEFINITIONS`.
 
     Args:
         attention: `(num_heads, num_queries, S)`, of any scale: it is made to sum to 1 over the keys that count.
+        visible: Which keys the mask lets each query see, `(num_queries, S)`.
         tokens: Which position is what.
         counted: Keys that count, `(S,)`.
         bottom: Positions of visual tokens in the lowest third, `(S,)`.
@@ -45,30 +48,50 @@ def attention_numbers(
     attention = attention.double() * counted
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=1e-30)
     mass = attention[..., tokens.visual].sum(-1)
-    within = attention[..., tokens.visual] / mass.clamp(min=1e-30)[..., None]
-    entropy = torch.special.entr(within).sum(-1) / np.log(max(int(tokens.visual.sum()), 2))
-    numbers = {"mass": mass.mean().item(), "entropy": entropy.mean().item()}
+    # Where nothing of the picture is looked at, there is no way of looking: 0 / 0 is NaN, and left out.
+    within = attention[..., tokens.visual] / mass[..., None]
+    seen = visible[:, tokens.visual].sum(-1).clamp(min=2)  # [num_queries]
+    entropy = torch.special.entr(within).sum(-1) / seen.log()
+    numbers = {"mass": mass.mean().item(), "entropy": entropy.nanmean().item()}
     if bottom is not None:
-        numbers["bottom_third"] = (attention[..., bottom].sum(-1) / mass.clamp(min=1e-30)).mean().item()
+        numbers["bottom_third"] = within[..., bottom[tokens.visual]].sum(-1).nanmean().item()
     return numbers
 
 
-def measure_attention(records: Sequence[Record]) -> Attention | None:
+def measure_attention(records: Sequence[Record], pictures: np.ndarray) -> Attention | None:
     """The numbers of `DEFINITIONS` by layer, `None` where the model's attention was not recorded.
 
     `bottom_third` is there if every picture's layout is known.
+
+    Args:
+        records: One for each sample.
+        pictures: Number of each sample's picture.
     """
-    layers = sorted(records[0].attention)
+    layers = sorted(set.intersection(*(set(record.attention) for record in records)))
     if not layers:
         return None
     bottoms = [_bottom_positions(record) for record in records]
     if any(bottom is None for bottom in bottoms):
         bottoms = [None] * len(records)
-    return Attention(layers, *(_compare(records, bottoms, layers, sinks) for sinks in (True, False)))
+    by_head = [
+        [record.attention[layer][..., record.with_sinks.visual].double().sum(-1).mean(-1).numpy() for layer in layers]
+        for record in records
+    ]
+    with_sinks, without_sinks = (_compare(records, pictures, bottoms, layers, sinks) for sinks in (True, False))
+    return Attention(
+        layers,
+        with_sinks,
+        without_sinks,
+        mass_by_head=by_picture(np.array(by_head), pictures).mean(axis=0).tolist(),
+    )
 
 
 def _compare(
-    records: Sequence[Record], bottoms: Sequence[torch.Tensor | None], layers: Sequence[int], with_sinks: bool
+    records: Sequence[Record],
+    pictures: np.ndarray,
+    bottoms: Sequence[torch.Tensor | None],
+    layers: Sequence[int],
+    with_sinks: bool,
 ) -> ComparedGaze:
     """Where text looks, with everything among the keys or with ordinary tokens alone."""
     seen, even = [], []
@@ -77,9 +100,11 @@ def _compare(
         if with_sinks:
             tokens, counted = record.with_sinks, torch.ones_like(counted)
         low = None if bottom is None else bottom & tokens.visual
-        seen.append([attention_numbers(record.attention[layer], tokens, counted, low) for layer in layers])
-        even.append([attention_numbers(record.visible[layer][None], tokens, counted, low) for layer in layers])
-    return ComparedGaze(**_by_layer(seen), evenly_spread=Gaze(**_by_layer(even)))
+        seen.append([attention_numbers(record.attention[n], record.visible[n], tokens, counted, low) for n in layers])
+        even.append(
+            [attention_numbers(record.visible[n][None], record.visible[n], tokens, counted, low) for n in layers]
+        )
+    return ComparedGaze(**_by_layer(seen, pictures), evenly_spread=Gaze(**_by_layer(even, pictures)))
 
 
 def _bottom_positions(record: Record) -> torch.Tensor | None:
@@ -91,10 +116,11 @@ def _bottom_positions(record: Record) -> torch.Tensor | None:
     return bottom
 
 
-def _by_layer(samples: list[list[dict[str, float]]]) -> dict[str, Curve]:
+def _by_layer(samples: list[list[dict[str, float]]], pictures: np.ndarray) -> dict[str, ByLayer]:
     """By name the curve over the layers, from a dict for each layer of each sample."""
     return {
-        name: curve(np.array([[numbers[name] for numbers in sample] for sample in samples])) for name in samples[0][0]
+        name: by_layer(by_picture(np.array([[numbers[name] for numbers in sample] for sample in samples]), pictures))
+        for name in samples[0][0]
     }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from diagnostics.results import Attractions
-from diagnostics.statistics import curve
+from diagnostics.statistics import by_layer, by_picture
 from diagnostics.tokens import SINK_FACTOR, far_longer
 
 
@@ -76,7 +76,12 @@ def compare_updates(
     )
 
 
-def measure_attractions(samples: Sequence[torch.Tensor]) -> Attractions:
-    """The numbers of `DEFINITIONS` by layer with intervals, from what [`compare_updates`] gives by layer, `(L, 3)`."""
-    values = np.stack([sample.double().numpy() for sample in samples])  # [num_samples, num_layers, 3]
-    return Attractions(*(curve(values[:, :, number]) for number in range(values.shape[2])))
+def measure_attractions(samples: Sequence[torch.Tensor], pictures: np.ndarray) -> Attractions:
+    """The numbers of `DEFINITIONS` by layer with intervals.
+
+    Args:
+        samples: What [`compare_updates`] gives by layer, `(L, 3)`, one for each sample.
+        pictures: Number of each sample's picture.
+    """
+    values = by_picture(np.stack([sample.double().numpy() for sample in samples]), pictures)  # [num_pictures, L, 3]
+    return Attractions(*(by_layer(values[:, :, number]) for number in range(values.shape[2])))

@@ -25,11 +25,12 @@ from diagnostics.embeddings import vocabulary_norms
 from diagnostics.interface import measure_interface
 from diagnostics.layers import measure_layers
 from diagnostics.loading import ModelOptions, Question, add_arguments, load_model, model_options, read_questions
-from diagnostics.measure import record_samples
-from diagnostics.plots import draw_dynamics
+from diagnostics.model_report import record_samples
+from diagnostics.plots import draw_dynamics, save
 from diagnostics.projector_norm import measure_projector_norm
 from diagnostics.results import DynamicsPoint, from_json, to_json
 from diagnostics.samples import Sample, prepare_samples
+from diagnostics.statistics import number_pictures
 
 
 logger = logging.getLogger(__name__)
@@ -62,12 +63,13 @@ def check_questions(points: Sequence[DynamicsPoint], questions: Sequence[Questio
 def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) -> DynamicsPoint:
     """What is followed through training: interface norms, norms and turning by layer, gain and bias."""
     records = record_samples(model, samples, layers=())
+    pictures = number_pictures([sample.question.picture for sample in samples])
     hidden_size = model.config.get_text_config().hidden_size
     return DynamicsPoint(
         step=step,
         questions=fingerprint([sample.question for sample in samples]),
-        interface=measure_interface(records, vocabulary_norms(model), hidden_size),
-        layers=measure_layers(records),
+        interface=measure_interface(records, pictures, vocabulary_norms(model), hidden_size),
+        layers=measure_layers(records, pictures),
         projector_norm=measure_projector_norm(model),
     )
 
@@ -143,12 +145,12 @@ def main() -> None:
     add("--start", help="the model that the run began from, to be measured as step 0: folder or Hub id")
     add_arguments(parser, num_samples=16)
     args = parser.parse_args()
-    questions, _ = read_questions(args)
+    questions = read_questions(args).questions
     try:
         points = measure_run(args.run, questions, args.start, **model_options(args))
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-    draw_dynamics(points, args.run / "dynamics.png")
+    save(draw_dynamics(points), args.run / "dynamics.png")
     logger.info("%8s%10s%10s%10s%14s%12s", "step", "visual", "text", "ratio", "1-cos visual", "1-cos text")
     for point in points:
         logger.info(

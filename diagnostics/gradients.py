@@ -5,23 +5,24 @@ factor of `1 / max(mean|gain|, 1e-3)` and nothing else.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.parts import find_encoder, find_norm, find_projector
-from diagnostics.results import GradientNorms
+from diagnostics.results import GradientNorms, Gradients
 from diagnostics.samples import Answered
 from modeling_normllava.modeling_normllava import Float32LayerNorm, GlobalWeightCompensatedLayerNorm
 
 
 DEFINITIONS = {
-    "loss": "mean cross-entropy of the next token over the ordinary text tokens from the first answer on, or where "
-    "there is none past the first picture; mean over a batch of up to 4 samples, of which those without such a token "
-    "are left out",
+    "loss": "mean cross-entropy of the next token over what training has its loss on: tokens that the chat template "
+    "marks as the assistant's, or where it marks nothing, the first answer up to the end of its turn; mean over a "
+    "batch of at most 4 samples with an answer",
     "projector_input": "L2 norm of the loss's gradient at what enters the projector, all tokens together",
     "vision_encoder": "L2 norm of the loss's gradient over all parameters of the vision encoder",
     "visual_embeddings": "L2 norm of the loss's gradient at the visual tokens that enter the decoder",
@@ -46,29 +47,29 @@ def _norm_as(model: PreTrainedModel, compensated: bool) -> Iterator[None]:
         projector.norm = norm
 
 
-def measure_gradients(model: PreTrainedModel, batch: Sequence[Answered]) -> dict[str, GradientNorms] | None:
+def measure_gradients(model: PreTrainedModel, batch: Sequence[Answered], title: str | None = None) -> Gradients | None:
     """The numbers of `DEFINITIONS` under `"compensated"` and `"plain"`; of a model whose projector does not end in a
     norm, under `"no norm"`; `None` if no sample has a token to be predicted.
 
     Weights are only read, and have no gradient after it. Quantized encoders have none for their weights: then
-    `vision_encoder` is left out.
+    `vision_encoder` is left out. With a `title`, progress is shown.
     """
     batch = [sample for sample in batch if len(_targets(sample))]
     if not batch:
         return None
-    if find_norm(model) is None:
-        return {"no norm": _gradient_norms(model, batch)}
-    measured = {}
-    for name, compensated in (("compensated", True), ("plain", False)):
-        with _norm_as(model, compensated):
-            measured[name] = _gradient_norms(model, batch)
-    return measured
+    arms = {"no norm": None} if find_norm(model) is None else {"compensated": True, "plain": False}
+    norms = {}
+    with tqdm(total=len(arms) * len(batch), desc=title, unit="sample", disable=title is None) as progress:
+        for name, compensated in arms.items():
+            with nullcontext() if compensated is None else _norm_as(model, compensated):
+                norms[name] = _gradient_norms(model, batch, progress)
+    return Gradients(len(batch), sum(len(_targets(sample)) for sample in batch), norms)
 
 
 def _targets(sample: Answered) -> torch.Tensor:
-    """Positions of the tokens to be predicted, `(num_targets,)`."""
-    text = sample.tokens.text
-    return (text & (torch.arange(len(text)) >= max(sample.start, 1))).nonzero()[:, 0]
+    """Positions of the tokens to be predicted, `(num_targets,)`; nothing predicts the first of all."""
+    positions = sample.targets.nonzero()[:, 0]
+    return positions[positions > 0]
 
 
 @contextmanager
@@ -86,7 +87,8 @@ def _needing_gradients(model: PreTrainedModel, weights: Sequence[nn.Parameter]) 
             parameter.requires_grad_(before)
 
 
-def _gradient_norms(model: PreTrainedModel, batch: Sequence[Answered]) -> GradientNorms:
+@torch.enable_grad()
+def _gradient_norms(model: PreTrainedModel, batch: Sequence[Answered], progress: tqdm) -> GradientNorms:
     encoder = find_encoder(model)
     weights = [] if encoder is None else [weight for weight in encoder.parameters() if weight.is_floating_point()]
     sums: dict[str, torch.Tensor] = {}
@@ -103,6 +105,7 @@ def _gradient_norms(model: PreTrainedModel, batch: Sequence[Answered]) -> Gradie
             for total, gradient in zip(weight_sums, gradients, strict=True):
                 if gradient is not None:
                     total += gradient.float() / len(batch)
+            progress.update()
     norms = {name: square.sqrt().item() for name, square in sums.items()}
     if weight_sums:
         norms["vision_encoder"] = torch.stack([total.norm().cpu() for total in weight_sums]).norm().item()
@@ -120,7 +123,7 @@ def _sample_gradients(
         if place in ("projector_input", "decoder"):
             seen.setdefault(place, features)
 
-    with InterfaceHooks(model, see), torch.enable_grad():
+    with InterfaceHooks(model, see):
         logits = model(**inputs).logits[0]  # [S, vocab_size]
     targets = _targets(sample).to(logits.device)
     input_ids = inputs["input_ids"][0].to(logits.device)

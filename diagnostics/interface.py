@@ -8,7 +8,7 @@ import torch
 from diagnostics.norms import text_norm_target
 from diagnostics.probe import Record
 from diagnostics.results import Interface
-from diagnostics.statistics import ratio, summarize
+from diagnostics.statistics import by_picture, estimate, ratio, sample_means, summarize
 
 
 DEFINITIONS = {
@@ -25,11 +25,14 @@ DEFINITIONS = {
 }
 
 
-def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor, hidden_size: int) -> Interface:
+def measure_interface(
+    records: Sequence[Record], pictures: np.ndarray, vocabulary: torch.Tensor, hidden_size: int
+) -> Interface:
     """Norms at each place of `DEFINITIONS`, and how much longer visual tokens are than text.
 
     Args:
         records: One for each sample.
+        pictures: Number of each sample's picture.
         vocabulary: Norms of the embedding layer's output by token id, `(vocab_size,)`.
         hidden_size: Width of the decoder.
 
@@ -38,22 +41,20 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor, hidde
         `ratio_to_vocabulary`: the same over T.
     """
     before_decoder = {
-        place: summarize([record.interface[place][0] for record in records], records[0].interface[place][1])
+        place: summarize([record.interface[place][0] for record in records], pictures, records[0].interface[place][1])
         for place in ("encoder_output", "projector_input", "projector_output")
         if place in records[0].interface
     }
     visual = [record.layer_norms[0, record.tokens.visual] for record in records]
     text = [record.layer_norms[0, record.tokens.text] for record in records]
     in_prompt = [vocabulary[record.input_ids[record.tokens.text]] for record in records]
-    visual_means, text_means = (
-        np.array([[sample.double().mean().item()] for sample in samples]) for samples in (visual, text)
-    )
+    visual_means, text_means = (by_picture(sample_means(samples), pictures) for samples in (visual, text))
     return Interface(
         **before_decoder,
-        visual_at_decoder=summarize(visual, hidden_size),
-        text_at_decoder=summarize(text, hidden_size),
-        text_in_prompt=summarize(in_prompt, hidden_size),
-        vocabulary=summarize([vocabulary[vocabulary > 0]], hidden_size),
+        visual_at_decoder=summarize(visual, pictures, hidden_size),
+        text_at_decoder=summarize(text, pictures, hidden_size),
+        text_in_prompt=summarize(in_prompt, pictures, hidden_size),
+        vocabulary=summarize([vocabulary[vocabulary > 0]], np.zeros(1), hidden_size),
         ratio=ratio(visual_means, text_means),
-        ratio_to_vocabulary=ratio(visual_means, np.full_like(text_means, text_norm_target(vocabulary))),
+        ratio_to_vocabulary=estimate(visual_means / text_norm_target(vocabulary)),
     )

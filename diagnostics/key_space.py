@@ -1,49 +1,61 @@
-"""How far apart the keys of visual and text tokens are, before rotary embedding.
+"""How far apart visual and text tokens are in the space of keys, before rotary embedding, and in that of values.
 
 After rotary embedding, keys of the same distribution at different positions look apart. The measures are those that
 MaLoRA's abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated in `DEFINITIONS`.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from scipy.spatial.distance import jensenshannon
 from sklearn.decomposition import PCA
-from sklearn.linear_model import LogisticRegression
 from sklearn.manifold import TSNE
-from sklearn.model_selection import GroupKFold, cross_val_score
 
+from diagnostics.distances import (
+    BINS,
+    HALVES,
+    PERMUTATIONS,
+    Splits,
+    js_divergence,
+    kernel,
+    linear_probe,
+    make_splits,
+    unbiased_mmd,
+)
+from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
-from diagnostics.results import HeadDistance, KeySpace
+from diagnostics.results import ByLayer, Curve, Modalities, Space
+from diagnostics.statistics import by_layer, by_picture, jackknife
+from diagnostics.tokens import Tokens
 
 
-BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 MAX_TOKENS = 256
-PERMUTATIONS = 500
-BINS = 16
 COMPONENTS = 10
-HALVES = 5
 DEFINITIONS = {
-    "keys": "per key-value head, before rotary embedding, standardised on both modalities together; equally many of "
-    f"each, at most {MAX_TOKENS}; medians over heads",
-    "mmd": "unbiased squared maximum mean discrepancy, kernel mean_j exp(-‖x-y‖²/(s_j σ²)), s = ¼, ½, 1, 2, 4, σ² the "
-    "mean squared distance over both sets; about 0 for equal distributions, and can fall below",
-    "p_value": f"share of {PERMUTATIONS} permutations of the modalities with at least this mmd, the observed one "
-    "included. Tokens of one picture are alike, so small values overstate the evidence: compare mmd with its baseline",
+    "tokens": "keys before rotary embedding, and values as attention gets them, per head, standardised on both "
+    f"modalities together; of each picture equally many of either modality, about {MAX_TOKENS} in all, drawn anew for "
+    "each picture and alike for every model; medians over heads",
+    "mmd": "squared maximum mean discrepancy, kernel mean_j exp(-‖x-y‖²/(s_j σ²)), s = ¼, ½, 1, 2, 4, σ² the "
+    "mean squared distance over both sets; over pairs of tokens of different pictures, so that it is about 0 for "
+    "equal distributions, and can fall below. The text is the words that were asked. Interval: the jackknife's",
+    "p_value": "share of the ways to exchange the modalities of whole pictures that give at least the MMD² that was "
+    f"observed: all ways, or {PERMUTATIONS} random ones and the observed one. Not given where pictures share their "
+    "words, since then the text is not drawn anew with each picture",
     "js": f"Jensen-Shannon divergence in bits between histograms of {BINS} shared bins, on each of at most "
-    f"{COMPONENTS} principal components, weighted by explained variance; components are those of the first model "
-    "given, where the width is the same. Biased upwards: compare with its baseline",
-    "baseline": f"the same between random halves of one modality, mean over both modalities and {HALVES} splits; its "
-    "halves have half as many tokens, which raises js",
-    "probe": "accuracy of a logistic regression that tells visual from text keys, cross-validated over samples, so "
-    "that no picture is in both parts; 0.5 is chance",
+    f"{COMPONENTS} principal components, weighted by explained variance. Biased upwards: compare with its baseline. "
+    "Components are each model's own, so that two models have no common axis; checkpoints have the first one's",
+    "baseline": "what the same stays below in 95% of the random splits of the pictures in halves, within one modality "
+    f"({HALVES} splits of either); halves have half as many tokens, which raises js",
+    "probe": "accuracy of a logistic regression that tells visual from text tokens, cross-validated so that no "
+    "picture is in both parts; 0.5 is chance",
+    "norm": "mean L2 norm of a head's keys or values, before they are standardised",
+    "spread": "root mean squared distance of a head's keys or values from the mean of their modality, before they are "
+    "standardised",
 }
 
 
-@dataclass(frozen=True)
-class Basis:
+class Basis(NamedTuple):
     """Principal components of one head, `(num_components, head_dim)`, and their shares of the variance."""
 
     components: np.ndarray
@@ -54,169 +66,234 @@ class Basis:
 Bases = dict[tuple[int, int], Basis]
 
 
-def kernel(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """The multi-kernel matrix over the rows of `x` and `y` together, `(n + m, n + m)`; see `DEFINITIONS`."""
-    points = torch.from_numpy(np.concatenate([x, y])).double()
-    distances = torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist").square()
-    scale = distances.sum() / (len(points) * (len(points) - 1))
-    return torch.stack([(-distances / (s * scale).clamp(min=1e-30)).exp() for s in BANDWIDTHS]).mean(0).numpy()
+class Points(NamedTuple):
+    """Keys or values of one layer: `(n, num_heads, head_dim)` of either modality, the picture's number of a row of
+    both, `(n,)`, and how many pictures there are, some of which may have no row."""
+
+    visual: np.ndarray
+    text: np.ndarray
+    pictures: np.ndarray
+    num_pictures: int
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The group of each visual and then of each text token, `(2n,)`."""
+        return np.concatenate([self.pictures, self.num_pictures + self.pictures])
+
+    @property
+    def scaled(self) -> np.ndarray:
+        """Visual and then text tokens, `(2n, num_heads, head_dim)`, every coordinate with mean 0 and deviation 1."""
+        pooled = np.concatenate([self.visual, self.text])
+        spread = pooled.std(axis=0)
+        return (pooled - pooled.mean(axis=0)) / np.where(spread > 0, spread, 1)
 
 
-def unbiased_mmd(matrix: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Unbiased MMD² (Gretton et al., 2012, eq. 3) for each row of `first`, which says what belongs to the first set.
-
-    Args:
-        matrix: Kernel matrix `(N, N)` over both sets.
-        first: Boolean, `(num_splits, N)`.
-    """
-    a = first.astype(float)
-    b = 1 - a
-    n, m = a.sum(1), b.sum(1)
-    diagonal = matrix.diagonal()
-    within_a = (np.einsum("ij,ij->i", a @ matrix, a) - a @ diagonal) / (n * (n - 1))
-    within_b = (np.einsum("ij,ij->i", b @ matrix, b) - b @ diagonal) / (m * (m - 1))
-    return within_a + within_b - 2 * np.einsum("ij,ij->i", a @ matrix, b) / (n * m)
-
-
-def mmd_test(x: np.ndarray, y: np.ndarray, rng: np.random.Generator) -> tuple[float, float]:
-    """Unbiased MMD² between two sets of points, and its permutation p-value."""
-    matrix = kernel(x, y)
-    labels = np.arange(len(matrix)) < len(x)
-    permuted = np.stack([rng.permutation(labels) for _ in range(PERMUTATIONS)])
-    observed = unbiased_mmd(matrix, labels[None])[0]
-    return float(observed), float((1 + (unbiased_mmd(matrix, permuted) >= observed).sum()) / (1 + PERMUTATIONS))
-
-
-def js_divergence(x: np.ndarray, y: np.ndarray, weights: np.ndarray) -> float:
-    """Jensen-Shannon divergence in bits by column, averaged with `weights`; see `DEFINITIONS`."""
-    values = []
-    for column in range(x.shape[1]):
-        edges = np.histogram_bin_edges(np.concatenate([x[:, column], y[:, column]]), bins=BINS)
-        counts = [np.histogram(points[:, column], edges)[0] for points in (x, y)]
-        values.append(jensenshannon(*counts, base=2) ** 2)
-    return float(np.average(values, weights=weights))
-
-
-def balanced_keys(
-    records: Sequence[Record], layer: int, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """As many keys of either modality as there are of both, at most `MAX_TOKENS`.
-
-    Returns:
-        Visual and text keys `(n, num_heads, head_dim)`, and the number of the sample that each is of, `(n,)` each.
-    """
-    found = []
-    for modality in ("visual", "text"):
-        keys, samples = [], []
-        for number, record in enumerate(records):
-            mask = getattr(record.tokens, modality)[record.key_positions]
-            keys.append(record.keys[layer][:, mask].transpose(0, 1).numpy())
-            samples += [number] * int(mask.sum())
-        found.append((np.concatenate(keys), np.array(samples)))
-    count = min(MAX_TOKENS, *(len(samples) for _, samples in found))
-    chosen = [np.sort(rng.permutation(len(samples))[:count]) for _, samples in found]
-    (visual, visual_samples), (text, text_samples) = found
-    return visual[chosen[0]], text[chosen[1]], visual_samples[chosen[0]], text_samples[chosen[1]]
-
-
-def measure_key_space(records: Sequence[Record], bases: Bases, seed: int = 0) -> KeySpace | None:
-    """The numbers of `DEFINITIONS` by layer, medians over heads; `None` where keys were not recorded, or too few.
+def draw_positions(tokens: Tokens, picture: str, turn: int, count: int) -> torch.Tensor:
+    """Positions of at most `count` visual and `count` text tokens, drawn anew for each picture, the same for every
+    model; other visual tokens each `turn` that the picture comes.
 
     Args:
+        tokens: Of the sample.
+        picture: Fingerprint of its pictures.
+        turn: How many samples before had the same picture.
+        count: How many of either.
+    """
+    generator = torch.Generator().manual_seed(int(picture, 16) % 2**63)
+    visual, text = (mask.nonzero()[:, 0] for mask in (tokens.visual, tokens.text))
+    drawn = torch.randperm(len(visual), generator=generator)[turn * count : (turn + 1) * count]
+    return torch.cat([visual[drawn], text[torch.randperm(len(text), generator=generator)[:count]]]).sort().values
+
+
+def take_points(kept: Sequence[torch.Tensor], records: Sequence[Record], pictures: np.ndarray) -> Points:
+    """Equally many tokens of both modalities of each picture.
+
+    Args:
+        kept: For each sample, `(num_heads, num_kept, head_dim)` at the `key_positions` of its record.
         records: One for each sample.
-        bases: Principal components by layer and head: used if they fit, filled in where there are none.
-        seed: Of subsets, permutations and splits.
+        pictures: Number of each sample's picture.
     """
-    layers = sorted(records[0].keys)
-    rng = np.random.default_rng(seed)
-    counts, per_head = [], []
-    medians: dict[str, list[float]] = {field.name: [] for field in fields(_Head)}
-    for layer in layers:
-        visual, text, *samples = balanced_keys(records, layer, rng)
-        count = len(visual)
-        if count < 8:
-            return None
-        pooled = _scaled(np.concatenate([visual, text]))
-        heads = [
-            _measure_head(
-                pooled[:count, head], pooled[count:, head], np.concatenate(samples), bases, (layer, head), rng
-            )
-            for head in range(visual.shape[1])
-        ]
-        counts.append(count)
-        per_head.append([HeadDistance(head.mmd, head.p_value, head.js) for head in heads])
-        for name, values in medians.items():
-            values.append(float(np.median([getattr(head, name) for head in heads])))
-    return KeySpace(layers=layers, num_tokens=counts, per_head=per_head, **medians) if layers else None
+    found: dict[str, list[np.ndarray]] = {"visual": [], "text": []}
+    numbers: list[int] = []
+    for picture in np.unique(pictures):
+        of_picture = {modality: _tokens_of(kept, records, pictures == picture, modality) for modality in found}
+        count = min(len(tokens) for tokens in of_picture.values())  # 0 where all of a modality are sinks
+        numbers += [int(picture)] * count
+        for modality, tokens in of_picture.items():
+            found[modality].append(tokens[np.linspace(0, len(tokens) - 1, count).round().astype(int)])
+    visual, text = (np.concatenate(tokens) for tokens in found.values())
+    return Points(visual, text, np.array(numbers, dtype=int), int(pictures.max()) + 1)
 
 
-def _scaled(points: np.ndarray) -> np.ndarray:
-    """Every coordinate with mean 0 and standard deviation 1 over the first axis."""
-    spread = points.std(axis=0, keepdims=True)
-    return (points - points.mean(axis=0, keepdims=True)) / np.where(spread > 0, spread, 1)
+def _tokens_of(
+    kept: Sequence[torch.Tensor], records: Sequence[Record], chosen: np.ndarray, modality: str
+) -> np.ndarray:
+    """The kept tokens of one modality of the chosen samples, `(n, num_heads, head_dim)`."""
+    tokens = [
+        keys[:, getattr(record.tokens, modality)[record.key_positions]]
+        for keys, record, is_chosen in zip(kept, records, chosen, strict=True)
+        if is_chosen
+    ]
+    return torch.cat(tokens, dim=1).transpose(0, 1).numpy()
 
 
-@dataclass(frozen=True)
-class _Head(HeadDistance):
-    """What is measured of one head of one layer."""
+class _Medians(NamedTuple):
+    """Medians over heads: observed, with each picture left out `(num_pictures,)`, 95% quantile over halves (NaN
+    without any), and with pictures' modalities exchanged, `(num_ways,)`."""
 
-    mmd_baseline: float
-    js_baseline: float
+    observed: float
+    without: np.ndarray
+    halves: float
+    exchanged: np.ndarray
+
+
+def _medians(heads: Sequence[Sequence[np.ndarray]]) -> _Medians:
+    """Of what a measure gives for each head and each of the [`Splits`]."""
+    observed, without, exchanged, halves = (np.median(of_heads, axis=0) for of_heads in zip(*heads, strict=True))
+    return _Medians(
+        float(observed[0]), without, float(np.quantile(halves, 0.95)) if len(halves) else float("nan"), exchanged
+    )
+
+
+class _Layer(NamedTuple):
+    """What is measured of one layer.
+
+    Attributes:
+        mmd, js: MMD² and Jensen-Shannon divergence.
+        mmd_by_head: MMD² of each head, `(num_heads,)`.
+        probe: The probe's accuracy, median over heads.
+        norms, squares: Norm, and squared distance from the mean, of visual and of text tokens,
+            `(2, num_pictures)`.
+    """
+
+    mmd: _Medians
+    js: _Medians
+    mmd_by_head: list[float]
     probe: float
+    norms: np.ndarray
+    squares: np.ndarray
 
 
-def _measure_head(
-    visual: np.ndarray,
-    text: np.ndarray,
-    samples: np.ndarray,
+def _measure_layer(points: Points, splits: Splits, layer: int, bases: Bases) -> _Layer:
+    scaled, groups, count = points.scaled, points.groups, points.num_pictures
+    mmd, js, probe = [], [], []
+    for head in range(scaled.shape[1]):
+        of_head = scaled[:, head]
+        basis, matrix = _basis(of_head, bases, (layer, head)), kernel(of_head)
+        mmd.append([unbiased_mmd(matrix, groups, np.arange(2 * count) % count, split) for split in splits])
+        placed, sets = of_head @ basis.components.T, splits._replace(exchanged=splits.observed)
+        js.append([js_divergence(placed, basis.weights, groups, split) for split in sets])
+        probe.append(linear_probe(of_head, groups, count))
+    tokens = np.stack([points.visual, points.text])  # [2, n, num_heads, head_dim]
+    centred = tokens - tokens.mean(axis=1, keepdims=True)
+    return _Layer(
+        mmd=_medians(mmd),
+        js=_medians(js),
+        mmd_by_head=[float(observed[0]) for observed, *_ in mmd],
+        probe=float(np.median(probe)),
+        norms=_by_picture(np.linalg.norm(tokens, axis=-1), points),
+        squares=_by_picture((centred**2).sum(axis=-1), points),
+    )
+
+
+def _by_picture(values: np.ndarray, points: Points) -> np.ndarray:
+    """Mean over heads and over the tokens of each picture, `(2, num_pictures)`, of `(2, n, num_heads)`; NaN for a
+    picture without tokens."""
+    means = np.full((2, points.num_pictures), np.nan)
+    means[:, np.unique(points.pictures)] = [by_picture(of.mean(axis=1), points.pictures) for of in values]
+    return means
+
+
+def _basis(points: np.ndarray, bases: Bases, place: tuple[int, int]) -> Basis:
+    """The components that the first model had at this place."""
+    if place not in bases:
+        pca = PCA(min(COMPONENTS, *points.shape), random_state=0).fit(points)
+        bases[place] = Basis(pca.components_, pca.explained_variance_ratio_)
+    if bases[place].components.shape[1] != points.shape[1]:
+        raise DiagnosticsError(
+            f"Heads of width {points.shape[1]} can't share the components of heads of width "
+            f"{bases[place].components.shape[1]}: these are not checkpoints of one model, use --compare models."
+        )
+    return bases[place]
+
+
+def measure_space(
+    kept: Sequence[dict[int, torch.Tensor]],
+    records: Sequence[Record],
+    pictures: np.ndarray,
     bases: Bases,
-    place: tuple[int, int],
-    rng: np.random.Generator,
-) -> _Head:
-    pooled = np.concatenate([visual, text])
-    basis = bases.get(place)
-    if basis is None or basis.components.shape[1] != pooled.shape[1]:
-        pca = PCA(min(COMPONENTS, *pooled.shape), random_state=0).fit(pooled)
-        basis = Basis(pca.components_, pca.explained_variance_ratio_)
-        bases.setdefault(place, basis)
-    mmd, p_value = mmd_test(visual, text, rng)
-    mmd_halves, js_halves = [], []
-    for points in (visual, text):
-        for _ in range(HALVES):
-            order = rng.permutation(len(points))
-            first, second = points[order[: len(points) // 2]], points[order[len(points) // 2 :]]
-            labels = np.arange(len(points)) < len(first)
-            mmd_halves.append(unbiased_mmd(kernel(first, second), labels[None])[0])
-            js_halves.append(js_divergence(first @ basis.components.T, second @ basis.components.T, basis.weights))
-    return _Head(
-        mmd=mmd,
-        p_value=p_value,
-        js=js_divergence(visual @ basis.components.T, text @ basis.components.T, basis.weights),
-        mmd_baseline=float(np.mean(mmd_halves)),
-        js_baseline=float(np.mean(js_halves)),
-        probe=linear_probe(pooled, np.arange(len(pooled)) < len(visual), samples),
+    seed: int = 0,
+) -> Space | None:
+    """The numbers of `DEFINITIONS` by layer; `None` where nothing was recorded, of one picture, or of fewer than 8
+    tokens of either modality.
+
+    Args:
+        kept: For each sample by layer its keys or values, `(num_heads, num_kept, head_dim)`.
+        records: One for each sample.
+        pictures: Number of each sample's picture.
+        bases: Principal components by layer and head; filled in where there are none.
+        seed: Of exchanges and halves.
+
+    Raises:
+        DiagnosticsError: if the components are of another width.
+    """
+    layers = sorted(set.intersection(*(set(sample) for sample in kept)))
+    points = [take_points([sample[layer] for sample in kept], records, pictures) for layer in layers]
+    num_pictures = len(np.unique(pictures))
+    if not points or len(points[0].pictures) < 8 or num_pictures < 2:
+        return None
+    splits = make_splits(num_pictures, np.random.default_rng(seed))
+    measured = [_measure_layer(of, splits, layer, bases) for of, layer in zip(points, layers, strict=True)]
+    without = np.stack([layer.mmd.without for layer in measured], axis=1)
+    squares = np.stack([layer.squares for layer in measured], axis=-1)  # [2, num_pictures, num_layers]
+    return Space(
+        layers=layers,
+        num_tokens=len(points[0].pictures),
+        mmd=jackknife(np.array([layer.mmd.observed for layer in measured]), without),
+        mmd_baseline=[layer.mmd.halves for layer in measured],
+        p_value=[_p_value(layer.mmd) for layer in measured] if _words_differ(records, pictures) else None,
+        smallest_p=1 / len(splits.exchanged[0]),
+        mmd_by_head=[layer.mmd_by_head for layer in measured],
+        js=_without_intervals([layer.js.observed for layer in measured]),
+        js_baseline=[layer.js.halves for layer in measured],
+        probe=_without_intervals([layer.probe for layer in measured]),
+        norm=Modalities(*(by_layer(of) for of in np.stack([layer.norms for layer in measured], axis=-1))),
+        spread=Modalities(*(_root_mean(of) for of in squares)),
     )
 
 
-def linear_probe(points: np.ndarray, is_visual: np.ndarray, samples: np.ndarray) -> float:
-    """Cross-validated accuracy of telling the modalities apart; a sample's tokens stay together. NaN for one."""
-    folds = min(5, len(np.unique(samples)))
-    if folds < 2:
-        return float("nan")
-    scores = cross_val_score(
-        LogisticRegression(max_iter=1000), points, is_visual, groups=samples, cv=GroupKFold(folds)
-    )
-    return float(scores.mean())
+def _without_intervals(values: list[float]) -> Curve:
+    return Curve(values, [None] * len(values))
 
 
-def project(records: Sequence[Record], layer: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def _words_differ(records: Sequence[Record], pictures: np.ndarray) -> bool:
+    """Whether no two pictures are asked about with the same words: else the text is no sample of its own in each."""
+    asked: dict[tuple[int, ...], int] = {}
+    words = [tuple(record.input_ids[record.tokens.text].tolist()) for record in records]
+    return all(asked.setdefault(of, picture) == picture for of, picture in zip(words, pictures, strict=True))
+
+
+def _p_value(mmd: _Medians) -> float:
+    """Share of the ways in which the median is no smaller; the slack is for rounding, which differs between ways."""
+    return float((mmd.exchanged >= mmd.observed - 1e-9).mean())
+
+
+def _root_mean(squares: np.ndarray) -> ByLayer:
+    """Root of the mean over pictures, of `(num_pictures, num_layers)`."""
+    total = squares.sum(axis=0)
+    return jackknife(np.sqrt(total / len(squares)), np.sqrt(np.maximum(total - squares, 0) / max(len(squares) - 1, 1)))
+
+
+def project(
+    records: Sequence[Record], pictures: np.ndarray, layer: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     """t-SNE of a layer's keys, all heads side by side, for a picture only: distances in it mean nothing.
 
     Returns:
         Visual and text tokens, `(n, 2)` each.
     """
-    visual, text, *_ = balanced_keys(records, layer, np.random.default_rng(seed))
-    pooled = _scaled(np.concatenate([visual, text]).reshape(2 * len(visual), -1))
-    reduced = PCA(min(50, *pooled.shape), random_state=seed).fit_transform(pooled)
-    placed = TSNE(perplexity=min(30, len(pooled) / 4), random_state=seed).fit_transform(reduced)
-    return placed[: len(visual)], placed[len(visual) :]
+    points = take_points([record.keys[layer] for record in records], records, pictures)
+    count = len(points.visual)
+    scaled = points.scaled.reshape(2 * count, -1)
+    reduced = PCA(min(50, *scaled.shape), random_state=seed).fit_transform(scaled)
+    placed = TSNE(perplexity=min(30, 2 * count / 4), random_state=seed).fit_transform(reduced)
+    return placed[:count], placed[count:]

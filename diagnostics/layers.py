@@ -5,54 +5,86 @@ and after a layer stands for its angular velocity (eq. 8); the closer to 1, the 
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from diagnostics.probe import Record
-from diagnostics.results import Layers, Turning
-from diagnostics.statistics import curve, estimate
+from diagnostics.results import LargestGap, LayerGroup, Layers, Turning
+from diagnostics.statistics import LEVEL, by_layer, by_picture, estimate, ratio_by_layer
 
 
+THIRDS = ("first third", "middle third", "last third")
+# What groups are called where a decoder has fewer layers than three.
+FEW = {1: ("only layer",), 2: ("first layer", "last layer")}
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 DEFINITIONS = {
     "norm": "L2 norm of the hidden states that enter each layer, and last of what leaves the last layer, before the "
     "decoder's final norm",
     "cosine": "cosine between what enters a layer and what leaves it; 1 means that the token does not turn",
     "update_ratio": "norm of a layer's whole residual update over the norm of what enters, ‖u‖/‖h‖",
     "update_cosine": "cosine between what enters a layer and the update, cos(u, h)",
-    "angle": "angle in degrees by which the update turns the token, by equation 8 from the two numbers before",
     "update_rate": "1 - cosine, mean over the layers",
-    "gap": "cosine of visual tokens less that of text tokens, by layer in pairs within each sample; above 0, visual "
-    "tokens turn more slowly",
+    "gap": "cosine of visual tokens less that of text tokens, in pairs within each sample; above 0, visual tokens "
+    "turn more slowly. The interval of the layer with the largest gap allows for the choice among layers (Bonferroni)",
+    "norm_ratio": "mean norm of visual tokens over that of text tokens, where they enter a layer",
 }
 
 
-def measure_layers(records: Sequence[Record]) -> Layers:
-    """The numbers of `DEFINITIONS` by modality and layer, with intervals."""
-    visual, text = ([getattr(record.tokens, modality) for record in records] for modality in ("visual", "text"))
-    visual_cosines, text_cosines = (
-        _by_sample([record.cosines for record in records], masks) for masks in (visual, text)
-    )
-    gap = visual_cosines - text_cosines
+def measure_layers(records: Sequence[Record], pictures: np.ndarray) -> Layers:
+    """The numbers of `DEFINITIONS` by modality and layer, with intervals.
+
+    Args:
+        records: One for each sample.
+        pictures: Number of each sample's picture.
+    """
+    visual, text = (_modality(records, pictures, modality) for modality in ("visual", "text"))
+    gap = visual.cosines - text.cosines  # [num_pictures, L]
+    thirds = [third for third in np.array_split(np.arange(gap.shape[1]), 3) if len(third)]
+    largest = int(np.abs(gap.mean(axis=0)).argmax())
     return Layers(
-        visual=_turning(records, visual, visual_cosines),
-        text=_turning(records, text, text_cosines),
-        gap=curve(gap),
-        mean_gap=estimate(gap.mean(axis=1, keepdims=True)),
+        visual=visual.turning,
+        text=text.turning,
+        gap=by_layer(gap),
+        norm_ratio=ratio_by_layer(visual.norms, text.norms),
+        groups=[
+            LayerGroup(
+                name=name,
+                first=int(third[0]),
+                last=int(third[-1]),
+                gap=by_layer(gap[:, third]).overall,
+                norm_ratio=ratio_by_layer(visual.norms[:, third], text.norms[:, third]).overall,
+            )
+            for name, third in zip(FEW.get(len(thirds), THIRDS), thirds, strict=True)
+        ],
+        largest_gap=LargestGap(largest, estimate(gap[:, largest], 1 - (1 - LEVEL) / gap.shape[1])),
     )
 
 
-def _turning(records: Sequence[Record], masks: Sequence[torch.Tensor], cosines: np.ndarray) -> Turning:
-    return Turning(
-        norm=curve(_by_sample([record.layer_norms for record in records], masks)),
-        cosine=curve(cosines),
-        update_ratio=curve(_by_sample([record.update_ratios for record in records], masks)),
-        update_cosine=curve(_by_sample([record.update_cosines for record in records], masks)),
-        angle=curve(_by_sample([record.angles.rad2deg() for record in records], masks)),
-        update_rate=estimate(1 - cosines.mean(axis=1, keepdims=True)),
+class _Modality(NamedTuple):
+    """Of one modality: mean norms `(num_pictures, L + 1)`, mean cosines `(num_pictures, L)`, and all summed up."""
+
+    norms: np.ndarray
+    cosines: np.ndarray
+    turning: Turning
+
+
+def _modality(records: Sequence[Record], pictures: np.ndarray, modality: str) -> _Modality:
+    masks = [getattr(record.tokens, modality) for record in records]
+
+    def means(values: Sequence[torch.Tensor]) -> np.ndarray:
+        within = [v[:, mask].double().mean(1).numpy() for v, mask in zip(values, masks, strict=True)]
+        return by_picture(np.stack(within), pictures)
+
+    norms, cosines = means([record.layer_norms for record in records]), means([record.cosines for record in records])
+    tokens = torch.cat([record.layer_norms[:, mask] for record, mask in zip(records, masks, strict=True)], dim=1)
+    turning = Turning(
+        norm=by_layer(norms),
+        norm_quantiles={f"{q:.0%}": np.quantile(tokens.double().numpy(), q, axis=1).tolist() for q in QUANTILES},
+        cosine=by_layer(cosines),
+        update_ratio=by_layer(means([record.update_ratios for record in records])),
+        update_cosine=by_layer(means([record.update_cosines for record in records])),
+        update_rate=by_layer(1 - cosines).overall,
     )
-
-
-def _by_sample(values: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]) -> np.ndarray:
-    """Mean over the chosen tokens of each sample, `(num_samples, num_values)`, of `(num_values, S)` each."""
-    return np.stack([v[:, mask].double().mean(1).numpy() for v, mask in zip(values, masks, strict=True)])
+    return _Modality(norms, cosines, turning)

@@ -10,7 +10,7 @@ from PIL import Image
 from diagnostics.attention import attention_map
 from diagnostics.key_space import project
 from diagnostics.probe import Record
-from diagnostics.results import KeySpace
+from diagnostics.results import Space
 from diagnostics.samples import Sample
 
 
@@ -36,14 +36,16 @@ class Pictures:
 def take_pictures(
     samples: Sequence[Sample],
     records: Sequence[Record],
-    key_space: KeySpace | None,
+    pictures: np.ndarray,
+    key_space: Space | None,
     heads: Sequence[int] | None,
     query: int,
 ) -> Pictures:
     """The first `NUM_MAPS` samples with attention over them, and the middle one of the layers whose keys are known.
 
     Args:
-        samples, records: One for each question.
+        samples, records: One for each question; the first ones are of different pictures, if there are such.
+        pictures: Number of each sample's picture.
         key_space: What was measured of the keys.
         heads, query: As in [`attention_map`].
     """
@@ -54,5 +56,5 @@ def take_pictures(
     keys = None
     if key_space is not None:
         middle = key_space.layers[len(key_space.layers) // 2]
-        keys = (middle, *project(records, middle))
+        keys = (middle, *project(records, pictures, middle))
     return Pictures([sample.picture for sample in samples[:NUM_MAPS]], maps, keys)

@@ -8,40 +8,50 @@ import math
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from types import NoneType, UnionType
-from typing import Any, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 
 T = TypeVar("T")
 # Metadata of a field that has another name in the JSON, because Python can't have that one.
 KEY = "key"
-# 95%, over samples; `None` for a single sample.
+# 95%, over pictures; `None` for a single picture.
 Interval = tuple[float, float] | None
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over samples of the mean within each, with its interval."""
+    """A mean over pictures of the mean within each, with its interval.
+
+    Attributes:
+        mean: The value.
+        interval: See [`~diagnostics.statistics`].
+        by_picture: What each picture says: its own value, or where the value is no mean over pictures, its jackknife
+            pseudo-value. NaN where a picture says nothing. Two models' differences come from these, in pairs.
+    """
 
     mean: float
     interval: Interval
+    by_picture: list[float]
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Estimates of several values, by layer or by step."""
+    """Values with their intervals, by layer or by step."""
 
     mean: list[float]
     interval: list[Interval]
 
     @classmethod
-    def through(cls, estimates: Sequence[Estimate]) -> Self:
+    def through(cls, estimates: Sequence[Estimate]) -> "Curve":
         """The curve of estimates one after the other."""
-        return cls([estimate.mean for estimate in estimates], [estimate.interval for estimate in estimates])
+        return Curve([estimate.mean for estimate in estimates], [estimate.interval for estimate in estimates])
 
-    @property
-    def overall(self) -> float:
-        """Mean over the values."""
-        return sum(self.mean) / len(self.mean)
+
+@dataclass(frozen=True)
+class ByLayer(Curve):
+    """A value by layer, and its mean over the layers."""
+
+    overall: Estimate
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ class Summary(Estimate):
 
     Attributes:
         std, median, p95: Over all tokens together.
-        num_tokens, num_samples: What these rest on.
+        num_tokens, num_pictures: What these rest on.
         width: Number of the tokens' coordinates.
         rms: `mean` over the root of the width.
     """
@@ -59,7 +69,7 @@ class Summary(Estimate):
     median: float
     p95: float
     num_tokens: int
-    num_samples: int
+    num_pictures: int
     width: int
     rms: float
 
@@ -85,28 +95,75 @@ class Interface:
 
 @dataclass(frozen=True)
 class Turning:
-    """How long one modality's tokens are at each layer (and past the last), and how each layer turns them."""
+    """How long one modality's tokens are at each layer (and past the last), and how each layer turns them.
 
-    norm: Curve
-    cosine: Curve
-    update_ratio: Curve
-    update_cosine: Curve
-    angle: Curve
+    Attributes:
+        norm_quantiles: Quantiles of the norm over all tokens by layer, under `"5%"`, `"25%"`, and so on to `"95%"`.
+    """
+
+    norm: ByLayer
+    norm_quantiles: dict[str, list[float]]
+    cosine: ByLayer
+    update_ratio: ByLayer
+    update_cosine: ByLayer
     update_rate: Estimate
 
 
 @dataclass(frozen=True)
+class LayerGroup:
+    """Means over some layers in a row.
+
+    Attributes:
+        name: `"first third"`, `"middle third"` or `"last third"`.
+        first, last: Its layers, both included.
+        gap: Of the cosines, visual less text.
+        norm_ratio: Norm of visual tokens over that of text tokens.
+    """
+
+    name: str
+    first: int
+    last: int
+    gap: Estimate
+    norm_ratio: Estimate
+
+
+@dataclass(frozen=True)
+class LargestGap:
+    """The layer whose cosines differ most, and its gap; the interval allows for the choice among all layers."""
+
+    layer: int
+    gap: Estimate
+
+
+@dataclass(frozen=True)
 class Layers:
-    """Both modalities by layer, and the gap of their cosines."""
+    """Both modalities by layer, the gap of their cosines, and the ratio of their norms."""
 
     visual: Turning
     text: Turning
-    gap: Curve
-    mean_gap: Estimate
+    gap: ByLayer
+    norm_ratio: ByLayer
+    groups: list[LayerGroup]
+    largest_gap: LargestGap
 
     def of(self, modality: str) -> Turning:
         """Of `"visual"` or `"text"` tokens."""
         return self.visual if modality == "visual" else self.text
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """The gap of cosines when every picture is asked about with the same words.
+
+    Attributes:
+        question: The words; `None` for each picture's own question.
+        num_pictures: How many pictures.
+        gaps: By group of layers, as in [`Layers`].
+    """
+
+    question: str | None
+    num_pictures: int
+    gaps: list[Estimate]
 
 
 @dataclass(frozen=True)
@@ -146,11 +203,14 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class Gaze:
-    """Where text looks, by layer; the share of the bottom third only where every picture's layout is known."""
+    """Where text looks, by layer; the share of the bottom third only where every picture's layout is known.
 
-    mass: Curve
-    entropy: Curve
-    bottom_third: Curve | None = None
+    `entropy` and `bottom_third` are NaN at a layer whose window never reaches a picture.
+    """
+
+    mass: ByLayer
+    entropy: ByLayer
+    bottom_third: ByLayer | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,11 +222,18 @@ class ComparedGaze(Gaze):
 
 @dataclass(frozen=True)
 class Attention:
-    """Where text looks, with sinks among the keys and without."""
+    """Where text looks, with sinks among the keys and without.
+
+    Attributes:
+        layers: Layers that were looked at.
+        with_sinks, without_sinks: By layer.
+        mass_by_head: By layer and head, with sinks, mean over pictures.
+    """
 
     layers: list[int]
     with_sinks: ComparedGaze
     without_sinks: ComparedGaze
+    mass_by_head: list[list[float]]
 
     @property
     def gazes(self) -> dict[str, Gaze]:
@@ -183,33 +250,73 @@ class Attention:
 class Attractions:
     """Do updates correlate, and do they attract each other, by layer."""
 
-    update_correlation: Curve
-    attraction_visual_to_text: Curve
-    attraction_text_to_visual: Curve
+    update_correlation: ByLayer
+    attraction_visual_to_text: ByLayer
+    attraction_text_to_visual: ByLayer
 
 
 @dataclass(frozen=True)
-class HeadDistance:
-    """How far apart one head's keys are."""
+class Modalities:
+    """A value of visual and of text tokens, by layer."""
 
-    mmd: float
-    p_value: float
-    js: float
+    visual: ByLayer
+    text: ByLayer
 
 
 @dataclass(frozen=True)
-class KeySpace:
-    """How far apart keys are: by layer of `layers`, medians over heads."""
+class Space:
+    """How far apart visual and text tokens are in the space of keys, or of values: by layer of `layers`, medians over
+    heads.
+
+    Attributes:
+        layers: Layers that were looked at.
+        num_tokens: Of each modality.
+        mmd, js, probe: How far apart. Only the MMD² has an interval: the
+            jackknife's are too narrow for the others.
+        mmd_baseline, js_baseline: What these stay below in 95% of halves of the pictures, within one modality; NaN
+            below 4 pictures.
+        p_value: Of the MMD², by exchanging the modalities of whole pictures; `None` where pictures share their words.
+        smallest_p: The smallest p-value that so many exchanges can give.
+        mmd_by_head: By layer and head.
+        norm, spread: L2 norm of the tokens, and root mean square distance from their mean.
+    """
 
     layers: list[int]
-    num_tokens: list[int]
-    per_head: list[list[HeadDistance]]
-    mmd: list[float]
-    p_value: list[float]
-    js: list[float]
+    num_tokens: int
+    mmd: ByLayer
     mmd_baseline: list[float]
+    p_value: list[float] | None
+    smallest_p: float | None
+    mmd_by_head: list[list[float]]
+    js: Curve
     js_baseline: list[float]
-    probe: list[float]
+    probe: Curve
+    norm: Modalities
+    spread: Modalities
+
+
+@dataclass(frozen=True)
+class LensToken:
+    """A token that the decoder's head reads from visual tokens behind a layer.
+
+    Attributes:
+        token: As `repr` shows it.
+        share: Of the visual tokens that are read as it.
+        probability: Mean over these.
+    """
+
+    token: str
+    share: float
+    probability: float
+
+
+@dataclass(frozen=True)
+class Lens:
+    """What the visual tokens of the first pictures are read as behind each layer of `layers`, the commonest first."""
+
+    layers: list[int]
+    num_pictures: int
+    tokens: list[list[LensToken]]
 
 
 @dataclass(frozen=True)
@@ -221,6 +328,20 @@ class GradientNorms:
     visual_embeddings: float | None = None
     text_embeddings: float | None = None
     vision_encoder: float | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Loss and gradients over a few answers.
+
+    Attributes:
+        num_samples, num_targets: Answers, and tokens in them that count.
+        norms: Under `"compensated"` and `"plain"`, or `"no norm"`; see [`~diagnostics.gradients.measure_gradients`].
+    """
+
+    num_samples: int
+    num_targets: int
+    norms: dict[str, GradientNorms]
 
 
 @dataclass(frozen=True)
@@ -246,13 +367,13 @@ class ModelReport:
     Attributes:
         name: What the report calls it.
         class_, dtype, num_layers, hidden_size: What it is.
-        num_samples: What was measured on.
+        num_samples, num_pictures: What was measured on; a picture may have several samples.
         num_tokens: By modality.
         excluded: Tokens that count for neither, by reason.
         notes: What could not be recorded, and why.
-        projector_norm: `None` where the projector ends in none; `attention`, `key_space`, `gradients` where there is a
-            note.
-        gradients: With the norm's compensation and without; see [`~diagnostics.gradients.measure_gradients`].
+        prompts: The gap of cosines under other questions, each picture's own first.
+        projector_norm: `None` where the projector ends in none; `attention`, `key_space`, `value_space`, `lens`,
+            `gradients` where there is a note.
     """
 
     name: str
@@ -261,17 +382,21 @@ class ModelReport:
     num_layers: int
     hidden_size: int
     num_samples: int
+    num_pictures: int
     num_tokens: dict[str, int]
     excluded: dict[str, int]
     notes: list[str]
     interface: Interface
     layers: Layers
+    prompts: list[Prompted]
     projector_norm: ProjectorNorm | None
     embeddings: Embeddings
     attention: Attention | None
     attraction: Attractions
-    key_space: KeySpace | None
-    gradients: dict[str, GradientNorms] | None
+    key_space: Space | None
+    value_space: Space | None
+    lens: Lens | None
+    gradients: Gradients | None
 
 
 @dataclass(frozen=True)
@@ -284,13 +409,28 @@ class LanguageModel:
 
 @dataclass(frozen=True)
 class Report:
-    """What `report.json` holds: models side by side on the same questions."""
+    """What `report.json` holds: models side by side on the same questions.
+
+    Attributes:
+        command: What made it.
+        versions: Of torch and transformers.
+        data: Name of the file or folder.
+        num_samples, num_pictures: Questions, and different pictures among them.
+        passed_over: Rows without a picture.
+        unreadable: Rows whose picture can't be read, and why.
+        compare: `"models"`, or `"checkpoints"` of one model through training, whose keys have a common basis.
+        models: One report each.
+        base: A language model beside.
+    """
 
     command: str
     versions: dict[str, str]
     data: str
     num_samples: int
+    num_pictures: int
     passed_over: int
+    unreadable: list[str]
+    compare: str
     models: list[ModelReport]
     base: LanguageModel | None
 

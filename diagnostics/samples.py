@@ -1,5 +1,6 @@
 """A question as a model takes it: prepared once, and handed on from measure to measure."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,11 @@ from transformers import BatchFeature, PreTrainedModel
 
 from diagnostics.loading import Message, Question
 from diagnostics.parts import DiagnosticsError
-from diagnostics.tokens import Inputs, TokenIds, Tokens, classify_sample, token_ids
+from diagnostics.tokens import Inputs, TokenIds, Tokens, classify_sample, find_tokenizer, token_ids
+
+
+# How a template marks what the assistant says; transformers looks for the same.
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,9 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Answered(Encoded):
-    """A whole conversation, whose first answer begins at the position `start`; where there is none, the position past
-    its first visual token."""
+    """A conversation with its answers; `targets` says which tokens training has its loss on, `(S,)`."""
 
-    start: int
+    targets: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Sample:
     Attributes:
         question: As it was read.
         prompt: Up to where the answer begins.
-        answered: With the answers; `None` where nobody asked for them.
+        answered: With the answers; `None` where there are none, or nobody asked for them.
     """
 
     question: Question
@@ -86,7 +90,8 @@ def prepare_samples(
     for number, question in enumerate(questions):
         with naming_source(question):
             prompt = _encode(processor, ids, question.prompt, add_generation_prompt=True)
-            answered = _answer(processor, ids, question, prompt) if number < num_answered else None
+            has_answer = len(question.conversation) > len(question.prompt)
+            answered = _answer(processor, ids, question, prompt) if has_answer and number < num_answered else None
         samples.append(Sample(question, prompt, answered))
     return samples
 
@@ -100,28 +105,46 @@ def naming_source(question: Question) -> Iterator[None]:
         raise type(error)(f"{question.source}: {error}") from error
 
 
-def _encode(processor: Any, ids: TokenIds, messages: list[Message], add_generation_prompt: bool) -> Encoded:
+def _process(processor: Any, messages: list[Message], **options: bool) -> Inputs:
+    """What the processor makes of chat messages; without a template, of their texts and pictures line by line."""
     if getattr(processor, "chat_template", None):
-        inputs = processor.apply_chat_template(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-    else:
-        mark = getattr(processor, "image_token", "<image>")
-        parts = [part for message in messages for part in message["content"]]
-        text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
-        images = [part["image"] for part in parts if part["type"] == "image"]
-        inputs = processor(images=images, text=text, return_tensors="pt")
+        return processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **options)
+    mark = getattr(processor, "image_token", "<image>")
+    parts = [part for message in messages for part in message["content"]]
+    text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
+    images = [part["image"] for part in parts if part["type"] == "image"]
+    return processor(images=images, text=text, return_tensors="pt")
+
+
+def _encode(processor: Any, ids: TokenIds, messages: list[Message], add_generation_prompt: bool) -> Encoded:
+    inputs = _process(processor, messages, add_generation_prompt=add_generation_prompt)
     return Encoded(inputs, classify_sample(inputs, ids))
 
 
 def _answer(processor: Any, ids: TokenIds, question: Question, prompt: Encoded) -> Answered:
-    encoded = _encode(processor, ids, question.conversation, add_generation_prompt=False)
-    if len(question.conversation) > len(question.prompt):
-        start = len(prompt.tokens.text)
+    """The conversation, and what training has its loss on: what the template marks as the assistant's. With a template
+    that marks nothing, the conversation up to its first answer, and this up to the end of its turn."""
+    marked = GENERATION.search(str(getattr(processor, "chat_template", ""))) is not None
+    if marked and getattr(find_tokenizer(processor), "is_fast", False):  # only these know which token is whose
+        inputs = _process(processor, question.conversation, return_assistant_tokens_mask=True)
+        targets = torch.as_tensor(inputs.pop("assistant_masks")).bool().reshape(-1)
     else:
-        start = int(encoded.tokens.visual.nonzero()[0, 0]) + 1
-    return Answered(encoded.inputs, encoded.tokens, start)
+        inputs = _process(processor, question.conversation[: len(question.prompt) + 1])
+        targets = _find_answer(prompt.inputs["input_ids"][0], inputs["input_ids"][0], ids, processor)
+    return Answered(inputs, classify_sample(inputs, ids), targets)
+
+
+def _find_answer(prompt: torch.Tensor, whole: torch.Tensor, ids: TokenIds, processor: Any) -> torch.Tensor:
+    """Positions past the prompt, `(S,)`, up to the first special token, which ends the turn, and that one too; where
+    there is none, up to the last that is no blank space."""
+    length = min(len(prompt), len(whole))
+    # A word may join the prompt's last token.
+    start = int((prompt[:length] == whole[:length]).cumprod(0).sum())
+    while start < len(whole) and int(whole[start]) in ids.special:  # the turn's own beginning, if the prompt lacks it
+        start += 1
+    special = [n for n in range(start, len(whole)) if int(whole[n]) in ids.special]
+    stop = special[0] + 1 if special else len(whole)
+    while not special and stop > start and not find_tokenizer(processor).decode(whole[stop - 1 : stop]).strip():
+        stop -= 1
+    positions = torch.arange(len(whole))
+    return (positions >= start) & (positions < stop)

@@ -13,7 +13,6 @@ class Turn(NamedTuple):
         cosines: Between what enters and what leaves.
         update_ratios: Norm of the layer's residual update over that of what enters.
         update_cosines: Between what enters and the update.
-        angles: By which equation 8 says that the update turns the token, in radians.
     """
 
     norms: torch.Tensor
@@ -21,7 +20,6 @@ class Turn(NamedTuple):
     cosines: torch.Tensor
     update_ratios: torch.Tensor
     update_cosines: torch.Tensor
-    angles: torch.Tensor
 
 
 def turn(before: torch.Tensor, after: torch.Tensor) -> Turn:
@@ -36,19 +34,4 @@ def turn(before: torch.Tensor, after: torch.Tensor) -> Turn:
         cosines=(before * after).sum(-1) / (norms * norms_after).clamp(min=1e-30),
         update_ratios=ratios,
         update_cosines=update_cosines,
-        angles=turning_angle(torch.ones_like(ratios), ratios, update_cosines.clamp(-1, 1).acos()),
     )
-
-
-def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_angle: torch.Tensor) -> torch.Tensor:
-    """Angle between a token before and after a residual update (eq. 8, 13 of "The Unseen Bias").
-
-    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`, by atan2: an update that is longer than the token and points backwards
-    turns it by more than a right angle, which a plain arctangent folds back.
-
-    Args:
-        hidden_norm: ‖h‖.
-        update_norm: ‖Δh‖.
-        update_angle: φ, between h and Δh.
-    """
-    return torch.atan2(update_norm * update_angle.sin(), hidden_norm + update_norm * update_angle.cos())

@@ -11,10 +11,22 @@ import math
 
 import torch
 
-from diagnostics.turning import turning_angle
-
 
 logger = logging.getLogger(__name__)
+
+
+def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_angle: torch.Tensor) -> torch.Tensor:
+    """Angle between a token before and after a residual update (eq. 8, 13 of "The Unseen Bias").
+
+    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`, by atan2: an update that is longer than the token and points backwards
+    turns it by more than a right angle, which a plain arctangent folds back.
+
+    Args:
+        hidden_norm: ‖h‖.
+        update_norm: ‖Δh‖.
+        update_angle: φ, between h and Δh.
+    """
+    return torch.atan2(update_norm * update_angle.sin(), hidden_norm + update_norm * update_angle.cos())
 
 
 def expected_cosine(

@@ -62,7 +62,7 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
     run(monkeypatch, tmp_path, **fields, **again_fields, resume_from_checkpoint=checkpoint)
     assert read_points(tmp_path / "watched" / FILE) == during
 
-    questions, _ = load_questions(str(rows), 3)
+    questions = load_questions(str(rows), 3).questions
     after = measure_run(tmp_path / "plain", questions)
     assert [point.step for point in after] == [2, 4]
     for one, other in zip(during[1:], after, strict=True):
@@ -80,15 +80,15 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
     kept = replace(after[0], projector_norm=None)
     (tmp_path / "plain" / FILE).write_text(json.dumps(to_json(kept)) + "\n" + lines[1][:40])
     assert measure_run(tmp_path / "plain", questions) == [kept, after[1]]
-    (tmp_path / "plain" / FILE).write_text(lines[0] + lines[1].replace('"mean_gap"', '"other"'))
-    with pytest.raises(ValueError, match=r"plain/dynamics\.jsonl, line 2: no layers\.mean_gap"):
+    (tmp_path / "plain" / FILE).write_text(lines[0] + lines[1].replace('"largest_gap"', '"other"'))
+    with pytest.raises(ValueError, match=r"plain/dynamics\.jsonl, line 2: no layers\.largest_gap"):
         measure_run(tmp_path / "plain", questions)
     (tmp_path / "plain" / FILE).write_text("".join(lines))
     # Pictures and words count, not where they lie.
     moved = shutil.copytree(rows.parent, tmp_path / "elsewhere", ignore=lambda folder, names: {
         name for name in names if Path(folder, name).is_dir()})  # fmt: skip
-    assert fingerprint(load_questions(str(moved / rows.name), 3)[0]) == fingerprint(questions)
-    asked = [load_questions(str(moved), 3, question=question)[0] for question in ("what?", "why?")]
+    assert fingerprint(load_questions(str(moved / rows.name), 3).questions) == fingerprint(questions)
+    asked = [load_questions(str(moved), 3, question=question).questions for question in ("what?", "why?")]
     assert fingerprint(asked[0]) != fingerprint(asked[1])
 
     # Also where every checkpoint is measured already, and by training that goes on.

@@ -11,6 +11,7 @@ from examples.theory.theory import (
     count_failures,
     expected_cosine,
     simulate_cosine,
+    turning_angle,
 )
 
 
@@ -56,3 +57,14 @@ def test_the_window_is_where_turning_more_helps() -> None:
     for outside in ((0.0, 0.7, 0.1, 0.7), (-0.5, 0.7, 0.1, 0.7), (0.5, 0.0, 0.1, 0.7), (0.5, 0.7, 0.7, 0.1)):
         with pytest.raises(ValueError, match="0 < cosine < 1"):
             attraction_window(*outside)
+
+
+def test_turning_angle_is_the_angle_between_before_and_after() -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(2000, 16, dtype=torch.float64)
+    update = torch.randn_like(hidden) * torch.logspace(-2, 2, 2000, dtype=torch.float64)[:, None]
+    cosine = torch.nn.functional.cosine_similarity
+    angle = turning_angle(hidden.norm(dim=-1), update.norm(dim=-1), cosine(hidden, update).clamp(-1, 1).acos())
+    expected = cosine(hidden, hidden + update).clamp(-1, 1).acos()
+    assert (expected > math.pi / 2).any()  # which a plain arctangent gets wrong
+    torch.testing.assert_close(angle, expected, rtol=1e-6, atol=1e-6)

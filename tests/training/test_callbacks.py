@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor
@@ -34,7 +35,7 @@ def measure_rows(folder: Path, rows: str) -> list[Interface]:
             model.model(**inputs)
         record = probe.record()
         assert not record.tokens.excluded["sink"].any()  # which training can't know
-        measured.append(measure_interface([record], vocabulary_norms(model), 32))
+        measured.append(measure_interface([record], np.zeros(1), vocabulary_norms(model), 32))
     return measured
 
 

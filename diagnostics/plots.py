@@ -1,176 +1,563 @@
-"""The report's plots, models side by side; and those that follow a run."""
+"""The report's figures, and the one that follows a run: all in one style, as wide as a page of a paper."""
 
-from collections.abc import Sequence
+import io
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from diagnostics.loading import Question
 from diagnostics.pictures import Pictures
-from diagnostics.results import Attention, Curve, DynamicsPoint, KeySpace, Layers
+from diagnostics.results import Attention, Attractions, Curve, DynamicsPoint, Layers, Report, Space
 
 
-MODALITY_COLOURS = {"visual": "tab:orange", "text": "tab:blue"}
-WIDTH = 3.4  # inches of one model's column
+Drawing = ParamSpec("Drawing")
+T = TypeVar("T")
+
+WIDTH = 7.0  # inches, of a page's text
+INK, FAINT = "#24292f", "#8c959f"
+# Of Okabe and Ito's colours, which people with any colour vision tell apart; every line has a dash of its own besides.
+MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
+GREEN, PURPLE, YELLOW, SKY = "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
+DASHES = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (2, 1)))
+DOTTED = {"linestyle": (0, (1, 1.5)), "marker": ""}
+LINES: dict[str, dict[str, Any]] = {
+    "visual": {"color": MODALITY_COLOURS["visual"]},
+    "text": {"color": MODALITY_COLOURS["text"], "linestyle": DASHES[1], "marker": "s"},
+    "measured": {"color": GREEN},
+    "evenly spread": {"color": FAINT, **DOTTED},
+    "with sinks": {"color": GREEN},
+    "even, with": {"color": GREEN, **DOTTED},
+    "without sinks": {"color": PURPLE, "linestyle": DASHES[1], "marker": "s"},
+    "even, without": {"color": PURPLE, "linestyle": DASHES[2], "marker": ""},
+    "keys": {"color": GREEN},
+    "halves of keys": {"color": GREEN, **DOTTED},
+    "values": {"color": PURPLE, "linestyle": DASHES[1], "marker": "s"},
+    "halves of values": {"color": PURPLE, "linestyle": DASHES[2], "marker": ""},
+}
+MODELS: list[dict[str, Any]] = [
+    {"color": colour, "linestyle": dash, "marker": marker}
+    for colour, dash, marker in zip((GREEN, PURPLE, YELLOW, SKY), DASHES, "os^D", strict=True)
+]
+STYLE: Any = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.3,
+    "lines.markersize": 2.4,
+    "text.parse_math": False,  # names and questions hold dollars
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
 
 
-def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    plt.close(figure)
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        label: What the y axis shows.
+        curves: By name, one of `LINES`; those that are `None` are left out.
+        layers: Where the values stand; all layers by default.
+        log: Whether the y axis is logarithmic.
+        level: Where a thin line is drawn, for what nothing would be.
+    """
+
+    label: str
+    curves: Mapping[str, Curve | None]
+    layers: Sequence[int] | None = None
+    log: bool = False
+    level: float | None = None
 
 
-def _columns(rows: int, names: Sequence[str], height: float = 2.6) -> tuple[Figure, np.ndarray]:
+def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
+    """Draw in the report's style, and label the lines at their ends, where no legend says what they are."""
+
+    @wraps(draw)
+    def drawn(*args: Drawing.args, **kwargs: Drawing.kwargs) -> Figure:
+        with plt.rc_context(STYLE):
+            figure = draw(*args, **kwargs)
+            for axis in figure.axes:
+                _choose_ticks(axis)
+            figure.draw_without_rendering()  # sizes are known, and all ticks are made, only now
+            for axis in figure.axes if not figure.legends else []:
+                _label_ends(axis)
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")  # it stays as it is, which makes saving it quick
+        plt.close(figure)  # shown where somebody shows it, and not at the end of every cell of a notebook
+        return figure
+
+    return drawn
+
+
+def draw_curve(axis: Axes, x: Sequence[float], curve: Curve, band: float = 0.18, **style: Any) -> None:
+    """Means with their intervals as a band, which is as opaque as `band` says."""
+    (line,) = axis.plot(x, curve.mean, **{"marker": "o", **style})
+    low, high = zip(*(interval or (np.nan, np.nan) for interval in curve.interval), strict=True)
+    axis.fill_between(x, low, high, alpha=band, color=line.get_color(), linewidth=0)
+
+
+@styled
+def draw_layers(names: Sequence[str], layers: Sequence[Layers], attention: Sequence[Attention | None] = ()) -> Figure:
+    """Norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture; a row for each model."""
+
+    def panels(measured: tuple[Layers, Attention | None]) -> list[Panel]:
+        turning, gazes = measured
+        looks = (
+            {} if gazes is None else {"measured": gazes.with_sinks, "evenly spread": gazes.with_sinks.evenly_spread}
+        )
+        masses = {name: gaze.mass for name, gaze in looks.items()}
+        rates = {modality: _turning_rate(turning, modality) for modality in MODALITY_COLOURS}
+        found = [
+            Panel("norm of tokens", _by_modality(turning, "norm"), log=True),
+            Panel("turning, 1 − cosine", rates, level=0),
+            Panel("attention to the picture", masses, gazes.layers if gazes else None, level=0),
+        ]
+        return found if attention else found[:2]
+
+    return _draw_rows(names, list(zip_longest(layers, attention)), panels)
+
+
+@styled
+def draw_attention(names: Sequence[str], models: Sequence[Attention | None]) -> Figure:
+    """Attention mass on the picture, its entropy, and the share of the bottom third, by layer."""
+
+    def panels(attention: Attention | None) -> list[Panel]:
+        gazes = {} if attention is None else dict(zip(list(LINES)[4:8], attention.gazes.values(), strict=True))
+        layers = None if attention is None else attention.layers
+        titles = {"mass": "mass on the picture", "entropy": "entropy in the picture", "bottom_third": "bottom third"}
+        return [
+            Panel(title, {key: getattr(gaze, name) for key, gaze in gazes.items()}, layers)
+            for name, title in titles.items()
+        ]
+
+    return _draw_rows(names, models, panels)
+
+
+@styled
+def draw_gaps(names: Sequence[str], models: Sequence[Layers]) -> Figure:
+    """How many times as long visual tokens are, and how much more slowly they turn, by layer; all models together."""
+    figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
+    for number, (name, layers) in enumerate(zip(names, models, strict=True)):
+        for axis, curve in zip(axes, (layers.norm_ratio, layers.gap), strict=True):
+            count = len(MODELS)
+            style = MODELS[number % count] | {"linestyle": DASHES[(number + number // count) % len(DASHES)]}
+            draw_curve(axis, range(len(curve.mean)), curve, label=plain(name, 40), **style)
+    axes[0].set(ylabel="norm, visual over text", yscale="log", xlabel="layer")
+    axes[1].set(ylabel="cosine, visual less text", xlabel="layer")
+    for axis, level in zip(axes, (1, 0), strict=True):
+        axis.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, handlelength=3)
+    return figure
+
+
+@styled
+def draw_norms(names: Sequence[str], models: Sequence[Layers]) -> Figure:
+    """Quantiles of the tokens' norms by layer as bands, a column for each modality."""
+    figure, axes = _grid(names, 2, sharey="all")
+    for row, layers in zip(axes, models, strict=True):
+        for axis, (modality, colour) in zip(row, MODALITY_COLOURS.items(), strict=True):
+            quantiles = list(layers.of(modality).norm_quantiles.values())
+            x = range(len(quantiles[0]))
+            for low, high in zip(quantiles[: len(quantiles) // 2], reversed(quantiles), strict=False):
+                axis.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
+            if len(quantiles) % 2:
+                axis.plot(x, quantiles[len(quantiles) // 2], color=colour)
+            axis.set(ylabel=f"norm of {modality} tokens", yscale="log")
+    return figure
+
+
+@styled
+def draw_updates(names: Sequence[str], models: Sequence[Layers]) -> Figure:
+    """How long each layer's update is beside the token, and where it points."""
+
+    def panels(layers: Layers) -> list[Panel]:
+        return [
+            Panel("update over token", _by_modality(layers, "update_ratio"), log=True),
+            Panel("cosine of the update", _by_modality(layers, "update_cosine"), level=0),
+        ]
+
+    return _draw_rows(names, models, panels)
+
+
+@styled
+def draw_attraction(names: Sequence[str], models: Sequence[Attractions]) -> Figure:
+    """Do updates correlate, and do tokens of one modality move towards the other's, by layer."""
+
+    def panels(found: Attractions) -> list[Panel]:
+        towards = {"visual": found.attraction_visual_to_text, "text": found.attraction_text_to_visual}
+        return [
+            Panel("cosine of updates", {"measured": found.update_correlation}, level=0),
+            Panel("attraction κ to the other", towards, level=0),
+        ]
+
+    return _draw_rows(names, models, panels)
+
+
+@styled
+def draw_spaces(names: Sequence[str], models: Sequence[tuple[Space | None, Space | None]], share: bool) -> Figure:
+    """How far apart visual and text tokens are as keys and as values, beside halves of the pictures.
+
+    Args:
+        names: Of the models.
+        models: Keys and values of each.
+        share: Whether the models' keys have a common basis, so that they are read on one axis.
+    """
+
+    def panels(spaces: tuple[Space | None, Space | None]) -> list[Panel]:
+        known = {kind: space for kind, space in zip(("keys", "values"), spaces, strict=True) if space is not None}
+        found = []
+        for name, title in (("mmd", "MMD²"), ("js", "Jensen-Shannon (bits)"), ("probe", "accuracy of a probe")):
+            layers = sorted({layer for space in known.values() for layer in space.layers})
+            curves = {kind: _spread_over(layers, space, getattr(space, name)) for kind, space in known.items()}
+            for kind, space in known.items() if name != "probe" else ():
+                baseline = getattr(space, f"{name}_baseline")
+                halves = Curve(baseline, [None] * len(baseline))
+                curves[f"halves of {kind}"] = _spread_over(layers, space, halves)
+            found.append(Panel(title, curves, layers))
+        return found
+
+    return _draw_rows(names, models, panels, share)
+
+
+def _spread_over(layers: Sequence[int], space: Space, curve: Curve) -> Curve:
+    """The curve over more layers, NaN where it has no value."""
+    found = {
+        layer: (mean, interval) for layer, mean, interval in zip(space.layers, curve.mean, curve.interval, strict=True)
+    }
+    pairs = [found.get(layer, (math.nan, None)) for layer in layers]
+    return Curve([mean for mean, _ in pairs], [interval for _, interval in pairs])
+
+
+@styled
+def draw_lengths(names: Sequence[str], models: Sequence[tuple[str, Space]]) -> Figure:
+    """Norm and spread by modality, of `"keys"` or `"values"`: a row for each."""
+
+    def panels(named: tuple[str, Space]) -> list[Panel]:
+        kind, space = named
+        pairs = {"norm": space.norm, "spread": space.spread}
+        return [
+            Panel(f"{title} of {kind}", {"visual": pair.visual, "text": pair.text}, space.layers, log=True)
+            for title, pair in pairs.items()
+        ]
+
+    return _draw_rows(names, models, panels, share=False)
+
+
+@styled
+def draw_heads(names: Sequence[str], models: Sequence[Attention]) -> Figure:
+    """Attention mass on the picture by layer and head, on one scale for all models."""
+    columns = min(len(names), 3)
     figure, axes = plt.subplots(
-        rows,
-        len(names),
-        figsize=(max(WIDTH * len(names), 5), height * rows),
-        sharey="row",
+        -(-len(names) // columns),
+        columns,
+        figsize=(WIDTH, 2.6 * -(-len(names) // columns)),
         squeeze=False,
         layout="constrained",
     )
-    for axis, name in zip(axes[0], names, strict=True):
-        axis.set_title(name, fontsize=9, wrap=True, parse_math=False)
-    for axis in axes.flat:  # layers have no halves
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    scale = Normalize(0, max(np.nanmax(attention.mass_by_head) for attention in models))
+    for axis, name, attention in zip_longest(axes.flat, names, models):
+        if attention is None:
+            axis.axis("off")
+            continue
+        masses = np.array(attention.mass_by_head).T  # (num_heads, num_layers)
+        axis.imshow(masses, aspect="auto", origin="lower", cmap="viridis", norm=scale, interpolation="nearest")
+        _set_title(axis, plain(name, 30))
+        step = -(-len(attention.layers) // 10)
+        axis.set_xticks(range(0, len(attention.layers), step), attention.layers[::step])
+        axis.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        axis.set(xlabel="layer", ylabel="head")
+    figure.colorbar(ScalarMappable(scale, "viridis"), ax=axes, label="attention to the picture", pad=0.02)
+    return figure
+
+
+@styled
+def draw_tsne(names: Sequence[str], placed: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> Figure:
+    """t-SNE of one layer's keys, a column for each model."""
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(min(WIDTH, 3.5 * len(names)), 2.6), squeeze=False, layout="constrained"
+    )
+    for axis, name, (layer, *points) in zip(axes[0], names, placed, strict=True):
+        for (modality, colour), of, marker in zip(MODALITY_COLOURS.items(), points, "o^", strict=True):
+            axis.scatter(*of.T, s=7, color=colour, marker=marker, linewidth=0, alpha=0.8, label=modality)
+        axis.set(xticks=[], yticks=[], xlabel=f"layer {layer}")
+        _set_title(axis, plain(name, 30))
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
+    return figure
+
+
+@styled
+def draw_maps(names: Sequence[str], pictures: Sequence[Pictures], questions: Sequence[Question]) -> Figure:
+    """One query's attention over different pictures, as the model sees them, if their layout is known; a row for each
+    picture and model. Colours say how many times its even share a place gets."""
+    rows = _rows_of_maps(pictures)
+    columns = 1 + max(len(pictures[model].maps[number]) for number, model in rows)
+    relative = [
+        {
+            layer: values.numpy() / max(float(values.mean()), 1e-12)
+            for layer, values in pictures[model].maps[row].items()
+        }
+        for row, model in rows
+    ]
+    everything = np.concatenate([values.ravel() for maps in relative for values in maps.values()])
+    scale = Normalize(0, max(1.0, float(np.quantile(everything, 0.995))))
+    side = (WIDTH - 0.7) / columns
+    figure, axes = plt.subplots(
+        len(rows), columns, figsize=(WIDTH, (side + 0.36) * len(rows)), squeeze=False, layout="constrained"
+    )
+    for line, (number, model), maps in zip(axes, rows, relative, strict=True):
+        image = pictures[model].seen[number]
+        texts = [part["text"] for part in questions[number].prompt[-1]["content"] if part["type"] == "text"]
+        line[0].imshow(image)
+        _set_title(line[0], f"{plain(names[model], 30)}: {plain(' '.join(texts), 60)}", weight="normal")
+        for axis, (layer, values) in zip(line[1:], maps.items(), strict=False):
+            axis.imshow(image.convert("L"), cmap="gray")
+            extent = (-0.5, image.width - 0.5, image.height - 0.5, -0.5)
+            axis.imshow(values, extent=extent, alpha=0.65, cmap="inferno", norm=scale)
+            axis.set_xlabel(f"layer {layer}: {pictures[model].maps[number][layer].sum():.0%}", fontsize=7)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+        axis.spines[:].set_visible(False)
+    for axis in (axis for line in axes for axis in line[1:] if not axis.images):
+        axis.set_visible(False)
+    bar = figure.colorbar(
+        ScalarMappable(scale, "inferno"), ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5
+    )
+    bar.set_label("attention, times its even share")
+    return figure
+
+
+@styled
+def draw_dynamics(points: Sequence[DynamicsPoint]) -> Figure:
+    """A run's checkpoints: norms at the decoder, what the gain yields, update rates, and turning by layer (Fig. 5)."""
+    steps = [point.step for point in points]
+    figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
+    for modality in MODALITY_COLOURS:
+        norms = Curve.through([point.interface.at_decoder(modality) for point in points])
+        rates = Curve.through([point.layers.of(modality).update_rate for point in points])
+        for axis, curve in zip(axes[0], (norms, rates), strict=True):
+            draw_curve(axis, steps, curve, label=modality, **LINES[modality])
+    yields = [point.projector_norm.yields for point in points if point.projector_norm is not None]
+    if len(yields) == len(points):
+        axes[0, 0].plot(steps, yields, label="gain and bias", **LINES["evenly spread"])
+    scale, colours = Normalize(min(steps), max(steps)), plt.get_cmap("viridis")
+    for axis, modality in zip(axes[1], MODALITY_COLOURS, strict=True):
+        for point in points:
+            curve = _turning_rate(point.layers, modality)
+            draw_curve(axis, range(len(curve.mean)), curve, band=0.07, color=colours(scale(point.step)))
+        axis.set(xlabel="layer", ylabel=f"1 − cosine, {modality}")
+        axis.sharey(axes[1, 0])
+    axes[0, 0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
+    axes[0, 1].set(xlabel="step", ylabel="update rate, 1 − cosine")
+    figure.colorbar(ScalarMappable(scale, colours), ax=axes[1], label="step", pad=0.02)
+    return figure
+
+
+# Of all figures, whether a report has them or not.
+FIGURES = (
+    "overview", "layers", "norms", "updates", "attraction", "attention", "heads", "keys", "lengths", "tsne",
+    "attention_maps",
+)  # fmt: skip
+
+
+def draw_figures(
+    report: Report, pictures: Sequence[Pictures] | None, questions: Sequence[Question]
+) -> dict[str, Figure]:
+    """All of a report's figures by name, those without data left out. They are closed already: show or save them.
+
+    Args:
+        report: What was measured.
+        pictures: Of each of its models, if any were taken.
+        questions: What was asked; of those that have pictures to draw.
+    """
+    models = report.models
+    names = [model.name for model in models]
+    layers, attention = [model.layers for model in models], [model.attention for model in models]
+    keys, values = [model.key_space for model in models], [model.value_space for model in models]
+    figures = {
+        "overview": draw_layers(names, layers, attention),
+        "layers": draw_gaps(names, layers),
+        "norms": draw_norms(names, layers),
+        "updates": draw_updates(names, layers),
+        "attraction": draw_attraction(names, [model.attraction for model in models]),
+    }
+    looked = [(name, gazes) for name, gazes in zip(names, attention, strict=True) if gazes is not None]
+    if looked:
+        figures["attention"] = draw_attention(names, attention)
+        figures["heads"] = draw_heads(*zip(*looked, strict=True))
+    named = [
+        (name, kind, space)
+        for name, *spaces in zip(names, keys, values, strict=True)
+        for kind, space in zip(("keys", "values"), spaces, strict=True)
+        if space is not None
+    ]
+    if named:
+        spaces = list(zip(keys, values, strict=True))
+        figures["keys"] = draw_spaces(names, spaces, share=report.compare == "checkpoints")
+        figures["lengths"] = draw_lengths([name for name, *_ in named], [(kind, space) for _, kind, space in named])
+    if pictures is not None:
+        placed = [(name, drawn.keys) for name, drawn in zip(names, pictures, strict=True) if drawn.keys is not None]
+        if placed:
+            figures["tsne"] = draw_tsne(*zip(*placed, strict=True))
+        if _rows_of_maps(pictures):
+            figures["attention_maps"] = draw_maps(names, pictures, questions)
+    return figures
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure in the format that its name ends in."""
+    with plt.rc_context({"pdf.fonttype": 42}):  # text stays text
+        figure.savefig(path, dpi=160)
+
+
+def to_svg(figure: Figure, name: str) -> str:
+    """A figure to be put into a page: its ids begin with `name`, and its colours follow the page's.
+
+    Colours become CSS variables (`--d55e00`), so that a page can say what they are on a dark ground.
+    """
+    file = io.StringIO()
+    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    svg = file.getvalue()
+
+    def in_tag(tag: re.Match[str]) -> str:
+        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", tag[0])
+        text = re.sub(rf"#({_COLOURS})\b", r"var(--\1, #\1)", text)
+        return re.sub(r' (?:width|height)="[\d.]+pt"', "", text)
+
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
+    return re.sub(r"<!--.*?-->|<[^>]*>", lambda tag: "" if tag[0].startswith("<!") else in_tag(tag), svg, flags=re.S)
+
+
+_COLOURS = "|".join(colour[1:] for colour in (INK, FAINT, GREEN, PURPLE, YELLOW, SKY, *MODALITY_COLOURS.values()))
+
+
+def plain(text: str, length: int) -> str:
+    """Text of models and data as a label: no characters that are not to be seen, and not too long."""
+    shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return shown if len(shown) <= length else shown[: length - 1] + "…"
+
+
+def _by_modality(layers: Layers, name: str) -> dict[str, Curve]:
+    return {modality: getattr(layers.of(modality), name) for modality in MODALITY_COLOURS}
+
+
+def _turning_rate(layers: Layers, modality: str) -> Curve:
+    cosine = layers.of(modality).cosine
+    intervals = [interval and (1 - interval[1], 1 - interval[0]) for interval in cosine.interval]
+    return Curve([1 - mean for mean in cosine.mean], intervals)
+
+
+def _grid(names: Sequence[str], columns: int, sharey: Any) -> tuple[Figure, np.ndarray]:
+    """A row of axes for each name, over layers."""
+    figure, axes = plt.subplots(
+        len(names),
+        columns,
+        figsize=(WIDTH, 0.2 + 1.8 * len(names)),
+        sharey=sharey,
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, name in zip(axes, names, strict=True):
+        _set_title(row[0], plain(name, 80))
+        for axis in row:
+            axis.margins(x=0.02)
+    for axis in axes[-1]:
+        axis.set_xlabel("layer")
     return figure, axes
 
 
-def draw_curve(axis: Axes, x: Sequence[float], curve: Curve, **style: Any) -> None:
-    """Means with their intervals as a band."""
-    axis.plot(x, curve.mean, marker="o", markersize=3, **style)
-    intervals = [interval for interval in curve.interval if interval is not None]
-    if len(intervals) == len(curve.mean):
-        low, high = zip(*intervals, strict=True)
-        axis.fill_between(x, low, high, alpha=0.2, color=style.get("color"), linewidth=0)
+def _set_title(axis: Axes, title: str, weight: str = "bold") -> None:
+    """A title over the left corner, which may go on past the axes: the layout keeps its height free, not its width."""
+    axis.set_title(" ")
+    axis.annotate(
+        title, (0, 1), (0, 6), "axes fraction", "offset points", fontweight=weight, annotation_clip=False
+    ).set_in_layout(False)
 
 
-def draw_layers(names: Sequence[str], models: Sequence[Layers], path: Path) -> None:
-    """Norm and cosine by layer and modality (Fig. 1b, 3 and 4), a column for each model."""
-    figure, axes = _columns(2, names)
-    for column, layers in enumerate(models):
-        for modality, colour in MODALITY_COLOURS.items():
-            turning = layers.of(modality)
-            draw_curve(axes[0, column], range(len(turning.norm.mean)), turning.norm, color=colour, label=modality)
-            draw_curve(axes[1, column], range(len(turning.cosine.mean)), turning.cosine, color=colour)
-        axes[0, column].set(yscale="log", xlabel="enters layer")
-        axes[1, column].set(xlabel="layer")
-    axes[0, 0].set_ylabel("norm of tokens")
-    axes[1, 0].set_ylabel("cosine, before to after\n(1: does not turn)")
-    axes[0, 0].legend()
-    _save(figure, path)
+def _draw_rows(
+    names: Sequence[str], models: Sequence[T], panels: Callable[[T], Sequence[Panel]], share: bool = True
+) -> Figure:
+    """A row of panels for each model; `share` puts what stands in one column on one scale."""
+    rows = [panels(model) for model in models]
+    figure, axes = _grid(names, len(rows[0]), "col" if share else False)
+    for line, row in zip(axes, rows, strict=True):
+        for axis, panel in zip(line, row, strict=True):
+            _draw_panel(axis, panel)
+    return figure
 
 
-def draw_attention(names: Sequence[str], models: Sequence[Attention | None], path: Path) -> None:
-    """Attention mass on the picture, its entropy, and the share of the bottom third, by layer."""
-    figure, axes = _columns(3, names, 2.2)
-    for column, attention in enumerate(models):
-        if attention is None:
-            _say_not_recorded(axes[0, column])
-            continue
-        for title, gaze in attention.gazes.items():
-            style = {
-                "color": "grey" if title.endswith("evenly spread") else "tab:green",
-                "linestyle": "--" if title.startswith("without") else "-",
-            }
-            for row, curve in enumerate((gaze.mass, gaze.entropy, gaze.bottom_third)):
-                if curve is not None:
-                    draw_curve(axes[row, column], attention.layers, curve, label=title, **style)
-        axes[2, column].set_xlabel("layer")
-    entries = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, fontsize=7)
-    for row, label in enumerate(("mass on the picture", "entropy in the picture", "share of bottom third")):
-        axes[row, 0].set_ylabel(label)
-    _save(figure, path)
+def _draw_panel(axis: Axes, panel: Panel) -> None:
+    axis.set(ylabel=panel.label, yscale="log" if panel.log else "linear")
+    known = {name: curve for name, curve in panel.curves.items() if curve and np.isfinite(curve.mean).any()}
+    for name, curve in known.items():
+        draw_curve(axis, panel.layers or range(len(curve.mean)), curve, label=name, **LINES[name])
+    if not known:
+        axis.text(0.5, 0.5, "not recorded", ha="center", color=FAINT, transform=axis.transAxes)
+    elif panel.level is not None:
+        axis.axhline(panel.level, color=FAINT, linewidth=0.6, zorder=0)
 
 
-def _say_not_recorded(axis: Axes) -> None:
-    axis.text(0.5, 0.5, "not recorded", ha="center", transform=axis.transAxes)
+def _choose_ticks(axis: Axes) -> None:
+    """Layers have no halves; a log axis has a few round numbers, whatever its range."""
+    if axis.lines:
+        axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    if axis.get_yscale() == "log":
+        low, high = axis.get_ylim()
+        powers = LogLocator(subs=(1, 2, 5) if high < 500 * low else (1,))
+        axis.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else powers)
+        axis.yaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def draw_maps(names: Sequence[str], pictures: Sequence[Pictures], questions: Sequence[Question], path: Path) -> None:
-    """One query's attention over the first pictures, as the model sees them, if their layout is known; a row for each
-    picture and model."""
-    rows = [
-        (name, number, drawn.seen[number], maps)
-        for number in range(len(pictures[0].maps))
-        for name, drawn in zip(names, pictures, strict=True)
-        if (maps := drawn.maps[number])
+def _label_ends(axis: Axes) -> None:
+    """Each line's name right of the axes, at the height of its end, the names apart from each other."""
+    ends = []
+    for line in axis.get_lines():
+        points = np.asarray(line.get_xydata())
+        known = points[np.isfinite(points).all(axis=1)]
+        if not str(line.get_label()).startswith("_") and len(known):
+            ends.append((float(axis.transAxes.inverted().transform(axis.transData.transform(known[-1]))[1]), line))
+    ends.sort(key=lambda end: end[0])
+    apart = 8.5 * axis.figure.dpi / 72 / axis.get_window_extent().height
+    heights = [height for height, _ in ends]
+    for number in range(1, len(heights)):
+        heights[number] = max(heights[number], heights[number - 1] + apart)
+    for number in reversed(range(len(heights))):
+        heights[number] = min(heights[number], 1 - apart * (len(heights) - 1 - number))
+    for height, (_, line) in zip(heights, ends, strict=True):
+        axis.annotate(
+            str(line.get_label()), (1, height), (4, 0), "axes fraction", "offset points",
+            color=line.get_color(), va="center", fontsize=7, annotation_clip=False,
+        )  # fmt: skip
+
+
+def _rows_of_maps(pictures: Sequence[Pictures]) -> list[tuple[int, int]]:
+    """Numbers of sample and model, of maps over different pictures."""
+    first = {image.tobytes(): number for number, image in reversed(list(enumerate(pictures[0].seen)))}
+    return [
+        (number, model)
+        for number in sorted(first.values())
+        for model, drawn in enumerate(pictures)
+        if drawn.maps[number]
     ]
-    if not rows:
-        return
-    columns = 1 + max(len(maps) for *_, maps in rows)
-    figure, axes = plt.subplots(
-        len(rows), columns, figsize=(1.7 * columns, 1.95 * len(rows)), squeeze=False, layout="constrained"
-    )
-    for row, (name, number, image, maps) in enumerate(rows):
-        texts = [part["text"] for part in questions[number].prompt[-1]["content"] if part["type"] == "text"]
-        axes[row, 0].imshow(image)
-        axes[row, 0].set_title(" ".join(texts)[:40], fontsize=7, parse_math=False)
-        axes[row, 0].set_ylabel(name, fontsize=7, parse_math=False)
-        for axis, (layer, values) in zip(axes[row, 1:], maps.items(), strict=False):
-            axis.imshow(image.convert("L"), cmap="gray", alpha=0.6)
-            extent = (-0.5, image.width - 0.5, image.height - 0.5, -0.5)
-            axis.imshow(values.numpy(), extent=extent, alpha=0.6, cmap="inferno", vmin=0)
-            axis.set_title(f"layer {layer}: {values.sum():.0%}", fontsize=7)
-    for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
-    _save(figure, path)
-
-
-def draw_keys(
-    names: Sequence[str], models: Sequence[KeySpace | None], pictures: Sequence[Pictures], path: Path
-) -> None:
-    """MMD² by layer with the baseline within a modality, and a t-SNE of one layer."""
-    figure, axes = _columns(2, names, 3)
-    for column, (keys, drawn) in enumerate(zip(models, pictures, strict=True)):
-        if keys is None or drawn.keys is None:
-            _say_not_recorded(axes[0, column])
-            continue
-        for values, style in (
-            (keys.mmd, {"color": "tab:purple", "label": "visual to text"}),
-            (keys.mmd_baseline, {"color": "grey", "linestyle": ":", "label": "halves of one modality"}),
-        ):
-            axes[0, column].plot(keys.layers, values, marker="o", **style)
-        axes[0, column].set_xlabel("layer")
-        layer, *placed = drawn.keys
-        for (modality, colour), points in zip(MODALITY_COLOURS.items(), placed, strict=True):
-            axes[1, column].scatter(*points.T, s=5, color=colour, label=modality)
-        axes[1, column].set(xticks=[], yticks=[], xlabel=f"layer {layer}")
-        axes[0, column].legend(fontsize=7)
-        axes[1, column].legend(fontsize=7)
-    axes[0, 0].set_ylabel("MMD² of keys")
-    axes[1, 0].set_ylabel("t-SNE (a picture only)")
-    _save(figure, path)
-
-
-def draw_dynamics(points: Sequence[DynamicsPoint], path: Path) -> None:
-    """A run's checkpoints: norms at the decoder, what the gain yields, update rates, and cosine by layer (Fig. 5)."""
-    steps = [point.step for point in points]
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3), layout="constrained")
-    for modality, colour in MODALITY_COLOURS.items():
-        norms = Curve.through([point.interface.at_decoder(modality) for point in points])
-        draw_curve(axes[0], steps, norms, color=colour, label=modality)
-        rates = Curve.through([point.layers.of(modality).update_rate for point in points])
-        draw_curve(axes[1], steps, rates, color=colour)
-    yields = [point.projector_norm.yields for point in points if point.projector_norm is not None]
-    if len(yields) == len(points):
-        axes[0].plot(steps, yields, color="grey", linestyle=":", label="that gain and bias yield")
-    shades = plt.get_cmap("viridis")(np.linspace(0, 0.9, len(points)))
-    for axis, modality in zip(axes[2:], MODALITY_COLOURS, strict=True):
-        for point, shade in zip(points, shades, strict=True):
-            cosines = point.layers.of(modality).cosine.mean
-            style = {"color": shade, "label": f"step {point.step}"}
-            axis.plot(range(len(cosines)), cosines, marker="o", markersize=3, **style)
-        axis.set(xlabel="layer", title=f"cosine by layer, {modality}")
-        axis.sharey(axes[2])
-        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[0].set(xlabel="step", title="norm at the decoder", yscale="log")
-    axes[1].set(xlabel="step", title="update rate, 1 - cosine")
-    axes[0].legend(fontsize=7)
-    axes[3].legend(fontsize=7)
-    _save(figure, path)

@@ -1,44 +1,265 @@
-"""The report of one or several models as Markdown and as one HTML file, written from `report.json` and the plots."""
+"""The report of one or several models in sentences, as Markdown, and as a page that needs nothing else.
 
-import base64
+All three come from the same blocks: plain text, which each form escapes when it is written.
+"""
+
 import html
+import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from markdown_it import MarkdownIt
-
-from diagnostics import attention, attraction, embeddings, gradients, interface, key_space, layers, projector_norm
-from diagnostics.results import Attractions, Estimate, LanguageModel, ModelReport, Report
+from diagnostics import (
+    attention,
+    attraction,
+    embeddings,
+    gradients,
+    interface,
+    key_space,
+    layers,
+    lens,
+    projector_norm,
+)
+from diagnostics.results import (
+    Attractions,
+    ByLayer,
+    Curve,
+    Estimate,
+    LanguageModel,
+    ModelReport,
+    Prompted,
+    Report,
+    Space,
+)
+from diagnostics.statistics import difference
 from diagnostics.tokens import SINK_FACTOR
 
 
-STYLE = """body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; margin: 1rem 0; font-size: 0.85rem; display: block; overflow-x: auto }
-th, td { border-bottom: 1px solid #ddd; padding: 0.25rem 0.7rem; text-align: right; white-space: nowrap }
-th:first-child, td:first-child { text-align: left }
-img { max-width: 100%; height: auto } code { font-size: 0.9em }"""
+TITLE = "Visual and text tokens in the decoder"
+Value = Estimate | float | str | None
+# What a table compares: where it stands in a model's results, or what finds it.
+Quantity = str | Callable[[ModelReport], Any]
+DEFINITIONS = {
+    "Norms on the way in": interface.DEFINITIONS,
+    "Norm and turning": layers.DEFINITIONS,
+    "The norm behind the projector": projector_norm.DEFINITIONS,
+    "Attention": attention.DEFINITIONS,
+    "Keys and values": key_space.DEFINITIONS,
+    "What visual tokens are read as": lens.DEFINITIONS,
+    "Gradients": gradients.DEFINITIONS,
+    "Attraction": attraction.DEFINITIONS,
+    "Text embeddings": embeddings.DEFINITIONS,
+}
+# What a field is called where people read it.
+WORDS = {
+    "encoder_output": "vision encoder's output",
+    "projector_input": "projector's input",
+    "projector_output": "projector's output",
+    "visual_at_decoder": "visual tokens at the decoder",
+    "text_at_decoder": "text tokens at the decoder",
+    "text_in_prompt": "text tokens of the prompt",
+    "vocabulary": "vocabulary (T)",
+    "gain_l2": "L2 norm of the gain",
+    "gain_mean_abs": "mean absolute gain",
+    "bias_l2": "L2 norm of the bias",
+    "bias_mean_abs": "mean absolute bias",
+    "gain_start": "gain at the start",
+    "gain_drift": "drift of the gain",
+    "gain_drift_relative": "drift, relative",
+    "yields": "norm that gain and bias yield",
+    "update_correlation": "cosine of updates",
+    "attraction_visual_to_text": "attraction of visual to text, κ",
+    "attraction_text_to_visual": "attraction of text to visual, κ",
+    "mmd": "MMD²",
+    "js": "Jensen-Shannon",
+    "p_value": "p",
+    "num_embeddings": "rows",
+    "num_zero": "rows that are zero",
+    "std": "standard deviation",
+    "max": "longest",
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure by its name, and what is said below it."""
+
+    name: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table, the first column of which names the rows."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Words with what is said of each."""
+
+    entries: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What is opened by a click."""
+
+    title: str
+    blocks: Sequence["Block"]
+
+
+Block = str | Figure | Table | Terms | Fold
+Chapter = tuple[str, list[Block]]
 
 
 def escape(text: str) -> str:
     """Text from a model or its data, so that neither Markdown nor HTML reads anything into it."""
-    return "".join(c if c.isalnum() or c in " ./',-" else f"&#{ord(c)};" for c in text)
+    kept = (
+        c if c.isalnum() or c in " ./',-()%;?" or (ord(c) > 127 and c.isprintable()) else f"&#{ord(c)};" for c in text
+    )
+    return "".join(kept).replace("&#58; ", ": ")  # a colon before a space neither links nor draws
 
 
 def number(value: float | None, digits: int = 3) -> str:
     """Three significant digits; a dash for what is not there."""
-    if value is None or value != value:
+    if value is None or math.isnan(value):
         return "–"
-    return f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+    shown = f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return shown.replace("-", "−", 1) if value < 0 else shown
 
 
-def with_interval(estimate: Estimate, digits: int = 3) -> str:
-    """A mean with its 95% interval."""
-    if estimate.interval is None:
-        return number(estimate.mean, digits)
-    low, high = estimate.interval
-    return f"{number(estimate.mean, digits)} ({number(low, digits)} to {number(high, digits)})"
+def with_interval(estimate: Estimate) -> str:
+    """A mean with its 95% interval, all with as many digits as two of the interval's width take, up to five."""
+    mean, *interval = _digits(estimate)
+    return f"{mean} ({' to '.join(interval)})" if interval else mean
+
+
+def _digits(estimate: Estimate) -> list[str]:
+    """Mean, and both ends of the interval if there is one; one that is too narrow for five digits as ±."""
+    if estimate.interval is None or not all(map(math.isfinite, (estimate.mean, *estimate.interval))):
+        return [number(estimate.mean)]
+    values = (estimate.mean, *estimate.interval)
+    largest, width = max(map(abs, values)), values[2] - values[1]
+    if width <= 1e-4 * largest:
+        return [number(estimate.mean, 5), f"± {width / 2:.1g}"]
+    places = 1 - math.floor(math.log10(width))
+    if places > 6:
+        shown = [f"{value:.1e}" for value in values]
+    else:
+        places = max(0, places)
+        shown = [f"{round(value, places) + 0.0:,.{places}f}" for value in values]  # 0 has no sign
+    return [re.sub(r"^-", "−", text) for text in shown]
+
+
+def _percent(estimate: Estimate) -> str:
+    scaled = estimate.interval and (100 * estimate.interval[0], 100 * estimate.interval[1])
+    mean, *interval = _digits(Estimate(100 * estimate.mean, scaled, []))
+    return f"{mean}% ({' to '.join(interval)}%)" if interval else f"{mean}%"
+
+
+def summarize(report: Report) -> list[str]:
+    """What a reader came for, in plain sentences: what was measured on, then each model's answers."""
+    answers = [f"{model.name}: {text}" for model in report.models for text in headline(model).values()]
+    return [_measured_on(report), *answers]
+
+
+def headline(model: ModelReport) -> dict[str, str]:
+    """One model's answers by what they are about."""
+    found = {"Length": _say_length(model), "Turning": _say_turning(model)}
+    if model.attention is not None:
+        gaze = model.attention.with_sinks
+        found["Attention"] = (
+            f"Of the text's attention {_percent(gaze.mass.overall)} falls on the picture, against "
+            f"{_percent(gaze.evenly_spread.mass.overall)} if it were evenly spread; means over "
+            f"{_count(len(model.attention.layers), 'layer')}."
+        )
+    if model.key_space is not None:
+        found["Keys"] = _say_keys(model.key_space)
+    return found
+
+
+def pace(gap: Estimate) -> str | None:
+    """How visual tokens turn beside text by a gap of cosines; `None` where there is no interval to tell."""
+    if gap.interval is None:
+        return None
+    low, high = gap.interval
+    return "more slowly" if low > 0 else "faster" if high < 0 else "no clear difference"
+
+
+def _say_length(model: ModelReport) -> str:
+    groups = model.layers.groups
+    return (
+        f"Over {_count(model.num_pictures, 'picture')}, visual tokens enter the decoder "
+        f"{with_interval(model.interface.ratio)} times as long as text tokens. In the "
+        f"{_listed([group.name for group in groups])} of its layers: "
+        f"{_listed([with_interval(group.norm_ratio) for group in groups])}."
+    )
+
+
+def _say_turning(model: ModelReport) -> str:
+    groups = model.layers.groups
+    if model.num_pictures == 1:
+        gaps = "; ".join(f"{with_interval(group.gap)} in the {group.name}" for group in groups)
+        return f"The gap of cosines is {gaps}. One picture has no spread: this can't be told from no difference."
+    gaps = "; ".join(f"{pace(group.gap)} in the {group.name}, {with_interval(group.gap)}" for group in groups)
+    largest = model.layers.largest_gap
+    text = (
+        f"Compared with text tokens, by the gap of cosines, visual tokens turn: {gaps}. The gap is largest at layer "
+        f"{largest.layer}: {with_interval(largest.gap)}."
+    )
+    return text if len(model.prompts) < 2 else f"{text} {_say_prompts(model.prompts, [of.name for of in groups])}"
+
+
+def _say_prompts(prompts: Sequence[Prompted], groups: Sequence[str]) -> str:
+    told: dict[str, list[str]] = {}
+    for name, gaps in zip(groups, zip(*(prompted.gaps for prompted in prompts), strict=True), strict=True):
+        paces = {pace(gap) for gap in gaps}
+        if {"more slowly", "faster"} <= paces:
+            result = "the sign changes with the question"
+        else:
+            result = f"{pace(gaps[0])} each time" if len(paces) == 1 else "it is clear for some questions only"
+        told.setdefault(result, []).append(f"the {name}")
+    results = "; ".join(f"in {_listed(names)} {result}" for result, names in told.items())
+    fewest = min(prompted.num_pictures for prompted in prompts)
+    return f"Asked in {len(prompts)} ways ({_count(fewest, 'picture')}), {results}."
+
+
+def _say_keys(keys: Space) -> str:
+    known = [value for value in keys.mmd_baseline if not math.isnan(value)]
+    beside = (
+        f"95% of random halves of the pictures, within one modality, stay below {number(sum(known) / len(known), 2)}"
+        if known
+        else "too few pictures for halves"
+    )
+    text = f"Keys of visual and text tokens are {with_interval(keys.mmd.overall)} apart in MMD², {beside}"
+    if not keys.p_value:
+        return f"{text}."
+    low, high = min(keys.p_value), max(keys.p_value)
+    shown = f"p is {number(low, 2)} in every layer" if low == high else f"p is {number(low, 2)} to {number(high, 2)}"
+    ways = round(1 / (keys.smallest_p or 1))
+    floor = f" ({number(low, 2)} is the least that {_count(ways, 'exchange')} can give)"
+    return f"{text}; {shown}{floor if low == keys.smallest_p else ''}."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _count(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'s' * (count != 1)}"
+
+
+def _measured_on(report: Report) -> str:
+    asked = f"{_count(report.num_samples, 'question')} about {_count(report.num_pictures, 'picture')}"
+    text = f"{_count(len(report.models), 'model')} on {asked} ({report.data}). "
+    if report.num_pictures == 1:
+        return text + "One picture has no spread: there are no intervals."
+    return text + "In brackets are 95% intervals over pictures."
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -47,213 +268,389 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def compare(models: Sequence[ModelReport], quantities: Mapping[str, Quantity], title: str = "") -> Table:
+    """A row for each quantity that some model has, and a column for each model; of two models, also the difference."""
+    rows, differences = [], []
+    for name, quantity in quantities.items():
+        values = [_look(model, quantity) if isinstance(quantity, str) else quantity(model) for model in models]
+        if any(value is not None for value in values):
+            rows.append([name, *map(_show, values)])
+            differences.append(_difference(values))
+    header = [title, *(model.name for model in models)]
+    if not any(differences):
+        return Table(header, rows)
+    return Table(
+        [*header, "difference (second − first)"],
+        [[*row, difference] for row, difference in zip(rows, differences, strict=True)],
+    )
 
 
-def verdict(model: ModelReport) -> str:
-    """The answers to what a reader came for, in four sentences."""
-    visual, text, gap = model.layers.visual, model.layers.text, model.layers.mean_gap
-    if gap.interval is None:
-        pace = "on one sample, which has no spread"
-    elif gap.interval[0] > 0:
-        pace = "so visual tokens turn **more slowly**"
-    elif gap.interval[1] < 0:
-        pace = "so visual tokens turn **faster**"
-    else:
-        pace = f"a difference that {model.num_samples} samples can't tell from none"
-    sentences = [
-        f"Visual tokens enter the decoder **{with_interval(model.interface.ratio)} times** as long as text tokens.",
-        f"A layer turns them by {number(visual.update_rate.mean)} (1 − cosine) and text tokens by "
-        f"{number(text.update_rate.mean)}, {pace}.",
-    ]
-    if model.attention is not None:
-        gaze = model.attention.with_sinks
-        sentences.append(
-            f"Of the text's attention {gaze.mass.overall:.0%} falls on the picture, against "
-            f"{gaze.evenly_spread.mass.overall:.0%} if it were evenly spread."
-        )
-    if model.key_space is not None:
-        keys = model.key_space
-        sentences.append(
-            f"The keys are {number(_mean(keys.mmd))} apart in MMD² (p at most {number(max(keys.p_value), 1)} in every "
-            f"layer), random halves of one modality {number(_mean(keys.mmd_baseline), 2)}."
-        )
-    return f"- **{escape(model.name)}**: " + " ".join(sentences)
+def _look(model: ModelReport, path: str) -> Value:
+    """What stands in the results under `layers.groups.0.gap` and the like; of a curve, its mean over layers."""
+    found: Any = model
+    for step in path.split("."):
+        if isinstance(found, dict):
+            found = found.get(step)
+        elif isinstance(found, list):
+            found = found[int(step)] if int(step) < len(found) else None
+        else:
+            found = getattr(found, step, None)
+    if isinstance(found, ByLayer):
+        found = found.overall
+    elif isinstance(found, Curve):
+        found = sum(found.mean) / len(found.mean)
+    return None if isinstance(found, Estimate) and math.isnan(found.mean) else found
 
 
-def _interface(models: Sequence[ModelReport]) -> str:
-    rows = []
-    for place in interface.DEFINITIONS:
-        for model in models:
-            norms = getattr(model.interface, place)
-            if norms is None:
-                continue
-            rows.append(
-                [
-                    place,
-                    escape(model.name),
-                    with_interval(norms) if place != "vocabulary" else number(norms.mean),
-                    *(number(value) for value in (norms.std, norms.median, norms.p95)),
-                    f"{norms.num_tokens:,}",
-                    str(norms.width),
-                    number(norms.rms),
-                ]
-            )
-    header = ["tokens", "model", "mean norm (95% interval)", "std", "median", "95%", "n", "width", "RMS"]
-    ratios = [
-        [escape(m.name), with_interval(m.interface.ratio), with_interval(m.interface.ratio_to_vocabulary)]
-        for m in models
-    ]
-    return f"{table(header, rows)}\n\n{table(['visual over', 'text at the decoder', 'vocabulary (T)'], ratios)}"
+def _show(value: Value) -> str:
+    if isinstance(value, Estimate):
+        return with_interval(value)
+    return value if isinstance(value, str) else number(value, 4)
 
 
-def _layers(models: Sequence[ModelReport]) -> str:
-    rows = []
-    for model in models:
-        for modality, gap in (("visual", with_interval(model.layers.mean_gap)), ("text", "")):
-            turning = model.layers.of(modality)
-            curves = (turning.update_ratio, turning.update_cosine, turning.angle)
-            means = [number(curve.overall) for curve in curves]
-            rows.append([escape(model.name), modality, with_interval(turning.update_rate), *means, gap])
-    header = ["means over layers", "tokens", "1 − cosine", "‖u‖/‖h‖", "cos(u, h)", "angle, eq. 8 (°)",
-              "gap of cosines"]  # fmt: skip
-    return table(header, rows)
+def _difference(values: Sequence[Value]) -> str:
+    """Of two estimates on the same pictures; empty for anything else."""
+    estimates = [value for value in values if isinstance(value, Estimate)]
+    if len(values) != 2 or len(estimates) != 2 or len({len(value.by_picture) for value in estimates}) > 1:
+        return ""
+    return with_interval(difference(estimates[1], estimates[0]))
 
 
-def _projector_norm(models: Sequence[ModelReport]) -> str:
-    rows = []
-    for model in models:
-        cells = [number(getattr(model.projector_norm, name, None), 4) for name in projector_norm.DEFINITIONS]
-        rows.append([escape(model.name), *cells])
-    return table(["model", *projector_norm.DEFINITIONS], rows)
-
-
-def _attention(models: Sequence[ModelReport]) -> str:
-    rows = []
-    for model in models:
-        for title, gaze in ({} if model.attention is None else model.attention.gazes).items():
-            curves = (gaze.mass, gaze.entropy, gaze.bottom_third)
-            means = [number(None if curve is None else curve.overall) for curve in curves]
-            rows.append([escape(model.name), title, *means])
-    return table(["means over layers", "", "mass", "entropy", "bottom third"], rows)
-
-
-def _key_space(models: Sequence[ModelReport]) -> str:
-    rows = []
-    for model in models:
-        keys = model.key_space
-        if keys is None:
-            continue
-        columns = (keys.mmd, keys.mmd_baseline, keys.p_value, keys.js, keys.js_baseline, keys.probe)
-        for layer, count, *values in zip(keys.layers, keys.num_tokens, *columns, strict=True):
-            rows.append([escape(model.name), str(layer), str(count), *(number(value) for value in values)])
-    header = ["model", "layer", "n of each", "MMD²", "within", "p", "JS (bits)", "within", "probe"]
-    return table(header, rows)
-
-
-def _gradients(models: Sequence[ModelReport]) -> str:
-    names = ("loss", "projector_input", "vision_encoder", "visual_embeddings", "text_embeddings")
-    rows = [
-        [escape(model.name), kind, *(number(getattr(norms, name)) for name in names)]
-        for model in models
-        for kind, norms in (model.gradients or {}).items()
-    ]
-    return table(["model", "norm", *(name.replace("_", " ") for name in names)], rows)
-
-
-def _attraction(models: Sequence[ModelReport]) -> str:
-    rows = []
-    for model in models:
-        for field in fields(Attractions):
-            curve = getattr(model.attraction, field.name)
-            numbers = (curve.overall, min(curve.mean), max(curve.mean))
-            rows.append([escape(model.name), field.name.replace("_", " "), *(number(value) for value in numbers)])
-    return table(["model", "", "mean over layers", "lowest", "highest"], rows)
-
-
-def _embeddings(models: Sequence[ModelReport | LanguageModel]) -> str:
-    names = ("mean", "std", "max", "num_embeddings", "num_zero")
-    rows = [
-        [name.replace("_", " "), *(number(getattr(model.embeddings, name), 4) for model in models)] for name in names
-    ]
-    for rank, tokens in enumerate(zip(*(model.embeddings.top for model in models), strict=True), 1):
-        rows.append([f"{rank}.", *(f"{escape(entry.token)} {entry.norm:.4f}" for entry in tokens)])
-    return table(["norm of embeddings", *(escape(model.name) for model in models)], rows)
-
-
-SECTIONS: list[tuple[str, Callable[[Sequence[ModelReport]], str], dict[str, str], tuple[str, ...]]] = [
-    ("How long tokens are on their way in", _interface, interface.DEFINITIONS, ()),
-    ("Norm and turning by layer", _layers, layers.DEFINITIONS, ("layers.png",)),
-    ("The norm behind the projector", _projector_norm, projector_norm.DEFINITIONS, ()),
-    ("Where text looks", _attention, attention.DEFINITIONS, ("attention.png", "attention_maps.png")),
-    ("Keys of visual and text tokens", _key_space, key_space.DEFINITIONS, ("keys.png",)),
-    ("Gradients", _gradients, gradients.DEFINITIONS, ()),
-    ("Do updates attract each other", _attraction, attraction.DEFINITIONS, ()),
-]
-
-
-def render_markdown(report: Report, folder: Path) -> str:
-    """The report as Markdown. Plots that are not in `folder` are left out."""
+def write_chapters(report: Report) -> list[Chapter]:
+    """The page below its summary; chapters of which no model has anything are left out."""
     models = report.models
-    reasons = list(models[0].excluded)
-    excluded = table(
-        ["model", "class", "dtype", "samples", "visual tokens", "text tokens", *reasons, "notes"],
-        [
+    base = [] if report.base is None else [report.base]
+    over = f"Means over {_count(report.num_pictures, 'picture')} of {report.data}"
+    about = f"{over}; {'bands are 95% intervals' if report.num_pictures > 1 else 'one picture has no intervals'}."
+    gain = compare(models, {WORDS[name]: f"projector_norm.{name}" for name in projector_norm.DEFINITIONS})
+    kinds = dict.fromkeys(kind for model in models if model.gradients for kind in model.gradients.norms)
+    gradient = compare(
+        models,
+        {
+            f"{name.replace('_', ' ')}, {kind}": f"gradients.norms.{kind}.{name}"
+            for kind in kinds
+            for name in gradients.DEFINITIONS
+        }
+        | {"answers": "gradients.num_samples", "tokens that count": "gradients.num_targets"},
+        "loss, and norm of its gradient",
+    )
+    attracted = {WORDS[field.name]: f"attraction.{field.name}" for field in fields(Attractions)}
+    chapters: list[Chapter] = [
+        ("How long tokens are on their way in", _write_interface(models)),
+        ("Norm and turning by layer", _write_layers(models, about)),
+        ("The norm behind the projector", [gain] if gain.rows else []),
+        ("Where text looks", _write_attention(models, over, about)),
+        ("Keys and values", _write_spaces(report, about)),
+        ("What visual tokens are read as", _write_lens(models)),
+        ("Gradients", [gradient] if gradient.rows else []),
+        (
+            "Do updates attract each other",
             [
-                escape(m.name), m.class_, m.dtype, str(m.num_samples),
-                *(f"{m.num_tokens[kind]:,}" for kind in ("visual", "text")),
-                *(str(m.excluded.get(reason, 0)) for reason in reasons),
-                escape("; ".join(m.notes)) or "none",
-            ]
-            for m in models
-        ],
-    )  # fmt: skip
-    parts = [
-        "# Visual and text tokens in the decoder",
-        f"{len(models)} model{'s' * (len(models) > 1)} on {report.num_samples} questions about pictures "
-        f"({escape(report.data)}). Means within a sample, then over samples; 95% bootstrap intervals over samples.",
-        "## In short",
-        "\n".join(verdict(model) for model in models),
+                Figure(
+                    "attraction", f"Cosine of a visual and a text token's updates, and their attraction κ. {about}"
+                ),
+                compare(models, attracted, "means over layers"),
+            ],
+        ),
+        ("Text embeddings", [Fold("Norms, and the longest tokens", [_embeddings_table([*base, *models])])]),
+        ("What was measured and left out", _write_excluded(report)),
+        ("Definitions", [Fold(title, [Terms(_in_words(texts))]) for title, texts in DEFINITIONS.items()]),
     ]
-    definitions = []
-    for title, render, meanings, plots in SECTIONS:
-        parts += [f"## {title}", render(models)]
-        parts += [f"![{title}]({plot})" for plot in plots if (folder / plot).exists()]
-        definitions += [f"**{title}**", "\n".join(f"- *{name}*: {escape(text)}" for name, text in meanings.items())]
-    parts += ["## Text embeddings", _embeddings([*([] if report.base is None else [report.base]), *models])]
-    definitions += [
-        "**Text embeddings**",
-        "\n".join(f"- *{n}*: {escape(t)}" for n, t in embeddings.DEFINITIONS.items()),
+    return [(title, blocks) for title, blocks in chapters if blocks]
+
+
+def _write_interface(models: Sequence[ModelReport]) -> list[Block]:
+    norms: dict[str, Quantity] = {WORDS[place]: f"interface.{place}" for place in interface.DEFINITIONS}
+    norms[WORDS["vocabulary"]] = "interface.vocabulary.mean"  # the same for all pictures
+    ratios = {"visual over text": "interface.ratio", "visual over vocabulary": "interface.ratio_to_vocabulary"}
+    details = []
+    for model in models:
+        found = {WORDS[place]: getattr(model.interface, place) for place in interface.DEFINITIONS}
+        rows = [
+            [name, *map(number, (norm.std, norm.median, norm.p95, norm.num_tokens, norm.width, norm.rms))]
+            for name, norm in found.items()
+            if norm is not None
+        ]
+        header = [model.name, "standard deviation", "median", "95% quantile", "tokens", "width", "RMS"]
+        details.append(Table(header, rows))
+    return [compare(models, ratios | norms, "mean norm"), Fold("Spread, counts and RMS", details)]
+
+
+def _write_layers(models: Sequence[ModelReport], about: str) -> list[Block]:
+    groups = [group.name for group in max((model.layers.groups for model in models), key=len)]
+    asked = max((model.prompts for model in models), key=len)
+    questions = ["own question" if prompted.question is None else prompted.question for prompted in asked]
+    gaps: dict[str, Quantity] = {f"gap of cosines, {name}": f"layers.groups.{i}.gap" for i, name in enumerate(groups)}
+    gaps["gap of cosines, largest"] = lambda model: (
+        f"layer {model.layers.largest_gap.layer}: {with_interval(model.layers.largest_gap.gap)}"
+    )
+    turning = {f"turning, 1 − cosine, {modality}": f"layers.{modality}.update_rate" for modality in ("visual", "text")}
+    ratios = {f"norm, visual over text, {name}": f"layers.groups.{i}.norm_ratio" for i, name in enumerate(groups)}
+    updates = {
+        f"{title}, {modality}": f"layers.{modality}.{name}"
+        for name, title in (("update_ratio", "update over token, ‖u‖/‖h‖"), ("update_cosine", "cosine of the update"))
+        for modality in ("visual", "text")
+    }
+    by_question = {
+        f"{name}: {question}": f"prompts.{number}.gaps.{i}"
+        for i, name in enumerate(groups)
+        for number, question in enumerate(questions)
+    }
+    return [
+        Figure(
+            "layers",
+            "Left: how many times as long visual tokens are, where they enter each layer and past the last. Right: "
+            f"cosine of visual tokens less that of text; above 0, visual tokens turn more slowly. {about}",
+        ),
+        compare(models, gaps | turning | ratios, "means over layers"),
+        *([Fold("The gap of cosines by question", [compare(models, by_question, "gap")])] if len(asked) > 1 else []),
+        Fold(
+            "The layers' updates",
+            [
+                Figure("updates", f"A layer's residual update u beside the token h that enters it. {about}"),
+                compare(models, updates, "means over layers"),
+            ],
+        ),
+        Figure("norms", "Norm of tokens by layer: median, and bands from 25% to 75% and 5% to 95% of all tokens."),
     ]
-    parts += [
-        "## What was measured and left out",
-        excluded,
+
+
+def _write_attention(models: Sequence[ModelReport], over: str, about: str) -> list[Block]:
+    means = {
+        f"{name.replace('_', ' ')}, {kind.replace('_', ' ')}{', evenly spread' if even else ''}": (
+            f"attention.{kind}.{even}{name}"
+        )
+        for name in ("mass", "entropy", "bottom_third")
+        for kind in ("with_sinks", "without_sinks")
+        for even in ("", "evenly_spread.")
+    }
+    found = compare(models, means, "means over layers")
+    if not found.rows:
+        return []
+    return [
+        Figure(
+            "attention",
+            "Attention of text to the picture, with sinks among the keys and without, beside what it would be if it "
+            f"were evenly spread. A gap in a line is a layer whose window does not reach a picture. {about}",
+        ),
+        Fold("Means over layers", [found]),
+        Figure("heads", f"Share of each head's attention that falls on the picture, with sinks. {over}."),
+        Figure(
+            "attention_maps",
+            "One query's attention over the picture; 1 is an even share of what the picture gets. Below each, the "
+            "share of all attention that falls on the picture.",
+        ),
+    ]
+
+
+def _write_spaces(report: Report, about: str) -> list[Block]:
+    def mean(part: str, name: str) -> Quantity:
+        def of(model: ModelReport) -> Value:
+            space = getattr(model, part)
+            known = [value for value in getattr(space, name, None) or [] if not math.isnan(value)]
+            return (max(known) if name == "p_value" else sum(known) / len(known)) if known else None
+
+        return of
+
+    apart: dict[str, Quantity] = {}
+    details: dict[str, Quantity] = {}
+    for kind, part in (("keys", "key_space"), ("values", "value_space")):
+        apart |= {
+            f"{kind}: MMD²": f"{part}.mmd",
+            f"{kind}: MMD², 95% of halves": mean(part, "mmd_baseline"),
+            f"{kind}: p, largest over layers": mean(part, "p_value"),
+            f"{kind}: p, smallest that there can be": f"{part}.smallest_p",
+            f"{kind}: accuracy of a probe": f"{part}.probe",
+        }
+        details |= {
+            f"{kind}: Jensen-Shannon (bits)": f"{part}.js",
+            f"{kind}: Jensen-Shannon, 95% of halves": mean(part, "js_baseline"),
+        }
+        lengths = [(title, modality) for title in ("norm", "spread") for modality in ("visual", "text")]
+        details |= {f"{kind}: {title}, {modality}": f"{part}.{title}.{modality}" for title, modality in lengths}
+        details[f"{kind}: tokens of each modality"] = f"{part}.num_tokens"
+    found = compare(report.models, apart, "means over layers")
+    scale = (
+        "All checkpoints have one basis."
+        if report.compare == "checkpoints"
+        else "Each model has a basis of its own: compare a curve with its own halves, not with another model's."
+    )
+    blocks: list[Block] = [
+        Figure("keys", f"How far apart visual and text tokens are, as keys and as values. {scale} {about}"),
+        found,
+        Fold(
+            "Norm and spread, Jensen-Shannon, t-SNE",
+            [
+                Figure("lengths", f"Norm of keys and values, and root mean square distance from their mean. {about}"),
+                compare(report.models, details, "means over layers"),
+                Figure("tsne", "t-SNE of one layer's keys. A picture only: distances in it mean nothing."),
+            ],
+        ),
+    ]
+    return blocks if found.rows else []
+
+
+def _write_lens(models: Sequence[ModelReport]) -> list[Block]:
+    lenses = [model.lens for model in models if model.lens is not None]
+    if not lenses:
+        return []
+
+    def read(layer: int) -> Quantity:
+        def of(model: ModelReport) -> Value:
+            by_layer = dict(zip(model.lens.layers, model.lens.tokens, strict=True)) if model.lens else {}
+            return ", ".join(f"{entry.token} {entry.share:.0%}" for entry in by_layer.get(layer, [])) or None
+
+        return of
+
+    layers = sorted({layer for lens in lenses for layer in lens.layers})
+    return [
+        "The token that the decoder's final norm and head make most probable behind a layer, for each visual token of "
+        f"{_count(max(lens.num_pictures for lens in lenses), 'picture')}: the commonest, with their share of all "
+        "visual tokens (the logit lens, nostalgebraist 2020). A caveat: a hidden state in between is not trained to "
+        "be read by the head, and no hidden state of visual tokens is: this is a hint, not what a token means.",
+        compare(models, {f"behind layer {layer}": read(layer) for layer in layers}, "commonest first"),
+    ]
+
+
+def _embeddings_table(models: Sequence[ModelReport | LanguageModel]) -> Table:
+    rows = [
+        [WORDS.get(name, name), *(number(getattr(model.embeddings, name), 4) for model in models)]
+        for name in ("mean", "std", "max", "num_embeddings", "num_zero")
+    ]
+    for rank in range(max(len(model.embeddings.top) for model in models)):
+        tops = [model.embeddings.top[rank : rank + 1] for model in models]
+        rows.append([f"longest, {rank + 1}", *(f"{top[0].token} {top[0].norm:.4f}" if top else "–" for top in tops)])
+    return Table(["norm", *(model.name for model in models)], rows)
+
+
+def _write_excluded(report: Report) -> list[Block]:
+    reasons = dict.fromkeys(reason for model in report.models for reason in model.excluded)
+    quantities: dict[str, Quantity] = {
+        "class": "class_",
+        "weights": "dtype",
+        "layers": "num_layers",
+        "width": "hidden_size",
+        "pictures": "num_pictures",
+        "questions": "num_samples",
+        "visual tokens": "num_tokens.visual",
+        "text tokens": "num_tokens.text",
+        **{f"left out: {reason}": f"excluded.{reason}" for reason in reasons},
+    }
+    return [
+        compare(report.models, quantities),
+        *(f"{model.name}: {note}." for model in report.models for note in model.notes),
         "Left out of the numbers on visual and text tokens, but for gradients and where a definition says otherwise: "
-        "padding; special tokens of the tokenizer and of the "
-        "config (BOS, delimiters of chat and pictures); row ends that a model puts among a picture's features; sinks, "
-        f"which are tokens over {SINK_FACTOR:g} times as long as the median of their modality in their sample behind "
-        "some layer. "
-        "All numbers are in float32, whatever the model's dtype.",
-        f"Command: `{report.command.replace('`', '')}`",
-        "## Definitions",
-        *definitions,
+        "padding; special tokens of the tokenizer and of the config (BOS, delimiters of chat and pictures); row ends "
+        "that a model puts among a picture's features; sinks, which are tokens over "
+        f"{SINK_FACTOR:g} times as long as the median of their modality in their sample behind some layer. "
+        "All numbers are in float32, whatever the model's dtype. "
+        f"{_count(report.passed_over, 'row')} without a picture passed over.",
+        *(f"Not read: {row}" for row in report.unreadable),
+        f"Command: {report.command}",
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
-def render_html(markdown: str, folder: Path) -> str:
-    """The Markdown as one HTML file with its plots inside."""
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(markdown)
+def _in_words(texts: Mapping[str, str]) -> dict[str, str]:
+    return {WORDS.get(name, name.replace("_", " ")): text for name, text in texts.items()}
 
-    def inline(match: re.Match[str]) -> str:
-        data = base64.b64encode((folder / html.unescape(match[1])).read_bytes()).decode()
-        return f'src="data:image/png;base64,{data}"'
 
-    body = re.sub(r'src="([\w.]+\.png)"', inline, body)
+def _overview(report: Report) -> Figure:
+    spread = ", bands are 95% intervals over pictures" if report.num_pictures > 1 else ""
+    return Figure(
+        "overview",
+        "Norm of visual and text tokens, how far each layer turns them, and how much of the text's attention falls on "
+        f"the picture. Lines are means over {_count(report.num_pictures, 'picture')} of {report.data}{spread}.",
+    )
+
+
+def render_markdown(report: Report, figures: Collection[str]) -> str:
+    """The report as Markdown.
+
+    Args:
+        report: What was measured.
+        figures: Files beside it, such as `overview.png`; a figure that has none is left out.
+    """
+    files = {Path(file).stem: file for file in figures}
+    parts = [f"# {TITLE}", escape(_measured_on(report)), _to_markdown(_overview(report), files), "## In short"]
+    for model in report.models:
+        answers = "\n".join(f"- *{topic}.* {escape(text)}" for topic, text in headline(model).items())
+        parts += [f"**{escape(model.name)}**", answers]
+    for title, blocks in write_chapters(report):
+        parts += [f"## {title}", *(_to_markdown(block, files) for block in blocks)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _to_markdown(block: Block, files: Mapping[str, str]) -> str:
+    match block:
+        case Figure(name, caption):
+            return f"![{name.replace('_', ' ')}]({files[name]})\n\n*{escape(caption)}*" if name in files else ""
+        case Table(header, rows):
+            return table(list(map(escape, header)), [list(map(escape, row)) for row in rows])
+        case Terms(entries):
+            return "\n".join(f"- *{escape(name)}*: {escape(text)}" for name, text in entries.items())
+        case Fold(title, blocks):
+            inner = "\n\n".join(_to_markdown(inner, files) for inner in blocks)
+            return f"<details><summary>{title}</summary>\n\n{inner}\n\n</details>"
+    return escape(block)
+
+
+def render_html(report: Report, figures: Mapping[str, str]) -> str:
+    """The report as one page that needs nothing else, for wide and narrow screens, light and dark, and for print.
+
+    Args:
+        report: What was measured.
+        figures: By name, as [`~diagnostics.plots.to_svg`] returns them; one that is not there is left out.
+    """
+    chapters = write_chapters(report)
+    links, sections = "", ""
+    for number_, (title, blocks) in enumerate(chapters, 1):
+        links += f'<a href="#c{number_}">{title}</a>'
+        sections += f'<section id="c{number_}"><h2>{title}</h2>{_all_html(blocks, figures)}</section>\n'
+    cards = ""
+    for model in report.models:
+        cards += f"<article><h3>{html.escape(model.name)}</h3><dl>{_terms_html(headline(model))}</dl></article>"
+    style = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>Visual and text tokens in the decoder</title>\n<style>{STYLE}</style></head>\n"
-        f"<body>{body}</body></html>\n"
+        f'<meta name="color-scheme" content="light dark">\n<title>{TITLE}</title>\n<style>{style}</style></head>\n'
+        f"<body><header><h1>{TITLE}</h1><p>{html.escape(_measured_on(report))}</p></header>\n<main>"
+        f'<section class="short">{_to_html(_overview(report), figures)}<div class="cards">{cards}</div></section>\n'
+        f"<nav>{links}</nav>\n{sections}</main></body></html>\n"
     )
+
+
+def _all_html(blocks: Sequence[Block], figures: Mapping[str, str]) -> str:
+    return "".join(_to_html(block, figures) for block in blocks)
+
+
+def _to_html(block: Block, figures: Mapping[str, str]) -> str:
+    match block:
+        case Figure(name, caption):
+            if name not in figures:
+                return ""
+            plot = f'<div class="plot scroll" tabindex="0" role="img" aria-label="{html.escape(caption)}">'
+            return f"<figure>{plot}{figures[name]}</div><figcaption>{html.escape(caption)}</figcaption></figure>\n"
+        case Table(header, rows):
+            head = "".join(f'<th scope="col">{html.escape(cell)}</th>' for cell in header)
+            body = "".join(f"<tr>{_row_html(row)}</tr>" for row in rows)
+            scroll = '<div class="scroll" tabindex="0" role="region" aria-label="table">'
+            return f"{scroll}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n"
+        case Terms(entries):
+            terms = "".join(
+                f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in entries.items()
+            )
+            return f'<dl class="terms">{terms}</dl>'
+        case Fold(title, blocks):
+            return f"<details><summary>{title}</summary>{_all_html(blocks, figures)}</details>\n"
+    return f"<p>{html.escape(block)}</p>\n"
+
+
+def _row_html(row: Sequence[str]) -> str:
+    name, *cells = map(html.escape, row)
+    return f'<th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
+
+
+def _terms_html(entries: Mapping[str, str]) -> str:
+    return "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in entries.items())

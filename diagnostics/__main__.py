@@ -3,33 +3,29 @@
     python -m diagnostics --model llava-hf/llava-1.5-7b-hf --data questions.json --output_dir report/
 
 `--data` is what training takes (LLaVA's JSON or JSONL, a dataset on disk or on the Hub) or a folder of pictures. Out
-come `report.json`, `report.md`, `report.html` and the plots.
+come `report.html`, `report.md`, `report.json`, `report.csv` and the figures.
 """
 
 import argparse
-import json
 import logging
 import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
-import torch
-import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from conversations.files import write_whole
-from diagnostics import plots
+from diagnostics.comparison import measure_models
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
-from diagnostics.key_space import Bases
-from diagnostics.loading import add_arguments, load_model, model_options, read_questions
-from diagnostics.measure import Closeup, measure_model
+from diagnostics.loading import add_arguments, count_layers_and_heads, load_model, model_options, read_questions
+from diagnostics.model_report import Closeup
 from diagnostics.parts import DiagnosticsError
-from diagnostics.report import render_html, render_markdown
-from diagnostics.results import LanguageModel, Report, to_json
+from diagnostics.probe import MAX_QUERIES
+from diagnostics.results import LanguageModel
 
 
 logger = logging.getLogger(__name__)
@@ -49,7 +45,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--layers", type=int, nargs="+", help="layers to draw attention and compare keys of; 6 by default")
     add("--heads", type=int, nargs="+", help="heads whose mean attention is drawn; all by default")
     add("--query", type=int, default=-1, help="query that is drawn: -1 is where the answer begins, -2 the word before")
+    kinds = "checkpoints: one model through its training, whose keys are set against the first one's components"
+    add("--compare", choices=["models", "checkpoints"], default="models", help=kinds)
     args = parser.parse_args()
+    names = args.names or args.model
+    if len(set(names)) < len(names):
+        parser.error(f"two models have one name, give others with --names: {' '.join(names)}")
+    if not -MAX_QUERIES <= args.query < 0:
+        parser.error(f"--query is between -{MAX_QUERIES} and -1, got {args.query}")
     if args.names is not None and len(args.names) != len(args.model):
         parser.error(f"--names gives {len(args.names)} names for {len(args.model)} models")
     return args
@@ -72,56 +75,55 @@ def naming(option: str, value: str) -> Iterator[None]:
         raise SystemExit(f"{option} {value}: {str(error).strip().splitlines()[0]}") from error
 
 
+def check_closeup(args: argparse.Namespace) -> None:
+    """Leave the command if a model lacks a layer or a head that was asked for, before weights are loaded."""
+    if args.layers is None and args.heads is None:
+        return
+    for path in args.model:
+        with naming("--model", path):
+            Closeup(args.layers, args.heads).check(*count_layers_and_heads(path, args.trust_remote_code))
+
+
+def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, Any]]:
+    """Name, model and processor, one after the other; none is held here."""
+    for path, name in zip(args.model, args.names or args.model, strict=True):
+        with naming("--model", path):
+            loaded = load_model(path, **model_options(args))
+        yield name, *loaded
+        del loaded
+
+
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.set_verbosity_error()
+    logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every table of a PDF's fonts
     plt.switch_backend("agg")
     args = parse_arguments()
-    questions, passed_over = read_questions(args)
-    folder: Path = args.output_dir
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        args.output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SystemExit(f"--output_dir: {error}") from error
+    check_closeup(args)
+    questions = read_questions(args)
     base = None
     if args.base_model:
         with naming("--base_model", args.base_model):
             base = measure_base(args.base_model, args.trust_remote_code)
-    models, pictures = [], []
-    bases: Bases = {}
-    closeup = Closeup(args.layers, args.heads, args.query)
-    for path, name in zip(args.model, args.names or args.model, strict=True):
-        with naming("--model", path):
-            model, processor = load_model(path, **model_options(args))
-        try:
-            measured, drawn = measure_model(model, processor, questions, name, bases, closeup)
-        except DiagnosticsError as error:
-            raise SystemExit(f"--model {path}: {error}") from error
-        models.append(measured)
-        pictures.append(drawn)
-        del model
-    report = Report(
-        command="python -m diagnostics " + shlex.join(sys.argv[1:]),
-        versions={"torch": torch.__version__, "transformers": transformers.__version__},
-        data=Path(args.data).name,
-        num_samples=len(questions),
-        passed_over=passed_over,
-        models=models,
-        base=base,
-    )
-    names = [model.name for model in models]
-    plots.draw_layers(names, [model.layers for model in models], folder / "layers.png")
-    plots.draw_attention(names, [model.attention for model in models], folder / "attention.png")
-    plots.draw_keys(names, [model.key_space for model in models], pictures, folder / "keys.png")
-    (folder / "attention_maps.png").unlink(missing_ok=True)
-    plots.draw_maps(names, pictures, questions, folder / "attention_maps.png")
-    markdown = render_markdown(report, folder)
-    (folder / "report.md").write_text(markdown, encoding="utf-8")
-    (folder / "report.html").write_text(render_html(markdown, folder), encoding="utf-8")
-    write_whole(folder / "report.json", json.dumps(to_json(report), indent=1, allow_nan=False))
-    logger.info("%s", markdown.split("## In short")[1].split("## ")[0].strip())
-    logger.info("Report in %s", folder)
+    try:
+        measured = measure_models(
+            load_models(args),
+            questions,
+            Path(args.data).name,
+            args.compare,
+            Closeup(args.layers, args.heads, args.query),
+            base,
+            command="python -m diagnostics " + shlex.join(sys.argv[1:]),
+        )
+    except DiagnosticsError as error:
+        raise SystemExit(f"--model {error}") from error
+    measured.save(args.output_dir)
+    logger.info("\n%s\n\nReport in %s", measured, args.output_dir)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from tqdm import tqdm
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from diagnostics.measure import spread_layers
+from diagnostics.model_report import spread_layers
 from diagnostics.probe import Probe
 from diagnostics.tokens import classify_sample, token_ids
 

@@ -17,7 +17,7 @@ import modeling_normllava  # noqa: F401 - registers the classes with the auto cl
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import row_images, row_turns
-from diagnostics.plots import draw_attention, draw_layers
+from diagnostics.plots import draw_attention, draw_layers, save
 from diagnostics.results import ModelReport
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.facts import HUB_ID, Facts, collect_facts, read_json, weight_files
@@ -172,8 +172,8 @@ def draw_plots(measured: ModelReport | None, name: str, output_dir: Path) -> dic
         return {}
     folder = output_dir / "diagnostics"
     folder.mkdir()
-    draw_layers([name], [measured.layers], folder / "layers.png")
-    draw_attention([name], [measured.attention], folder / "attention.png")
+    save(draw_layers([name], [measured.layers]), folder / "layers.png")
+    save(draw_attention([name], [measured.attention]), folder / "attention.png")
     return PLOTS
 
 

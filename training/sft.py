@@ -229,7 +229,7 @@ def watch_dynamics(
     from training.dynamics import DynamicsCallback
 
     assert run_args.probe_steps is not None
-    questions, _ = take_questions(open_rows(run_args), run_args.probe_samples, run_args.dataset_name)
+    questions = take_questions(open_rows(run_args), run_args.probe_samples, run_args.dataset_name).questions
     return DynamicsCallback(model, processor, questions, run_args.probe_steps, Path(args.output_dir) / FILE)
 
 

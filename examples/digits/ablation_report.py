@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 from conversations.files import write_whole
 from diagnostics.dynamics import measure_point, measure_run
 from diagnostics.loading import Question, load_model, load_questions
-from diagnostics.plots import MODALITY_COLOURS, draw_curve, draw_layers
+from diagnostics.plots import MODALITY_COLOURS, draw_curve, draw_layers, save
 from diagnostics.report import table
 from diagnostics.results import KEY, Curve, DynamicsPoint, Layers, ProjectorNorm, from_json, to_json
 from diagnostics.samples import prepare_samples
@@ -130,7 +130,7 @@ def in_numbers(point: DynamicsPoint) -> StageNumbers:
     return StageNumbers(
         visual_over_text_norm=point.interface.ratio.mean,
         update_rate={modality: point.layers.of(modality).update_rate.mean for modality in MODALITY_COLOURS},
-        mean_gap=point.layers.mean_gap.mean,
+        mean_gap=point.layers.gap.overall.mean,
         projector_norm=point.projector_norm,
     )
 
@@ -242,7 +242,7 @@ def optimizer_table(results: Results) -> str:
 def draw_arms(results: Results, path: Path) -> None:
     """Norm and cosine by layer of each arm after stage 2, first seed (Fig. 4)."""
     curves = {arm.title: results[arm.name][0].layers for arm in ARMS}
-    draw_layers(list(curves), [layers for layers in curves.values() if layers is not None], path)
+    save(draw_layers(list(curves), [layers for layers in curves.values() if layers is not None]), path)
 
 
 def draw_training(root: Path, questions: Sequence[Question], path: Path) -> None:
@@ -279,7 +279,7 @@ def main() -> None:
     root = parser.parse_args().run_dir.resolve()
     probe = ROOT / RUN / "data" / "probe.json"
     write_probe(load_scene_questions(probe.parent), probe)
-    questions, _ = load_questions(str(probe), PROBE_SIZE)
+    questions = load_questions(str(probe), PROBE_SIZE).questions
     jobs = [(arm, seed) for arm in ARMS + OPTIMIZER_ARMS for seed in SEEDS]
     results: Results = {}
     for arm, seed in tqdm(jobs, desc="Measuring", unit="run"):

@@ -185,7 +185,8 @@ def arm_table(results: Results) -> str:
                 (lambda record: record["stage2"]["loss"], 3),
                 (lambda record: record["inside"]["stage1"]["ratio"], 2),
                 (lambda record: record["inside"]["stage2"]["ratio"], 2),
-                (lambda record: record["inside"]["stage2"]["gap"], 3),
+                (lambda record: record["inside"]["stage2"]["gap"][0], 3),
+                (lambda record: record["inside"]["stage2"]["gap"][-1], 3),
                 (lambda record: 100 * record["words"]["all"], 1),
                 (lambda record: 100 * record["blanked"]["all"], 1),
             )
@@ -193,7 +194,7 @@ def arm_table(results: Results) -> str:
         against = "" if case[1] == "none" else interval(differences)
         rows.append([ARMS[case[1]].title, plain_mean(scores, 1), against, *inside])
     header = ["arm", "score", "less none (95%)", "loss, stage 1", "stage 2", "norm ratio, stage 1", "stage 2",
-              "gap of cosines", "in words", "picture blanked"]  # fmt: skip
+              "gap of cosines, first third", "last third", "in words", "picture blanked"]  # fmt: skip
     return table(header, rows)
 
 

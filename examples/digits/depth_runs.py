@@ -301,8 +301,9 @@ def with_blank(question: SceneQuestion) -> Any:
 
 
 def norms_by_layer(folder: Path, probe: Path) -> Record:
-    """Ratio of norms at the decoder, and by layer norm and cosine of both modalities, over the probe's questions."""
-    questions, _ = load_questions(str(probe), PROBE_SIZE)
+    """Ratio of norms at the decoder, by layer norm and cosine of both modalities, by third of
+    the layers the gap of cosines, over the probe's questions."""
+    questions = load_questions(str(probe), PROBE_SIZE).questions
     model, processor = load_model(str(folder))
     point = measure_point(model, prepare_samples(model, processor, questions), step=0)
     layers = {name: getattr(point.layers, name) for name in ("visual", "text")}
@@ -310,7 +311,7 @@ def norms_by_layer(folder: Path, probe: Path) -> Record:
         "ratio": point.interface.ratio.mean,
         "norm": {name: rounded(turning.norm.mean) for name, turning in layers.items()},
         "cosine": {name: rounded(turning.cosine.mean) for name, turning in layers.items()},
-        "gap": point.layers.mean_gap.mean,
+        "gap": rounded([group.gap.mean for group in point.layers.groups]),
     }
 
 

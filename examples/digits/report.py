@@ -31,8 +31,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from diagnostics.dynamics import measure_point
+from diagnostics.layers import THIRDS
 from diagnostics.loading import load_model, load_questions
-from diagnostics.plots import draw_layers
+from diagnostics.plots import draw_layers, save
 from diagnostics.results import DynamicsPoint, to_json
 from diagnostics.samples import prepare_samples
 
@@ -153,7 +154,8 @@ def write_evaluation(scores: dict[str, dict[str, float]], count: int, path: Path
 
 
 def write_probe(questions: list[SceneQuestion], path: Path) -> None:
-    """The first questions in LLaVA's layout, for the diagnostics."""
+    """The first question about each of the first pictures in LLaVA's layout, for the diagnostics."""
+    first = {question.image: question for question in reversed(questions)}
     rows = [
         {
             "image": str(question.image.relative_to(path.parent)),
@@ -162,14 +164,14 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
                 {"from": "gpt", "value": question.answer},
             ],
         }
-        for question in questions[:PROBE_SIZE]
+        for question in sorted(first.values(), key=lambda question: question.image)[:PROBE_SIZE]
     ]
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 def measure(run_dir: Path, probe: Path) -> dict[str, DynamicsPoint]:
     """Norms and turning of tokens on the probe, through composing and training."""
-    questions, _ = load_questions(str(probe), PROBE_SIZE)
+    questions = load_questions(str(probe), PROBE_SIZE).questions
     measured = {}
     for label, name in (
         ("composed, norm taken out", "composed"),
@@ -205,7 +207,7 @@ def draw_answers(questions: list[SceneQuestion], answers: list[str], path: Path)
 def draw_norms(measured: dict[str, DynamicsPoint], path: Path) -> None:
     """Norm and turning by layer and modality: without the norm, with it, and after training."""
     chosen = [label for label in measured if label != "after stage 1"]
-    draw_layers(chosen, [measured[label].layers for label in chosen], path)
+    save(draw_layers(chosen, [measured[label].layers for label in chosen]), path)
 
 
 def render_table(scores: dict[str, dict[str, float]], measured: dict[str, DynamicsPoint], count: int) -> str:
@@ -215,14 +217,13 @@ def render_table(scores: dict[str, dict[str, float]], measured: dict[str, Dynami
         error = f" ± {100 * score['standard_error']:.1f}" if "standard_error" in score else ""
         total = f"{100 * score['all']:.1f}%{error}"
         lines.append(f"{name:34}{total:>16}" + "".join(f"{100 * score[kind]:8.1f}%" for kind in CHANCE))
-    lines += ["", f"{'':30}{'norm of tokens at the decoder':>32}{'update rate, 1 - cos':>26}"]
-    lines.append(f"{'':30}{'visual':>11}{'text':>10}{'ratio':>11}{'visual':>14}{'text':>12}{'gap':>12}")
+    lines += ["", f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, visual - text':>36}"]
+    lines.append(f"{'':26}{'visual':>10}{'text':>10}{'ratio':>11}" + "".join(f"{name:>14}" for name in THIRDS))
     for label, point in measured.items():
         interface, layers = point.interface, point.layers
         lines.append(
-            f"{label:30}{interface.visual_at_decoder.mean:11.3f}{interface.text_at_decoder.mean:10.3f}"
-            f"{interface.ratio.mean:10.2f}x{layers.visual.update_rate.mean:14.3f}"
-            f"{layers.text.update_rate.mean:12.3f}{layers.mean_gap.mean:12.3f}"
+            f"{label:26}{interface.visual_at_decoder.mean:10.3f}{interface.text_at_decoder.mean:10.3f}"
+            f"{interface.ratio.mean:10.2f}x" + "".join(f"{group.gap.mean:14.3f}" for group in layers.groups)
         )
     return "\n".join(lines)
 

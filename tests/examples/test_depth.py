@@ -230,7 +230,7 @@ def test_nothing_is_said_of_a_comparison_before_its_last_seed() -> None:
     assert "12.3" not in text
     finish(records, jobs[-1:], 0.123)
     for job in jobs:
-        numbers = {"ratio": 1.0, "gap": 0.0}
+        numbers = {"ratio": 1.0, "gap": [0.0] * 3}
         records["runs"][job.key] |= {"stage1": {"loss": 1.0}, "stage2": {"loss": 1.0}}
         records["runs"][job.key] |= {"words": {"all": 1.0}, "blanked": {"all": 0.1}}
         records["runs"][job.key] |= {"inside": {"stage1": numbers, "stage2": numbers}}

@@ -15,7 +15,8 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
-from diagnostics.results import ProjectorNorm
+from diagnostics.report import with_interval
+from diagnostics.results import ProjectorNorm, Report, from_json
 from hub_cards.__main__ import main
 from hub_cards.build import MANIFEST, ROOT, build, sha256
 from hub_cards.card import read_prose
@@ -232,18 +233,17 @@ def change_report(report: Path, folder: Path, **changes: Any) -> Path:
 def test_the_diagnostics_are_shown(trained: Path, report: Path, prose: Path, tmp_path: Path) -> None:
     stage = build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=report, **OWN)
     assert check(stage) == []
-    (model,) = json.loads((report / "report.json").read_text())["models"]
+    (model,) = from_json(Report, json.loads((report / "report.json").read_text()), report).models
     text = (stage / "README.md").read_text()
-    ratio = model["interface"]["ratio"]
-    low, high = ratio["interval"]
-    assert (
-        f"| norm of visual over text tokens at the decoder | {ratio['mean']:.3g} ({low:.3g} to {high:.3g}) |" in text
-    )
+    assert "| measured on 2 pictures | |" in text
+    assert f"| norm of visual over text tokens at the decoder | {with_interval(model.interface.ratio)} |" in text
+    for group in model.layers.groups:
+        assert f"visual less text, {group.name} of the layers | {with_interval(group.gap)} |\n" in text
     assert "![Norm of visual and text tokens at each layer, and how far each layer turns them](diagnostics/" in text
     # Drawn anew: the report's own plots name the folder that was measured.
     for name in ("layers.png", "attention.png"):
         assert (stage / "diagnostics" / name).stat().st_size > 10_000
-        assert (stage / "diagnostics" / name).read_bytes() != (report / name).read_bytes()
+        assert (stage / "diagnostics" / name).read_bytes() != (report / "figures" / name).read_bytes()
 
 
 @pytest.mark.parametrize(

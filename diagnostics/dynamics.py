@@ -78,14 +78,20 @@ def read_points(path: Path) -> list[DynamicsPoint]:
     """The lines of a file in the order of their steps; a last line that was torn by a kill is left out.
 
     Raises:
-        ValueError: if a line lacks something; the message names it.
+        ValueError: if a line is no JSON or lacks something, as those of earlier versions do; the message names it.
     """
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    points = [
-        from_json(DynamicsPoint, json.loads(line), f"{path}, line {number}") for number, line in enumerate(lines, 1)
-    ]
+    points = []
+    for number, line in enumerate(lines, 1):
+        place = f"{path}, line {number}"
+        try:
+            points.append(from_json(DynamicsPoint, json.loads(line), place))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{place} is no JSON ({error}). Move the file away to measure again.") from error
+        except ValueError as error:
+            raise ValueError(f"{error} Move the file away to measure again with this version.") from error
     return sorted(points, key=lambda point: point.step)
 
 

@@ -411,7 +411,11 @@ def _write_layers(models: Sequence[ModelReport], about: str) -> list[Block]:
                 compare(models, updates, "means over layers"),
             ],
         ),
-        Figure("norms", "Norm of tokens by layer: median, and bands from 25% to 75% and 5% to 95% of all tokens."),
+        Figure(
+            "norms",
+            "Norm of tokens by layer: median, and bands from 25% to 75% and 5% to 95% of all tokens of "
+            f"{_count(models[0].num_pictures, 'picture')}.",
+        ),
     ]
 
 
@@ -483,7 +487,10 @@ def _write_spaces(report: Report, about: str) -> list[Block]:
             [
                 Figure("lengths", f"Norm of keys and values, and root mean square distance from their mean. {about}"),
                 compare(report.models, details, "means over layers"),
-                Figure("tsne", "t-SNE of one layer's keys. A picture only: distances in it mean nothing."),
+                Figure(
+                    "tsne",
+                    f"t-SNE of one layer's keys of {_count(report.num_pictures, 'picture')}; distances mean nothing.",
+                ),
             ],
         ),
     ]

@@ -34,13 +34,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--repo_id", required=True, help="owner/name that the repository will have")
     add("--output_dir", type=Path, help="stage folder to make (default: release in the run folder)")
     add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml beside the run's recipe)")
-    add("--revision", default="v1.0", help="tag that the card pins (default: v1.0)")
+    add("--revision", default="v1.0", help="tag that the card pins, no branch (default: v1.0)")
     add(
         "--diagnostics", type=Path, help="folder of a report about this model (default: diagnostics in the run folder)"
     )
     add(
         "--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples with the model's own answers"
     )
+    add("--dtype", choices=["bfloat16", "float16"], help="cast the weights, all but the norm's (default: as they are)")
     add("--text_model", help="Hub id of the language model, if it was loaded from a folder")
     add("--vision_model", help="Hub id of the vision encoder, if it was loaded from a folder")
     add("--license", help="of parts that were trained from scratch")
@@ -77,6 +78,7 @@ def run_build(args: argparse.Namespace) -> None:
         vision_model=args.vision_model,
         own_licence=args.license,
         base_licence_file=args.base_licence_file,
+        dtype=args.dtype,
     )
     logger.info("Staged in %s; now: python -m hub_cards check %s", folder, folder)
 

@@ -1,40 +1,44 @@
 """Stage a trained folder for the Hub: what is on the list is copied, everything else stays behind."""
 
-import hashlib
 import json
 import logging
 import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.utils import HFValidationError, validate_repo_id
+from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import row_images, row_turns
+from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.plots import draw_attention, draw_layers, save
 from diagnostics.results import ModelReport
 from hub_cards.card import Widget, read_prose, render_card
-from hub_cards.facts import HUB_ID, Facts, collect_facts, read_json, weight_files
+from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
+from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, read_json
+from hub_cards.findings import Finding
+from hub_cards.fresh_load import ask, fixed_picture, generate
 from hub_cards.licences import APACHE, Licence, licence_of
+from hub_cards.manifest import MANIFEST, sha256, staged_files
+from hub_cards.weights import INDEX, Weights, read_weights
 
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[1]
 ASSETS = Path(__file__).with_name("assets")
-MANIFEST = "manifest.json"
-# Files of a checkpoint that are copied if they are there, beside weights and class files.
-JSON_FILES = (
-    "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "model.safetensors.index.json",
-)  # fmt: skip
+APACHE_TEXT = ASSETS / "LICENSE-APACHE"
+SERVING_FILES = (ASSETS / "handler.py", ASSETS / "requirements.txt")
+# Files of a checkpoint that are copied as they are, if they are there.
 OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
+# Names of tags, without those that git refuses or the Hub gives to others.
+TAG = re.compile(r"[A-Za-z0-9][\w.+-]*")
+BRANCHES = {"main", "master", "head"}
 # Plots of the diagnostics' figures, and what is to be seen on them.
 PLOTS = {
     "layers.png": "Norm of visual and text tokens at each layer, and how far each layer turns them",
@@ -55,8 +59,9 @@ def build(
     vision_model: str | None = None,
     own_licence: str | None = None,
     base_licence_file: Path | None = None,
+    dtype: str | None = None,
 ) -> Path:
-    """Make the stage folder, its card last and its manifest after that.
+    """Make the stage folder, its card last and its manifest after that. It is there whole, or not at all.
 
     Args:
         run: Output folder of the last stage.
@@ -69,11 +74,14 @@ def build(
         text_model, vision_model: Hub ids of parts that were loaded from a folder.
         own_licence: Licence of parts that are on no Hub.
         base_licence_file: The base model's licence text, where its licence asks for a copy.
+        dtype: Cast the weights to it, all but the norm's.
 
     Raises:
-        ValueError: if a fact or file that is needed is not there, or the name breaks the base model's licence.
+        ValueError: if a fact or file that is needed is not there, the name breaks the base model's licence, or the
+            model is not what a stranger should load; the message lists all that was found.
     """
     check_repo_id(repo_id)
+    check_revision(revision)
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"{output_dir} is not empty. Choose another folder, or empty it first.")
     facts = collect_facts(run, diagnostics, text_model, vision_model)
@@ -81,22 +89,39 @@ def build(
     check_name(repo_id, licence)
     text = licence_text(licence, base_licence_file)
     prose = read_prose(prose_file)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    copy_model(run, output_dir)
-    (output_dir / "LICENSE").write_text(text, encoding="utf-8")
+    refuse(run, find_model_faults(run, facts.weights, facts.steps))
+    stage = output_dir.with_name(f"{output_dir.name}.partial")
+    if stage.exists():  # of a build that was interrupted
+        shutil.rmtree(stage)
+    stage.mkdir(parents=True)
+    if dtype is not None:
+        facts = replace(facts, **cast_model(run, stage, dtype, facts.weights))
+    copy_model(run, stage, facts.weights)
+    if dtype is not None:
+        refuse(stage, find_model_faults(stage, facts.weights, facts.steps))
+    (stage / "LICENSE").write_text(text, encoding="utf-8")
     if "LICENSE-APACHE" in licence.files:
-        shutil.copy(ROOT / "LICENSE", output_dir / "LICENSE-APACHE")
+        shutil.copy(APACHE_TEXT, stage / "LICENSE-APACHE")
     if licence.notice is not None:
-        (output_dir / "NOTICE").write_text(licence.notice, encoding="utf-8")
-    shutil.copy(ASSETS / "handler.py", output_dir)
-    shutil.copy(ASSETS / "requirements.txt", output_dir)
-    plots = draw_plots(facts.diagnostics, repo_id.split("/")[1], output_dir)
-    widgets = make_widgets(run, widget_data, output_dir) if widget_data is not None else []
-    code_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in output_dir.glob("*_normllava.py"))
+        (stage / "NOTICE").write_text(licence.notice, encoding="utf-8")
+    for path in SERVING_FILES:
+        shutil.copy(path, stage)
+    plots = draw_plots(facts.diagnostics, repo_id.split("/")[1], stage)
+    widgets = make_widgets(stage, widget_data) if widget_data is not None else []
+    code_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in CLASS_FILES)
     card = render_card(facts, licence, prose, repo_id, revision, plots, widgets, code_lines)
-    (output_dir / "README.md").write_text(str(card), encoding="utf-8")
-    write_manifest(output_dir, repo_id, revision, facts)
-    return output_dir
+    (stage / "README.md").write_text(str(card), encoding="utf-8")
+    write_manifest(stage, repo_id, revision, facts)
+    if output_dir.exists():
+        output_dir.rmdir()  # empty
+    return stage.rename(output_dir)
+
+
+def refuse(folder: Path, findings: Iterable[Finding]) -> None:
+    """Raises `ValueError`, with all of them, if there are findings."""
+    listed = "".join(f"\n  {finding}" for finding in findings)
+    if listed:
+        raise ValueError(f"{folder} holds no model to publish:{listed}")
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -109,6 +134,16 @@ def check_repo_id(repo_id: str) -> None:
         raise ValueError(f"--repo_id {repo_id!r}: {error}") from error
 
 
+def check_revision(revision: str) -> None:
+    """Raises `ValueError` if it can't be a tag that pins code: not git's, or a name that branches and commits have."""
+    if not TAG.fullmatch(revision) or ".." in revision or revision.endswith((".", ".lock")):
+        raise ValueError(f"--revision {revision!r} is no name of a tag. Give one such as v1.0.")
+    if revision.lower() in BRANCHES or re.fullmatch("[0-9a-f]{7,64}", revision):
+        raise ValueError(
+            f"--revision {revision!r} is a name of a branch or a commit, which pins nothing. Give a tag such as v1.0."
+        )
+
+
 def check_name(repo_id: str, licence: Licence) -> None:
     """Raises `ValueError` if the licence asks for a name that begins otherwise."""
     name = repo_id.split("/")[1]
@@ -119,20 +154,40 @@ def check_name(repo_id: str, licence: Licence) -> None:
         )
 
 
-def copy_model(run: Path, output_dir: Path) -> None:
-    """Weights, settings without names of this machine, and the class files that `auto_map` names."""
-    for path in weight_files(run):
-        shutil.copy(path, output_dir)
+@torch.no_grad()
+def cast_model(run: Path, stage: Path, dtype: str, weights: Weights) -> dict[str, Any]:
+    """Save the model in another dtype, and ask both one fixed question.
+
+    Returns:
+        What changes in the facts: `weights` and `cast`.
+    """
+    model = AutoModelForImageTextToText.from_pretrained(run, dtype=dtype)  # which keeps the norm in float32
+    model.save_pretrained(stage, max_shard_size="5GB")
+    del model
+    inputs = ask(AutoProcessor.from_pretrained(run), fixed_picture(), "What is in the picture?")
+    before, after = generate(str(run), inputs), generate(str(stage), inputs)
+    difference = (after["logits"].float() - before["logits"].float()).abs().max().item()
+    asked = inputs["input_ids"].shape[1]
+    pairs = [*zip(before["tokens"][0, asked:].tolist(), after["tokens"][0, asked:].tolist(), strict=False)]
+    same = next((number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
+    spread = before["logits"].float().std().item()
+    cast = Cast(weights.count("dtype"), difference, spread, same, before["tokens"].shape[1] - asked)
+    return {"weights": read_weights(stage), "cast": cast}
+
+
+def copy_model(run: Path, stage: Path, weights: Weights) -> None:
+    """Weights and class files, settings without names of this machine; not what a cast has put there."""
+    for name in [*weights.sha256, *OTHER_FILES]:
+        if (run / name).exists() and not (stage / name).exists():
+            shutil.copy(run / name, stage)
     for name in JSON_FILES:
-        if (run / name).exists():
-            text = json.dumps(without_local_names(read_json(run / name)), indent=2, ensure_ascii=False)
-            (output_dir / name).write_text(text + "\n", encoding="utf-8")
-    for name in OTHER_FILES:
-        if (run / name).exists():
-            shutil.copy(run / name, output_dir)
-    config = read_json(run / "config.json")
-    for module in {value.split(".")[0] for value in config["auto_map"].values()}:
-        shutil.copy(run / f"{module}.py", output_dir)
+        source = stage / name if (stage / name).exists() else run / name
+        cast_away = name == INDEX and weights.index is None
+        if source.exists() and not cast_away:
+            text = json.dumps(without_local_names(read_json(source)), indent=2, ensure_ascii=False)
+            (stage / name).write_text(text + "\n", encoding="utf-8")
+    for path in CLASS_FILES:
+        shutil.copy(path, stage)
 
 
 def without_local_names(value: Any) -> Any:
@@ -150,7 +205,7 @@ def without_local_names(value: Any) -> Any:
 def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
     """Text of `LICENSE`. Raises `ValueError` if it is not at hand, or of another licence."""
     if licence is APACHE:
-        return (ROOT / "LICENSE").read_text(encoding="utf-8")
+        return APACHE_TEXT.read_text(encoding="utf-8")
     if base_licence_file is None:
         raise ValueError(
             f"The {licence.title} asks for a copy of the agreement: give --base_licence_file, which the base model's "
@@ -174,54 +229,46 @@ def draw_plots(measured: ModelReport | None, name: str, output_dir: Path) -> dic
     folder.mkdir()
     save(draw_layers([name], [measured.layers]), folder / "layers.png")
     save(draw_attention([name], [measured.attention]), folder / "attention.png")
+    for plot in PLOTS:
+        with Image.open(folder / plot) as picture:
+            save_picture(picture, folder / plot)
     return PLOTS
 
 
 @torch.no_grad()
-def make_widgets(run: Path, data: Path, output_dir: Path) -> list[Widget]:
-    """The data's first pictures, saved, with the model's own greedy answers to their questions."""
-    model = AutoModelForImageTextToText.from_pretrained(run).eval()
-    processor = AutoProcessor.from_pretrained(run)
-    (output_dir / "images").mkdir()
+def make_widgets(stage: Path, data: Path) -> list[Widget]:
+    """The data's first pictures, saved, with the model's own greedy answers to their first questions."""
+    model = AutoModelForImageTextToText.from_pretrained(stage).eval()
+    processor = AutoProcessor.from_pretrained(stage)
+    (stage / "images").mkdir()
     widgets: list[Widget] = []
     for row in load_rows(str(data)):
         if len(widgets) == MAX_WIDGETS:
             break
-        if len(row_images(row)) != 1:
+        questions = [turn["value"] for turn in row_turns(row) if turn["from"] == "human"]
+        if len(row_images(row)) != 1 or not questions:
             continue
-        question = row_turns(row)[0]["value"].replace("<image>", "").strip()
+        question = questions[0].replace(IMAGE_MARK, "").strip()
         (picture,) = open_images(row)
         name = f"images/example{len(widgets) + 1}.png"
-        picture.save(output_dir / name)
-        content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-        generated = model.generate(**inputs.to(model.device), max_new_tokens=64, do_sample=False)
+        save_picture(picture, stage / name)
+        inputs = ask(processor, picture, question).to(model.device)
+        generated = model.generate(**inputs, max_new_tokens=64, do_sample=False)
         answer = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         widgets.append(Widget(name, question, answer.strip()))
     if not widgets:
-        raise ValueError(f"{data} holds no row with one picture to make an example of.")
+        raise ValueError(f"{data} holds no row with one picture and a question to make an example of.")
     return widgets
 
 
-def sha256(path: Path) -> str:
-    """Hash of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def staged_files(folder: Path) -> Iterable[Path]:
-    """All files of a stage folder, the manifest left out."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+def save_picture(picture: Image.Image, path: Path) -> None:
+    """The pixels alone: no EXIF, no text, no colour profile, all of which can name places and people."""
+    Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(path)
 
 
 def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> None:
-    """What the folder is and is made of, and hash and size of every file in it.
+    """What the folder is and is made of, and hash and size of every file in it: of weights, what was read and found
+    sound, so that a copy that went wrong is found.
 
     The commit is that of the last stage; it counts as clean only where that of no stage is known not to be.
     """
@@ -232,10 +279,14 @@ def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> N
         "revision": revision,
         "text_model": facts.text_model,
         "vision_model": facts.vision_model,
+        "steps": facts.steps,
         "commit": environments[-1].commit if environments else None,
         "commit_is_clean": False if False in clean else clean[-1],
         "files": {
-            path.relative_to(folder).as_posix(): {"sha256": sha256(path), "size": path.stat().st_size}
+            path.relative_to(folder).as_posix(): {
+                "sha256": facts.weights.sha256.get(path.name) or sha256(path),
+                "size": path.stat().st_size,
+            }
             for path in staged_files(folder)
         },
     }

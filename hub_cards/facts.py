@@ -11,9 +11,8 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
 from diagnostics.results import ModelReport, Report, from_json
+from hub_cards.weights import Weights, read_weights
 from training.environment import Environment
 from training.run import RUN_FILE, Run
 
@@ -77,12 +76,29 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Cast:
+    """How a model that was stored in another dtype answers one fixed question, against the model that was trained.
+
+    Attributes:
+        dtypes: Weights by dtype before it.
+        difference: The largest of two logits.
+        spread: Standard deviation of the logits before it.
+        same_tokens, tokens: Greedy tokens until the first that differs, and all.
+    """
+
+    dtypes: dict[str, int]
+    difference: float
+    spread: float
+    same_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Facts:
     """All that the card is rendered from.
 
     Attributes:
-        parameters: Weights by part of the model.
-        dtypes: Weights by dtype.
+        weights: What the weight files hold.
         vision_model, text_model: Hub ids of the parts, `None` where they are not from the Hub.
         image_size, image_tokens: Side of a picture in pixels, and its visual tokens.
         hidden_size, layers: Of the decoder.
@@ -90,10 +106,10 @@ class Facts:
         stages: In the order that they were run in.
         earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
         diagnostics: The model's entry in the diagnostics' `report.json`.
+        cast: What a cast did, if there was one.
     """
 
-    parameters: dict[str, int]
-    dtypes: dict[str, int]
+    weights: Weights
     vision_model: str | None
     text_model: str | None
     image_size: int | None
@@ -106,11 +122,17 @@ class Facts:
     earlier_is_recorded: bool = False
     evaluations: list[Evaluation] = field(default_factory=list)
     diagnostics: ModelReport | None = None
+    cast: Cast | None = None
 
     @property
-    def total_parameters(self) -> int:
-        """All weights."""
-        return sum(self.parameters.values())
+    def parameters(self) -> dict[str, int]:
+        """Weights by part of the model."""
+        return self.weights.count("part")
+
+    @property
+    def steps(self) -> int:
+        """Steps of training that are recorded."""
+        return sum(stage.steps for stage in self.stages)
 
     @property
     def base_models(self) -> list[str]:
@@ -143,12 +165,11 @@ def collect_facts(
     if not isinstance(config, dict) or config.get("model_type") != "normllava":
         found = config.get("model_type") if isinstance(config, dict) else config
         raise ValueError(f"{config_file}: model_type is {found!r}, not 'normllava'.")
-    parameters, dtypes = count_weights(run)
+    weights = read_weights(run)
     text, vision = config["text_config"], config["vision_config"]
     stages, earlier_is_recorded = collect_stages(run)
     return Facts(
-        parameters=parameters,
-        dtypes=dtypes,
+        weights=weights,
         vision_model=choose_id("vision_model", vision_model, vision.get("_name_or_path"), config_file),
         text_model=choose_id("text_model", text_model, text.get("_name_or_path"), config_file),
         image_size=vision.get("image_size"),
@@ -162,16 +183,25 @@ def collect_facts(
         evaluations=read_evaluations(run),
         diagnostics=None
         if diagnostics is None
-        else read_diagnostics(diagnostics, run, text["num_hidden_layers"], text["hidden_size"]),
+        else read_diagnostics(diagnostics, run, (text["num_hidden_layers"], text["hidden_size"], weights.mean_gain)),
     )
 
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds. Raises `ValueError`, with the file's name, if it is broken."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}).") from error
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text holds. Raises `ValueError` if it is broken, or holds what Python alone reads, as NaN."""
+
+    def refuse(name: str) -> float:
+        raise ValueError(f"{name} is no value of JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def hub_id(name: str | None) -> str | None:
@@ -189,39 +219,6 @@ def choose_id(option: str, given: str | None, recorded: str | None, config_file:
     if known not in (None, given):
         raise ValueError(f"--{option} is {given}, but {config_file} records {known}. Leave the option out.")
     return given
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that the weights are in, by the index where there is one."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        names = set(read_json(index)["weight_map"].values())
-        return [folder / name for name in sorted(names)]
-    return [folder / "model.safetensors"]
-
-
-def count_weights(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Weights by part of the model and by dtype, from the headers of the weight files.
-
-    Raises:
-        ValueError: if a file is missing.
-    """
-    parameters: dict[str, int] = {}
-    dtypes: dict[str, int] = {}
-    for path in weight_files(folder):
-        if not path.exists():
-            raise ValueError(f"{path} is missing: the folder holds no complete model.")
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                tensor = file.get_slice(name)
-                count = 1
-                for size in tensor.get_shape():
-                    count *= size
-                part = name.removeprefix("model.").split(".")[0]
-                part = f"{part}.norm" if ".multi_modal_projector.norm." in f".{name}" else part
-                parameters[part] = parameters.get(part, 0) + count
-                dtypes[tensor.get_dtype()] = dtypes.get(tensor.get_dtype(), 0) + count
-    return dict(sorted(parameters.items())), dict(sorted(dtypes.items()))
 
 
 def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
@@ -248,7 +245,7 @@ def read_stage(folder: Path, run: Run | None) -> StageFacts:
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     try:
-        logged = [json.loads(line) for line in lines]
+        logged = [parse_json(line) for line in lines]
     except ValueError as error:
         raise ValueError(f"{metrics}: a line is no JSON ({error}).") from error
     losses = [line["loss"] for line in logged if "loss" in line]
@@ -300,12 +297,16 @@ def read_evaluations(run: Path) -> list[Evaluation]:
     return [from_json(Evaluation, row, f"{path}, row {number}") for number, row in enumerate(rows)]
 
 
-def read_diagnostics(folder: Path, run: Path, num_layers: int, hidden_size: int) -> ModelReport:
+def read_diagnostics(folder: Path, run: Path, ours: tuple[int, int, float | None]) -> ModelReport:
     """The entry of the only model in the diagnostics' report.
 
+    Args:
+        folder: Folder of the report.
+        run: The model's folder, for messages.
+        ours: The model's layers and width, and the mean |gain| of its norm.
+
     Raises:
-        ValueError: if there is no report, or one that lacks something, of several models or of another one than the
-            run's, whose decoder has so many layers of that width.
+        ValueError: if there is no report, or one that lacks something, of several models or of another one.
     """
     path = folder / "report.json"
     if not path.exists():
@@ -315,7 +316,7 @@ def read_diagnostics(folder: Path, run: Path, num_layers: int, hidden_size: int)
         raise ValueError(f"{path} is about {len(models)} models; the card needs a report about this one alone.")
     (model,) = models
     gain = None if model.projector_norm is None else model.projector_norm.gain_mean_abs
-    seen, ours = (model.num_layers, model.hidden_size, gain), (num_layers, hidden_size, mean_gain(run))
+    seen = (model.num_layers, model.hidden_size, gain)
     alike = gain is ours[2] if gain is None or ours[2] is None else isclose(gain, ours[2], rel_tol=GAIN_TOLERANCE)
     if seen[:2] != ours[:2] or not alike:
         says = "{} layers of width {}, mean |gain| of the norm {}"
@@ -324,13 +325,3 @@ def read_diagnostics(folder: Path, run: Path, num_layers: int, hidden_size: int)
             "Measure this one, with python -m diagnostics."
         )
     return model
-
-
-def mean_gain(run: Path) -> float | None:
-    """Mean |gain| of the norm behind the projector, from the weights; `None` if there is no norm."""
-    for path in weight_files(run):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                if name.endswith("multi_modal_projector.norm.weight"):
-                    return file.get_tensor(name).float().abs().mean().item()
-    return None

@@ -29,20 +29,32 @@ def fixed_picture() -> Image.Image:
     return Image.fromarray(((values * 7) % 256).to(torch.uint8).numpy())
 
 
+def ask(processor: Any, picture: Image.Image, question: str) -> Any:
+    """Inputs for a picture and a question, as a stranger prepares them."""
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+    return processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+
+
 # A function each, so that the model is gone before the next one is loaded: a large one may fit only once.
 @torch.no_grad()
-def generate(source: str, inputs: Any, pinned: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Logits and greedy tokens."""
-    model = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32, **pinned).eval()
+def generate(source: str, inputs: Any, **pinned: Any) -> dict[str, torch.Tensor]:
+    """Logits and greedy tokens, computed in the dtype that the weights are stored in."""
+    model = AutoModelForImageTextToText.from_pretrained(source, dtype="auto", **pinned).eval()
     logits = model(**inputs).logits
     tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     return {"logits": logits.contiguous(), "tokens": tokens.contiguous()}
 
 
 @torch.no_grad()
-def encode(source: str, inputs: Any, pinned: dict[str, Any]) -> dict[str, torch.Tensor]:
+def encode(source: str, inputs: Any, **pinned: Any) -> dict[str, torch.Tensor]:
     """Hidden states of the base model."""
-    model = AutoModel.from_pretrained(source, dtype=torch.float32, **pinned).eval()
+    model = AutoModel.from_pretrained(source, dtype="auto", **pinned).eval()
     return {"last_hidden_state": model(**inputs).last_hidden_state.contiguous()}
 
 
@@ -67,15 +79,8 @@ def main() -> None:
 
     pinned = {"trust_remote_code": True} | ({} if is_folder else {"revision": args.revision})
     processor = AutoProcessor.from_pretrained(args.source, **pinned)
-    content = [{"type": "image", "image": fixed_picture()}, {"type": "text", "text": "What is in the picture?"}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    results = generate(args.source, inputs, pinned) | encode(args.source, inputs, pinned)
+    inputs = ask(processor, fixed_picture(), "What is in the picture?")
+    results = generate(args.source, inputs, **pinned) | encode(args.source, inputs, **pinned)
     save_file(results, args.output / "results.safetensors")
 
     if not is_folder:

@@ -16,8 +16,8 @@ from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionN
 from huggingface_hub.hf_api import RepoFile
 from safetensors.torch import load_file
 
-from hub_cards.build import MANIFEST, sha256
 from hub_cards.check import check
+from hub_cards.manifest import MANIFEST, sha256
 
 
 # The Hub makes it, and keeps by it which files are large.

@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -11,21 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from diagnostics.report import with_interval
 from diagnostics.results import ProjectorNorm, Report, from_json
 from hub_cards.__main__ import main
-from hub_cards.build import MANIFEST, ROOT, build, sha256
+from hub_cards.build import build
 from hub_cards.card import read_prose
 from hub_cards.check import check
 from hub_cards.facts import HUB_ID, collect_facts
+from hub_cards.fresh_load import ask, fixed_picture
+from hub_cards.manifest import MANIFEST, sha256
 from modeling_normllava import NormLlavaForConditionalGeneration
+from plants import WEIGHTS, tensors
 from training.run import Run
 
 
+ROOT = Path(__file__).parents[2]
 OWN = {"own_licence": "apache-2.0"}
 LLAMA, SIGLIP = "meta-llama/Llama-3.2-3B-Instruct", "google/siglip-so400m-patch14-384"
 
@@ -131,13 +140,17 @@ def test_the_card_says_where_the_norm_started(
     run = copy(trained, tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     (run / "config.json").write_text(json.dumps(config | settings))
+    if settings.get("projector_norm") == "none":
+        tensors(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
     text = (build(run, tmp_path / "stage", "me/Bare", prose, **OWN) / "README.md").read_text()
     assert sentence in text
 
 
-def test_a_question_may_hold_quotes(trained: Path, prose: Path, tmp_path: Path) -> None:
-    Image.new("RGB", (30, 20)).save(tmp_path / "0.png")
-    turns = [{"from": "human", "value": '<image>\nwhat does "A\\B"\nsay?'}]
+def test_the_first_question_is_asked_and_may_hold_quotes(trained: Path, prose: Path, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x013B] = "me"
+    Image.new("RGB", (30, 20)).save(tmp_path / "0.png", exif=exif, icc_profile=b"0" * 200)
+    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": '<image>\nwhat does "A\\B"\nsay?'}]
     (tmp_path / "rows.json").write_text(json.dumps([{"image": "0.png", "conversations": turns}]))
     run = copy(trained, tmp_path / "run")
     stage = build(run, tmp_path / "stage", "me/Bare", prose, widget_data=tmp_path / "rows.json", **OWN)
@@ -145,6 +158,69 @@ def test_a_question_may_hold_quotes(trained: Path, prose: Path, tmp_path: Path) 
     (code,) = re.findall(r"```python\n(.*?)```", (stage / "README.md").read_text(), re.DOTALL)
     texts = [node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)]
     assert 'what does "A\\B"\nsay?' in texts
+    assert "Be brief." not in (stage / "README.md").read_text()
+    with Image.open(stage / "images" / "example1.png") as picture:
+        assert (picture.info, picture.size) == ({}, (30, 20))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_cast_is_loaded_and_its_difference_said(dtype: str, trained: Path, prose: Path, tmp_path: Path) -> None:
+    stage = build(trained, tmp_path / "stage", "me/Mine", prose, dtype=dtype, **OWN)
+    assert check(stage) == []
+    before, after = load_file(trained / WEIGHTS), load_file(stage / WEIGHTS)
+    norms = {name for name in after if "projector.norm" in name}
+    assert {str(after[name].dtype) for name in after.keys() - norms} == {f"torch.{dtype}"}
+    assert all(torch.equal(after[name], before[name].to(after[name].dtype)) for name in before)
+    assert {after[name].dtype for name in norms} == {torch.float32}
+    assert json.loads((stage / "config.json").read_text())["dtype"] == dtype
+    # The card's figures, computed apart from what wrote them.
+    pair = [AutoModelForImageTextToText.from_pretrained(folder, dtype="auto").eval() for folder in (trained, stage)]
+    inputs = ask(AutoProcessor.from_pretrained(trained), fixed_picture(), "What is in the picture?")
+    with torch.no_grad():
+        ours, theirs = (model(**inputs).logits.float() for model in pair)
+    card = (stage / "README.md").read_text()
+    assert "They were cast from F32; the norm stays in float32." in card
+    assert (
+        f"at most {(ours - theirs).abs().max():.3g}, where their standard deviation is {ours.std():.3g}, and" in card
+    )
+    assert re.search(r"^\d+ of 16 greedy tokens are the same", card, re.MULTILINE)
+
+
+def test_a_cast_that_overflows_is_refused(trained: Path, prose: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    tensors(lambda weights: weights["lm_head.weight"].fill_(1e5))(run)
+    with pytest.raises(ValueError, match=r"values in lm_head.weight that are no finite numbers"):
+        build(run, tmp_path / "stage", "me/Mine", prose, dtype="float16", **OWN)
+    assert not (tmp_path / "stage").exists()
+    build(run, tmp_path / "stage", "me/Mine", prose, dtype="bfloat16", **OWN)  # what was left half-made goes
+
+
+@pytest.mark.parametrize(
+    ("revision", "message"),
+    [
+        ("main", "a name of a branch"), ("HEAD", "a name of a branch"), ("0" * 40, "a name of a branch or a commit"),
+        ("v1 0", "no name of a tag"), ("v1..0", "no name of a tag"), ("-v1", "no name of a tag"), ("", "no name of a"),
+        ("v1.lock", "no name of a tag"), ("v1~1", "no name of a tag"), ("refs/pr/1", "no name of a tag"),
+    ],
+)  # fmt: skip
+def test_a_revision_that_pins_nothing_is_refused(
+    revision: str, message: str, trained: Path, prose: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"--revision '{re.escape(revision)}' is {message}"):
+        build(trained, tmp_path / "stage", "me/Mine", prose, revision=revision, **OWN)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_wheel_holds_what_build_needs(trained: Path, prose: Path, tmp_path: Path) -> None:
+    python = [sys.executable, "-m", "pip"]
+    subprocess.run([*python, "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run([*python, "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
+    command = [sys.executable, "-m", "hub_cards", "build", str(trained), "--repo_id", "me/Mine", "--prose", str(prose)]
+    command += ["--license", "apache-2.0", "--output_dir", str(tmp_path / "stage")]
+    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
+    assert (tmp_path / "stage" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
 def test_a_run_that_did_not_say_where_it_ran(trained: Path, prose: Path, tmp_path: Path) -> None:
@@ -394,6 +470,8 @@ def test_qwen_is_apache(trained: Path, prose: Path, tmp_path: Path) -> None:
         (lambda run, prose: prose.write_text("a: [b"), "card.yaml is no YAML"),
         (lambda run, prose: prose.write_text("- a"), "card.yaml is no mapping"),
         (lambda run, prose: (run / "model.safetensors").unlink(), "model.safetensors is missing"),
+        (lambda run, prose: (run / "metrics.jsonl").write_text('{"loss": NaN}'), "a line is no JSON .NaN is no value"),
+        (lambda run, prose: (run / "evaluation.json").write_text('[{"value": NaN}]'), "evaluation.json is no JSON"),
         (lambda run, prose: (run / "evaluation.json").write_text('[{"task": "a"}]'), "row 0: no dataset, split"),
         (lambda run, prose: prose.write_text(yaml.safe_dump({"summary": "x"})), "no intended_use, out_of_scope"),
     ],

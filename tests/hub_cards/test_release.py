@@ -20,7 +20,7 @@ from safetensors.torch import load, save
 
 from hub_cards import check, fresh_load, release
 from hub_cards.__main__ import main
-from hub_cards.build import MANIFEST, sha256
+from hub_cards.manifest import MANIFEST, sha256
 from hub_cards.release import ReleaseError, compare_results, plan_push, push, read_manifest, verify
 from hub_server import HubServer, Repository
 

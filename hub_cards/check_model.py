@@ -1,0 +1,172 @@
+"""Every reason why a folder's model is not what a stranger should load, before it is staged and after."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+import modeling_normllava
+from hub_cards.facts import parse_json, read_json
+from hub_cards.findings import REBUILD, Finding
+from hub_cards.weights import INDEX, NORM, Weights, find_weight_faults
+from modeling_normllava import NormLlavaConfig
+
+
+CLASS_FILES = tuple(
+    sorted(Path(str(modeling_normllava.__file__)).parent.glob("*_normllava.py"), key=lambda path: path.name)
+)
+# Files of a checkpoint that are staged if they are there, beside weights and class files.
+JSON_FILES = (
+    "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", INDEX,
+)  # fmt: skip
+NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
+# Fields by which transformers finds code to run, and a value that names code of another repository.
+CODE_FIELDS = {"auto_map", "custom_pipelines"}
+OTHER_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+--[\w.]+")
+
+
+def find_model_faults(folder: Path, weights: Weights, steps: int) -> Iterator[Finding]:
+    """Code first: where it is not this version's, nothing is loaded.
+
+    Args:
+        folder: A run's folder, or a stage folder.
+        weights: What [`read_weights`] returned for it.
+        steps: How many steps of training it claims.
+    """
+    faults = [*find_code_faults(folder)]
+    yield from faults
+    if faults:
+        return
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if not isinstance(config, NormLlavaConfig):
+            raise ValueError(f"model_type is {config.model_type!r}, not {NormLlavaConfig.model_type!r}")
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype or torch.float32)
+    except Exception as error:  # whatever somebody wrote into a file
+        yield Finding("config.json", f"describes no model that can be built ({first_line(error)})", REBUILD)
+        return
+    yield from find_config_faults(read_json(folder / "config.json"))
+    yield from find_weight_faults(weights, stored_tensors(model))
+    yield from find_norm_faults(weights, steps)
+    yield from find_processor_faults(folder, model)
+
+
+def first_line(error: Exception) -> str:
+    """An error's type and the first line of its message, if it has one."""
+    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+
+
+def find_code_faults(folder: Path) -> Iterator[Finding]:
+    """Class files that are not this version's, and settings by which other code would be run."""
+    for path in CLASS_FILES:
+        if not (folder / path.name).is_file():
+            yield Finding(path.name, "is missing", f"Copy it from {path.parent.name}/.")
+        elif (folder / path.name).read_bytes() != path.read_bytes():
+            fix = f"Look at the difference; then copy it from {path.parent.name}/, or use the version that it is of."
+            yield Finding(path.name, "is not, byte for byte, that of this version", fix)
+    for name in NEEDED:
+        if not (folder / name).is_file():
+            yield Finding(name, "is missing", REBUILD)
+    for name in JSON_FILES:
+        if not (folder / name).is_file():
+            continue
+        try:
+            value = parse_json((folder / name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            yield Finding(name, f"is no JSON ({error})", REBUILD)
+            continue
+        if name == "config.json":
+            ours = NormLlavaConfig().auto_map
+            if not isinstance(value, dict) or value.pop("auto_map", None) != ours:
+                yield Finding(name, f"its auto_map is not {json.dumps(ours)}", "Save the model anew.")
+        for field, entry in walk(value):
+            if field in CODE_FIELDS:
+                yield Finding(
+                    name, f"has {field}, {json.dumps(entry)}, by which other code would be run", "Take it out."
+                )
+            elif isinstance(entry, str) and OTHER_REPOSITORY.fullmatch(entry):
+                yield Finding(name, f"{field} points to another repository, {entry}", "Take it out.")
+
+
+def walk(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value inside a JSON value, with the name of its field."""
+    if field:
+        yield field, value
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            yield from walk(entry, name)
+    elif isinstance(value, list):
+        for entry in value:
+            yield from walk(entry, field)
+
+
+def stored_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """What `save_pretrained` would write of a model, by name."""
+    tensors = {name: entry for name, entry in model.state_dict().items() if name not in model.all_tied_weights_keys}
+    return revert_weight_conversion(model, tensors)
+
+
+def find_config_faults(config: dict[str, Any]) -> Iterator[Finding]:
+    """Settings under which the weights would be taken for something else."""
+    if config.get("architectures") != ["NormLlavaForConditionalGeneration"]:
+        reason = f"architectures is {config.get('architectures')}, not ['NormLlavaForConditionalGeneration']"
+        yield Finding("config.json", reason, "Save the model anew.")
+    if not config.get("dtype"):
+        yield Finding("config.json", "says no dtype", "Save the model anew.")
+    for field, _ in walk(config):
+        if field == "quantization_config":
+            yield Finding("config.json", "has a quantization_config, and its weights are plain ones", "Take it out.")
+
+
+def find_norm_faults(weights: Weights, steps: int) -> Iterator[Finding]:
+    """A norm that silences the picture, or that no training has reached."""
+    if "weight" not in weights.norm:
+        return
+    file = next(tensor.file for tensor in weights.tensors if tensor.name == f"{NORM}weight")
+    gain, bias = weights.norm["weight"], weights.norm.get("bias", torch.zeros(1))
+    if not gain.any():
+        yield Finding(file, "holds a gain of the norm that is 0 everywhere: no picture gets through", REBUILD)
+    elif steps > 0 and (gain == gain[0]).all() and not bias.any():
+        reason = f"holds a norm as it starts, gain {gain[0].item():.4g} and bias 0 everywhere, after {steps} steps"
+        yield Finding(file, reason, "Stage the folder that training wrote.")
+
+
+def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
+    """A processor whose tokens or pictures are not those that the model takes."""
+    config = model.config
+    try:
+        processor = AutoProcessor.from_pretrained(folder)
+        content = [{"type": "image", "image": Image.new("RGB", (64, 48))}, {"type": "text", "text": "What is it?"}]
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
+        )  # fmt: skip
+        (features,) = model.get_image_features(inputs["pixel_values"].to("meta")).pooler_output
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    except Exception as error:  # whatever somebody wrote into a file
+        reason = f"can't prepare a picture and a question for this model ({first_line(error)})"
+        yield Finding("processor_config.json", reason, "Stage the processor that the model was trained with.")
+        return
+    tokenizer, rows = processor.tokenizer, config.text_config.vocab_size
+    token, count = processor.image_token_id, int((inputs["input_ids"] == config.image_token_id).sum())
+    if token != config.image_token_id:
+        reason = (
+            f"image_token_index is {config.image_token_id}, and the processor's {processor.image_token} is {token}"
+        )
+        yield Finding("config.json", reason, "Write the tokenizer's.")
+    elif count != features.shape[0]:
+        reason = f"makes {count} tokens of a picture, and the model {features.shape[0]}"
+        yield Finding("processor_config.json", reason, "Stage the processor that the model was trained with.")
+    if max(tokenizer.get_vocab().values()) >= rows:
+        yield Finding("tokenizer.json", f"has more tokens than the model's {rows}", "Stage the model's own tokenizer.")
+    if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):
+        reason = f"eos_token_id is {ends}, without the tokenizer's {tokenizer.eos_token_id}: answers would not end"
+        yield Finding("generation_config.json", reason, "Add it.")

@@ -192,28 +192,27 @@ def find_licence_faults(stage: Stage) -> Iterator[Finding]:
 
 def find_snippet_faults(stage: Stage) -> Iterator[Finding]:
     """Snippets of the card that don't parse, or load something else than this revision of this repository."""
-    repo_id, revision = stage.manifest.get("repo_id"), stage.manifest.get("revision")
+    named = f"{stage.manifest.get('repo_id')!r}, {stage.manifest.get('revision')!r}"
+    pin = ast.unparse(ast.parse(f"repository, revision = {named}"))
     snippets = re.findall(r"```python\n(.*?)```", stage.card, re.DOTALL)
-    if not snippets:
+    if not any("from_pretrained" in snippet for snippet in snippets):
         yield Finding(CARD, "shows no snippet that loads the model", REBUILD)
     for number, snippet in enumerate(snippets):
         try:
-            tree = ast.parse(snippet)
+            nodes = [*ast.walk(ast.parse(snippet))]
         except SyntaxError as error:
             yield Finding(CARD, f"snippet {number} is not Python ({error})", "Mend it.")
             continue
-        constants = assigned_constants(tree)
-        calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and loads_code(node)]
+        calls = [node for node in nodes if isinstance(node, ast.Call) and loads_code(node)]
         for call in calls:
-            given = next((keyword.value for keyword in call.keywords if keyword.arg == "revision"), None)
-            if given is None:
-                yield Finding(CARD, f"snippet {number} loads without a revision", "Pin it: code is run.")
-            elif constant_values(given, constants) != {revision}:
-                reason = f"snippet {number} loads at a revision, {ast.unparse(given)}, that is not {revision}"
-                yield Finding(CARD, reason, REBUILD)
-        strings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        if calls and repo_id not in strings:
-            yield Finding(CARD, f"snippet {number} does not name {repo_id}", REBUILD)
+            given = {entry.arg: ast.unparse(entry.value) for entry in call.keywords}
+            loaded = ast.unparse(call.args[0]) if call.args else given.get("model")
+            if (loaded, given.get("revision")) != ("repository", "revision"):
+                reason = f"snippet {number}: {ast.unparse(call.func)} does not load `repository` at `revision`"
+                yield Finding(CARD, reason, "Pin it: code is run.")
+        pins = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign) and sets_pin(node)]
+        if calls and pins != [pin]:
+            yield Finding(CARD, f"snippet {number} does not say {pin}, once", REBUILD)
 
 
 def loads_code(call: ast.Call) -> bool:
@@ -222,27 +221,10 @@ def loads_code(call: ast.Call) -> bool:
     return name in ("from_pretrained", "pipeline") or "trust_remote_code" in {entry.arg for entry in call.keywords}
 
 
-def assigned_constants(tree: ast.Module) -> dict[str, set[Any]]:
-    """What a snippet assigns to each name, one by one or as a tuple; `None` stands for what is no constant."""
-    values: dict[str, set[Any]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                pairs = [(target, node.value)]
-                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-                    pairs = list(zip(target.elts, node.value.elts, strict=False))
-                for name, value in pairs:
-                    if isinstance(name, ast.Name):
-                        constant = value.value if isinstance(value, ast.Constant) else None
-                        values.setdefault(name.id, set()).add(constant)
-    return values
-
-
-def constant_values(node: ast.expr, constants: dict[str, set[Any]]) -> set[Any]:
-    """What an argument can be: a constant, or what was assigned to its name."""
-    if isinstance(node, ast.Constant):
-        return {node.value}
-    return constants.get(node.id, set()) if isinstance(node, ast.Name) else set()
+def sets_pin(assignment: ast.Assign) -> bool:
+    """Whether it sets `repository` or `revision`."""
+    names = {node.id for target in assignment.targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+    return bool(names & {"repository", "revision"})
 
 
 def find_manifest_faults(stage: Stage) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,38 +137,29 @@ def find_weight_faults(weights: Weights, expected: Mapping[str, torch.Tensor]) -
         expected: The model's own tensors, of which names, shapes and dtypes count.
     """
     names = {dtype: name for name, dtype in FLOATS.items()}
-    stored = {tensor.name: tensor for tensor in weights.tensors}
-    place = WEIGHTS if weights.index is None else INDEX
-    yield from _summarize(place, "lacks {}, which the model has", sorted(expected.keys() - stored.keys()))
-    for file in weights.sha256:
-        here = [tensor for tensor in weights.tensors if tensor.file == file]
-        known = [tensor for tensor in here if tensor.name in expected]
-        twice = [tensor.name for tensor in here if stored[tensor.name] is not tensor]
-        yield from _summarize(file, "holds {}, which is there twice", twice)
-        extra = [tensor.name for tensor in here if tensor.name not in expected]
-        yield from _summarize(file, "holds {}, which the model does not have", extra)
-        shapes = [f"{t.name} of {list(t.shape)}, not {list(expected[t.name].shape)}" for t in known
-                  if t.shape != expected[t.name].shape]  # fmt: skip
-        yield from _summarize(file, "holds {}", shapes)
-        wanted = {tensor.name: names.get(expected[tensor.name].dtype, "?") for tensor in known}
-        dtypes = [f"{t.name} as {t.dtype}, not {wanted[t.name]}" for t in known if t.dtype != wanted[t.name]]
-        yield from _summarize(file, "holds {}", dtypes)
-        broken = [tensor.name for tensor in here if not tensor.is_finite]
-        yield from _summarize(file, "holds values in {} that are no finite numbers", broken)
-        if weights.index is None and file != WEIGHTS:
-            yield Finding(file, "is a shard without an index", REBUILD)
-        if weights.index is not None:
-            if file not in weights.index.values():
-                yield Finding(
-                    file, "is not in the index: a stale file, which may be loaded in place of it", "Delete it."
-                )
-            elsewhere = [tensor.name for tensor in here if weights.index.get(tensor.name, file) != file]
-            yield from _summarize(file, "holds {}, which the index puts elsewhere", elsewhere)
-    for file in sorted(set((weights.index or {}).values()) - weights.sha256.keys()):
-        yield Finding(file, "is in the index and not in the folder", REBUILD)
-
-
-def _summarize(file: str, reason: str, items: list[str]) -> Iterator[Finding]:
-    if items:
-        more = f" (and {len(items) - 1} more)" if len(items) > 1 else ""
-        yield Finding(file, reason.format(items[0] + more), REBUILD)
+    index = weights.index or dict.fromkeys(expected, WEIGHTS)
+    # By file and kind, since all tensors of a model can have the same fault.
+    faults: dict[tuple[str, str], list[str]] = defaultdict(list)
+    files: dict[str, str] = {}
+    for tensor in weights.tensors:
+        name, file, own = tensor.name, tensor.file, expected.get(tensor.name)
+        if own is None:
+            faults[file, "holds {}, which the model does not have"].append(name)
+        elif tensor.shape != own.shape:
+            faults[file, "holds {}"].append(f"{name} of {list(tensor.shape)}, not {list(own.shape)}")
+        elif tensor.dtype != names.get(own.dtype):
+            faults[file, "holds {}"].append(f"{name} as {tensor.dtype}, not {names.get(own.dtype, own.dtype)}")
+        if not tensor.is_finite:
+            faults[file, "holds {} with values that are no finite numbers"].append(name)
+        if name in files:
+            faults[file, "holds {}, which is there twice"].append(f"{name}, as {files[name]} does")
+        elif index.get(name, file) != file:
+            faults[file, "holds {}, which the index puts elsewhere"].append(name)
+        files[name] = file
+    for name in sorted(expected.keys() - files.keys()):
+        faults[index.get(name, INDEX), "lacks {}, which the model has"].append(name)
+    for (file, reason), items in faults.items():
+        yield Finding(file, reason.format(items[0] + (f" (and {len(items) - 1} more)" if items[1:] else "")), REBUILD)
+    for file in sorted(set(index.values()) ^ weights.sha256.keys()):
+        stale = file in weights.sha256
+        yield Finding(file, "is there and not in the index" if stale else "is in the index and not there", REBUILD)

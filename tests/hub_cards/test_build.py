@@ -18,7 +18,7 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
 from diagnostics.report import with_interval
 from diagnostics.results import ProjectorNorm, Report, from_json
@@ -186,10 +186,16 @@ def test_a_cast_is_loaded_and_its_difference_said(dtype: str, trained: Path, pro
     assert re.search(r"^\d+ of 16 greedy tokens are the same", card, re.MULTILINE)
 
 
+def test_the_card_warns_of_llavas_own_class(trained: Path, staged: Path) -> None:
+    loaded = LlavaForConditionalGeneration.from_pretrained(trained)
+    assert not any("projector.norm" in name for name, _ in loaded.named_parameters())
+    assert "**Not with `LlavaForConditionalGeneration`.**" in (staged / "README.md").read_text()
+
+
 def test_a_cast_that_overflows_is_refused(trained: Path, prose: Path, tmp_path: Path) -> None:
     run = copy(trained, tmp_path / "run")
     tensors(lambda weights: weights["lm_head.weight"].fill_(1e5))(run)
-    with pytest.raises(ValueError, match=r"values in lm_head.weight that are no finite numbers"):
+    with pytest.raises(ValueError, match=r"lm_head.weight with values that are no finite numbers"):
         build(run, tmp_path / "stage", "me/Mine", prose, dtype="float16", **OWN)
     assert not (tmp_path / "stage").exists()
     build(run, tmp_path / "stage", "me/Mine", prose, dtype="bfloat16", **OWN)  # what was left half-made goes

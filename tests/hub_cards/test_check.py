@@ -93,26 +93,24 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "other requirements": (append("requirements.txt", "evil\n"), "requirements.txt", "is not, byte for byte"),
     "broken snippet": (edit(README, "generated = model", "generated == = model"), README, "snippet 0 is not Python"),
     "snippet without revision": (
-        edit(README, "repository, revision=revision, ", "repository, "),
-        README,
-        "without a revision",
+        edit(README, "repository, revision=revision, ", "repository, "), README, "does not load `repo"
     ),
     "snippet with another revision in one call": (
         edit(README, "AutoProcessor.from_pretrained(repository, revision=revision", 'load("x", revision="main"'),
-        README,
-        "loads at a revision, 'main', that is not v1.0",
+        README, "snippet 0: load does not load `repository` at `revision`",
     ),
     "snippet with two revisions": (
-        edit(README, "\nprocessor = ", '\nrevision = "main"\nprocessor = '),
-        README,
-        "loads at a revision, revision, that is not v1.0",
+        edit(README, "\nprocessor = ", '\nrevision = "main"\nprocessor = '), README, "snippet 0 does not say"
     ),
     "pipeline without revision": (
         append(README, '\n```python\nask = pipeline(model="me/Tiny-NormLlava")  # v1.0\n```\n'),
-        README,
-        "snippet 1 loads without a revision",
+        README, "snippet 1: pipeline does not load",
     ),
-    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "that is not v1.0"),
+    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "snippet 0 does not say repository,"),
+    "snippet of another repository": (
+        edit(README, '= "me/Tiny-NormLlava"', '= "you/Tiny-NormLlava"'), README, "snippet 0 does not say"
+    ),
+    "no snippet": (edit(README, "```python", "```"), README, "shows no snippet"),
     "dirty tree": (put(MANIFEST, commit_is_clean=False), MANIFEST, "uncommitted"),
     "file changed": (append("LICENSE", "\n"), "LICENSE", "it was changed"),
     "weights changed": (tensors(lambda w: w["lm_head.weight"].add_(1)), WEIGHTS, "it was changed"),

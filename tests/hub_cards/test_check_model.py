@@ -90,8 +90,8 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "a norm in bfloat16": (cast(f"{NORM}.weight", torch.bfloat16), WEIGHTS, f"{NORM}.weight as BF16, not F32"),
     "another dtype in the config": (put(CONFIG, dtype="bfloat16"), WEIGHTS, "as F32, not BF16"),
     "no dtype in the config": (put(CONFIG, dtype=None), CONFIG, "says no dtype"),
-    "NaN": (fill(VISION, float("nan")), WEIGHTS, f"values in {VISION} that are no finite numbers"),
-    "infinity": (fill("lm_head.weight", -float("inf")), WEIGHTS, "values in lm_head.weight that are no finite"),
+    "NaN": (fill(VISION, float("nan")), WEIGHTS, f"holds {VISION} with values that are no finite"),
+    "infinity": (fill("lm_head.weight", -float("inf")), WEIGHTS, "lm_head.weight with values that are no"),
     "a gain of 0": (tensors(lambda w: w[f"{NORM}.weight"].zero_()), WEIGHTS, "a gain of the norm that is 0"),
     "a norm that was not trained": (
         tensors(as_it_starts), WEIGHTS, "a norm as it starts, gain 0.0134 and bias 0 everywhere, after 8 steps"
@@ -135,13 +135,13 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "not JSON": (write("tokenizer_config.json", "{"), "tokenizer_config.json", "is no JSON"),
     "NaN in JSON": (put(CONFIG, projector_norm_eps=float("nan")), CONFIG, "NaN is no value of JSON"),
     "a shard lost": (
-        both(shard, delete(SECOND)), SECOND, "is in the index and not in the folder"
+        both(shard, delete(SECOND)), SECOND, "is in the index and not there"
     ),
-    "a tensor in two shards": (lambda f: shard(f, twice), FIRST, "which is there twice"),
-    "a tensor lost from a shard": (lambda f: shard(f, lost), INDEX, "lacks lm_head.weight, which the model has"),
+    "a tensor in two shards": (lambda f: shard(f, twice), SECOND, "which is there twice"),
+    "a tensor lost from a shard": (lambda f: shard(f, lost), FIRST, "lacks lm_head.weight, which the model has"),
     "a tensor in another shard": (lambda f: shard(f, moved), SECOND, "which the index puts elsewhere"),
-    "a single file beside shards": (stale, WEIGHTS, "is not in the index: a stale file"),
-    "shards without an index": (both(shard, delete(INDEX)), SECOND, "is a shard without an index"),
+    "a single file beside shards": (stale, WEIGHTS, "is there and not in the index"),
+    "shards without an index": (both(shard, delete(INDEX)), SECOND, "is there and not in the index"),
     "another class file": (append(MODELING, "\n"), MODELING, "is not, byte for byte, that of this version"),
     "no class file": (delete("configuration_normllava.py"), "configuration_normllava.py", "is missing"),
     "no auto_map": (put(CONFIG, auto_map=None), CONFIG, "its auto_map is not"),

@@ -61,7 +61,7 @@ class Comparison:
         return "\n".join(summarize(self.report))
 
     def frame(self) -> pd.DataFrame:
-        """A row for each number; see [`~diagnostics.frame.to_frame`]."""
+        """A row for each measure; see [`~diagnostics.frame.to_frame`]."""
         return to_frame(self.report)
 
     def figures(self) -> dict[str, Figure]:

@@ -219,6 +219,8 @@ def test_a_picture_without_tokens_keeps_its_place(record: Record) -> None:
     assert len(space.norm.text.overall.by_picture) == 6
     assert np.isnan(space.norm.text.overall.by_picture[2])
     assert space.norm.text.overall.by_picture[3] == whole.norm.text.overall.by_picture[3]
+    five = measured([*records[:2], *records[3:]])
+    np.testing.assert_allclose(space.spread.text.mean, five.spread.text.mean)
 
 
 def test_the_interval_of_mmd_holds_its_mean(record: Record) -> None:

@@ -165,9 +165,10 @@ def collect_facts(
     if not isinstance(config, dict) or config.get("model_type") != "normllava":
         found = config.get("model_type") if isinstance(config, dict) else config
         raise ValueError(f"{config_file}: model_type is {found!r}, not 'normllava'.")
-    weights = read_weights(run)
     text, vision = config["text_config"], config["vision_config"]
     stages, earlier_is_recorded = collect_stages(run)
+    evaluations = read_evaluations(run)
+    weights = read_weights(run)  # which takes longest
     return Facts(
         weights=weights,
         vision_model=choose_id("vision_model", vision_model, vision.get("_name_or_path"), config_file),
@@ -180,7 +181,7 @@ def collect_facts(
         target=config.get("projector_norm_target"),
         stages=stages,
         earlier_is_recorded=earlier_is_recorded,
-        evaluations=read_evaluations(run),
+        evaluations=evaluations,
         diagnostics=None
         if diagnostics is None
         else read_diagnostics(diagnostics, run, (text["num_hidden_layers"], text["hidden_size"], weights.mean_gain)),

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3MoeConfig
 
 from hub_cards.build import build
-from hub_cards.check_model import find_model_faults
+from hub_cards.check_model import find_model_faults, stored_tensors
 from hub_cards.manifest import sha256
 from hub_cards.weights import FLOATS, read_weights
 from plants import CONFIG, WEIGHTS, Plant, append, delete, put, shard, tensors, write
@@ -201,6 +202,18 @@ def test_weights_that_can_not_be_read_are_named(name: str, trained: Path, tmp_pa
 def test_every_family_as_composed_has_no_faults(vision: str, text: str, composed: Callable[..., Path]) -> None:
     folder = composed(vision=vision, text=text)
     assert [*map(str, find_model_faults(folder, read_weights(folder), steps=0))] == []
+
+
+def test_a_model_that_is_stored_under_other_names_has_no_faults(composed: Callable[..., Path], tmp_path: Path) -> None:
+    # The experts of a layer are one tensor in memory and many in files.
+    config = AutoConfig.from_pretrained(composed())
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config.text_config = Qwen3MoeConfig(**(config.text_config.to_dict() | {"model_type": "qwen3_moe"} | sizes))
+    model = AutoModelForImageTextToText.from_config(config)
+    model.save_pretrained(tmp_path)
+    names = {tensor.name: tensor.shape for tensor in read_weights(tmp_path).tensors}
+    assert any(".experts.3." in name for name in names)
+    assert names == {name: tensor.shape for name, tensor in stored_tensors(model).items()}
 
 
 def test_shards_have_no_faults_and_are_staged(trained: Path, prose: Path, tmp_path: Path) -> None:

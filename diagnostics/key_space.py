@@ -278,7 +278,7 @@ def _p_value(mmd: _Medians) -> float:
 
 
 def _root_mean(squares: np.ndarray) -> ByLayer:
-    """Root of the mean over pictures, of `(num_pictures, num_layers)`; a picture without tokens is NaN and left out."""
+    """Root of the mean over pictures, of `(num_pictures, num_layers)`; NaN for a picture without tokens."""
     squares = squares[~np.isnan(squares).any(axis=1)]
     total = squares.sum(axis=0)
     return jackknife(np.sqrt(total / len(squares)), np.sqrt(np.maximum(total - squares, 0) / max(len(squares) - 1, 1)))

@@ -11,12 +11,12 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from hub_cards.build import OTHER_FILES, PLOTS, SERVING_FILES, check_revision
+from hub_cards.build import OTHER_FILES, PLOTS, SERVING_FILES, check_name, check_revision
 from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults, first_line
 from hub_cards.facts import read_json
 from hub_cards.findings import REBUILD, Finding
 from hub_cards.leaks import find_machines, find_secrets, plain_text
-from hub_cards.licences import APACHE, BY_IDENTIFIER, UnknownLicenceError, known_licence, strictest
+from hub_cards.licences import APACHE, licence_of
 from hub_cards.manifest import MANIFEST, sha256, staged_files
 from hub_cards.weights import Weights, read_weights
 
@@ -158,34 +158,24 @@ def find_card_faults(stage: Stage) -> Iterator[Finding]:
 def find_licence_faults(stage: Stage) -> Iterator[Finding]:
     """What the licence of the parts asks for and is not there."""
     metadata, manifest = stage.metadata or {}, stage.manifest
-    identifier = str(metadata.get("license"))
-    named = metadata.get("base_model") or []
-    bases = {str(base) for base in (named if isinstance(named, list) else [named])}
+    given, named = str(metadata.get("license")), metadata.get("base_model") or []
     parts = [manifest.get("text_model"), manifest.get("vision_model")]
-    recorded = {part for part in parts if part is not None}
-    if bases != recorded:
-        reason = f"metadata base_model names {', '.join(sorted(bases)) or 'none'}, the manifest "
-        yield Finding(CARD, reason + (", ".join(sorted(recorded)) or "none"), REBUILD)
-    licences = []
-    for base in sorted(bases | recorded):
-        try:
-            licences.append(known_licence(base))
-        except UnknownLicenceError as error:
-            yield Finding(CARD, str(error).rstrip("."), "Name what it is made from.")
-            return
-    if None in parts and identifier in BY_IDENTIFIER:
-        licences.append(BY_IDENTIFIER[identifier])
-    licence = strictest(licences)
-    if identifier != licence.identifier:
-        yield Finding(CARD, f"metadata license is {identifier}", f"Its parts ask for {licence.identifier}.")
+    bases = [part for part in parts if part is not None]
+    if sorted(named if isinstance(named, list) else [str(named)]) != sorted(bases):
+        yield Finding(CARD, f"metadata base_model is {named}, the manifest's {bases}", REBUILD)
+    try:
+        licence = licence_of(parts[0], parts[1], given if None in parts else None)
+        check_name(str(manifest.get("repo_id", "/")), licence)
+    except ValueError as error:
+        yield Finding(MANIFEST, str(error).rstrip("."), REBUILD)
+        return
+    if given != licence.identifier:
+        yield Finding(CARD, f"metadata license is {given}", f"Its parts ask for {licence.identifier}.")
     for name in licence.files:
         if not stage.text(name).strip():
             yield Finding(name, f"is missing or empty, and the {licence.title} asks for it", REBUILD)
     if licence.attribution and licence.attribution not in stage.card:
         yield Finding(CARD, f"does not say '{licence.attribution}'", f"The {licence.title} asks for it.")
-    name = str(manifest.get("repo_id", "/")).split("/")[-1]
-    if licence.name_prefix and not name.startswith(licence.name_prefix):
-        yield Finding(MANIFEST, f"the name {name!r} does not begin with {licence.name_prefix}", "Choose another name.")
     if licence is not APACHE and "Apache License" in stage.text("LICENSE")[:200]:
         yield Finding("LICENSE", "is Apache's", f"Put the {licence.title} there.")
 

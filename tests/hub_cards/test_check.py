@@ -19,7 +19,17 @@ README = "README.md"
 MODELING = "modeling_normllava.py"
 PICTURE = "images/example1.png"
 TOKEN = "hf_" + "a" * 34
-LLAMA = edit(README, "license: apache-2.0", "base_model: meta-llama/Llama-3.2-3B\nlicense: llama3.2")
+LLAMA_3, QWEN, SIGLIP = "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-7B", "google/siglip-so400m-patch14-384"
+
+
+def made_from(text: str, licence: str, name: str = "me/Llama-Tiny") -> Plant:
+    """Another language model in card and manifest."""
+    card = edit(README, "license: apache-2.0", f"base_model:\n- {text}\n- {SIGLIP}\nlicense: {licence}")
+    manifest = put(MANIFEST, text_model=text, vision_model=SIGLIP, repo_id=name)
+    return lambda folder: (card(folder), manifest(folder))
+
+
+LLAMA = made_from(LLAMA_3, "llama3.2")
 
 
 def link(folder: Path) -> None:
@@ -46,23 +56,17 @@ def exif() -> Image.Exif:
 FAULTS: dict[str, tuple[Plant, str, str]] = {
     "no card": (delete(README), README, "no readable YAML"),
     "broken YAML": (edit(README, "pipeline_tag: ", "pipeline_tag: [ "), README, "no readable YAML"),
-    "unknown base model": (
-        edit(README, "license: ", "base_model: a/b\nlicense: "), README, "base model a/b is not known"
-    ),
-    "another licence": (
-        edit(README, "license: apache-2.0", "base_model: Qwen/Qwen2.5-7B\nlicense: mit"),
-        README,
-        "metadata license is mit",
-    ),
-    "no licence in metadata": (edit(README, "license: apache-2.0\n", ""), README, "metadata license is None"),
+    "unknown base model": (made_from("a/b", "apache-2.0"), MANIFEST, "base model a/b is not known"),
+    "another licence": (made_from(QWEN, "mit"), README, "metadata license is mit"),
+    "no licence in metadata": (edit(README, "license: apache-2.0\n", ""), MANIFEST, "No Hub id of the text_model and"),
+    "Llama under Apache's licence": (made_from(LLAMA_3, "apache-2.0"), README, "metadata license is apache-2.0"),
+    "Llama without its agreement": (LLAMA, "LICENSE", "is Apache's"),
     "Llama without its notice": (LLAMA, "NOTICE", "the Llama 3.2 Community License asks for it"),
     "Llama without attribution": (LLAMA, README, "does not say 'Built with Llama'"),
-    "Llama under another name": (LLAMA, MANIFEST, "does not begin with Llama"),
+    "Llama under another name": (made_from(LLAMA_3, "llama3.2", "me/Tiny"), MANIFEST, "name begin with 'Llama'"),
     "Llama without Apache's licence": (LLAMA, "LICENSE-APACHE", "the Llama 3.2 Community License asks for it"),
     "another base model than built from": (
-        put(MANIFEST, text_model="Qwen/Qwen2.5-7B"),
-        README,
-        "metadata base_model names none, the manifest Qwen/Qwen2.5-7B",
+        put(MANIFEST, text_model=QWEN), README, f"metadata base_model is [], the manifest's ['{QWEN}']"
     ),
     "no licence file": (delete("LICENSE"), "LICENSE", "is missing or empty"),
     "placeholder": (append(README, "\n[More Information Needed]\n"), README, "holds a placeholder"),

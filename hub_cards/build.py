@@ -21,7 +21,7 @@ from diagnostics.plots import draw_attention, draw_layers, save
 from diagnostics.results import ModelReport
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
-from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, read_json
+from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, hub_id, read_json
 from hub_cards.findings import Finding
 from hub_cards.fresh_load import ask, fixed_picture, generate
 from hub_cards.licences import APACHE, Licence, licence_of
@@ -196,9 +196,8 @@ def without_local_names(value: Any) -> Any:
         return {
             key: without_local_names(entry)
             for key, entry in value.items()
-            if not (key.endswith("name_or_path") and (not isinstance(entry, str) or not HUB_ID.fullmatch(entry)
-                                                      or Path(entry).exists()))
-        }  # fmt: skip
+            if not key.endswith("name_or_path") or (isinstance(entry, str) and hub_id(entry))
+        }
     return [without_local_names(entry) for entry in value] if isinstance(value, list) else value
 
 

@@ -30,7 +30,7 @@ from hub_cards.facts import HUB_ID, collect_facts
 from hub_cards.fresh_load import ask, fixed_picture
 from hub_cards.manifest import MANIFEST, sha256
 from modeling_normllava import NormLlavaForConditionalGeneration
-from plants import WEIGHTS, tensors
+from plants import WEIGHTS, shard, tensors
 from training.run import Run
 
 
@@ -184,6 +184,14 @@ def test_a_cast_is_loaded_and_its_difference_said(dtype: str, trained: Path, pro
         f"at most {(ours - theirs).abs().max():.3g}, where their standard deviation is {ours.std():.3g}, and" in card
     )
     assert re.search(r"^\d+ of 16 greedy tokens are the same", card, re.MULTILINE)
+
+
+def test_shards_are_cast_without_their_index(trained: Path, prose: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    shard(run)
+    stage = build(run, tmp_path / "stage", "me/Mine", prose, dtype="bfloat16", **OWN)
+    assert [path.name for path in stage.glob("*.safetensors*")] == [WEIGHTS]
+    assert check(stage) == []
 
 
 def test_the_card_warns_of_llavas_own_class(trained: Path, staged: Path) -> None:

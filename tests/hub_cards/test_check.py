@@ -205,6 +205,11 @@ def test_secrets_are_found_as_text_and_in_json(kind: str) -> None:
         assert SECRETS[kind] not in " ".join(kinds)
 
 
+def test_a_key_of_json_says_what_its_value_is() -> None:
+    for field, value in (("password", "correct-horse-1"), ("aws_secret_access_key", random_text(40))):
+        assert [*find_secrets(plain_text(json.dumps({"a": {field: value}})))]
+
+
 @pytest.mark.parametrize(
     "name",
     [

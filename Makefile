@@ -1,6 +1,7 @@
 # One virtual environment for all; the versions are those that were tested.
 PYTHON ?= python3.11
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 
 .PHONY: install quickstart ablation depth test test-slow quality
@@ -12,6 +13,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# For one slow test: vLLM pins torch and caps transformers. Its `torch==...+cpu` is not on PyPI: where no local build is
+# at hand, name the index of PyTorch's CPU builds in PIP_EXTRA_INDEX_URL. PyPI's torchvision and its kin need CUDA's torch.
+$(VLLM_VENV)/installed: tests/hub_cards/vllm_requirements.txt
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --requirement $<
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	touch $@
 
 quickstart: install

@@ -2,14 +2,12 @@
 
     python -m hub_cards.serve me/Llama-NormLlava-3B --revision v1.0 --port 8000
 
-`transformers serve` 5.23 loads custom code only if its model type is among those that it lists, so one entry is added.
-It listens on the loopback alone: a request can name any file or URL as its picture, and the server reads it.
+A client's `model` is the id as it stands here, or `<id>@<revision>`. A picture is a URL or base64. The server asks for
+no key and fetches any URL, so it listens on the loopback alone.
 """
 
 import argparse
 
-from transformers.cli.serve import Serve
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils.import_utils import is_serve_available
 
 
@@ -22,13 +20,11 @@ def main() -> None:
     args = parser.parse_args()
     if not is_serve_available():
         raise SystemExit("transformers' server is not installed: pip install -e '.[serve]'")
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava"] = "NormLlavaForConditionalGeneration"
-    Serve(
-        force_model=f"{args.model}@{args.revision}",
-        trust_remote_code=True,
-        host="127.0.0.1",
-        port=args.port,
-    )
+    import uvicorn  # needs the extra "serve", as what follows does
+
+    from hub_cards.chat_server import build_app
+
+    uvicorn.run(build_app(args.model, args.revision), host="127.0.0.1", port=args.port)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,6 +30,9 @@ require_version("transformers>=5.18", "NormLlava needs it: pip install -U transf
 
 # Lower bound of the mean gain by which the gradient is divided (δ in eq. 25).
 MIN_MEAN_GAIN = 1e-3
+# What a model with less may leave of a checkpoint: the head (the base model), the norm (one that is switched off).
+# Not as the class's `_keys_to_ignore_on_load_unexpected`: vLLM takes such weights out of every checkpoint.
+MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
 
 
 class _CompensatedLayerNormFunction(torch.autograd.Function):
@@ -140,11 +144,6 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
     _no_split_modules = ["NormLlavaMultiModalProjector"]  # noqa: RUF012 - as transformers has it
     # In full: a bare "norm" would keep every norm of the language model in float32.
     _keep_in_fp32_modules_strict = {"multi_modal_projector.norm"}  # noqa: RUF012 - as transformers has it
-    # What a model with less may leave: the head (the base model), the norm (one that is switched off).
-    _keys_to_ignore_on_load_unexpected = [  # noqa: RUF012 - as transformers has it
-        r"^lm_head\.weight$",
-        r"multi_modal_projector\.norm\.(weight|bias)$",
-    ]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -161,9 +160,10 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
             ValueError: if the checkpoint's weights are not this model's, as those of a plain Llava checkpoint.
         """
         model, loading_info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        for problem in ("missing", "unexpected"):
-            keys = sorted(loading_info[f"{problem}_keys"])
-            if keys:
+        unexpected = [key for key in loading_info["unexpected_keys"] if not MAY_STAY_UNUSED.search(key)]
+        for problem, found in (("missing", loading_info["missing_keys"]), ("unexpected", unexpected)):
+            if found:
+                keys = sorted(found)
                 parts = sorted({next(name for name in key.split(".") if name != "model") for key in keys})
                 raise ValueError(
                     f"The checkpoint {model.name_or_path!r} does not fit {cls.__name__}. Weights {problem}: "

@@ -89,6 +89,8 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
                 f"reads vision transformers with pictures of one size; {config.model_type!r} is of another kind (of "
                 "SigLIP2, take a fixed-resolution checkpoint, not a NaFlex one)."
             )
+    if hasattr(config, "vision_use_head"):
+        config.vision_use_head = False  # SigLIP's pooling, which Llava doesn't read and vLLM on CPU can't run
     return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
 
 

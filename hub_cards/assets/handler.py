@@ -7,6 +7,7 @@ through it.
 """
 
 import base64
+import re
 from io import BytesIO
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, EPS starts a program
 MAX_IMAGES, MAX_BYTES, MAX_PIXELS = 8, 10_000_000, 40_000_000
+MAX_RATIO = 100  # of its sides; where the shorter one is resized to a fixed length, the longer one grows along
 MAX_CHARACTERS, MAX_NEW_TOKENS = 50_000, 1024
 MIN_TEMPERATURE = 0.01  # logits are divided by it
 PARAMETERS = {"max_new_tokens": 256, "temperature": 0.0}
@@ -73,6 +75,8 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 characters += len(part["text"])
+                if re.search("[\ud800-\udfff]", part["text"]):  # JSON can hold it, a tokenizer can't read it
+                    raise ValueError(f"inputs[{number}].content: half a surrogate pair in the text")
                 filled.append({"type": "text", "text": part["text"]})
             elif kind == "image":
                 images += 1
@@ -98,15 +102,24 @@ def read_image(value: Any, place: str) -> Image.Image:
         raise ValueError(f"{place}: only pictures in base64 are taken, no URLs and no paths")
     try:
         content = base64.b64decode(body if separator else value, validate=True)
+    except ValueError as error:
+        raise ValueError(f"{place}: no picture in base64 ({error}); URLs and paths are not taken") from error
+    return open_image(content, place)
+
+
+def open_image(content: bytes, place: str) -> Image.Image:
+    """A picture from the bytes of its file."""
+    try:
         picture = Image.open(BytesIO(content), formats=FORMATS)
-        if picture.width * picture.height <= MAX_PIXELS:
+        width, height = picture.size
+        if width * height <= MAX_PIXELS and max(width, height) <= MAX_RATIO * min(width, height):
             return ImageOps.exif_transpose(picture).convert("RGB")  # as in training
     except Exception as error:  # what is no picture fails in many ways
-        kinds = ", ".join(FORMATS)
-        raise ValueError(
-            f"{place}: no picture in base64 ({type(error).__name__}), one of {kinds}; URLs and paths are not taken"
-        ) from error
-    raise ValueError(f"{place}: the picture has more than {MAX_PIXELS} pixels")
+        raise ValueError(f"{place}: no picture ({type(error).__name__}), one of {', '.join(FORMATS)}") from error
+    raise ValueError(
+        f"{place}: the picture has {width} x {height} pixels, more than {MAX_PIXELS} or {MAX_RATIO} times as many one "
+        "way as the other"
+    )
 
 
 def read_parameters(given: Any) -> dict[str, Any]:

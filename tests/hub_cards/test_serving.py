@@ -1,13 +1,17 @@
 """The staged folder asked in each way that it is served: endpoint handler, pipeline, transformers serve, Space."""
 
 import base64
+import functools
+import http.server
 import importlib.util
 import io
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -83,7 +87,7 @@ def test_the_handler_starts_no_program_for_a_picture(
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **kwargs: started.append(args))
     picture = io.BytesIO()
     Image.new("RGB", (30, 20)).save(picture, "EPS")
-    with pytest.raises(ValueError, match=r"inputs\[0\]: no picture in base64 \(UnidentifiedImageError\), one of PNG"):
+    with pytest.raises(ValueError, match=r"inputs\[0\]: no picture \(UnidentifiedImageError\), one of PNG"):
         handler_module.read_messages(request(base64.b64encode(picture.getvalue()).decode())["inputs"])
     assert started == []
 
@@ -100,14 +104,16 @@ def test_the_handler_starts_no_program_for_a_picture(
         (request("http://169.254.169.254/latest,x"), "no URLs and no paths"),
         (request("file:///etc/passwd"), "URLs and paths are not taken"),
         (request({"path": "/etc/passwd"}), "is not base64 text"),
-        (request(base64.b64encode(b"no picture").decode()), "no picture in base64"),
-        (request(png((9000, 9000))), "more than 40000000 pixels"),
+        (request(base64.b64encode(b"no picture").decode()), r"no picture \(UnidentifiedImageError\), one of PNG"),
+        (request(png((9000, 9000))), "9000 x 9000 pixels, more than 40000000"),
+        (request(png((101, 1))), "the picture has 101 x 1 pixels"),
         (request("A" * 14_000_000), "more than 10000000 bytes"),
         ({"inputs": request(png())["inputs"] * 9}, "more than 8 pictures"),
         (request(png(), "x" * 50_001), "more than 50000 characters"),
         (request(png(), max_new_tokens=5000), "max_new_tokens: a whole number from 1 to 1024"),
         (request("ü" * 8), r"inputs\[0\]: no picture in base64"),
         ({"inputs": [{"role": "user", "content": []}]}, r"inputs\[0\].content: text or a list of parts"),
+        (request(png(), "\ud83d"), r"inputs\[0\].content: half a surrogate pair"),
         (request(png(), "<|image_pad|>"), "inputs: The total number of .* tokens"),
         (
             request(png(), "x" * 600, max_new_tokens=8),
@@ -127,40 +133,102 @@ def test_the_handler_refuses(data: dict[str, Any], message: str, handler: Any) -
 
 def test_a_server_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "is_serve_available", lambda: False)
-    monkeypatch.setattr(serve, "Serve", lambda **options: pytest.fail("started"))
     monkeypatch.setattr(sys, "argv", ["serve", "me/x"])
     with pytest.raises(SystemExit, match=r"pip install -e '.\[serve\]'"):
         serve.main()
 
 
-def test_transformers_serve_answers_the_openai_client(staged: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def client(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The OpenAI client of a server that runs."""
     openai = pytest.importorskip("openai")  # the extra "serve"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with (tmp_path / "log").open("w") as log:
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as file:
         command = [sys.executable, "-m", "hub_cards.serve", str(staged), "--port", str(port)]
-        server = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        server = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
         for _ in range(120):
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
                 break
             except OSError:
-                assert server.poll() is None, (tmp_path / "log").read_text()
+                assert server.poll() is None, log.read_text()
                 time.sleep(1)
-        content = [
-            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png()}"}},
-            {"type": "text", "text": "what is it?"},
-        ]
-        answer = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none").chat.completions.create(
-            model=f"{staged}@main", messages=[{"role": "user", "content": content}], max_tokens=4
-        )
-        assert answer.choices[0].finish_reason in ("length", "stop")
-        assert isinstance(answer.choices[0].message.content, str)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     finally:
         server.terminate()
         server.wait()
+
+
+def conversation(url: str, text: str = "what is it?") -> list[dict[str, Any]]:
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    return [{"role": "user", "content": content}]
+
+
+def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path, handler: Any, tmp_path: Path) -> None:
+    Image.open(io.BytesIO(base64.b64decode(png()))).save(tmp_path / "picture.png")
+    web = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    )
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    asked = {"max_tokens": 4, "temperature": 0}
+    expected = handler(request(png(), max_new_tokens=4))["generated_text"]
+    names = [model.id for model in client.models.list()]
+    assert names == [str(staged), f"{staged}@main"]
+    urls = [f"data:image/png;base64,{png()}", f"http://127.0.0.1:{web.server_port}/picture.png"]
+    for name, url in zip(names, urls, strict=True):
+        answer = client.chat.completions.create(model=name, messages=conversation(url), **asked)
+        assert answer.choices[0].finish_reason in ("length", "stop")
+        assert answer.choices[0].message.content.strip() == expected
+        chunks = client.chat.completions.create(model=name, messages=conversation(url), stream=True, **asked)
+        streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert streamed.strip() == expected.rstrip("\ufffd")  # a stream holds half a character back
+    web.shutdown()
+    content = [{"type": "input_image", "image_url": urls[0]}, {"type": "input_text", "text": "what is it?"}]
+    response = client.responses.create(
+        model=str(staged), input=[{"role": "user", "content": content}], max_output_tokens=4, temperature=0
+    )
+    assert response.output_text.strip() == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": "me/other"}, "Server is pinned to .*@main'; requested 'me/other'"),
+        ({"messages": conversation("data:image/png;base64,@@")}, r"messages\[0\]: no picture in base64"),
+        ({"messages": conversation("data:image/png;base64,YWJj")}, r"messages\[0\]: no picture \(Unidentified"),
+        ({"messages": conversation("http://127.0.0.1:9/a.png")}, r"messages\[0\]: http://127.0.0.1:9/a.png can't be"),
+        ({"messages": conversation(str(ROOT / "README.md"))}, r"messages\[0\]: .*; no file is read"),
+        ({"messages": conversation(f"file://{ROOT}/README.md")}, "no file is read"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "/etc/passwd"}}]}]},
+            r"messages\[0\]: only text and pictures are taken, no video",
+        ),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, r"not in the form .* \(KeyError: 'type'\)"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "Unknown role judge"),
+        ({"messages": conversation(f"data:image/png;base64,{png()}", "<|image_pad|>")}, "The total number of"),
+    ],
+)
+def test_transformers_serve_refuses(
+    client: Any, staged: Path, fields: dict[str, Any], message: str, stream: bool
+) -> None:
+    import openai
+
+    asked = {"model": str(staged), "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields}
+    with pytest.raises(openai.BadRequestError, match=message) as refused:
+        client.chat.completions.create(**asked, stream=stream)
+    assert refused.value.type == "invalid_request_error"
+
+
+def test_transformers_serve_loads_nothing_else(client: Any) -> None:
+    import openai
+
+    with pytest.raises(openai.NotFoundError, match="Not Found"):
+        client.post(str(client.base_url).replace("/v1/", "/load_model"), body={"model": "me/other"}, cast_to=object)
 
 
 def test_the_space_answers_and_draws(staged: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,28 @@
-"""What vLLM's Transformers backend asks of a released folder's class and processor; vLLM itself is not run here.
+"""What vLLM's Transformers backend asks of a released folder's class and processor, and, slow, what it answers.
 
 Sources: transformers' page "Transformers as modeling backend", and vLLM's
 `vllm/model_executor/models/transformers/multimodal.py` at 03e3bc8c1e9c.
 """
 
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoConfig, AutoModel, AutoProcessor
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, set_seed
+
+from training.compose import compose
 
 
+ROOT = Path(__file__).parents[2]
 SIZES = [(28, 28), (40, 30), (10_000, 10_000)]
 
 
@@ -41,6 +51,13 @@ def test_attention_and_sharding_are_declared(model: Any) -> None:
     assert text_config.base_model_tp_plan  # tensor parallel
     assert text_config.base_model_pp_plan  # pipeline parallel
     assert model.get_input_embeddings() is model.get_decoder().embed_tokens
+
+
+def test_no_weight_is_named_as_one_to_ignore(model: Any, staged: Path) -> None:
+    # vLLM drops these from every checkpoint; transformers only keeps silent about them.
+    with safe_open(staged / "model.safetensors", "pt") as weights:
+        for pattern in model._keys_to_ignore_on_load_unexpected or ():
+            assert not [name for name in weights.keys() if re.search(pattern, name)]  # noqa: SIM118
 
 
 def test_the_processor_counts_an_images_tokens(processor: Any, model: Any) -> None:
@@ -94,3 +111,38 @@ def test_embeddings_can_be_given_in_place_of_ids(processor: Any, model: Any) -> 
         embeddings[inputs["input_ids"] == processor.image_token_id] = features
         given = model(inputs_embeds=embeddings, position_ids=torch.arange(embeddings.shape[1])[None])
     assert torch.allclose(given.last_hidden_state, expected, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # of which five minutes, once, are the environment's
+def test_vllm_answers_as_transformers_does(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    make = ["make", ".venv-vllm/installed", f"PYTHON={sys.executable}"]
+    installed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
+    assert installed.returncode == 0, f"vLLM's environment could not be made:\n{installed.stderr[-3000:]}"
+
+    set_seed(0)
+    config = AutoConfig.from_pretrained(backbones("qwen2"), head_dim=64)  # vLLM's CPU attention takes no 8
+    for part in AutoModelForCausalLM.from_config(config), AutoTokenizer.from_pretrained(backbones("qwen2")):
+        part.save_pretrained(tmp_path / "text")
+    for part in compose(str(backbones("siglip")), str(tmp_path / "text")):
+        part.save_pretrained(tmp_path / "model")
+
+    # Isolated, and with an empty cache of class files: what the folder holds is all there is.
+    python = [ROOT / ".venv-vllm/bin/python", "-I", Path(__file__).with_name("vllm_answers.py")]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    ran = subprocess.run(
+        [*python, tmp_path / "model", tmp_path / "answers.json"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-5000:]
+    answers = json.loads((tmp_path / "answers.json").read_text())
+    for given, expected in zip(answers["vllm"], answers["transformers"], strict=True):
+        assert len(given["tokens"]) == 8
+        assert given["tokens"] == expected["tokens"]
+        assert given["log_probabilities"] == pytest.approx(expected["log_probabilities"], abs=1e-5)
+    # Twice the gain would have been seen with a picture, and has no effect without.
+    for plain, doubled, has_picture in zip(
+        answers["transformers"], answers["doubled"], (True, True, False), strict=True
+    ):
+        close = doubled["log_probabilities"] == pytest.approx(plain["log_probabilities"], abs=1e-4)
+        assert close != has_picture

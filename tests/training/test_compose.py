@@ -100,6 +100,8 @@ def test_families(
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
     assert norms["norm_input"] > 2 * norms["text"]
 
+    assert not [name for name in model.state_dict() if name.startswith("model.vision_tower.head")]  # SigLIP's pooling
+
     # The language model says what it said before.
     input_ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     with torch.no_grad():

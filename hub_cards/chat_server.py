@@ -1,0 +1,107 @@
+"""The app of `python -m hub_cards.serve`: one model, and `transformers serve`'s handlers for the OpenAI client.
+
+Only its chat routes are taken. Its others load any repository that a request names, code included, and read any file
+that one names as sound or video.
+"""
+
+import uuid
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from huggingface_hub.utils import httpx  # the one that is installed with it
+from jinja2 import TemplateError
+from PIL import Image
+from starlette.exceptions import HTTPException
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.utils import BaseHandler, GenerationState, Modality
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+from hub_cards.assets.handler import open_image, read_image
+
+
+class OneModelHandler(BaseHandler):
+    """The model goes by `<id>` and `<id>@<revision>`; messages hold text and pictures, and nothing on this machine."""
+
+    def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
+        pinned = self.model_manager.force_model
+        if body.get("model") == pinned.rpartition("@")[0]:
+            body["model"] = pinned
+        return super()._resolve_model(body)
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
+        """The messages in the processor's form, pictures read. Raises `ValueError` with the message and the reason."""
+        try:
+            read = BaseHandler.get_processor_inputs_from_messages(messages, modality)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"messages: not in the form of OpenAI's API ({type(error).__name__}: {error})") from error
+        for number, message in enumerate(read):
+            for part in message["content"]:
+                if part["type"] == "image":
+                    part["image"] = read_picture(part.pop("url"), f"messages[{number}]")
+                elif part["type"] != "text":
+                    raise ValueError(f"messages[{number}]: only text and pictures are taken, no {part['type']}")
+        return read
+
+
+class Chat(OneModelHandler, ChatCompletionHandler):
+    """`/v1/chat/completions`."""
+
+
+class Responses(OneModelHandler, ResponseHandler):
+    """`/v1/responses`."""
+
+
+def read_picture(url: Any, place: str) -> Image.Image:
+    """A picture from the web, or in base64. Raises `ValueError` with the place and the reason; paths are refused."""
+    if not str(url).startswith(("data:", "http://", "https://")):
+        raise ValueError(f"{place}: a picture is an http(s) URL or `data:image/png;base64,...`; no file is read")
+    if url.startswith("data:"):
+        return read_image(url, place)
+    try:
+        content = httpx.get(url, timeout=30, follow_redirects=True).raise_for_status().content
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ValueError(f"{place}: {url} can't be fetched ({error or type(error).__name__})") from error
+    return open_image(content, place)
+
+
+def refuse(request: Request, error: Exception) -> JSONResponse:
+    """What is wrong with a request, in the shape of OpenAI's errors."""
+    status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": body}, status)
+
+
+def build_app(model: str, revision: str) -> FastAPI:
+    """Load the model at `revision`, its own code included, and return the app that serves it."""
+    # Of custom code, transformers 5.23 serves only the model types that it lists.
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava"] = "NormLlavaForConditionalGeneration"
+    manager = ModelManager(trust_remote_code=True, force_model=f"{model}@{revision}")
+    state = GenerationState()
+    chat, responses = Chat(manager, state), Responses(manager, state)
+
+    app = FastAPI()
+    for kind in (HTTPException, ValueError, TemplateError):
+        app.add_exception_handler(kind, refuse)
+
+    @app.post("/v1/chat/completions")
+    async def ask_chat(body: dict[str, Any]) -> Response:
+        return await chat.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
+
+    @app.post("/v1/responses")
+    async def ask_responses(body: dict[str, Any]) -> Response:
+        return await responses.handle_request({"stream": False, **body}, uuid.uuid4().hex)  # OpenAI's default
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        names = (model, manager.force_model)
+        return {"object": "list", "data": [{"id": name, "object": "model", "created": 0} for name in names]}
+
+    @app.get("/health")
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    return app

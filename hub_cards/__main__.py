@@ -16,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from hub_cards.build import build
 from hub_cards.check import check
-from hub_cards.release import ReleaseError, plan_push, push, read_manifest, verify
+from hub_cards.push import plan_push, push, read_manifest
+from hub_cards.verify import ReleaseError, verify
 from training.run import RUN_FILE, Run
 
 

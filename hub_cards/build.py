@@ -1,11 +1,9 @@
 """Stage a trained folder for the Hub: what is on the list is copied, everything else stays behind."""
 
-import hashlib
 import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +20,13 @@ from diagnostics.results import ModelReport
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.facts import HUB_ID, Facts, collect_facts, read_json, weight_files
 from hub_cards.licences import APACHE, Licence, licence_of
+from hub_cards.manifest import MANIFEST, sha256, staged_files
 
 
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = Path(__file__).with_name("assets")
-MANIFEST = "manifest.json"
 # Files of a checkpoint that are copied if they are there, beside weights and class files.
 JSON_FILES = (
     "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
@@ -207,17 +205,6 @@ def make_widgets(run: Path, data: Path, output_dir: Path) -> list[Widget]:
     if not widgets:
         raise ValueError(f"{data} holds no row with one picture to make an example of.")
     return widgets
-
-
-def sha256(path: Path) -> str:
-    """Hash of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def staged_files(folder: Path) -> Iterable[Path]:
-    """All files of a stage folder, the manifest left out."""
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
 
 
 def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> None:

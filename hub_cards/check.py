@@ -14,9 +14,10 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError, safe_open
 
-from hub_cards.build import JSON_FILES, MANIFEST, OTHER_FILES, PLOTS, sha256, staged_files
+from hub_cards.build import JSON_FILES, OTHER_FILES, PLOTS
 from hub_cards.facts import HUB_ID
 from hub_cards.licences import APACHE, BY_IDENTIFIER, UnknownLicenceError, known_licence, strictest
+from hub_cards.manifest import MANIFEST, sha256, staged_files
 
 
 SECTIONS = (

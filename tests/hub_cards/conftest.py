@@ -3,15 +3,17 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import HfApi
 from PIL import Image
 
 from diagnostics.__main__ import main as measure
 from hub_cards.build import build
+from hub_server import HubServer, use
 from training.environment import Environment
 from training.run import Run
 
@@ -88,3 +90,15 @@ def staged(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pyte
     """The stage folder. Treat it as read-only."""
     folder = tmp_path_factory.mktemp("staged") / "stage"
     return build(trained, folder, "me/Tiny-NormLlava", prose, widget_data=widget_data, own_licence="apache-2.0")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer() as server:
+        use(monkeypatch, server.url)
+        yield server
+
+
+@pytest.fixture
+def api(hub: HubServer) -> HfApi:
+    return HfApi(endpoint=hub.url, token=hub.token)

@@ -7,18 +7,27 @@ requests with this method whose path holds `/commit`; the others are named where
 import base64
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
+import pytest
 import yaml
+
+from hub_cards.__main__ import main
 
 
 LFS_NAMES = (".safetensors", ".png")
+NAME = "me/Tiny-NormLlava"
+ROOT = Path(__file__).parents[2]
 REPO = r"([\w.-]+/[\w.-]+)"
 
 
@@ -324,3 +333,48 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"/{REPO}/resolve/([^/]+)/(.+)", _Handler.resolve),
     ("HEAD", rf"/{REPO}/resolve/([^/]+)/(.+)", _Handler.resolve),
 ]
+
+
+def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Point the client at a server, in this process and in those that it starts."""
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between retries
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+def tree(stage: Path) -> dict[str, bytes]:
+    return {path.relative_to(stage).as_posix(): path.read_bytes() for path in stage.rglob("*") if path.is_file()}
+
+
+def place(hub: HubServer, files: dict[str, bytes], private: bool = False) -> Repository:
+    """Put files on the server without the client, tagged v1.0."""
+    made = hub.repositories[NAME] = Repository(private)
+    made.tags["v1.0"] = made.commit({".gitattributes": b"", **files})
+    return made
+
+
+def published(hub: HubServer, revision: str) -> dict[str, bytes]:
+    repository = hub.repositories[NAME]
+    found = repository.commits[repository.resolve(revision) or ""]
+    return {path: content for path, content in found.items() if path != ".gitattributes"}
+
+
+def command(hub: HubServer, *arguments: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"HF_TOKEN": token} if token else {}
+    return subprocess.run(
+        [sys.executable, "-m", "hub_cards", *arguments], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """The same in this process."""
+    monkeypatch.setattr(sys, "argv", ["hub_cards", *arguments])
+    main()

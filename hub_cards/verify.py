@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HTTPError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
 
+from hub_cards.client import HUB_ERRORS, reason
 from hub_cards.manifest import MANIFEST, sha256
 
 
@@ -21,17 +22,10 @@ KEPT = {".gitattributes"}
 # Variables by which the Hub's client and transformers find a token, a cache or a mode; the fresh process sees but two.
 HIDDEN = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
 PASSED_ON = {"HF_ENDPOINT", "HF_HUB_DISABLE_XET"}
-# What stops a question to the Hub: errors of the client's HTTP library, which are no OSError, and of the machine.
-NETWORK_ERRORS = (HTTPError, OSError)
 
 
 class ReleaseError(RuntimeError):
     """A push or a verification that did not succeed; the message says what is on the Hub now."""
-
-
-def reason(error: Exception) -> str:
-    """An error's type and the first line of its message, if it has one."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 @dataclass(frozen=True)
@@ -69,6 +63,8 @@ def verify(repo_id: str, revision: str, stage: Path | None, token: str | None) -
     with tempfile.TemporaryDirectory() as scratch:
         downloaded, local = Path(scratch) / "downloaded", Path(scratch) / "local"
         failure = load_fresh(repo_id, revision, downloaded, used_token)
+        if failure is not None:
+            find_revision(repo_id, revision, used_token)  # a token or network that went is no fault of the files
         if not (downloaded / "hashes.json").exists():
             raise ReleaseError(f"{repo_id} at {revision} can't be downloaded: {failure}")
         hashes = json.loads((downloaded / "hashes.json").read_text(encoding="utf-8"))
@@ -99,7 +95,7 @@ def is_public(repo_id: str) -> bool:
         HfApi(token=False).repo_info(repo_id)
     except RepositoryNotFoundError:
         return False
-    except NETWORK_ERRORS as error:
+    except HUB_ERRORS as error:
         raise ReleaseError(f"The Hub could not be asked whether {repo_id} is public ({reason(error)}).") from error
     return True
 
@@ -113,7 +109,7 @@ def find_revision(repo_id: str, revision: str, token: str | None) -> None:
     except RepositoryNotFoundError as error:
         needed = "HF_TOKEN, which is not set" if token is None else "another token than the one in HF_TOKEN"
         raise ReleaseError(f"{repo_id} is not there, or is private and needs {needed}.") from error
-    except NETWORK_ERRORS as error:
+    except HUB_ERRORS as error:
         raise ReleaseError(f"{repo_id} at {revision} could not be asked about ({reason(error)}).") from error
 
 

@@ -1,7 +1,9 @@
 """Verify with the real client, against a server on the loopback, in fair weather and foul."""
 
 import json
+import os
 import re
+import signal
 import socket
 import sys
 import weakref
@@ -17,7 +19,7 @@ from safetensors.torch import load, save
 from hub_cards import fresh_load
 from hub_cards.manifest import MANIFEST, sha256
 from hub_cards.verify import ReleaseError, compare_results, verify
-from hub_server import NAME, HubServer, command, place, published, run, tree, use
+from hub_server import NAME, HubServer, place, published, run, start, tree, use
 
 
 @pytest.mark.parametrize("arguments", [("push", "--dry_run"), ("push",), ("verify", "--revision", "v1.0", "--stage")])
@@ -37,9 +39,10 @@ def test_no_network_is_said_in_a_line(
 def test_the_commands_from_push_to_verdict(
     staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pushed = command(hub, "push", str(staged), "--public", token=hub.token)
-    assert pushed.returncode == 0, pushed.stderr
-    assert hub.token not in pushed.stdout + pushed.stderr
+    pushed = start(hub, "push", str(staged), "--public", token=hub.token)
+    output = "".join(pushed.communicate())
+    assert pushed.returncode == 0, output
+    assert hub.token not in output
     assert not any(hub.token.encode() in content for content in published(hub, "v1.0").values())
 
     hub.requests.clear()
@@ -84,6 +87,8 @@ def test_a_private_repository_and_a_snippet_that_raises(
     with pytest.raises(ReleaseError, match="is not there, or is private and needs HF_TOKEN, which is not set"):
         verify(NAME, "v1.0", None, None)
     with pytest.raises(ReleaseError, match="needs another token than the one in HF_TOKEN"):
+        verify(NAME, "v1.0", None, hub.other_token)
+    with pytest.raises(ReleaseError, match=r"could not be asked about .*HF_TOKEN is not valid, or no more"):
         verify(NAME, "v1.0", None, "hf_wrong")
     with pytest.raises(ReleaseError, match=r"has no revision v2\.0"):
         verify(NAME, "v2.0", None, hub.token)
@@ -105,7 +110,11 @@ def test_without_a_stage_folder_the_manifest_is_what_counts(
     staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place(hub, tree(staged))
+    refused = ("GET /api/models", "GET /tree", "GET /model.safetensors", "HEAD /config.json", "HEAD /tokenizer.json")
+    for asked in refused:  # in this process, in the fresh one's download, and where it loads
+        hub.faults[f"429 {asked}"] = 2
     run(monkeypatch, "verify", NAME, "--revision", "v1.0")
+    assert not hub.faults.total()
     assert "logits and hidden states: not compared with a local model" in caplog.text
     assert "Verified: me/Tiny-NormLlava at v1.0 is what its manifest says." in caplog.text
 
@@ -132,6 +141,34 @@ def test_no_token_is_sent_after_an_error(staged: Path, hub: HubServer) -> None:
         verify(NAME, "v1.0", staged, hub.token)
     assert hub.requests
     assert not any(authorization for _, _, authorization in hub.requests)
+
+
+def test_an_answer_that_is_no_json_is_named(staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    place(hub, tree(staged))
+    hub.faults["html GET /api/models"] = 1
+    with pytest.raises(
+        SystemExit, match=f"GET /api/models/{NAME}: the Hub answered with no JSON: <html>Log in to the"
+    ):
+        run(monkeypatch, "verify", NAME, "--revision", "v1.0")
+
+
+def test_a_token_that_expires_meanwhile_is_no_problem_of_the_files(staged: Path, hub: HubServer) -> None:
+    place(hub, tree(staged), private=True)
+    token = hub.token
+    hub.hooks["GET /model.safetensors"] = lambda: setattr(hub, "token", "hf_renewed")
+    with pytest.raises(ReleaseError, match=r"could not be asked about .*HF_TOKEN is not valid, or no more"):
+        verify(NAME, "v1.0", None, token)
+
+
+def test_ctrl_c_ends_in_a_line(
+    staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place(hub, tree(staged))
+    hub.hooks["GET /model.safetensors"] = lambda: os.kill(os.getpid(), signal.SIGINT)
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, "verify", NAME, "--revision", "v1.0")
+    assert stopped.value.code == 130
+    assert caplog.messages == ["Interrupted."]
 
 
 def test_only_one_model_is_in_memory_at_a_time(staged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,9 @@
 
 Faults are switched on by name in `faults`: each entry is how many times it still strikes. `500 POST /commit` is for a
 request with this method whose path holds `/commit`, `500 #3` for the third request; the same goes for `403`, `429` and
-`html`, a page with status 200. The others are named where they strike. `hooks`, by the same names without the kind,
-are called once, when a request was handled and before it is answered; where one returns something, there is no answer.
+`html`, a page with status 200, and `shape`, an empty object. The others are named where they strike. `hooks`, by the
+same names without the kind, are called once, when a request was handled and before it is answered; where one returns
+something, there is no answer.
 """
 
 import base64
@@ -106,7 +107,11 @@ class HubServer:
         """The kind of fault that strikes this request."""
         for fault in list(self.faults):
             kind, _, asked = fault.partition(" ")
-            if kind in ("403", "429", "500", "html") and meant(asked, method, path, number) and self.strikes(fault):
+            if (
+                kind in ("403", "429", "500", "html", "shape")
+                and meant(asked, method, path, number)
+                and self.strikes(fault)
+            ):
                 return kind
         return None
 
@@ -165,6 +170,8 @@ class _Handler(BaseHTTPRequestHandler):
         kind = hub.planted(self.command, path, self.number)
         if kind == "html":
             return self._reply(200, b"<html>Log in to the hotel's network\n</html>", {"Content-Type": "text/html"})
+        if kind == "shape":
+            return self._reply(200, {})
         if kind is not None:
             return self._reply(
                 int(kind), {"error": "planted"}, {"Retry-After": hub.retry_after} if kind == "429" else {}

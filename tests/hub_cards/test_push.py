@@ -221,6 +221,7 @@ def test_at_whatever_request_a_push_stops_the_same_push_goes_on(
     stop: str, staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = read_manifest(staged)
+    HfApi(endpoint=hub.url, token=False).repo_exists(NAME)  # with a process's first question, the client asks its own
     hub.reset()
     hooks: dict[str, Callable[[], object]] = {
         "no answer": lambda: True,
@@ -268,6 +269,13 @@ def test_ctrl_c_ends_in_a_line_with_the_state(staged: Path, hub: HubServer) -> N
     assert process.returncode == 130
     assert "Traceback" not in output + errors
     assert errors.splitlines()[-1] == f"Interrupted. On the Hub, {truth(hub)}. Push again: it goes on from there."
+
+
+def test_an_answer_of_another_shape_is_said_in_a_line(staged: Path, hub: HubServer, api: HfApi) -> None:
+    place(hub, {}, private=True)
+    hub.faults["shape GET /refs"] = 1
+    with pytest.raises(ReleaseError, match=r"stopped \(KeyError: 'branches'\)\. On the Hub"):
+        publish(staged, api)
 
 
 def test_a_release_that_is_there_is_only_made_public(

@@ -113,6 +113,8 @@ def test_without_a_stage_folder_the_manifest_is_what_counts(
     refused = ("GET /api/models", "GET /tree", "GET /model.safetensors", "HEAD /config.json", "HEAD /tokenizer.json")
     for asked in refused:  # in this process, in the fresh one's download, and where it loads
         hub.faults[f"429 {asked}"] = 2
+    # The first question that only the fresh process asks: its client would not wait by itself.
+    hub.hooks["GET /revision/v1.0"] = lambda: hub.faults.update({"429 GET /revision/v1.0": 1})
     run(monkeypatch, "verify", NAME, "--revision", "v1.0")
     assert not hub.faults.total()
     assert "logits and hidden states: not compared with a local model" in caplog.text

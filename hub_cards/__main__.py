@@ -16,7 +16,9 @@ from transformers.utils import logging as transformers_logging
 
 from hub_cards.build import build
 from hub_cards.check import check
-from hub_cards.release import ReleaseError, plan_push, push, read_manifest, verify
+from hub_cards.client import use_patient_client
+from hub_cards.push import plan_push, push, read_manifest
+from hub_cards.verify import ReleaseError, verify
 from training.run import RUN_FILE, Run
 
 
@@ -113,14 +115,13 @@ def run_push(args: argparse.Namespace) -> None:
     manifest = read_manifest(args.stage)
     api = HfApi(token=token or False)
     plan = plan_push(args.stage, manifest, api, args.public)
-    logger.info("%s, %s, at %s\n%s", manifest["repo_id"], plan.visibility, plan.head or "nothing yet", plan.describe())
+    logger.info("%s", plan.describe())
     if args.dry_run:
-        if plan.head is None and token is None:
+        if plan.state.head is None and token is None:
             logger.info("A private repository of this name would not be visible without HF_TOKEN.")
         logger.info("Dry run: nothing was changed.")
         return
-    commit = push(args.stage, manifest, plan, api, args.public)
-    logger.info("Published %s as %s, commit %s", manifest["repo_id"], manifest["revision"], commit)
+    logger.info("Published: %s", push(args.stage, manifest, plan, api, args.public))
 
 
 def run_verify(args: argparse.Namespace) -> None:
@@ -154,11 +155,15 @@ def main() -> None:
     logging.basicConfig(format="%(message)s")  # the Hub's client would log every request
     logger.setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
+    use_patient_client()
     args = parse_arguments()
     try:
         COMMANDS[args.command](args)
     except (ValueError, OSError, ReleaseError) as error:
         raise SystemExit(str(error)) from error
+    except KeyboardInterrupt as interrupt:
+        logger.info("%s", str(interrupt) or "Interrupted.")
+        raise SystemExit(130) from interrupt  # as shells count it
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import re
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from huggingface_hub import snapshot_download
 from PIL import Image
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
+
+
+CLIENT = runpy.run_path(str(Path(__file__).with_name("client.py")))
 
 
 def fixed_picture() -> Image.Image:
@@ -66,6 +70,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+    CLIENT["use_patient_client"]()
     is_folder = Path(args.source).is_dir()
     folder = Path(args.source) if is_folder else Path(snapshot_download(args.source, revision=args.revision))
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -92,4 +97,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:  # of a stranger's code, in the line that is handed on
+        raise SystemExit(CLIENT["reason"](error)) from error

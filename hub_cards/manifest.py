@@ -1,4 +1,4 @@
-"""The manifest of a stage folder: what it is, and hash and size of every file in it."""
+"""The manifest's name, what it lists, and the hash it lists it by."""
 
 import hashlib
 from pathlib import Path

@@ -2,18 +2,21 @@
 
 import json
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from huggingface_hub import HfApi
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from diagnostics.__main__ import main as measure
 from hub_cards.build import build
+from hub_server import HubServer, use
 from training.environment import Environment
 from training.run import Run
 
@@ -93,3 +96,17 @@ def staged(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pyte
     """The stage folder. Treat it as read-only."""
     folder = tmp_path_factory.mktemp("staged") / "stage"
     return build(trained, folder, "me/Tiny-NormLlava", prose, widget_data=widget_data, own_licence="apache-2.0")
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    with HubServer() as server:
+        use(monkeypatch, server.url)
+        yield server
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture
+def api(hub: HubServer) -> HfApi:
+    return HfApi(endpoint=hub.url, token=hub.token)

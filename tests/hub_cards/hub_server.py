@@ -1,24 +1,38 @@
 """A server on the loopback that speaks as much of the Hub's HTTP API as publishing and loading take.
 
-Faults can be switched on by name in `faults`: each entry is how many times it still strikes. `500 POST /commit` is for
-requests with this method whose path holds `/commit`; the others are named where they strike.
+Faults are switched on by name in `faults`: each entry is how many times it still strikes. `500 POST /commit` is for a
+request with this method whose path holds `/commit`, `500 #3` for the third request; the same goes for `403`, `429` and
+`html`, a page with status 200, and `shape`, an empty object. The others are named where they strike. `hooks`, by the
+same names without the kind, are called once, when a request was handled and before it is answered; where one returns
+something, there is no answer.
 """
 
 import base64
 import hashlib
 import json
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
+import pytest
 import yaml
+
+from hub_cards.__main__ import main
+from hub_cards.client import use_patient_client
 
 
 LFS_NAMES = (".safetensors", ".png")
+NAME = "me/Tiny-NormLlava"
+ROOT = Path(__file__).parents[2]
 REPO = r"([\w.-]+/[\w.-]+)"
 
 
@@ -34,6 +48,7 @@ class Repository:
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     main: str = ""
     tags: dict[str, str] = field(default_factory=dict)
+    branches: dict[str, str] = field(default_factory=dict)
 
     def commit(self, tree: dict[str, bytes]) -> str:
         oid = hashlib.sha1(repr((self.main, sorted((k, git_oid(v)) for k, v in tree.items()))).encode()).hexdigest()
@@ -51,9 +66,13 @@ class HubServer:
 
     def __init__(self, token: str = "hf_loopback") -> None:
         self.token = token
+        self.other_token = "hf_other"
+        """Valid, of somebody who may write nothing and see nothing private."""
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
         self.faults: Counter[str] = Counter()
+        self.hooks: dict[str, Callable[[], object]] = {}
+        self.retry_after = "1"
         self.uploads: list[str] = []
         self.requests: list[tuple[str, str, str]] = []
         """Method, path, and the authorization header of every request."""
@@ -62,6 +81,7 @@ class HubServer:
         class Handler(_Handler):
             server_state = hub
 
+        self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -73,12 +93,27 @@ class HubServer:
         self._server.shutdown()
         self._server.server_close()
 
-    def answers_500(self, method: str, path: str) -> bool:
+    def reset(self) -> None:
+        """Empty, without faults."""
+        for held in (self.repositories, self.objects, self.faults, self.hooks, self.uploads, self.requests):
+            held.clear()
+
+    def count(self, method: str, path: str, authorization: str) -> int:
+        with self._lock:
+            self.requests.append((method, path, authorization))
+            return len(self.requests)
+
+    def planted(self, method: str, path: str, number: int) -> str | None:
+        """The kind of fault that strikes this request."""
         for fault in list(self.faults):
-            status, _, asked = fault.partition(" ")
-            if status == "500" and asked.split()[0] == method and asked.split()[-1] in f"{method} {path}":
-                return self.strikes(fault)
-        return False
+            kind, _, asked = fault.partition(" ")
+            if (
+                kind in ("403", "429", "500", "html", "shape")
+                and meant(asked, method, path, number)
+                and self.strikes(fault)
+            ):
+                return kind
+        return None
 
     def strikes(self, fault: str) -> bool:
         if self.faults[fault] > 0:
@@ -87,14 +122,23 @@ class HubServer:
         return False
 
 
+def meant(asked: str, method: str, path: str, number: int) -> bool:
+    return asked == f"#{number}" or (asked.split()[0] == method and asked.split()[-1] in f"{method} {path}")
+
+
 class _Handler(BaseHTTPRequestHandler):
     server_state: HubServer
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two packets, and the second would wait 40 ms
 
     def log_message(self, *_: object) -> None:
         pass
 
     def _reply(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
+        hub = self.server_state
+        for asked in list(hub.hooks):
+            if meant(asked, self.command, urlsplit(self.path).path, self.number) and hub.hooks.pop(asked)():
+                return self._drop()
         content = body if isinstance(body, bytes) else json.dumps(body if body is not None else {}).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
@@ -121,10 +165,20 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.server_state
         path = urlsplit(self.path).path
         authorization = self.headers.get("Authorization") or ""
-        hub.requests.append((self.command, path, authorization))
+        self.number = hub.count(self.command, path, authorization)
         body = self._body() if self.command in ("POST", "PUT") else b""
-        if hub.answers_500(self.command, path):
-            return self._reply(500, {"error": "planted"})
+        kind = hub.planted(self.command, path, self.number)
+        if kind == "html":
+            return self._reply(200, b"<html>Log in to the hotel's network\n</html>", {"Content-Type": "text/html"})
+        if kind == "shape":
+            return self._reply(200, {})
+        if kind is not None:
+            return self._reply(
+                int(kind), {"error": "planted"}, {"Retry-After": hub.retry_after} if kind == "429" else {}
+            )
+        if authorization and authorization not in (f"Bearer {hub.token}", f"Bearer {hub.other_token}"):
+            message = "Invalid credentials in Authorization header"
+            return self._reply(401, {"error": message}, {"X-Error-Message": message})
         for method, pattern, function in ROUTES:
             match = re.fullmatch(pattern, path)
             if method == self.command and match:
@@ -136,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _may_write(self) -> bool:
         if self.headers.get("Authorization") == f"Bearer {self.server_state.token}":
             return True
-        self._reply(401, {"error": "unauthorized"})
+        self._reply(403 if self.headers.get("Authorization") else 401, {"error": "unauthorized"})
         return False
 
     def _repository(self, name: str) -> Repository | None:
@@ -145,7 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
             found = None
         allowed = self.headers.get("Authorization") == f"Bearer {self.server_state.token}"
         if found is None or (found.private and not allowed):
-            self._reply(404 if allowed else 401, {"error": "not found"}, {"X-Error-Code": "RepoNotFound"})
+            self._reply(
+                404 if self.headers.get("Authorization") else 401,
+                {"error": "not found"},
+                {"X-Error-Code": "RepoNotFound"},
+            )
             return None
         return found
 
@@ -194,9 +252,10 @@ class _Handler(BaseHTTPRequestHandler):
     def refs(self, name: str, *, body: bytes) -> None:
         found = self._repository(name)
         if found is not None:
-            main = {"name": "main", "ref": "refs/heads/main", "targetCommit": found.main}
+            heads = {"main": found.main, **found.branches}
+            branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": oid} for n, oid in heads.items()]
             tags = [{"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": oid} for tag, oid in found.tags.items()]
-            self._reply(200, {"branches": [main], "tags": tags, "converts": []})
+            self._reply(200, {"branches": branches, "tags": tags, "converts": []})
 
     def settings(self, name: str, *, body: bytes) -> None:
         if self._may_write():
@@ -253,6 +312,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._reply(412, {"error": "the parent commit is not the head"})
             if line["key"] == "file":
                 tree[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile" and value["oid"] not in hub.objects:
+                return self._reply(400, {"error": "a large file was not uploaded"})
             elif line["key"] == "lfsFile":
                 tree[value["path"]] = hub.objects[value["oid"]]
             elif line["key"] == "deletedFile":
@@ -324,3 +385,48 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"/{REPO}/resolve/([^/]+)/(.+)", _Handler.resolve),
     ("HEAD", rf"/{REPO}/resolve/([^/]+)/(.+)", _Handler.resolve),
 ]
+
+
+def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
+    """Point the command line's client at a server, in this process and in those that it starts."""
+    use_patient_client()
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between retries
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+
+
+def tree(stage: Path) -> dict[str, bytes]:
+    return {path.relative_to(stage).as_posix(): path.read_bytes() for path in stage.rglob("*") if path.is_file()}
+
+
+def place(hub: HubServer, files: dict[str, bytes], private: bool = False) -> Repository:
+    """Put files on the server without the client, tagged v1.0."""
+    made = hub.repositories[NAME] = Repository(private)
+    made.tags["v1.0"] = made.commit({".gitattributes": b"", **files})
+    return made
+
+
+def published(hub: HubServer, revision: str) -> dict[str, bytes]:
+    repository = hub.repositories[NAME]
+    found = repository.commits[repository.resolve(revision) or ""]
+    return {path: content for path, content in found.items() if path != ".gitattributes"}
+
+
+def start(hub: HubServer, *arguments: str, token: str | None = None) -> subprocess.Popen[str]:
+    """The command line in a process of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
+    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)}
+    environment |= {"HF_TOKEN": token} if token else {}
+    command, pipe = [sys.executable, "-m", "hub_cards", *arguments], subprocess.PIPE
+    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    """The same in this process."""
+    monkeypatch.setattr(sys, "argv", ["hub_cards", *arguments])
+    main()

@@ -1,0 +1,90 @@
+"""What push, verify and the fresh process share to talk to the Hub: patience, and words for what went wrong.
+
+Imports nothing of ours: `fresh_load.py` runs this file by its path.
+"""
+
+import email.utils
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx2  # the HTTP library of the Hub's client
+from huggingface_hub import set_client_factory
+from huggingface_hub.utils import parse_ratelimit_headers
+from huggingface_hub.utils._http import hf_request_event_hook  # keeps HF_HUB_OFFLINE
+
+
+logger = logging.getLogger(__name__)
+
+# Seconds that one request waits in all: twice the five minutes by which the Hub counts requests.
+MAX_WAIT = 600
+# What stops a question to the Hub: errors of the HTTP library and of the machine, and answers of another shape.
+HUB_ERRORS = (httpx2.HTTPError, OSError, ValueError, LookupError, TypeError)
+
+
+class PatientClient(httpx2.Client):
+    """Waits as an answer 429 asks, whoever asked what, and takes no page of a proxy for an answer of the Hub."""
+
+    def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+        """As the base class.
+
+        Raises:
+            ConnectionError: if the Hub asks to wait too long, or the answer to a question to its API is no JSON.
+        """
+        name, waited = f"{request.method} {request.url.path}", 0
+        while (response := super().send(request, **options)).status_code == 429:
+            seconds = seconds_to_wait(response.headers)
+            if waited + seconds > MAX_WAIT:
+                response.close()
+                raise ConnectionError(f"{name}: the Hub asks to wait for {seconds} s, and {MAX_WAIT} s is the most")
+            if not isinstance(request.stream, httpx2.ByteStream):
+                response.headers["Retry-After"] = str(seconds)  # of a file: the Hub's client rewinds it, and waits
+                return response
+            logger.warning("%s: the Hub asks to wait for %d s", name, seconds)
+            response.close()
+            time.sleep(seconds)
+            waited += seconds
+        if response.is_success and ("/api/" in name or name.endswith("/objects/batch")) and not options.get("stream"):
+            content = response.text.strip()
+            try:
+                json.loads(content or "null")
+            except ValueError as error:
+                if not content.isalpha():  # a bare OK is no page
+                    line = content.splitlines()[0]
+                    raise ConnectionError(f"{name}: the Hub answered with no JSON: {line[:200]}") from error
+        return response
+
+
+def seconds_to_wait(headers: Mapping[str, str]) -> int:
+    """What an answer 429 asks for: by the Hub's own header, or by Retry-After, a number or a date; else 10."""
+    limit, value = parse_ratelimit_headers(headers), headers.get("Retry-After", "").strip()
+    if limit is not None and limit.remaining == 0:
+        return limit.reset_in_seconds + 1  # it is rounded
+    try:
+        until = time.time() + int(value) if value.isdigit() else email.utils.parsedate_to_datetime(value).timestamp()
+    except ValueError:
+        return 10
+    return max(math.ceil(until - time.time()), 1)
+
+
+def use_patient_client() -> None:
+    """Let the Hub's client, of which transformers' downloads are a part, ask by [`PatientClient`]."""
+    hooks = {"request": [hf_request_event_hook]}
+    set_client_factory(lambda: PatientClient(event_hooks=hooks, follow_redirects=True, timeout=None))
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong in a line: an error's type, and what a 401 or 403 means, else its message's first line."""
+    while type(error) is RuntimeError and error.__cause__ is not None:  # the client's, around an upload's error
+        error = error.__cause__
+    refused = {401: "is not valid, or no more", 403: "may not do this"}.get(status_of(error) or 0)
+    lines = [f"the token in HF_TOKEN {refused}"] if refused else str(error).strip().splitlines()[:1]
+    return ": ".join([type(error).__name__, *lines])
+
+
+def status_of(error: BaseException) -> int | None:
+    """The status of the answer that an error came of."""
+    return getattr(getattr(error, "response", None), "status_code", None)

@@ -1,4 +1,4 @@
-"""The staged folder asked in each way that it is served: endpoint handler, pipeline, transformers serve, Space."""
+"""The staged folder asked in each way that it is served: endpoint handler, pipeline, transformers serve."""
 
 import base64
 import functools
@@ -20,7 +20,7 @@ import pytest
 from PIL import ExifTags, Image
 from transformers import pipeline
 
-from hub_cards import build, serve
+from hub_cards import serve
 
 
 ROOT = Path(__file__).parents[2]
@@ -229,18 +229,3 @@ def test_transformers_serve_loads_nothing_else(client: Any) -> None:
 
     with pytest.raises(openai.NotFoundError, match="Not Found"):
         client.post(str(client.base_url).replace("/v1/", "/load_model"), body={"model": "me/other"}, cast_to=object)
-
-
-def test_the_space_answers_and_draws(staged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("gradio")
-    monkeypatch.setenv("MODEL", str(staged))
-    monkeypatch.setenv("REVISION", "main")
-    app = load_file_as_module(build.ASSETS / "space" / "app.py")
-    text, figure = app.answer(Image.new("RGB", (30, 20)), "what is it?")
-    assert isinstance(text, str)
-    lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].lines}
-    assert set(lines) == {"visual", "text"}
-    target = app.model.config.projector_norm_target
-    assert lines["visual"][0] == pytest.approx(target, rel=0.01)  # what composing sets
-    assert len(lines["text"]) == 2
-    assert app.answer(None, "what?") == ("A picture and a question are needed.", None)

@@ -1,86 +1,142 @@
-"""Ask the model about a picture, and see how long visual and text tokens are at each layer while it answers."""
+"""Ask the model about a picture, and see its tokens' norm and turning with the projector's norm and without it."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
-import matplotlib.pyplot as plt
 import torch
-from matplotlib.figure import Figure
-from PIL import Image
+from huggingface_hub import metadata_load
+from layers import PANELS, Measured, draw, measure, to_svg
+from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers.utils import cached_file
 
 
-REPOSITORY, REVISION = os.environ["MODEL"], os.environ["REVISION"]
-model = AutoModelForImageTextToText.from_pretrained(
-    REPOSITORY,
-    revision=REVISION,
-    trust_remote_code=True,
-    dtype="auto",
-    device_map="auto" if torch.cuda.is_available() else None,
-).eval()
-processor = AutoProcessor.from_pretrained(REPOSITORY, revision=REVISION, trust_remote_code=True)
-
-
-@torch.no_grad()
-def norms_by_layer(inputs: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Mean norm of visual and of text tokens that enter each layer of the decoder, special tokens left out."""
-    ids = inputs["input_ids"][0]
-    visual = ids == model.config.image_token_id
-    special = torch.isin(ids, torch.tensor(processor.tokenizer.all_special_ids, device=ids.device))
-    masks = {"visual": visual, "text": ~visual & ~special}
-    norms: dict[str, list[float]] = {name: [] for name in masks}
-
-    def see(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        states = (args[0] if args else kwargs["hidden_states"])[0].float().norm(dim=-1)
-        for name, mask in masks.items():
-            norms[name].append(states[mask].mean().item())
-
-    hooks = [layer.register_forward_pre_hook(see, with_kwargs=True) for layer in model.get_decoder().layers]
-    try:
-        model.base_model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return norms
-
-
-def draw(norms: dict[str, list[float]]) -> Figure:
-    """The plot beside the answer."""
-    figure, axis = plt.subplots(figsize=(5, 3), layout="constrained")
-    for name, colour in (("visual", "tab:orange"), ("text", "tab:blue")):
-        axis.plot(norms[name], marker="o", color=colour, label=name)
-    axis.set(yscale="log", xlabel="enters layer", ylabel="mean norm of tokens")
-    axis.legend()
-    plt.close(figure)
-    return figure
-
-
-@torch.no_grad()
-def answer(picture: Image.Image | None, question: str) -> tuple[str, Figure | None]:
-    """The answer and its plot."""
-    if picture is None or not question.strip():
-        return "A picture and a question are needed.", None
-    content = [{"type": "image", "image": picture.convert("RGB")}, {"type": "text", "text": question}]
-    inputs = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    ).to(model.device, dtype=model.dtype)
-    generated = model.generate(**inputs, max_new_tokens=256, do_sample=False)
-    text = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text.strip(), draw(norms_by_layer(dict(inputs)))
-
-
-demo = gr.Interface(
-    answer,
-    [gr.Image(type="pil", label="Picture"), gr.Textbox(label="Question")],
-    [gr.Textbox(label="Answer"), gr.Plot(label="Norm of visual and text tokens")],
-    title=REPOSITORY,
-    flagging_mode="never",
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, EPS starts a program
+MAX_PIXELS, MAX_NEW_TOKENS = 40_000_000, 256
+CAPTION = (
+    "Means over the question's tokens, without special ones and attention sinks. Norm: of what enters each layer and, "
+    "last, of what leaves the last one. Turning: between what enters a layer and what leaves it."
 )
+TAKEN_OUT = "the same weights, the norm behind the projector taken out; this is no model that was trained without it"
+
+
+def variable(name: str) -> str:
+    """One of the Space's variables."""
+    if not os.environ.get(name):
+        raise SystemExit(f"Set the Space's variable {name}: README.md says what its variables are.")
+    return os.environ[name]
+
+
+def load(repository: str, revision: str) -> tuple[Any, Any]:
+    """A model and its processor, whose own code is run at that revision."""
+    device_map = "auto" if torch.cuda.is_available() else None
+    model = AutoModelForImageTextToText.from_pretrained(
+        repository, revision=revision, trust_remote_code=True, dtype="auto", device_map=device_map
+    )
+    return model.eval(), AutoProcessor.from_pretrained(repository, revision=revision, trust_remote_code=True)
+
+
+MODEL, REVISION, BASELINE = variable("MODEL"), variable("REVISION"), os.environ.get("BASELINE")
+NAME = MODEL.rstrip("/").split("/")[-1]
+model, processor = load(MODEL, REVISION)
+baseline = load(BASELINE, variable("BASELINE_REVISION")) if BASELINE else None
+if baseline is not None and getattr(baseline[0].config, "projector_norm", "none") != "none":
+    raise SystemExit(f"BASELINE={BASELINE} has a norm behind its projector: name a model without one, or none.")
+
+
+def read_examples() -> list[list[str]]:
+    """Picture and question of each example on the model's card."""
+    card = cached_file(MODEL, "README.md", revision=REVISION, _raise_exceptions_for_missing_entries=False)
+    examples = []
+    for widget in ((card and metadata_load(card)) or {}).get("widget", []):
+        picture, text = widget["messages"][0]["content"]
+        examples.append([cached_file(MODEL, picture["url"], revision=REVISION), text["text"]])
+    return examples
+
+
+def open_picture(path: str) -> Image.Image:
+    """The picture in colours, upright."""
+    try:
+        picture = Image.open(path, formats=FORMATS)
+        if picture.width * picture.height <= MAX_PIXELS:
+            return ImageOps.exif_transpose(picture).convert("RGB")
+    except Exception as error:  # what is no picture fails in many ways
+        raise gr.Error(f"The picture is broken, or not one of {', '.join(FORMATS)}.") from error
+    raise gr.Error(f"The picture has more than {MAX_PIXELS} pixels: scale it down.")
+
+
+def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
+    """A model's inputs."""
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+    try:
+        inputs = processor.apply_chat_template(
+            [{"role": "user", "content": content}],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(model.device, dtype=model.dtype)
+    except ValueError as error:  # the token that stands for pictures is in the question
+        raise gr.Error(f"The question can't be asked: {error}") from error
+    asked, limit = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
+    if asked + MAX_NEW_TOKENS > limit:
+        raise gr.Error(
+            f"The question is too long: {asked} tokens and {MAX_NEW_TOKENS} new ones are more than {limit}."
+        )
+    return inputs
+
+
+def measure_without_norm(inputs: Any, picture: Image.Image, question: str) -> Measured | None:
+    """Of the baseline, or where none is given, of the model with its norm, if it has one, taken out for one pass."""
+    if baseline is not None:
+        return measure(*baseline, prepare(*baseline, picture, question))
+    if model.config.projector_norm == "none":
+        return None
+    norm = model.base_model.multi_modal_projector.norm
+    with norm.register_forward_hook(lambda norm, args, output: args[0]):
+        return measure(model, processor, inputs)
+
+
+@torch.no_grad()
+def answer(upload: dict[str, Any] | None, question: str) -> tuple[str, str]:
+    """The model's greedy answer, and the figures as HTML."""
+    if upload is None or not question.strip():
+        raise gr.Error("A picture and a question are needed.")
+    picture = open_picture(upload["path"])
+    inputs = prepare(model, processor, picture, question)
+    generated = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    text = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    measured, without_norm = measure(model, processor, inputs), measure_without_norm(inputs, picture, question)
+    panels = "".join(to_svg(draw(panel, measured, without_norm)) for panel in PANELS)
+    dashed = f" Dashed: {BASELINE or TAKEN_OUT}." if without_norm else ""
+    return text.strip(), f'<figure class="figures">{panels}<figcaption>{CAPTION}{dashed}</figcaption></figure>'
+
+
+with gr.Blocks(title=NAME) as demo:
+    gr.Markdown(
+        f"# {NAME}\nAsk [{MODEL}](https://huggingface.co/{MODEL}/tree/{REVISION}) about a picture. Below its answer: "
+        "how long visual and text tokens are where they enter each layer, and how far the layer turns them."
+    )
+    reply, figures = gr.Textbox(label="Answer", lines=4, render=False), gr.HTML(render=False)
+    with gr.Row():
+        with gr.Column():
+            picture = gr.Image(label="Picture", height=320, elem_classes="picture")
+            question = gr.Textbox(label="Question", max_lines=6, placeholder="What is in the picture?")
+            ask = gr.Button("Ask", variant="primary")
+        with gr.Column():
+            examples = read_examples()
+            shown = gr.Examples(examples, [picture, question], cache_examples=False) if examples else None
+            reply.render()
+    figures.render()
+    # One at a time, as all ask by one function. Not preprocessed: `answer` opens uploads, and says what is wrong.
+    asked = {"fn": answer, "inputs": [picture, question], "outputs": [reply, figures], "preprocess": False}
+    gr.on([ask.click, question.submit], **asked)
+    if shown is not None:
+        shown.load_input_event.then(**asked)
+demo.queue(max_size=20)
 
 if __name__ == "__main__":
-    demo.launch()
+    theme = gr.themes.Default(primary_hue="blue", font=("system-ui", "sans-serif"))
+    demo.launch(max_file_size="20mb", theme=theme, css_paths=Path(__file__).with_name("style.css"))

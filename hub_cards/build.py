@@ -244,7 +244,7 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
     for row in load_rows(str(data)):
         if len(widgets) == MAX_WIDGETS:
             break
-        questions = [turn["value"] for turn in row_turns(row) if turn["from"] == "human"]
+        questions = [turn["value"] for turn in row_turns(row) or () if turn["from"] == "human"]
         if len(row_images(row)) != 1 or not questions:
             continue
         question = questions[0].replace(IMAGE_MARK, "").strip()

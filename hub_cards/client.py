@@ -11,9 +11,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import httpx2  # the HTTP library of the Hub's client
 from huggingface_hub import set_client_factory
-from huggingface_hub.utils import parse_ratelimit_headers
+from huggingface_hub.utils import httpx, parse_ratelimit_headers  # the HTTP library that is installed with it
 from huggingface_hub.utils._http import hf_request_event_hook  # keeps HF_HUB_OFFLINE
 
 
@@ -22,13 +21,13 @@ logger = logging.getLogger(__name__)
 # Seconds that one request waits in all: twice the five minutes by which the Hub counts requests.
 MAX_WAIT = 600
 # What stops a question to the Hub: errors of the HTTP library and of the machine, and answers of another shape.
-HUB_ERRORS = (httpx2.HTTPError, OSError, ValueError, LookupError, TypeError)
+HUB_ERRORS = (httpx.HTTPError, OSError, ValueError, LookupError, TypeError)
 
 
-class PatientClient(httpx2.Client):
+class PatientClient(httpx.Client):
     """Waits as an answer 429 asks, whoever asked what, and takes no page of a proxy for an answer of the Hub."""
 
-    def send(self, request: httpx2.Request, **options: Any) -> httpx2.Response:
+    def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         """As the base class.
 
         Raises:
@@ -40,7 +39,7 @@ class PatientClient(httpx2.Client):
             if waited + seconds > MAX_WAIT:
                 response.close()
                 raise ConnectionError(f"{name}: the Hub asks to wait for {seconds} s, and {MAX_WAIT} s is the most")
-            if not isinstance(request.stream, httpx2.ByteStream):
+            if not isinstance(request.stream, httpx.ByteStream):
                 response.headers["Retry-After"] = str(seconds)  # of a file: the Hub's client rewinds it, and waits
                 return response
             logger.warning("%s: the Hub asks to wait for %d s", name, seconds)

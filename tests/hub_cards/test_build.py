@@ -163,6 +163,13 @@ def test_the_first_question_is_asked_and_may_hold_quotes(trained: Path, prose: P
         assert (picture.info, picture.size) == ({}, (30, 20))
 
 
+def test_rows_that_ask_nothing_make_no_example(trained: Path, prose: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (30, 20)).save(tmp_path / "0.png")
+    (tmp_path / "rows.json").write_text(json.dumps([{"image": "0.png", "label": 3}]))
+    with pytest.raises(ValueError, match=r"rows.json holds no row with one picture and a question"):
+        build(trained, tmp_path / "stage", "me/Bare", prose, widget_data=tmp_path / "rows.json", **OWN)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_cast_is_loaded_and_its_difference_said(dtype: str, trained: Path, prose: Path, tmp_path: Path) -> None:
     stage = build(trained, tmp_path / "stage", "me/Mine", prose, dtype=dtype, **OWN)

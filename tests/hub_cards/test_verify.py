@@ -63,6 +63,7 @@ def renew_manifest(files: dict[str, bytes], folder: Path) -> dict[str, bytes]:
     return files | {MANIFEST: json.dumps(manifest).encode()}
 
 
+@pytest.mark.slow
 def test_another_model_behind_its_own_manifest_is_found(staged: Path, tmp_path: Path, hub: HubServer) -> None:
     files = tree(staged)
     tensors = load(files["model.safetensors"])
@@ -106,6 +107,7 @@ def test_a_private_repository_and_a_snippet_that_raises(
     assert (verdict.largest_difference, verdict.snippet) == (None, None)
 
 
+@pytest.mark.slow
 def test_without_a_stage_folder_the_manifest_is_what_counts(
     staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -121,6 +123,7 @@ def test_without_a_stage_folder_the_manifest_is_what_counts(
     assert "Verified: me/Tiny-NormLlava at v1.0 is what its manifest says." in caplog.text
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_and_a_lost_manifest(staged: Path, hub: HubServer) -> None:
     place(hub, {path: content for path, content in tree(staged).items() if path != MANIFEST})
     hub.faults["flipped byte"] = 1

@@ -1,5 +1,6 @@
 """Small random backbones in ordinary checkpoint folders, made once a run: what the tests compose and train."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,9 @@ from transformers import (
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.compose import compose
 
+
+# A shell's background job ignores Ctrl-C and hands that down; tests that press it need what a terminal gives.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TEXT_SIZES = {
     "hidden_size": 32,

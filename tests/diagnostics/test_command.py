@@ -71,6 +71,7 @@ class Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 def test_two_models_side_by_side(
     composed: Composed, backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,6 +333,7 @@ def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, compos
         assert torch.equal(one.attention[1], other.attention[1])
 
 
+@pytest.mark.slow
 def test_four_bit_weights_are_measured(
     data: Path, backbones: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,11 +99,9 @@ def staged(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pyte
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with HubServer() as server:
         use(monkeypatch, server.url)
         yield server
-    signal.signal(signal.SIGINT, handler)
 
 
 @pytest.fixture

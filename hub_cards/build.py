@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import shutil
 from collections.abc import Iterable
@@ -99,6 +100,10 @@ def build(
     copy_model(run, stage, facts.weights)
     if dtype is not None:
         refuse(stage, find_model_faults(stage, facts.weights, facts.steps))
+        if facts.cast is not None and not math.isfinite(facts.cast.difference):
+            raise ValueError(
+                f"Logits before or after the cast to {dtype} are no finite numbers: choose another --dtype."
+            )
     (stage / "LICENSE").write_text(text, encoding="utf-8")
     if "LICENSE-APACHE" in licence.files:
         shutil.copy(APACHE_TEXT, stage / "LICENSE-APACHE")

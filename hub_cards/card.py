@@ -55,6 +55,11 @@ def read_prose(path: Path) -> Prose:
     names = [field.name for field in fields(Prose) if field.name != "datasets"]
     if not isinstance(prose, dict):
         raise ValueError(f"{path} is no mapping of fields to text. A card needs each: {', '.join(names)}.")
+    unknown = prose.keys() - {*names, "datasets"}
+    if unknown:
+        raise ValueError(
+            f"{path}: {', '.join(map(str, unknown))} is no field of a card: {', '.join(names)}, datasets."
+        )
     texts = {name: str(prose.get(name) or "").strip() for name in names}
     missing = [name for name in names if not texts[name]]
     if missing:
@@ -133,6 +138,7 @@ def render_card(
         "link": lambda name: NOT_RECORDED if name is None else f"[{name}](https://huggingface.co/{name})",
         "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
         "interval": with_interval,
+        "cell": lambda value: " ".join(str(value).split()).replace("|", r"\|").replace("<", "&lt;"),
         "literal": lambda text: json.dumps(text, ensure_ascii=False),
     }
     name = repo_id.split("/")[-1]
@@ -149,7 +155,7 @@ def render_card(
         trained="trained here" if facts.stages else NOT_RECORDED,
         norm_sentence=NORMS[facts.projector_norm],
         question=widgets[0].question if widgets else "What is in the picture?",
-        commands=sorted({row.command for row in facts.evaluations}),
+        commands=sorted({" ".join(row.command.split()) for row in facts.evaluations}),
         hours=duration(sum(s for s in seconds if s)) if all(seconds) and facts.earlier_is_recorded else None,
         attribution=attribute(facts),
         apache_parts=[base for base in facts.base_models if known_licence(base) is APACHE],

@@ -89,6 +89,8 @@ def build_app(model: str, revision: str) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def ask_chat(body: dict[str, Any]) -> Response:
+        if not body.get("messages"):
+            raise ValueError("messages: there are none")
         return await chat.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
 
     @app.post("/v1/responses")

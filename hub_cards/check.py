@@ -21,9 +21,10 @@ from hub_cards.manifest import MANIFEST, sha256, staged_files
 from hub_cards.weights import Weights, read_weights
 
 
-PLACEHOLDERS = re.compile(
-    r"\bTODO\b|\bFIXME\b|\bTBD\b|lorem ipsum|\[?more information needed\]?|\{\{|\{%|<your[ _-]", re.IGNORECASE
-)
+PLACEHOLDERS = re.compile(r"\b(?:TODO|FIXME|TBD)\b|(?i:lorem ipsum|\[?more information needed\]?|\{\{|\{%|<your[ _-])")
+SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# What loads code, in text: a call with an argument, a flag of a command.
+LOADS = re.compile(r"\b(?:from_pretrained|pipeline|hub\.load)\(\s*[^\s).]|--trust[-_]remote[-_]code")
 CARD = "README.md"
 ALLOWED = {
     *JSON_FILES, *OTHER_FILES, *(path.name for path in (*CLASS_FILES, *SERVING_FILES)), CARD, "LICENSE",
@@ -184,7 +185,12 @@ def find_snippet_faults(stage: Stage) -> Iterator[Finding]:
     """Snippets of the card that don't parse, or load something else than this revision of this repository."""
     named = f"{stage.manifest.get('repo_id')!r}, {stage.manifest.get('revision')!r}"
     pin = ast.unparse(ast.parse(f"repository, revision = {named}"))
-    snippets = re.findall(r"```python\n(.*?)```", stage.card, re.DOTALL)
+    snippets = SNIPPET.findall(stage.card)
+    command = f"{stage.manifest.get('repo_id')} --revision {stage.manifest.get('revision')} "
+    for line in SNIPPET.sub("", stage.card).splitlines():
+        if LOADS.search(line) and command not in f"{line} ":
+            fix = f"Put it into a block that begins with ```python; a command has to say {command.strip()}."
+            yield Finding(CARD, f"loads code where no pin is checked: {line.strip()}", fix)
     if not any("from_pretrained" in snippet for snippet in snippets):
         yield Finding(CARD, "shows no snippet that loads the model", REBUILD)
     for number, snippet in enumerate(snippets):
@@ -197,24 +203,21 @@ def find_snippet_faults(stage: Stage) -> Iterator[Finding]:
         for call in calls:
             given = {entry.arg: ast.unparse(entry.value) for entry in call.keywords}
             loaded = ast.unparse(call.args[0]) if call.args else given.get("model")
-            if (loaded, given.get("revision")) != ("repository", "revision"):
+            is_pinned = (loaded, given.get("revision")) == ("repository", "revision")
+            if not is_pinned or given.keys() & {"code_revision", None}:  # None: of **
                 reason = f"snippet {number}: {ast.unparse(call.func)} does not load `repository` at `revision`"
                 yield Finding(CARD, reason, "Pin it: code is run.")
-        pins = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign) and sets_pin(node)]
-        if calls and pins != [pin]:
+        pins = [ast.unparse(node) for node in nodes if isinstance(node, ast.Assign)].count(pin)
+        names = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+        if calls and (pins, names.count("repository"), names.count("revision")) != (1, 1, 1):
             yield Finding(CARD, f"snippet {number} does not say {pin}, once", REBUILD)
 
 
 def loads_code(call: ast.Call) -> bool:
     """Whether a call may load a repository's code."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
-    return name in ("from_pretrained", "pipeline") or "trust_remote_code" in {entry.arg for entry in call.keywords}
-
-
-def sets_pin(assignment: ast.Assign) -> bool:
-    """Whether it sets `repository` or `revision`."""
-    names = {node.id for target in assignment.targets for node in ast.walk(target) if isinstance(node, ast.Name)}
-    return bool(names & {"repository", "revision"})
+    options = {entry.arg for entry in call.keywords}
+    return name in ("from_pretrained", "pipeline") or "trust_remote_code" in options or "hub.load" in ast.unparse(call)
 
 
 def find_manifest_faults(stage: Stage) -> Iterator[Finding]:

@@ -27,8 +27,11 @@ JSON_FILES = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", INDEX,
 )  # fmt: skip
 NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
-# Fields by which transformers finds code to run, and a value that names code of another repository.
-CODE_FIELDS = {"auto_map", "custom_pipelines"}
+# Fields by which transformers finds code to run or other files to read, and a value that names code elsewhere.
+CODE_FIELDS = {
+    "auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation",
+    "transformers_weights", "configuration_files", "fast_tokenizer_files",
+}  # fmt: skip
 OTHER_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+--[\w.]+")
 
 
@@ -89,9 +92,8 @@ def find_code_faults(folder: Path) -> Iterator[Finding]:
                 yield Finding(name, f"its auto_map is not {json.dumps(ours)}", "Save the model anew.")
         for field, entry in walk(value):
             if field in CODE_FIELDS:
-                yield Finding(
-                    name, f"has {field}, {json.dumps(entry)}, by which other code would be run", "Take it out."
-                )
+                reason = f"has {field}, {json.dumps(entry)}, by which other code would be run, or other files read"
+                yield Finding(name, reason, "Take it out.")
             elif isinstance(entry, str) and OTHER_REPOSITORY.fullmatch(entry):
                 yield Finding(name, f"{field} points to another repository, {entry}", "Take it out.")
 
@@ -165,6 +167,9 @@ def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
     elif count != features.shape[0]:
         reason = f"makes {count} tokens of a picture, and the model {features.shape[0]}"
         yield Finding("processor_config.json", reason, "Stage the processor that the model was trained with.")
+    if config.image_seq_length != features.shape[0]:
+        reason = f"image_seq_length is {config.image_seq_length}, and a picture becomes {features.shape[0]} tokens"
+        yield Finding("config.json", reason, f"Write {features.shape[0]}, which the card takes from there.")
     if max(tokenizer.get_vocab().values()) >= rows:
         yield Finding("tokenizer.json", f"has more tokens than the model's {rows}", "Stage the model's own tokenizer.")
     if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):

@@ -5,9 +5,10 @@ What an artefact doesn't hold is `None`, which the card shows as "not recorded".
 
 import json
 import re
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from functools import cache
-from math import isclose
+from math import isclose, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,9 @@ def collect_facts(
     if not isinstance(config, dict) or config.get("model_type") != "normllava":
         found = config.get("model_type") if isinstance(config, dict) else config
         raise ValueError(f"{config_file}: model_type is {found!r}, not 'normllava'.")
+    missing = [name for name in ("text_config", "vision_config", "projector_norm") if name not in config]
+    if missing:
+        raise ValueError(f"{config_file}: no {', '.join(missing)}. Save the model anew.")
     text, vision = config["text_config"], config["vision_config"]
     stages, earlier_is_recorded = collect_stages(run)
     evaluations = read_evaluations(run)
@@ -197,12 +201,23 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text holds. Raises `ValueError` if it is broken, or holds what Python alone reads, as NaN."""
+    """What a JSON text holds. Raises `ValueError` if it is broken, or holds what Python alone reads, as NaN, or what
+    readers take differently: a key twice.
+    """
 
-    def refuse(name: str) -> float:
-        raise ValueError(f"{name} is no value of JSON")
+    def read_number(name: str) -> float:
+        if not isfinite(float(name)):  # "1e999" too
+            raise ValueError(f"{name} is no value of JSON")
+        return float(name)
 
-    return json.loads(text, parse_constant=refuse)
+    def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise ValueError(f"{twice} is there twice")
+        return entries
+
+    return json.loads(text, parse_constant=read_number, parse_float=read_number, object_pairs_hook=read_object)
 
 
 def hub_id(name: str | None) -> str | None:
@@ -230,12 +245,13 @@ def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
         and so does one that started from a folder here without a `trainer_state.json`.
     """
     stages: list[StageFacts] = []
-    folder = run
+    folder, seen = run, set()
     while (folder / "trainer_state.json").exists():
+        seen.add(folder.resolve())
         recorded = Run.read(folder) if (folder / RUN_FILE).exists() else None
         stages.insert(0, read_stage(folder, recorded))
         before = None if recorded is None else recorded.arguments.get("model_name_or_path")
-        if before is None or not Path(before).is_dir():
+        if before is None or not Path(before).is_dir() or Path(before).resolve() in seen:
             return stages, stages[0].stage == "align"
         folder = Path(before)
     return stages, bool(stages)
@@ -291,11 +307,17 @@ def read_evaluations(run: Path) -> list[Evaluation]:
     """Rows of `evaluation.json`.
 
     Raises:
-        ValueError: if a row lacks a field.
+        ValueError: if a row lacks a field or a number.
     """
     path = run / "evaluation.json"
     rows = read_json(path) if path.exists() else []
-    return [from_json(Evaluation, row, f"{path}, row {number}") for number, row in enumerate(rows)]
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is no list of results.")
+    evaluations = [from_json(Evaluation, row, f"{path}, row {number}") for number, row in enumerate(rows)]
+    for number, row in enumerate(evaluations):
+        if not isfinite(row.value + row.standard_error):  # from null
+            raise ValueError(f"{path}, row {number}: value or standard_error is no number.")
+    return evaluations
 
 
 def read_diagnostics(folder: Path, run: Path, ours: tuple[int, int, float | None]) -> ModelReport:

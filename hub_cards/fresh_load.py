@@ -89,10 +89,12 @@ def main() -> None:
     save_file(results, args.output / "results.safetensors")
 
     if not is_folder:
-        (snippet,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        first, *others = re.findall(r"^```python\n(.*?)^```", card, re.DOTALL | re.MULTILINE)
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(compile(snippet, "the card's snippet", "exec"), {})
+            for snippet in (first, *others):
+                exec(compile(snippet, "the card's snippet", "exec"), {})
         (args.output / "snippet.txt").write_text(printed.getvalue(), encoding="utf-8")
 
 

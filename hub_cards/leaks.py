@@ -1,7 +1,6 @@
 """What must not leave the machine: secrets, and names of the machine itself."""
 
 import ipaddress
-import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,6 +9,8 @@ from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_cla
 from detect_secrets.plugins.base import BasePlugin, RegexBasedDetector
 from detect_secrets.plugins.ip_public import IPPublicDetector
 from detect_secrets.plugins.keyword import KeywordDetector
+
+from hub_cards.facts import parse_json
 
 
 # What detect-secrets 1.5 does not know.
@@ -32,16 +33,20 @@ DETECTORS = [
 MACHINES = {
     "a path of a machine": re.compile(
         r"file:/+[\w.~-]+"
-        r"|(?<![\w./<~}:])/[\w.@+-]+(?:/[\w.@+-]+)+"  # of two segments or more
+        r"|(?<![\w./<~}:])/(?!v\d+/)[\w.@+-]+(?:/[\w.@+-]+)+"  # of two segments or more, but no route as /v1/models
         r"|(?<!\w):/[\w.@+-]+(?:/[\w.@+-]+)+|(?<=\w):/(?!/)[\w.@+-]+(?:/[\w.@+-]+)+"  # after host:
-        r"|(?<![\w./~])~[\w-]*/[\w.-]+"
+        r"|(?<![\w./~])~(?!\d)[\w-]*/[\w.-]+"
         r"|(?<!\w)[A-Za-z]:\\{1,2}[\w.-]+"
         r"|\\\\[\w.-]+\\[\w.$-]+"  # a share
     ),
     "an address of a bucket or cluster": re.compile(
-        r"\b(?:s3[an]?|gs|gcs|hdfs|abfss?|wasbs?|dbfs|oss|cos)://[\w./-]+"
+        r"\b(?:s3[an]?|gs|gcs|hdfs|abfss?|wasbs?|dbfs|oss|cos|nfs|smb|cifs|s?ftp|ssh)://[\w./-]+"
     ),
-    "a name of a private network": re.compile(r"\b[\w-]+(?:\.[\w-]+)*\.(?:internal|local|localdomain|lan|intranet)\b"),
+    "a name of a private network": re.compile(
+        r"\b[\w-]+(?:\.[\w-]+)*\.(?:internal|local|localdomain|lan|intranet)\b"
+        r"|\bhttps?://[A-Za-z][\w-]*(?!\.?[\w-])"  # a host without a domain
+        r"|\b(?:f[cd][\da-f]{2}|fe80):[\da-f:]*[\da-f]\b"
+    ),
 }
 ADDRESS = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.])")
 
@@ -87,8 +92,8 @@ def as_lines(value: Any, key: str = "") -> Iterator[str]:
 
 
 def plain_text(text: str) -> str:
-    """A text as it is, or if it is JSON, what it says."""
+    """A text as it is, or if it is JSON that all read alike, what it says."""
     try:
-        return "\n".join(as_lines(json.loads(text)))
+        return "\n".join(as_lines(parse_json(text)))
     except ValueError:
         return text

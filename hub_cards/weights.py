@@ -92,9 +92,12 @@ def read_index(path: Path) -> dict[str, str] | None:
     if not path.exists():
         return None
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        index = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(index["metadata"], dict) or not isinstance(index["weight_map"], dict):
+            raise TypeError("metadata and weight_map have to be mappings")
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{path} can't be read ({error}).") from error
+        raise ValueError(f"{path} can't be read ({type(error).__name__}: {error}).") from error
+    return dict(index["weight_map"])
 
 
 def read_file(path: Path, weights: Weights, progress: tqdm) -> None:

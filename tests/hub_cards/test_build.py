@@ -30,7 +30,7 @@ from hub_cards.facts import HUB_ID, collect_facts
 from hub_cards.fresh_load import ask, fixed_picture
 from hub_cards.manifest import MANIFEST, sha256
 from modeling_normllava import NormLlavaForConditionalGeneration
-from plants import WEIGHTS, shard, tensors
+from plants import WEIGHTS, put, shard, tensors
 from training.run import Run
 
 
@@ -214,6 +214,40 @@ def test_a_cast_that_overflows_is_refused(trained: Path, prose: Path, tmp_path: 
         build(run, tmp_path / "stage", "me/Mine", prose, dtype="float16", **OWN)
     assert not (tmp_path / "stage").exists()
     build(run, tmp_path / "stage", "me/Mine", prose, dtype="bfloat16", **OWN)  # what was left half-made goes
+    tensors(lambda weights: weights["lm_head.weight"].fill_(6e4))(run)
+    with pytest.raises(ValueError, match=r"Logits before or after the cast to float16 are no finite numbers"):
+        build(run, tmp_path / "other", "me/Mine", prose, dtype="float16", **OWN)
+
+
+def test_results_are_read_as_they_stand(trained: Path, prose: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    (result,) = json.loads((run / "evaluation.json").read_text())
+    row = {**result, "metric": "acc|any", "task": "a\nb <i>", "command": "a\n\n```py\nb"}
+    (run / "evaluation.json").write_text(json.dumps([row]))
+    card = (build(run, tmp_path / "stage", "me/Mine", prose, **OWN) / "README.md").read_text()
+    assert r"| a b &lt;i> | owner/rows (test) | acc\|any | 0.5 ± 0.035 |" in card
+    assert "\n```py\n" not in card
+    for rows, message in (
+        ([{**result, "value": None}], ", row 0: value or standard_error is no number"),
+        (result, " is no list of results"),
+    ):
+        (run / "evaluation.json").write_text(json.dumps(rows))
+        with pytest.raises(ValueError, match=f"evaluation.json{message}"):
+            build(run, tmp_path / "other", "me/Mine", prose, **OWN)
+
+
+def test_a_run_that_names_itself_ends(trained: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    put("run.json", arguments__model_name_or_path=str(run))(run)
+    facts = collect_facts(run, None)
+    assert (len(facts.stages), facts.earlier_is_recorded) == (1, False)
+
+
+def test_fields_that_no_card_has_are_refused(prose: Path, tmp_path: Path) -> None:
+    path = tmp_path / "card.yaml"
+    path.write_text(prose.read_text() + "dataset: [owner/rows]\n")
+    with pytest.raises(ValueError, match=r"card.yaml: dataset is no field of a card"):
+        read_prose(path)
 
 
 @pytest.mark.parametrize(
@@ -484,6 +518,7 @@ def test_qwen_is_apache(trained: Path, prose: Path, tmp_path: Path) -> None:
     [
         (lambda run, prose: (run / "config.json").unlink(), "holds no config.json"),
         (lambda run, prose: (run / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda run, prose: put("config.json", text_config=None)(run), "config.json: no text_config"),
         (lambda run, prose: (run / "run.json").write_text("{"), "run.json can't be read"),
         (lambda run, prose: (run / "run.json").write_text('{"data": ""}'), "run.json: no num_processes, arguments"),
         (lambda run, prose: (run / "metrics.jsonl").write_text("{"), "metrics.jsonl: a line is no JSON"),

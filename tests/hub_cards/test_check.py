@@ -114,6 +114,33 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "snippet of another repository": (
         edit(README, '= "me/Tiny-NormLlava"', '= "you/Tiny-NormLlava"'), README, "snippet 0 does not say"
     ),
+    "snippet with a revision set in a loop": (
+        edit(README, "\nprocessor = ", '\nfor revision in ["main"]:\n    pass\nprocessor = '),
+        README, "snippet 0 does not say",
+    ),
+    "snippet with another revision of the code": (
+        edit(README, "(repository, revision", '(repository, code_revision="a", revision'),
+        README, "snippet 0: AutoProcessor.from_pretrained does not load",
+    ),
+    "snippet with torch.hub": (
+        append(README, '\n```python\ntorch.hub.load("you/repo", "model")\n```\n'),
+        README, "snippet 1: torch.hub.load does not load",
+    ),
+    **{
+        f"snippet after {fence!r}": (
+            append(README, f'\n{fence}\nm = AutoModel.from_pretrained("you/repo", trust_remote_code=True)\n```\n'),
+            README, "loads code where no pin is checked: m = AutoModel.from_pretrained",
+        )
+        for fence in ("```py", "```Python", "``` python", "~~~python", "````python", "- ```python", "")
+    },
+    "command without revision": (
+        append(README, "\n```bash\nvllm serve me/Tiny-NormLlava --trust-remote-code\n```\n"),
+        README, "loads code where no pin is checked: vllm serve",
+    ),
+    "token under a key that is there twice": (
+        edit("evaluation.json", '"task"', f'"task": "{TOKEN}", "task"'),
+        "evaluation.json", "holds a secret: Hugging Face Token",
+    ),
     "no snippet": (edit(README, "```python", "```"), README, "shows no snippet"),
     "dirty tree": (put(MANIFEST, commit_is_clean=False), MANIFEST, "uncommitted"),
     "file changed": (append("LICENSE", "\n"), "LICENSE", "it was changed"),
@@ -154,6 +181,15 @@ def test_a_planted_fault_is_found(fault: str, staged: Path, tmp_path: Path) -> N
         renew_manifest(folder)
     findings = check(folder)
     assert any(finding.file == file and reason in finding.reason and finding.fix for finding in findings), findings
+
+
+def test_what_prose_may_show_is_no_finding(staged: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "stage"
+    shutil.copytree(staged, folder)
+    command = "vllm serve me/Tiny-NormLlava --revision v1.0 --model-impl transformers --trust-remote-code"
+    append(README, f"\nOne `from_pretrained()` is enough, todo el mundo.\n\n```bash\n{command}\n```\n")(folder)
+    renew_manifest(folder)
+    assert [*map(str, check(folder))] == []
 
 
 def test_all_findings_come_at_once(staged: Path, tmp_path: Path) -> None:
@@ -218,6 +254,7 @@ def test_a_key_of_json_says_what_its_value_is() -> None:
         "hdfs://node/run", "10.1.2.3",
         "http://192.168.0.7:8000/v1", "172.20.0.3", "100.64.0.1", "127.0.0.1", "train7.cluster.local",
         "db.corp.internal:5432",
+        "http://gpu07:8000/v1", "http://localhost", "nfs://filer/rows", "fd12:3456::1", "fe80::1",
     ],
 )  # fmt: skip
 def test_names_of_machines_are_found_as_text_and_in_json(name: str) -> None:
@@ -229,6 +266,7 @@ def test_names_of_machines_are_found_as_text_and_in_json(name: str) -> None:
     "text",
     [
         "https://huggingface.co/me/Model/blob/v1.0/README.md", "torch 2.13.0.1", "version 0.1.2.3", "8.8.8.8",
+        "about ~3/4 of the rows", "`/v1/chat/completions`", "see https://example.org.",
         "and/or",
         "google/siglip-so400m-patch14-384", "4/5", "a ratio of 3:4", "tokens: 5/6/7 of 8", "the norm's gain: 0.0134",
         "locally", "an internal report", "<|image_pad|>", "T = 0.11", "0" * 40, "hf_hub_download", "eos_token: </s>",

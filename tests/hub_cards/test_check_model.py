@@ -15,7 +15,7 @@ from hub_cards.build import build
 from hub_cards.check_model import find_model_faults, stored_tensors
 from hub_cards.manifest import sha256
 from hub_cards.weights import FLOATS, read_weights
-from plants import CONFIG, WEIGHTS, Plant, append, delete, put, shard, tensors, write
+from plants import CONFIG, WEIGHTS, Plant, append, delete, edit, put, shard, tensors, write
 
 
 NORM = "model.multi_modal_projector.norm"
@@ -162,6 +162,21 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
         put("processor_config.json", image_processor__auto_map={"AutoImageProcessor": OTHER_CODE}),
         "processor_config.json", "has auto_map",
     ),
+    **{
+        f"another file or kernel, by {field}": (put(CONFIG, **{field: "you/kernel"}), CONFIG, f"has {name}")
+        for field, name in {
+            "transformers_weights": "transformers_weights", "configuration_files": "configuration_files",
+            "text_config__attn_implementation": "attn_implementation",
+        }.items()
+    },
+    "another tokenizer file": (
+        put("tokenizer_config.json", fast_tokenizer_files=["a.json"]), "tokenizer_config.json", "has fast_tokenizer"
+    ),
+    "two auto_maps": (edit(CONFIG, '"auto_map"', '"auto_map": {}, "auto_map"'), CONFIG, "auto_map is there twice"),
+    "a number that is none": (edit(CONFIG, ": 1e-05", ": 1e999"), CONFIG, "1e999 is no value of JSON"),
+    "another number of tokens in the config": (
+        put(CONFIG, image_seq_length=999), CONFIG, "image_seq_length is 999, and a picture becomes 4 tokens"
+    ),
     "code of another repository in any field": (
         put("tokenizer_config.json", tokenizer_class=OTHER_CODE), "tokenizer_config.json", "points to another"
     ),
@@ -182,7 +197,7 @@ def test_a_fault_in_a_runs_folder_is_found(fault: str, trained: Path, tmp_path: 
     assert any(finding.file == file and reason in finding.reason and finding.fix for finding in findings), findings
 
 
-@pytest.mark.parametrize("name", ["torn", "short", "long", "no header", "no index"])
+@pytest.mark.parametrize("name", ["torn", "short", "long", "no header", "no index", "no metadata", "pairs"])
 def test_weights_that_can_not_be_read_are_named(name: str, trained: Path, tmp_path: Path) -> None:
     run = copy(trained, tmp_path / "run")
     content = (run / WEIGHTS).read_bytes()
@@ -190,8 +205,9 @@ def test_weights_that_can_not_be_read_are_named(name: str, trained: Path, tmp_pa
     if name in broken:
         (run / WEIGHTS).write_bytes(broken[name])
     else:
-        (run / INDEX).write_text("[]")
-    with pytest.raises(ValueError, match=rf"{INDEX if name == 'no index' else WEIGHTS} can't be read"):
+        indices = {"no index": [], "no metadata": {"weight_map": {}}, "pairs": {"metadata": {}, "weight_map": []}}
+        (run / INDEX).write_text(json.dumps(indices[name]))
+    with pytest.raises(ValueError, match=rf"{WEIGHTS if name in broken else INDEX} can't be read"):
         read_weights(run)
 
 

@@ -198,6 +198,7 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"messages": []}, "messages: there are none"),
         ({"model": "me/other"}, "Server is pinned to .*@main'; requested 'me/other'"),
         ({"messages": conversation("data:image/png;base64,@@")}, r"messages\[0\]: no picture in base64"),
         ({"messages": conversation("data:image/png;base64,YWJj")}, r"messages\[0\]: no picture \(Unidentified"),

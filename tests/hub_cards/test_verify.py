@@ -83,7 +83,7 @@ def test_a_private_repository_and_a_snippet_that_raises(
     staged: Path, tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = tree(staged)
-    files["README.md"] = files["README.md"].replace(b"generated = model", b"print(1 / 0)\ngenerated = model")
+    files["README.md"] += b"\n```python\nprint(1 / 0)\n```\n"  # each snippet is run
     repository = place(hub, files, private=True)
     with pytest.raises(ReleaseError, match="is not there, or is private and needs HF_TOKEN, which is not set"):
         verify(NAME, "v1.0", None, None)

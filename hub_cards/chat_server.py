@@ -19,7 +19,10 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, GenerationState, Modality
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from hub_cards.assets.handler import open_image, read_image
+from hub_cards.assets.handler import MAX_BYTES, MAX_NEW_TOKENS, open_image, read_image
+
+
+LIMITED = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 class OneModelHandler(BaseHandler):
@@ -27,6 +30,9 @@ class OneModelHandler(BaseHandler):
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         pinned = self.model_manager.force_model
+        for field in LIMITED:
+            if isinstance(body.get(field), int) and body[field] > MAX_NEW_TOKENS:
+                raise ValueError(f"{field}: at most {MAX_NEW_TOKENS}")
         if body.get("model") == pinned.rpartition("@")[0]:
             body["model"] = pinned
         return super()._resolve_model(body)
@@ -62,7 +68,13 @@ def read_picture(url: Any, place: str) -> Image.Image:
     if url.startswith("data:"):
         return read_image(url, place)
     try:
-        content = httpx.get(url, timeout=30, follow_redirects=True).raise_for_status().content
+        with httpx.stream("GET", url, timeout=30, follow_redirects=True) as response:
+            response.raise_for_status()
+            content = b""
+            for piece in response.iter_bytes():
+                content += piece
+                if len(content) > MAX_BYTES:
+                    raise ValueError(f"{place}: the picture at {url} has more than {MAX_BYTES} bytes")
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(f"{place}: {url} can't be fetched ({error or type(error).__name__})") from error
     return open_image(content, place)

@@ -26,6 +26,7 @@ JSON_FILES = (
     "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", INDEX,
 )  # fmt: skip
+QUESTION = "What is it?"
 NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
 # Fields by which transformers finds code to run or other files to read, and a value that names code elsewhere.
 CODE_FIELDS = {
@@ -91,7 +92,7 @@ def find_code_faults(folder: Path) -> Iterator[Finding]:
             if not isinstance(value, dict) or value.pop("auto_map", None) != ours:
                 yield Finding(name, f"its auto_map is not {json.dumps(ours)}", "Save the model anew.")
         for field, entry in walk(value):
-            if field in CODE_FIELDS:
+            if field in CODE_FIELDS and entry is not None:
                 reason = f"has {field}, {json.dumps(entry)}, by which other code would be run, or other files read"
                 yield Finding(name, reason, "Take it out.")
             elif isinstance(entry, str) and OTHER_REPOSITORY.fullmatch(entry):
@@ -146,13 +147,14 @@ def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
     config = model.config
     try:
         processor = AutoProcessor.from_pretrained(folder)
-        content = [{"type": "image", "image": Image.new("RGB", (64, 48))}, {"type": "text", "text": "What is it?"}]
+        content = [{"type": "image", "image": Image.new("RGB", (64, 48))}, {"type": "text", "text": QUESTION}]
         inputs = processor.apply_chat_template(
             [{"role": "user", "content": content}],
             add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
         )  # fmt: skip
         (features,) = model.get_image_features(inputs["pixel_values"].to("meta")).pooler_output
-        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+        generation = GenerationConfig.from_pretrained(folder)
+        asked, ends = processor.decode(inputs["input_ids"][0]), generation.eos_token_id
     except Exception as error:  # whatever somebody wrote into a file
         reason = f"can't prepare a picture and a question for this model ({first_line(error)})"
         yield Finding("processor_config.json", reason, "Stage the processor that the model was trained with.")
@@ -170,6 +172,10 @@ def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
     if config.image_seq_length != features.shape[0]:
         reason = f"image_seq_length is {config.image_seq_length}, and a picture becomes {features.shape[0]} tokens"
         yield Finding("config.json", reason, f"Write {features.shape[0]}, which the card takes from there.")
+    if QUESTION not in asked:
+        yield Finding("chat_template.jinja", f"makes {asked!r} of the question {QUESTION!r}", "Stage the model's own.")
+    if generation.return_dict_in_generate:
+        yield Finding("generation_config.json", "has return_dict_in_generate, so tokens are no tensor", "Take it out.")
     if max(tokenizer.get_vocab().values()) >= rows:
         yield Finding("tokenizer.json", f"has more tokens than the model's {rows}", "Stage the model's own tokenizer.")
     if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):

@@ -265,13 +265,16 @@ def read_stage(folder: Path, run: Run | None) -> StageFacts:
         logged = [parse_json(line) for line in lines]
     except ValueError as error:
         raise ValueError(f"{metrics}: a line is no JSON ({error}).") from error
+    state = read_json(folder / "trainer_state.json")
+    if not all(isinstance(line, dict) for line in logged) or not isinstance(state, dict) or "global_step" not in state:
+        raise ValueError(f"{folder}: trainer_state.json and metrics.jsonl are not those of a run.")
     losses = [line["loss"] for line in logged if "loss" in line]
     seconds = [line["train_runtime"] for line in logged if "train_runtime" in line]
     tokens = [line["num_tokens"] for line in logged if "num_tokens" in line]
     arguments: Arguments = {} if run is None else run.arguments
     return StageFacts(
         stage=arguments.get("stage"),
-        steps=read_json(folder / "trainer_state.json")["global_step"],
+        steps=state["global_step"],
         tokens=int(tokens[-1]) if tokens else None,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,

@@ -521,6 +521,11 @@ def test_qwen_is_apache(trained: Path, prose: Path, tmp_path: Path) -> None:
         (lambda run, prose: put("config.json", text_config=None)(run), "config.json: no text_config"),
         (lambda run, prose: (run / "run.json").write_text("{"), "run.json can't be read"),
         (lambda run, prose: (run / "run.json").write_text('{"data": ""}'), "run.json: no num_processes, arguments"),
+        (lambda run, prose: (run / "metrics.jsonl").write_text("3"), "metrics.jsonl are not those of a run"),
+        (
+            lambda run, prose: (run / "trainer_state.json").write_text("[]"),
+            "trainer_state.json and metrics.jsonl are no",
+        ),
         (lambda run, prose: (run / "metrics.jsonl").write_text("{"), "metrics.jsonl: a line is no JSON"),
         (lambda run, prose: (run / "adapter_config.json").write_text("{}"), "training/merge.py --adapter"),
         (lambda run, prose: prose.write_text("a: [b"), "card.yaml is no YAML"),

@@ -128,6 +128,12 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "an end that is none": (
         put("generation_config.json", eos_token_id=3), "generation_config.json", "eos_token_id is 3, without the"
     ),
+    "a dict for tokens": (
+        put("generation_config.json", return_dict_in_generate=True), "generation_config.json", "has return_dict_in_gen"
+    ),
+    "a chat template without the question": (
+        write("chat_template.jinja", "<|image_pad|>"), "chat_template.jinja", "of the question 'What is it?'"
+    ),
     "no chat template": (delete("chat_template.jinja"), "processor_config.json", "can't prepare a picture"),
     "a broken chat template": (write("chat_template.jinja", "{% if %}"), "processor_config.json", "can't prep"),
     "no processor": (delete("processor_config.json"), "processor_config.json", "is missing"),

@@ -169,6 +169,8 @@ def conversation(url: str, text: str = "what is it?") -> list[dict[str, Any]]:
 
 
 def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path, handler: Any, tmp_path: Path) -> None:
+    import openai
+
     Image.open(io.BytesIO(base64.b64decode(png()))).save(tmp_path / "picture.png")
     web = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
@@ -186,6 +188,10 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
         chunks = client.chat.completions.create(model=name, messages=conversation(url), stream=True, **asked)
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert streamed.strip() == expected.rstrip("\ufffd")  # a stream holds half a character back
+    (tmp_path / "large.png").write_bytes(bytes(10_000_001))
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]: the picture at .*large.png has more than"):
+        large = conversation(f"http://127.0.0.1:{web.server_port}/large.png")
+        client.chat.completions.create(model=str(staged), messages=large, **asked)
     web.shutdown()
     content = [{"type": "input_image", "image_url": urls[0]}, {"type": "input_text", "text": "what is it?"}]
     response = client.responses.create(
@@ -199,6 +205,7 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
     ("fields", "message"),
     [
         ({"messages": []}, "messages: there are none"),
+        ({"max_tokens": 10**9}, "max_tokens: at most 1024"),
         ({"model": "me/other"}, "Server is pinned to .*@main'; requested 'me/other'"),
         ({"messages": conversation("data:image/png;base64,@@")}, r"messages\[0\]: no picture in base64"),
         ({"messages": conversation("data:image/png;base64,YWJj")}, r"messages\[0\]: no picture \(Unidentified"),

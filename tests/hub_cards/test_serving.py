@@ -189,8 +189,8 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
         streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert streamed.strip() == expected.rstrip("\ufffd")  # a stream holds half a character back
     (tmp_path / "large.png").write_bytes(bytes(10_000_001))
+    large = conversation(f"http://127.0.0.1:{web.server_port}/large.png")
     with pytest.raises(openai.BadRequestError, match=r"messages\[0\]: the picture at .*large.png has more than"):
-        large = conversation(f"http://127.0.0.1:{web.server_port}/large.png")
         client.chat.completions.create(model=str(staged), messages=large, **asked)
     web.shutdown()
     content = [{"type": "input_image", "image_url": urls[0]}, {"type": "input_text", "text": "what is it?"}]

@@ -12,7 +12,8 @@ import yaml
 from PIL import Image
 
 from hub_cards.build import OTHER_FILES, PLOTS, SERVING_FILES, check_name, check_revision
-from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults, first_line
+from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
+from hub_cards.client import explain
 from hub_cards.facts import read_json
 from hub_cards.findings import REBUILD, Finding
 from hub_cards.leaks import find_machines, find_secrets, plain_text
@@ -100,7 +101,7 @@ def check(folder: Path) -> list[Finding]:
         try:
             findings.update(find(stage))
         except Exception as error:  # whatever somebody wrote into a file
-            findings.add(Finding(".", f"{find.__name__} stopped ({first_line(error)})", REBUILD))
+            findings.add(Finding(".", f"{find.__name__} stopped ({explain(error)})", REBUILD))
     return sorted(findings)
 
 

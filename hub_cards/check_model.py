@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 from transformers.core_model_loading import revert_weight_conversion
 
 import modeling_normllava
+from hub_cards.client import explain
 from hub_cards.facts import parse_json, read_json
 from hub_cards.findings import REBUILD, Finding
 from hub_cards.weights import INDEX, NORM, Weights, find_weight_faults
@@ -55,17 +56,12 @@ def find_model_faults(folder: Path, weights: Weights, steps: int) -> Iterator[Fi
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype or torch.float32)
     except Exception as error:  # whatever somebody wrote into a file
-        yield Finding("config.json", f"describes no model that can be built ({first_line(error)})", REBUILD)
+        yield Finding("config.json", f"describes no model that can be built ({explain(error)})", REBUILD)
         return
     yield from find_config_faults(read_json(folder / "config.json"))
     yield from find_weight_faults(weights, stored_tensors(model))
     yield from find_norm_faults(weights, steps)
     yield from find_processor_faults(folder, model)
-
-
-def first_line(error: Exception) -> str:
-    """An error's type and the first line of its message, if it has one."""
-    return ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
 
 
 def find_code_faults(folder: Path) -> Iterator[Finding]:
@@ -156,7 +152,7 @@ def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
         generation = GenerationConfig.from_pretrained(folder)
         asked, ends = processor.decode(inputs["input_ids"][0]), generation.eos_token_id
     except Exception as error:  # whatever somebody wrote into a file
-        reason = f"can't prepare a picture and a question for this model ({first_line(error)})"
+        reason = f"can't prepare a picture and a question for this model ({explain(error)})"
         yield Finding("processor_config.json", reason, "Stage the processor that the model was trained with.")
         return
     tokenizer, rows = processor.tokenizer, config.text_config.vocab_size

@@ -75,7 +75,7 @@ def use_patient_client() -> None:
     set_client_factory(lambda: PatientClient(event_hooks=hooks, follow_redirects=True, timeout=None))
 
 
-def reason(error: BaseException) -> str:
+def explain(error: BaseException) -> str:
     """What went wrong in a line: an error's type, and what a 401 or 403 means, else its message's first line."""
     while type(error) is RuntimeError and error.__cause__ is not None:  # the client's, around an upload's error
         error = error.__cause__

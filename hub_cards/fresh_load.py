@@ -102,4 +102,4 @@ if __name__ == "__main__":
     try:
         main()
     except Exception as error:  # of a stranger's code, in the line that is handed on
-        raise SystemExit(CLIENT["reason"](error)) from error
+        raise SystemExit(CLIENT["explain"](error)) from error

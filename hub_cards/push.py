@@ -11,7 +11,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from hub_cards.check import check
-from hub_cards.client import HUB_ERRORS, reason, status_of
+from hub_cards.client import HUB_ERRORS, explain, status_of
 from hub_cards.manifest import MANIFEST
 from hub_cards.verify import KEPT, ReleaseError
 
@@ -239,4 +239,4 @@ def stopped(
         return ReleaseError(
             f"Somebody else committed in the meantime, so nothing was. {seen} Look at what they did, and push again."
         )
-    return ReleaseError(f"The push stopped ({reason(error)}). {seen} Push again: it goes on from there.")
+    return ReleaseError(f"The push stopped ({explain(error)}). {seen} Push again: it goes on from there.")

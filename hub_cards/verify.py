@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
 
-from hub_cards.client import HUB_ERRORS, reason
+from hub_cards.client import HUB_ERRORS, explain
 from hub_cards.manifest import MANIFEST, sha256
 
 
@@ -96,7 +96,7 @@ def is_public(repo_id: str) -> bool:
     except RepositoryNotFoundError:
         return False
     except HUB_ERRORS as error:
-        raise ReleaseError(f"The Hub could not be asked whether {repo_id} is public ({reason(error)}).") from error
+        raise ReleaseError(f"The Hub could not be asked whether {repo_id} is public ({explain(error)}).") from error
     return True
 
 
@@ -110,7 +110,7 @@ def find_revision(repo_id: str, revision: str, token: str | None) -> None:
         needed = "HF_TOKEN, which is not set" if token is None else "another token than the one in HF_TOKEN"
         raise ReleaseError(f"{repo_id} is not there, or is private and needs {needed}.") from error
     except HUB_ERRORS as error:
-        raise ReleaseError(f"{repo_id} at {revision} could not be asked about ({reason(error)}).") from error
+        raise ReleaseError(f"{repo_id} at {revision} could not be asked about ({explain(error)}).") from error
 
 
 def compare_files(hashes: dict[str, str], manifest_file: Path) -> list[str]:
@@ -122,7 +122,7 @@ def compare_files(hashes: dict[str, str], manifest_file: Path) -> list[str]:
     except FileNotFoundError:
         return [f"{MANIFEST}: is missing, so no file could be compared"]
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        return [f"{MANIFEST}: can't be read, so no file could be compared ({reason(error)})"]
+        return [f"{MANIFEST}: can't be read, so no file could be compared ({explain(error)})"]
     problems = [
         f"{name}: {'is missing' if name not in hashes else 'has another sha256'}"
         for name, digest in files.items()

@@ -36,8 +36,10 @@ def launch(folder: Path, *arguments: str, **fields: Any) -> str:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"stage": "align"}, {**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4}],
-    ids=["stage 1, padded", "stage 2, packed"],
+    [
+        pytest.param({"stage": "align"}, id="stage 1, padded", marks=pytest.mark.slow),
+        pytest.param({**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4}, id="stage 2, packed"),
+    ],
 )
 def test_two_processes_train_as_one_does(
     composed: Callable[..., Path], data: Path, tmp_path: Path, fields: dict[str, Any]
@@ -63,6 +65,7 @@ def test_two_processes_train_as_one_does(
         assert (tensor - weights(one)[name]).norm() <= 0.01 * distance + 1e-6, name
 
 
+@pytest.mark.slow
 def test_two_processes_repeat_no_row_at_the_end_of_an_epoch(
     composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
@@ -259,6 +262,7 @@ def sharded_step(rank: int, folder: str, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_sharded_models_train_and_their_folders_reload(composed: Callable[..., Path], tmp_path: Path) -> None:
     mp.spawn(sharded_step, (str(composed()), str(tmp_path / "store")), nprocs=2)
     results = torch.load(tmp_path / "results.pt")

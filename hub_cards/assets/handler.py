@@ -44,8 +44,8 @@ class EndpointHandler:
             inputs = self.processor.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
             ).to(self.model.device, dtype=self.model.dtype)
-        except (ValueError, TemplateError) as error:  # a picture's token in a text, an order that the template refuses
-            raise ValueError(f"inputs: {error}") from error
+        except (ValueError, StopIteration, TemplateError) as error:  # a picture's token in a text, an order of roles
+            raise ValueError(f"inputs: {str(error) or 'not as many pictures as tokens for them'}") from error
         asked, limit = inputs["input_ids"].shape[1], self.model.config.get_text_config().max_position_embeddings
         if asked + parameters["max_new_tokens"] > limit:
             raise ValueError(

@@ -15,6 +15,7 @@ import modeling_normllava
 from hub_cards.client import explain
 from hub_cards.facts import parse_json, read_json
 from hub_cards.findings import REBUILD, Finding
+from hub_cards.fresh_load import ask
 from hub_cards.weights import INDEX, NORM, Weights, find_weight_faults
 from modeling_normllava import NormLlavaConfig
 
@@ -143,11 +144,7 @@ def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
     config = model.config
     try:
         processor = AutoProcessor.from_pretrained(folder)
-        content = [{"type": "image", "image": Image.new("RGB", (64, 48))}, {"type": "text", "text": QUESTION}]
-        inputs = processor.apply_chat_template(
-            [{"role": "user", "content": content}],
-            add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt",
-        )  # fmt: skip
+        inputs = ask(processor, Image.new("RGB", (64, 48)), QUESTION)
         (features,) = model.get_image_features(inputs["pixel_values"].to("meta")).pooler_output
         generation = GenerationConfig.from_pretrained(folder)
         asked, ends = processor.decode(inputs["input_ids"][0]), generation.eos_token_id

@@ -95,14 +95,14 @@ def measure_model(
     answered = [sample.answered for sample in samples if sample.answered is not None]
     gradients = measure_gradients(model, answered, f"{name}: gradients")
     records = record_samples(model, samples, layers, f"{name}: pictures", num_read=NUM_MAPS)
-    prompts = ask_otherwise(model, processor, samples, records, name)
+    pictures = number_pictures([sample.question.picture for sample in samples])
+    prompts = ask_otherwise(model, processor, samples, records, pictures, name)
     notes = {note for record in records for note in record.notes}
     if offloaded:
         notes.add("gradients: not recorded, a backward pass would hold all offloaded weights at once")
     elif gradients is None:
         notes.add("gradients: not recorded, no question of the first ones has an answer")
-    report = summarize_records(model, processor, name, samples, records, prompts, gradients, notes, bases)
-    pictures = number_pictures([sample.question.picture for sample in samples])
+    report = summarize_records(model, processor, name, samples, records, pictures, prompts, gradients, notes, bases)
     return report, take_pictures(samples, records, pictures, report.key_space, closeup.heads, closeup.query)
 
 
@@ -152,12 +152,16 @@ def record_samples(
 
 
 def ask_otherwise(
-    model: PreTrainedModel, processor: Any, samples: Sequence[Sample], records: Sequence[Record], name: str
+    model: PreTrainedModel,
+    processor: Any,
+    samples: Sequence[Sample],
+    records: Sequence[Record],
+    pictures: np.ndarray,
+    name: str,
 ) -> list[Prompted]:
     """The gap of cosines of the first pictures under their own questions and under `OTHER_PROMPTS`."""
-    numbers = number_pictures([sample.question.picture for sample in samples])
-    chosen = np.unique(numbers, return_index=True)[1][:PROMPTED_PICTURES]  # the first sample of each
-    pictures = np.arange(len(chosen))
+    chosen = np.unique(pictures, return_index=True)[1][:PROMPTED_PICTURES]  # the first sample of each
+    different = np.arange(len(chosen))
     gaps: dict[str | None, list[Record]] = {None: [records[number] for number in chosen]}
     for prompt in OTHER_PROMPTS:
         if all(_words(samples[number].question) == prompt for number in chosen):
@@ -165,7 +169,7 @@ def ask_otherwise(
         asked = prepare_samples(model, processor, [asking(samples[number].question, prompt) for number in chosen])
         gaps[prompt] = record_samples(model, asked, layers=(), title=f"{name}: {prompt}")
     return [
-        Prompted(prompt, len(chosen), [group.gap for group in measure_layers(of, pictures).groups])
+        Prompted(prompt, len(chosen), [group.gap for group in measure_layers(of, different).groups])
         for prompt, of in gaps.items()
     ]
 
@@ -189,6 +193,7 @@ def summarize_records(
     name: str,
     samples: Sequence[Sample],
     records: Sequence[Record],
+    pictures: np.ndarray,
     prompts: list[Prompted],
     gradients: Gradients | None,
     notes: set[str],
@@ -197,7 +202,6 @@ def summarize_records(
     """What the records say of the model, beside its gradients and what could not be recorded."""
     vocabulary, tokenizer = vocabulary_norms(model), find_tokenizer(processor)
     hidden_size = model.config.get_text_config().hidden_size
-    pictures = number_pictures([sample.question.picture for sample in samples])
     return ModelReport(
         name=name,
         class_=type(model).__name__,

@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
-from scenes import CHANCE
+from scenes import CHANCE, ask
 from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
@@ -159,10 +159,7 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
     rows = [
         {
             "image": str(question.image.relative_to(path.parent)),
-            "conversations": [
-                {"from": "human", "value": f"<image>\n{question.question}"},
-                {"from": "gpt", "value": question.answer},
-            ],
+            "conversations": ask(question.question, question.answer),
         }
         for question in sorted(first.values(), key=lambda question: question.image)[:PROBE_SIZE]
     ]

@@ -12,6 +12,7 @@ import logging
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -103,8 +104,14 @@ def conversation(opening: str, scene: Scene, rng: random.Random) -> list[dict[st
     return turns
 
 
+def ask(question: str, answer: str) -> list[dict[str, str]]:
+    """A question about a picture and its answer in LLaVA's turns."""
+    return [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
+
+
 def write_data(output_dir: Path) -> None:
-    """Write pictures, `stage1.json`, `stage2.json`, `text.json` (for the language model) and `test.json`."""
+    """Write pictures, `stage1.json`, `stage2.json`, `text.json` (for the language model), `test.json`, and the test's
+    questions about pictures in LLaVA's layout, `held_out.json`."""
     rng = random.Random(0)
     digits, sources = load_digits(), split_digits()
     scenes: dict[str, list[Scene]] = {}
@@ -120,14 +127,11 @@ def write_data(output_dir: Path) -> None:
         {
             "id": f"caption-{number}",
             "image": image[number],
-            "conversations": [
-                {"from": "human", "value": f"<image>\n{CAPTION_REQUEST}"},
-                {"from": "gpt", "value": caption(scene)},
-            ],
+            "conversations": ask(CAPTION_REQUEST, caption(scene)),
         }
         for number, scene in enumerate(scenes["train"])
     ]
-    stage2: list[dict[str, object]] = [
+    stage2: list[dict[str, Any]] = [
         {"id": f"image-{number}", "image": image[number], "conversations": conversation("<image>", scene, rng)}
         for number, scene in enumerate(scenes["train"])
     ]
@@ -140,7 +144,7 @@ def write_data(output_dir: Path) -> None:
         description = describe(scene, rng)
         turns = conversation(description, scene, rng)
         text.append({"id": number, "description": description, "caption": caption(scene), "conversations": turns})
-    test = [
+    test: list[dict[str, Any]] = [
         {
             "image": f"images/test/{number:05}.png",
             "description": describe(scene, rng),
@@ -151,7 +155,13 @@ def write_data(output_dir: Path) -> None:
         }
         for number, scene in enumerate(scenes["test"])
     ]
-    for name, rows in (("stage1", stage1), ("stage2", stage2), ("text", text), ("test", test)):
+    held_out = [
+        {"image": scene["image"], "conversations": ask(question["question"], question["answer"])}
+        for scene in test
+        for question in scene["questions"]
+    ]
+    files = {"stage1": stage1, "stage2": stage2, "text": text, "test": test, "held_out": held_out}
+    for name, rows in files.items():
         (output_dir / f"{name}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
         logger.info("%s: %d rows", output_dir / f"{name}.json", len(rows))
 

@@ -39,6 +39,7 @@ class NormLlavaConfig(LlavaConfig):
         self.auto_map = {
             "AutoConfig": "configuration_normllava.NormLlavaConfig",
             "AutoModel": "modeling_normllava.NormLlavaModel",
+            "AutoModelForCausalLM": "modeling_normllava.NormLlavaForConditionalGeneration",  # for tools that know text
             "AutoModelForImageTextToText": "modeling_normllava.NormLlavaForConditionalGeneration",
             "AutoModelForMultimodalLM": "modeling_normllava.NormLlavaForConditionalGeneration",
         }

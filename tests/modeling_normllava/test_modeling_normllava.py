@@ -291,7 +291,8 @@ sys.meta_path.insert(0, Blocked())
 import torch
 from PIL import Image
 from transformers import (
-    AutoConfig, AutoModel, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor, pipeline,
+    AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor,
+    pipeline,
 )
 
 source, again = sys.argv[1:]
@@ -302,9 +303,8 @@ for folder in (source, again):
     options = {"trust_remote_code": True}
     assert AutoConfig.from_pretrained(folder, **options).model_type == "normllava"
     assert type(AutoModel.from_pretrained(folder, **options)).__name__ == "NormLlavaModel"
-    assert type(AutoModelForMultimodalLM.from_pretrained(folder, **options)).__name__ == (
-        "NormLlavaForConditionalGeneration"
-    )
+    for auto_class in (AutoModelForCausalLM, AutoModelForMultimodalLM):
+        assert type(auto_class.from_pretrained(folder, **options)).__name__ == "NormLlavaForConditionalGeneration"
     model = AutoModelForImageTextToText.from_pretrained(folder, **options)
     processor = AutoProcessor.from_pretrained(folder, **options)
     inputs = processor.apply_chat_template(
@@ -333,7 +333,9 @@ def test_a_saved_folder_loads_without_this_repository(
     )
     assert result.returncode == 0, result.stderr
     auto_map = json.loads((again / "config.json").read_text())["auto_map"]
-    assert set(auto_map) == {"AutoConfig", "AutoModel", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"}
+    assert set(auto_map) == {
+        "AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"
+    }  # fmt: skip
     assert all((again / f"{value.split('.')[0]}.py").exists() for value in auto_map.values())
 
     # The same answer as inside the repository, where the flag is not needed.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from diagnostics.results import ModelReport, Report, from_json
+from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.weights import Weights, read_weights
 from training.environment import Environment
 from training.run import RUN_FILE, Run
@@ -58,22 +59,6 @@ class StageFacts:
     seconds: float | None
     arguments: Arguments
     environment: Environment | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """A row of `evaluation.json`: a result, and what it would be without a model where that is known."""
-
-    task: str
-    dataset: str
-    split: str
-    metric: str
-    value: float
-    n: int
-    standard_error: float
-    command: str
-    baseline: float | None = None
-    baseline_name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -312,14 +297,14 @@ def read_evaluations(run: Path) -> list[Evaluation]:
     Raises:
         ValueError: if a row lacks a field or a number.
     """
-    path = run / "evaluation.json"
+    path = run / EVALUATION_FILE
     rows = read_json(path) if path.exists() else []
     if not isinstance(rows, list):
         raise ValueError(f"{path} is no list of results.")
     evaluations = [from_json(Evaluation, row, f"{path}, row {number}") for number, row in enumerate(rows)]
     for number, row in enumerate(evaluations):
-        if not isfinite(row.value + row.standard_error):  # from null
-            raise ValueError(f"{path}, row {number}: value or standard_error is no number.")
+        if not isfinite(row.value):  # from null
+            raise ValueError(f"{path}, row {number}: value is no number.")
     return evaluations
 
 

@@ -13,7 +13,8 @@ LEVELS = (
     ("modeling_normllava", "conversations"),
     ("diagnostics",),
     ("training",),
-    ("evaluation", "hub_cards"),
+    ("evaluation",),
+    ("hub_cards",),
     ("examples", "benchmarks"),
 )
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}

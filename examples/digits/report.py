@@ -36,6 +36,7 @@ from diagnostics.loading import load_model, load_questions
 from diagnostics.plots import draw_layers, save
 from diagnostics.results import DynamicsPoint, to_json
 from diagnostics.samples import prepare_samples
+from evaluation.record import Evaluation, write_evaluations
 
 
 logger = logging.getLogger(__name__)
@@ -133,24 +134,24 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
     }, image_answers
 
 
-def write_evaluation(scores: dict[str, dict[str, float]], count: int, path: Path) -> None:
+def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path) -> None:
     """What the model card says about accuracy."""
     rows = [
-        {
-            "task": name,
-            "dataset": "digits-quickstart",
-            "split": "test",
-            "metric": "exact_match",
-            "value": scores[name]["all"],
-            "standard_error": scores[name]["standard_error"],
-            "n": count,
-            "command": "python examples/digits/report.py --run_dir runs/digits",
-            "baseline": scores["guessing"]["all"],
-            "baseline_name": "guessing",
-        }
+        Evaluation(
+            task=name,
+            dataset="digits-quickstart",
+            split="test",
+            metric="exact_match",
+            value=scores[name]["all"],
+            standard_error=scores[name]["standard_error"],
+            n=count,
+            command="python examples/digits/report.py --run_dir runs/digits",
+            baseline=scores["guessing"]["all"],
+            baseline_name="guessing",
+        )
         for name in ("image questions", "text-only questions")
     ]
-    path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_evaluations(folder, rows)
 
 
 def write_probe(questions: list[SceneQuestion], path: Path) -> None:
@@ -238,7 +239,7 @@ def main() -> None:
     probe = run_dir / "data" / "probe.json"
     write_probe(questions, probe)
     measured = measure(run_dir, probe)
-    write_evaluation(scores, len(questions), run_dir / "stage2" / "evaluation.json")
+    record_scores(scores, len(questions), run_dir / "stage2")
     draw_answers(questions, answers, run_dir / "answers.png")
     draw_norms(measured, run_dir / "norms.png")
     report = {"questions": len(questions), "accuracy": scores, "dynamics": to_json(measured)}

@@ -97,7 +97,7 @@ def test_the_card_says_what_the_artefacts_say(staged: Path, trained: Path) -> No
     assert "| `learning_rate` | 1e-05 |" in card.text
     assert "author = {Li, Bozhou and " in card.text
     assert "| code | commit " + "0" * 40 in card.text
-    assert "0.5 ± 0.035 | 200 | 0.1 (guessing)" in card.text
+    assert "0.5 ± 0.035 | 200 | a script | 0.1 (guessing)" in card.text
     data = card.data.to_dict()
     assert (data["pipeline_tag"], data["library_name"], data["license"]) == (
         "image-text-to-text",
@@ -227,8 +227,12 @@ def test_results_are_read_as_they_stand(trained: Path, prose: Path, tmp_path: Pa
     card = (build(run, tmp_path / "stage", "me/Mine", prose, **OWN) / "README.md").read_text()
     assert r"| a b &lt;i> | owner/rows (test) | acc\|any | 0.5 ± 0.035 |" in card
     assert "\n```py\n" not in card
+    assert "| 200 | a script | 0.1 (" in card
+    (run / "evaluation.json").write_text(json.dumps([{**result, "standard_error": None, "harness": "lm-eval 1"}]))
+    card = (build(run, tmp_path / "second", "me/Mine", prose, **OWN) / "README.md").read_text()
+    assert "| 0.5 | 200 | lm-eval 1 |" in card
     for rows, message in (
-        ([{**result, "value": None}], ", row 0: value or standard_error is no number"),
+        ([{**result, "value": None}], ", row 0: value is no number"),
         (result, " is no list of results"),
     ):
         (run / "evaluation.json").write_text(json.dumps(rows))

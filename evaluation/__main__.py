@@ -1,0 +1,159 @@
+"""Evaluate trained models on the paper's nine benchmarks, or on any task of lmms-eval and lm-eval.
+
+    python -m evaluation runs/Qwen2.5-7B-Instruct/stage2 --batch_size 32 --num_processes 8
+
+Every task is one run of its harness. Its logs and result go to `evaluation/<task>` in the model's folder, the figures
+of all to `evaluation.json`, which the model card reads, and to `evaluation.md`. A task whose result is there is not
+run again.
+"""
+
+import argparse
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import get_token
+from huggingface_hub.constants import HF_HUB_OFFLINE
+
+from conversations.files import write_whole
+from evaluation.benchmarks import PAPER, PICTURES, TEXT, Benchmark, find_benchmark
+from evaluation.harness import MODULES, Result, Settings, TaskError, run_task
+from evaluation.models import Model, open_model
+from evaluation.table import render
+
+
+logger = logging.getLogger(__name__)
+
+TABLE_FILE = "evaluation.md"
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, or `argv`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m evaluation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", nargs="+", help="checkpoint folders or Hub ids; several are set side by side")
+    parser.add_argument("--names", nargs="+", help="what to call them (default: as they are given)")
+    parser.add_argument("--revision", help="of models on the Hub (default: main)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--tasks", nargs="+", help="instead of the nine; others as lmms-eval:<task>, lm-eval:<task>")
+    which.add_argument("--images_only", action="store_true", help="the seven with pictures")
+    which.add_argument("--text_only", action="store_true", help="HellaSwag and MMLU")
+    parser.add_argument("--limit", type=int, help="the first rows of each task alone, to try things out")
+    parser.add_argument("--batch_size", type=int, default=8, help="rows of a batch (default: 8)")
+    parser.add_argument("--num_processes", type=int, default=1, help="processes that share the rows, a GPU each")
+    parser.add_argument("--dtype", default="auto", help="of the weights (default: that of the checkpoint)")
+    parser.add_argument("--output_dir", type=Path, help="where results go, a folder for each model")
+    return parser.parse_args(argv)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raises `ValueError` that names the option and the fix."""
+    for name in ("limit", "batch_size", "num_processes"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}.")
+    names = args.names or args.models
+    if len(names) != len(args.models) or len(set(names)) < len(names):
+        raise ValueError("--names: give each model one name of its own.")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError("Start this once, without a launcher: --num_processes launches the harnesses.")
+
+
+def choose_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
+    """The benchmarks that were asked for, without those that mean nothing under `--limit`."""
+    chosen = [find_benchmark(name) for name in dict.fromkeys(args.tasks)] if args.tasks else list(PAPER)
+    if args.images_only or args.text_only:
+        chosen = list(PICTURES if args.images_only else TEXT)
+    for benchmark in chosen:
+        if args.limit is not None and benchmark.whole_only:
+            logger.warning("%s is left out under --limit: %s.", benchmark.task, benchmark.whole_only)
+    return [benchmark for benchmark in chosen if args.limit is None or not benchmark.whole_only]
+
+
+def check_environment(benchmarks: Sequence[Benchmark]) -> None:
+    """Look for what would stop a task after its download, or read something else than was asked.
+
+    Raises:
+        ValueError: that names the fix.
+    """
+    missing = sorted({MODULES[of.harness] for of in benchmarks if not importlib.util.find_spec(MODULES[of.harness])})
+    if missing:
+        raise ValueError(
+            f"{', '.join(missing)} missing: pip install -e '.[evaluation]', in an environment of its own."
+        )
+    try:
+        importlib.util.find_spec("torchvision") and importlib.import_module("torchvision")
+    except (ImportError, RuntimeError, OSError) as error:
+        raise ValueError(
+            f"torchvision is here and can't be loaded ({error}): PyPI's is built for CUDA. Beside a CPU build of "
+            "torch: pip uninstall torchvision."
+        ) from error
+    offline = HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    gated = [benchmark.task for benchmark in benchmarks if benchmark.is_gated]
+    if gated and not offline and get_token() is None:
+        raise ValueError(
+            f"lmms-eval asks for a token of the Hub even for public data ({', '.join(gated)}): hf auth login, or set "
+            "HF_TOKEN."
+        )
+    for benchmark in benchmarks:
+        if Path(benchmark.task).exists():
+            raise ValueError(
+                f"{benchmark.task} lies in the working directory, and the harness would read it as the task: run this "
+                "from another folder."
+            )
+
+
+def evaluate(model: Model, benchmarks: Sequence[Benchmark], settings: Settings) -> tuple[dict[str, Result], list[str]]:
+    """Results by task, and what failed. `evaluation.json` grows with every task."""
+    results: dict[str, Result] = {}
+    failed: list[str] = []
+    for number, benchmark in enumerate(benchmarks, 1):
+        logger.info("\n%s: %s (%d of %d)", model.name, benchmark.task, number, len(benchmarks))
+        folder = model.task_folder(benchmark.task, settings.limit)
+        try:
+            results[benchmark.task] = run_task(benchmark, model.path, model.fingerprint, settings, folder)
+        except TaskError as error:
+            logger.error("%s: %s", benchmark.task, error)
+            failed.append(f"{model.name}: {benchmark.task}")
+            continue
+        model.write_evaluations()
+    return results, failed
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = parse_arguments(argv)
+    try:
+        check_arguments(args)
+        benchmarks = choose_benchmarks(args)
+        check_environment(benchmarks)
+        names = args.names or args.models
+        models = [
+            open_model(source, name, args.revision, args.output_dir)
+            for source, name in zip(args.models, names, strict=True)
+        ]
+        settings = Settings(args.batch_size, args.num_processes, args.dtype, args.limit)
+        results: dict[str, dict[str, Result]] = {}
+        failed: list[str] = []
+        for model in models:
+            results[model.name], now_failed = evaluate(model, benchmarks, settings)
+            failed += now_failed
+            if results[model.name]:
+                table = render(benchmarks, {model.name: results[model.name]})
+                write_whole(model.results / TABLE_FILE, f"{table}\n")
+    except ValueError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("\nStopped. The same command goes on with the tasks that are missing.")
+    sys.stdout.write(f"{render(benchmarks, results)}\n")
+    if failed:
+        sys.exit(f"Failed: {', '.join(failed)}. The others' results are kept; the same command tries these again.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""lmms-eval's way to any model that answers chats with pictures through `AutoModelForImageTextToText`.
+
+python -m lmms_eval --model image_text_to_text --model_args pretrained=me/MyModel --tasks mmstar --batch_size 16
+"""
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from lmms_eval.api.instance import Instance
+from lmms_eval.api.model import lmms
+from lmms_eval.models.registry_v2 import ModelManifest
+from lmms_eval.protocol import ChatMessages
+from tqdm import tqdm
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+
+class ImageTextToText(lmms):
+    """Answers chats greedily, in batches. Each process of a launch answers its share of the rows.
+
+    Args:
+        pretrained: Checkpoint folder or Hub id; its own code is run.
+        revision: Of a Hub repository.
+        dtype: As `from_pretrained` takes it; that of the checkpoint by default.
+        batch_size: Rows of a batch.
+        device: That of the process by default.
+    """
+
+    is_simple = False
+
+    def __init__(
+        self,
+        pretrained: str,
+        revision: str = "main",
+        dtype: str = "auto",
+        batch_size: int | str = 1,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.accelerator = Accelerator()
+        self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self.device = torch.device(device or self.accelerator.device)
+        self.batch_size = int(batch_size)
+        options: dict[str, Any] = {"revision": revision, "trust_remote_code": True}
+        self._processor = AutoProcessor.from_pretrained(pretrained, **options)
+        model = AutoModelForImageTextToText.from_pretrained(pretrained, dtype=dtype, **options)
+        self._model = model.to(self.device).eval()
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        """Answers in the order of the requests.
+
+        Raises:
+            ValueError: if a task asks for sampled answers.
+        """
+        answers = [""] * len(requests)
+        # Rows of a batch share the settings of their task, and are of about the same length.
+        order = sorted(range(len(requests)), key=lambda row: (str(requests[row].args[2]), -len(requests[row].args[0])))
+        with tqdm(total=len(requests), desc="Answering", disable=self.rank > 0) as bar:
+            while order:
+                settings = requests[order[0]].args[2]
+                rows = [row for row in order[: self.batch_size] if requests[row].args[2] == settings]
+                order = order[len(rows) :]
+                for row, answer in zip(rows, self._answer([requests[row] for row in rows], settings), strict=True):
+                    answers[row] = answer
+                bar.update(len(rows))
+        return answers
+
+    @torch.inference_mode()
+    def _answer(self, requests: list[Instance], settings: dict[str, Any]) -> list[str]:
+        if settings.get("do_sample") or settings.get("temperature"):
+            raise ValueError(f"{requests[0].task_name} asks for sampled answers; this model answers greedily alone.")
+        chats = []
+        for request in requests:
+            _, to_messages, _, document, task, split = request.args
+            messages = to_messages(self.task_dict[task][split][document])
+            chats.append(ChatMessages(messages=messages).to_hf_messages())
+        inputs = self._processor.apply_chat_template(
+            chats,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True, "padding_side": "left"},
+        ).to(self.device, self._model.dtype)
+        generated = self._model.generate(
+            **inputs,
+            max_new_tokens=settings.get("max_new_tokens", 1024),
+            num_beams=settings.get("num_beams", 1),
+            do_sample=False,
+        )
+        texts = self._processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return [cut(text, settings.get("until") or []) for text in texts]
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Not here. Raises `NotImplementedError`: lm-eval scores such tasks."""
+        raise NotImplementedError("Tasks that compare likelihoods are lm-eval's; it answers chats alone.")
+
+    def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
+        """Not here. Raises `NotImplementedError`."""
+        raise NotImplementedError("Tasks of several rounds are not answered.")
+
+
+def cut(text: str, until: list[str] | str) -> str:
+    """A text up to the first of the strings that end an answer."""
+    for end in [until] if isinstance(until, str) else until:
+        text = text.split(end)[0] if end else text
+    return text.strip()
+
+
+MANIFEST = ModelManifest(
+    model_id="image_text_to_text", chat_class_path=f"{ImageTextToText.__module__}.{ImageTextToText.__name__}"
+)

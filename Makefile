@@ -1,6 +1,7 @@
 # One virtual environment for all; the versions are those that were tested.
 PYTHON ?= python3.11
 VENV ?= .venv
+EVALUATION_VENV ?= .venv-evaluation
 VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 
@@ -13,6 +14,16 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+# For `python -m evaluation`: its harnesses bring about 140 packages. lmms-eval asks for torchvision, and does
+# without it too; PyPI's is built for CUDA, and beside a CPU build of torch transformers can't be imported with it.
+$(EVALUATION_VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(EVALUATION_VENV)
+	$(EVALUATION_VENV)/bin/pip install --quiet --constraint constraints.txt torch
+	$(EVALUATION_VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[evaluation]"
+	if $(EVALUATION_VENV)/bin/python -c "import torch; assert torch.version.cuda is None" 2>/dev/null; then \
+		$(EVALUATION_VENV)/bin/pip uninstall --quiet --yes torchvision; fi
 	touch $@
 
 # For one slow test: vLLM pins torch and caps transformers. Its `torch==...+cpu` is not on PyPI: where no local build is

@@ -8,6 +8,7 @@ run again.
 """
 
 import argparse
+import importlib
 import importlib.util
 import logging
 import os
@@ -15,6 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from datasets.config import HF_DATASETS_OFFLINE
 from huggingface_hub import get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
@@ -74,25 +76,31 @@ def choose_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
     return [benchmark for benchmark in chosen if args.limit is None or not benchmark.whole_only]
 
 
-def check_environment(benchmarks: Sequence[Benchmark]) -> None:
-    """Look for what would stop a task after its download, or read something else than was asked.
-
-    Raises:
-        ValueError: that names the fix.
-    """
+def check_installed(benchmarks: Sequence[Benchmark]) -> None:
+    """Raises `ValueError`, with the command that mends it, if a harness is missing or torchvision can't be loaded."""
     missing = sorted({MODULES[of.harness] for of in benchmarks if not importlib.util.find_spec(MODULES[of.harness])})
     if missing:
         raise ValueError(
             f"{', '.join(missing)} missing: pip install -e '.[evaluation]', in an environment of its own."
         )
+    if importlib.util.find_spec("torchvision") is None:
+        return
     try:
-        importlib.util.find_spec("torchvision") and importlib.import_module("torchvision")
+        importlib.import_module("torchvision")
     except (ImportError, RuntimeError, OSError) as error:
         raise ValueError(
             f"torchvision is here and can't be loaded ({error}): PyPI's is built for CUDA. Beside a CPU build of "
             "torch: pip uninstall torchvision."
         ) from error
-    offline = HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def check_data(benchmarks: Sequence[Benchmark]) -> None:
+    """Look for what would stop a task after its download, or be read in its place.
+
+    Raises:
+        ValueError: that names the fix.
+    """
+    offline = HF_HUB_OFFLINE or HF_DATASETS_OFFLINE
     gated = [benchmark.task for benchmark in benchmarks if benchmark.is_gated]
     if gated and not offline and get_token() is None:
         raise ValueError(
@@ -131,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_arguments(args)
         benchmarks = choose_benchmarks(args)
-        check_environment(benchmarks)
+        check_installed(benchmarks)
+        check_data(benchmarks)
         names = args.names or args.models
         models = [
             open_model(source, name, args.revision, args.output_dir)

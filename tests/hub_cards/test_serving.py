@@ -5,12 +5,8 @@ import functools
 import http.server
 import importlib.util
 import io
-import socket
-import subprocess
 import sys
 import threading
-import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +16,7 @@ import pytest
 from PIL import ExifTags, Image
 from transformers import pipeline
 
+from chat_servers import serving
 from hub_cards import serve
 
 
@@ -142,25 +139,9 @@ def test_a_server_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
 def client(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The OpenAI client of a server that runs."""
     openai = pytest.importorskip("openai")  # the extra "serve"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("w") as file:
-        command = [sys.executable, "-m", "hub_cards.serve", str(staged), "--port", str(port)]
-        server = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
-    try:
-        for _ in range(120):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
-                break
-            except OSError:
-                assert server.poll() is None, log.read_text()
-                time.sleep(1)
-        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
-    finally:
-        server.terminate()
-        server.wait()
+    with serving(staged, log) as url:
+        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
 
 def conversation(url: str, text: str = "what is it?") -> list[dict[str, Any]]:

@@ -1,0 +1,205 @@
+"""The harnesses themselves, in an environment of their own, on rows that the tests make up."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoProcessor
+
+import benchmark_rows
+from chat_servers import serving
+from diagnostics.results import from_json
+from evaluation.record import Evaluation
+from modeling_normllava import NormLlavaForConditionalGeneration
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).parents[2]
+NUM_ANSWERS = 100
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """Python of the harnesses' environment, which is made where it is missing, in some minutes."""
+    make = ["make", ".venv-evaluation/installed", f"PYTHON={sys.executable}"]
+    installed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
+    assert installed.returncode == 0, f"the environment could not be made:\n{installed.stderr[-3000:]}"
+    return ROOT / ".venv-evaluation/bin/python"
+
+
+@pytest.fixture(scope="module")
+def run(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a module of the harnesses' environment, offline, in a folder."""
+    home = tmp_path_factory.mktemp("home")
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home), "OPENAI_API_KEY": "none"}
+
+    def run_module(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        return subprocess.run(
+            [python, "-m", *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True
+        )
+
+    return run_module
+
+
+@pytest.fixture(scope="module")
+def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that answers "A" to everything, and ends: what every task must give for it is known on paper."""
+    folder = tmp_path_factory.mktemp("models") / "always_a"
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(composed())
+    letter, end = processor.tokenizer.convert_tokens_to_ids(["A", "<|im_end|>"])
+    with torch.no_grad():
+        for layer in model.model.language_model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embeddings.zero_()
+        embeddings[:, 0] = 1.0
+        embeddings[letter, 1] = 10.0
+        head.zero_()
+        head[letter, 0] = head[end, 1] = 1.0
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+def mmlu_subjects(python: Path) -> list[str]:
+    code = "import importlib.util; print(importlib.util.find_spec('lm_eval').submodule_search_locations[0])"
+    package = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    files = (Path(package) / "tasks/mmlu/default").glob("mmlu_*.yaml")
+    return sorted(yaml.safe_load(path.read_text())["dataset_name"] for path in files)
+
+
+def error_of_share(share: float, count: int) -> float:
+    """Standard error of a share, as the mean of zeros and ones."""
+    return sqrt(share * (1 - share) / (count - 1))
+
+
+def read_rows(folder: Path) -> dict[str, Evaluation]:
+    rows = from_json(list[Evaluation], json.loads((folder / "evaluation.json").read_text()), folder)
+    return {row.task: row for row in rows}
+
+
+def test_the_nine_tasks_give_what_is_known_on_paper(run: Run, always_a: Path, python: Path, tmp_path: Path) -> None:
+    benchmark_rows.write_all(tmp_path, mmlu_subjects(python))
+    evaluate = partial(run, tmp_path, "evaluation", always_a)
+    done = evaluate()
+    assert done.returncode == 0, done.stderr[-5000:]
+    rows = read_rows(always_a)
+    expected = {
+        "mmbench_en_dev_static": (2 / 6, 6, error_of_share(2 / 6, 6)),
+        # Two groups, of 8 and 4 rows, with 6 and 1 right.
+        "mmstar": ((6 / 8 + 1 / 4) / 2, 12, sqrt(error_of_share(6 / 8, 8) ** 2 + error_of_share(1 / 4, 4) ** 2) / 2),
+        "pope": (0.0, 12, 0.0),
+        "seedbench_2_plus": (3 / 12, 12, error_of_share(3 / 12, 12)),
+        "ocrbench": (1 / 1000, 12, None),  # of rows that are not 1000, the harness's figure is no mean
+        "scienceqa_img": (4 / 12, 12, error_of_share(4 / 12, 12)),
+        "ai2d": (3 / 12, 12, error_of_share(3 / 12, 12)),
+        "mmlu": (1 / 2, 114, None),
+    }
+    for task, (value, count, error) in expected.items():
+        assert rows[task].value == pytest.approx(value), task
+        assert rows[task].n == count, task
+        if task != "mmlu":  # whose error is lm-eval's own, pooled over subjects of two rows each
+            assert rows[task].standard_error == (error if error is None else pytest.approx(error)), task
+    assert rows["hellaswag"].n == 12
+    assert 0 <= rows["hellaswag"].value <= 1
+    assert {row.harness.split()[0] for row in rows.values() if row.harness} == {"lmms-eval", "lm-eval"}
+    assert f"| mean of the 9 | {100 * sum(row.value for row in rows.values()) / 9:.1f} |" in done.stdout
+    for name in ("accuracy, not F1", "the paper doesn't say which", "0-shot", "n = 114"):
+        assert name in done.stdout
+
+    # What is there is not run again, what is missing is, and what fails leaves the others.
+    logs = {path: path.stat().st_mtime_ns for path in (always_a / "evaluation").glob("*/log.txt")}
+    assert len(logs) == 9
+    (always_a / "evaluation/ai2d/result.json").unlink()
+    done = evaluate("--tasks", "ai2d", "mmstar", "lmms-eval:no_such_task")
+    assert done.returncode == 1
+    assert "no_such_task" in done.stderr.splitlines()[-1]
+    assert "| AI2D | 25.0" in done.stdout
+    run_again = {path.parent.name for path, before in logs.items() if path.stat().st_mtime_ns != before}
+    assert run_again == {"ai2d"}
+    assert read_rows(always_a) == rows
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the quickstart's held-out questions where its task looks for them."""
+    folder = tmp_path_factory.mktemp("digits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples" / "digits"))
+        scenes = importlib.import_module("scenes")
+        patch.setattr(scenes, "SCENES", {"train": 10, "test": NUM_ANSWERS // scenes.QUESTIONS_PER_TEST_SCENE})
+        patch.setattr(scenes, "TEXT_ROWS", 1)
+        scenes.write_data(folder / "runs/digits/data")
+    return folder
+
+
+def logged_answers(folder: Path) -> list[str]:
+    """The answers that a harness logged below a folder, in the order of the questions."""
+    (path,) = folder.rglob("*samples_*.jsonl")
+    samples = sorted(map(json.loads, path.read_text().split("\n")[:-1]), key=lambda sample: sample["doc_id"])
+    given = [sample["filtered_resps"] for sample in samples]
+    return [(answer if isinstance(answer, str) else answer[0]).strip() for answer in given]
+
+
+def own_answers(model: Path, data: Path) -> list[str]:
+    """Those of the quickstart's report, cut where the task ends an answer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "examples" / "digits"))
+        report = importlib.import_module("report")
+    questions = report.load_scene_questions(data)
+    loaded = NormLlavaForConditionalGeneration.from_pretrained(model).eval()
+    processor = AutoProcessor.from_pretrained(model)
+    prompts = [report.with_image(question) for question in questions]
+    return [text.split("\n")[0].strip() for text in report.answer(loaded, processor, prompts, "answering")]
+
+
+def test_both_harnesses_the_server_and_the_report_read_the_same_answers(
+    run: Run, composed: Callable[..., Path], digits: Path, tmp_path: Path
+) -> None:
+    model = composed()
+    tasks = ["--tasks", "digits", "digits_lm_eval", "--batch_size", "7", "--names", "model", "--output_dir"]
+    for processes in (1, 2):  # 100 rows in batches of 7: neither goes round
+        folder = tmp_path / str(processes)
+        done = run(digits, "evaluation", model, *tasks, folder, "--num_processes", str(processes))
+        assert done.returncode == 0, done.stderr[-5000:]
+    with serving(model, tmp_path / "log") as url:
+        command = ["--model", "openai", "--model_args", f"model_version={model},base_url={url}", "--tasks", "digits"]
+        include = ["--include_path", ROOT / "evaluation/tasks", "--output_path", tmp_path / "served", "--log_samples"]
+        done = run(digits, "lmms_eval", *command, *include)
+        assert done.returncode == 0, done.stderr[-5000:]
+    expected = own_answers(model, digits / "runs/digits/data")
+    assert len(expected) == NUM_ANSWERS
+    assert len(set(expected)) > 1
+    assert logged_answers(tmp_path / "served") == expected
+    for processes in (1, 2):
+        for task in ("digits", "digits_lm_eval"):
+            assert logged_answers(tmp_path / f"{processes}/model/evaluation" / task) == expected, (processes, task)
+    assert read_rows(tmp_path / "1/model") == read_rows(tmp_path / "2/model")
+
+
+def one_figure(folder: Path) -> Any:
+    (path,) = folder.rglob("results_*.json")
+    return json.loads(path.read_text())["results"]["mmlu_anatomy"]["acc,none"]
+
+
+def test_plain_hf_of_lm_eval_loads_the_class(run: Run, always_a: Path, tmp_path: Path) -> None:
+    benchmark_rows.write_all(tmp_path, ["anatomy"])
+    arguments = f"pretrained={always_a},trust_remote_code=True"
+    command = ["lm_eval", "run", "--model", "hf", "--model_args", arguments, "--tasks", "mmlu_anatomy"]
+    done = run(tmp_path, *command, "--output_path", tmp_path / "out")
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert one_figure(tmp_path / "out") == 0.5

@@ -9,7 +9,6 @@ import torch
 from accelerate import Accelerator
 from lmms_eval.api.instance import Instance
 from lmms_eval.api.model import lmms
-from lmms_eval.models.registry_v2 import ModelManifest
 from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -105,8 +104,3 @@ def cut(text: str, until: list[str] | str) -> str:
     for end in [until] if isinstance(until, str) else until:
         text = text.split(end)[0] if end else text
     return text.strip()
-
-
-MANIFEST = ModelManifest(
-    model_id="image_text_to_text", chat_class_path=f"{ImageTextToText.__module__}.{ImageTextToText.__name__}"
-)

@@ -2,7 +2,8 @@
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +44,17 @@ def normalise(answer: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
+@contextmanager
+def _padded_attention(model: NormLlavaForConditionalGeneration) -> Iterator[None]:
+    """Attention that takes padded prompts, for a model that is trained on packed rows with "varlen"."""
+    attention = model.config.text_config._attn_implementation
+    model.set_attn_implementation({"text_config": "sdpa" if attention == "varlen" else attention})
+    try:
+        yield
+    finally:
+        model.set_attn_implementation({"text_config": attention})
+
+
 class HeldOutQuestions:
     """The first answers of some rows, to be given by a model.
 
@@ -80,7 +92,7 @@ class HeldOutQuestions:
         for start in range(0, len(numbers), self._batch_size):
             batch = [number % count for number in numbers[start : start + self._batch_size]]
             inputs = {name: tensor.to(accelerator.device) for name, tensor in self._inputs(batch).items()}
-            with accelerator.autocast():
+            with accelerator.autocast(), _padded_attention(model):
                 generated = model.generate(
                     **inputs,
                     do_sample=False,

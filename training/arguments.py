@@ -336,8 +336,8 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
 def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
-            f"lr_scheduler_type {args.lr_scheduler_type.value} takes its rate from evaluation, which changes nothing in "
-            "training here: use another one, such as cosine."
+            f"lr_scheduler_type {args.lr_scheduler_type.value} takes its rate from evaluation, which changes "
+            "nothing in training here: use another one, such as cosine."
         )
     if run_args.eval_dataset_name is None:
         defaults = {entry.name: entry.default for kind in (run_args, args) for entry in dataclasses.fields(kind)}

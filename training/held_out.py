@@ -5,10 +5,13 @@ import string
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, Row, row_turns
@@ -39,20 +42,31 @@ class Answer:
 
 def normalise(answer: str) -> str:
     """An answer in lower case, without punctuation, articles and further spaces: what SQuAD's exact match compares
-    (Rajpurkar et al. 2016, arXiv 1606.05250; `normalize_answer` of its evaluation script)."""
+    (Rajpurkar et al. 2016, arXiv 1606.05250; `normalize_answer` of its evaluation script). What is made of these alone
+    is kept, as the "A" of a multiple choice."""
     text = "".join(character for character in answer.lower() if character not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    words = re.sub(r"\b(a|an|the)\b", " ", text)
+    return " ".join((words.strip() or text.strip() or answer).split())
 
 
 @contextmanager
-def _padded_attention(model: NormLlavaForConditionalGeneration) -> Iterator[None]:
-    """Attention that takes padded prompts, for a model that is trained on packed rows with "varlen"."""
+def generating(trained: nn.Module, accelerator: Accelerator) -> Iterator[NormLlavaForConditionalGeneration]:
+    """The model inside of what is trained, ready to generate from padded prompts in the precision of training."""
+    unwrapped: Any = accelerator.unwrap_model(trained)
+    model = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
     attention = model.config.text_config._attn_implementation
-    model.set_attn_implementation({"text_config": "sdpa" if attention == "varlen" else attention})
+    if attention == "varlen":  # for packed rows alone
+        model.set_attn_implementation({"text_config": "sdpa"})
+    if isinstance(trained, FSDPModule):  # generating encodes pictures outside of the forward that gathers the weights
+        trained.unshard()
     try:
-        yield
+        with accelerator.autocast():
+            yield model
     finally:
-        model.set_attn_implementation({"text_config": attention})
+        if isinstance(trained, FSDPModule):
+            trained.reshard()
+        if attention == "varlen":
+            model.set_attn_implementation({"text_config": attention})
 
 
 class HeldOutQuestions:
@@ -79,8 +93,12 @@ class HeldOutQuestions:
             self._prompts.append(input_ids[:start])
             self._truths.append(labels[start:end])
 
-    def answer(self, model: NormLlavaForConditionalGeneration, accelerator: Accelerator) -> list[Answer]:
-        """Let the model answer greedily, in no more tokens than the longest truth has. All processes must call this.
+    def answer(self, trained: nn.Module, accelerator: Accelerator) -> list[Answer]:
+        """Let a model answer greedily, in no more tokens than the longest truth has. All processes must call this.
+
+        Args:
+            trained: The model, or the `PeftModel` around it; under FSDP2 after a forward pass.
+            accelerator: Knows the processes and the precision.
 
         Returns:
             The answers to all questions, on every process.
@@ -92,7 +110,7 @@ class HeldOutQuestions:
         for start in range(0, len(numbers), self._batch_size):
             batch = [number % count for number in numbers[start : start + self._batch_size]]
             inputs = {name: tensor.to(accelerator.device) for name, tensor in self._inputs(batch).items()}
-            with accelerator.autocast(), _padded_attention(model):
+            with generating(trained, accelerator) as model:
                 generated = model.generate(
                     **inputs,
                     do_sample=False,

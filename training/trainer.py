@@ -97,6 +97,8 @@ class NormLlavaTrainer(SFTTrainer):
         self._run = run
         self._sampler, self._eval_sampler, self._questions = sampler, eval_sampler, questions
         self._clip_by_module = clip_by_module
+        held_out = kwargs.get("eval_dataset")
+        self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
         self._scored: torch.Tensor | None = None
         # Sum of the losses of all steps, and tokens trained on: of this process, and of all before this start.
         self._seen, self._seen_before = torch.zeros(2, dtype=torch.float64), Progress(num_tokens=0, loss_sum=0.0)
@@ -233,8 +235,7 @@ class NormLlavaTrainer(SFTTrainer):
         Every supervised token of all rows counts alike. transformers' own loop takes the mean of each batch, and of
         these the mean, whatever they hold.
         """
-        rows: Any = dataloader.dataset
-        has_pictures = any(row_images(row) for row in rows.select_columns("images"))
+        has_pictures = self._eval_has_pictures
         blank = self.data_collator.pixels([]).to(self.args.device)
         sums = torch.zeros(3, dtype=torch.float64)  # of the loss, of the loss with blank pictures, of tokens
         for inputs in dataloader:
@@ -253,13 +254,15 @@ class NormLlavaTrainer(SFTTrainer):
         metrics = {"loss": total / num_tokens} | ({"loss_blank": total_blank / num_tokens} if has_pictures else {})
         self._metrics["eval"].clear()  # TRL's, which are means of batches, and of tokens since the last resume
         if self._questions is not None:
-            answers = self._questions.answer(self._unwrapped(), self.accelerator)
+            answers = self._questions.answer(self.model, self.accelerator)
             self._console.answers = answers
             self._answers.append(self.state, map(dataclasses.asdict, answers))
             metrics["exact_match"] = share = sum(answer.right for answer in answers) / len(answers)
             metrics["exact_match_stderr"] = math.sqrt(share * (1 - share) / len(answers))
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=len(rows))
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=self.num_examples(dataloader)
+        )
 
     def _keep_scored(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._scored is not None:

@@ -1,6 +1,7 @@
 """Held-out rows while training: figures that a plain computation gives too, and a training that does not notice."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from accelerate import Accelerator
+from test_distributed import TWO, launch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
@@ -16,9 +23,9 @@ from conversations.loading import load_rows
 from conversations.pictures import open_images
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, logged, moved, run
-from test_distributed import TWO, launch
 from training import sft
-from training.held_out import normalise
+from training.collator import VisionLanguageCollator
+from training.held_out import HeldOutQuestions, normalise
 from training.run import Run
 from training.tokenization import IGNORED, RowTokenizer
 
@@ -123,7 +130,13 @@ def test_a_model_that_has_learned_answers_right(
     (tmp_path / "one.json").write_text(json.dumps(json.loads(Path(fields["dataset_name"]).read_text())[:1]))
     settings = {**fields, **INSTRUCT, "eval_strategy": "epoch", "num_train_epochs": 40, "global_batch_size": 2}
     settings |= {name: str(tmp_path / "one.json") for name in ("dataset_name", "eval_dataset_name")}
-    settings |= {"learning_rate": 0.01, "eval_delay": 40, "eval_on_start": True, "disable_tqdm": True, "save_strategy": "no"}
+    settings |= {
+        "learning_rate": 0.01,
+        "eval_delay": 40,
+        "eval_on_start": True,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
     run(monkeypatch, tmp_path, **settings, output_dir=str(tmp_path / "out"))
     lines = evaluated(tmp_path / "out")
     assert [line["step"] for line in lines] == [0, 40]
@@ -142,6 +155,8 @@ def test_answers_are_compared_as_squad_does() -> None:
     assert normalise(" The  answer,\nan  U.S. one!") == "answer us one"
     assert normalise("Athens") != normalise("thens")
     assert normalise("4") != normalise("4 2")
+    assert normalise("A.") == "a" != normalise("the")
+    assert normalise("+") != normalise("-")
 
 
 @pytest.mark.parametrize("kind", ["instruct", "packed", "adapt", "workers", "stream", "4 bits"])
@@ -157,10 +172,10 @@ def test_training_does_not_notice(
     settings = {
         "instruct": INSTRUCT,
         "packed": {**INSTRUCT, **PACKED, "packed_length": 260},
-        "adapt": ADAPT,
+        "adapt": {**ADAPT, "logging_strategy": "epoch"},
         "workers": {**ADAPT, "dataloader_num_workers": 1},
         "stream": {**INSTRUCT, **streaming},
-        "4 bits": {**ADAPT, "load_in_4bit": True},
+        "4 bits": {**ADAPT, "load_in_4bit": True, "bf16": True},
     }[kind]
     if kind in ("adapt", "workers", "4 bits"):
         pytest.importorskip("peft")
@@ -199,9 +214,9 @@ def test_the_rows_are_checked_as_those_of_training(
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=r"eval_dataset_name: .*bad.json, row 3: image file .*gone.png is missing"):
         run(monkeypatch, tmp_path, **settings)
-    with pytest.raises(ValueError, match="eval_dataset_name: .* has one split, train, so there is no 'validation'"):
+    with pytest.raises(ValueError, match=r"eval_dataset_name: .* has one split, train, so there is no 'validation'"):
         run(monkeypatch, tmp_path, **settings, dataset_test_split="validation")
-    with pytest.raises(ValueError, match="longest row of eval_dataset_name has .* tokens, a packed row 60"):
+    with pytest.raises(ValueError, match=r"longest row of eval_dataset_name has .* tokens, a packed row 60"):
         run(monkeypatch, tmp_path, **{**settings, **PACKED, "bad_rows": "skip", "packed_length": 60})
     monkeypatch.undo()
     run(monkeypatch, tmp_path, **settings, bad_rows="skip")
@@ -325,3 +340,35 @@ def test_two_processes_find_what_one_does(fields: dict[str, Any], tmp_path: Path
     settings.pop("eval_steps")
     launch(tmp_path, *TWO, **settings, output_dir=str(tmp_path / "without"))
     assert moved(tmp_path / "without", two) == set()
+
+
+def answer_sharded(rank: int, folder: str, held_out: str, store: str) -> None:
+    """Answer with a whole model and with a sharded one, with adapters and without. All of it on two processes."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    os.environ["MASTER_PORT"] = "0"  # accelerate asks for one, though the file is where they meet
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    from training.adapters import add_adapters
+
+    accelerator, processor = Accelerator(cpu=True), AutoProcessor.from_pretrained(folder)
+    assert accelerator.num_processes == 2
+    collate = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))
+    rows = load_rows(held_out).select(range(5))
+    questions = HeldOutQuestions(rows, collate, 2, one_line=False)
+    for adapted in (False, True):
+        base = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        model = add_adapters(base, rank=2, alpha=4).eval() if adapted else base.eval()
+        expected = questions.answer(model, accelerator)
+        for layer in [*base.model.language_model.layers, *base.model.vision_tower.encoder.layers, model]:
+            fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=True)
+        for _ in range(2):
+            with torch.no_grad():
+                model(**{name: tensor for name, tensor in collate([rows[3]]).items() if name != "labels"})
+            assert questions.answer(model, accelerator) == expected
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_sharded_model_answers(composed: Callable[..., Path], held_out: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    mp.spawn(answer_sharded, (str(composed()), str(held_out), str(tmp_path / "store")), nprocs=2)

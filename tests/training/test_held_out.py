@@ -159,7 +159,16 @@ def test_answers_are_compared_as_squad_does() -> None:
     assert normalise("+") != normalise("-")
 
 
-@pytest.mark.parametrize("kind", ["instruct", "packed", "adapt", "workers", "stream", "4 bits"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "instruct",
+        "packed",
+        "adapt",
+        "stream",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("workers", "4 bits")),
+    ],
+)
 def test_training_does_not_notice(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

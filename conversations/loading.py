@@ -74,6 +74,12 @@ def load_rows(
     return rows.to_iterable_dataset() if streaming and isinstance(rows, Dataset) else rows
 
 
+def has_splits(name: str) -> bool:
+    """Whether a dataset may have splits by name; a JSON file and a dataset saved by itself are "train" as a whole."""
+    path = Path(name)
+    return not _is_json(path) and (not _is_saved(path) or (path / "dataset_dict.json").exists())
+
+
 def _is_json(path: Path) -> bool:
     return path.suffix.lower() in (".json", ".jsonl", ".ndjson")
 

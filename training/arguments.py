@@ -22,13 +22,14 @@ AT_LEAST = {
     "global_batch_size": 1, "packed_length": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
     "max_length": 1, "lora_r": 1, "lora_alpha": 1, "lora_dropout": 0, "probe_steps": 1, "probe_samples": 1,
     "dataset_num_proc": 1, "dataloader_num_workers": 0, "max_grad_norm": 0, "weight_decay": 0, "warmup_steps": 0,
+    "eval_samples": 0, "per_device_eval_batch_size": 1, "eval_delay": 0,
     "save_total_limit": 1, "seed": 0, "data_seed": 0, "adam_beta1": 0, "adam_beta2": 0,
 }  # fmt: skip
 BELOW_ONE = ("adam_beta1", "adam_beta2", "lora_dropout")
 # Fields that must be above 0.
 POSITIVE = (
     "learning_rate", "vision_learning_rate", "norm_learning_rate", "num_train_epochs", "logging_steps", "save_steps",
-    "adam_epsilon",
+    "eval_steps", "adam_epsilon",
 )  # fmt: skip
 # Fields of TRL and transformers that have one sensible value here, with the reason.
 FIXED: dict[str, tuple[Any, str]] = {
@@ -41,15 +42,20 @@ FIXED: dict[str, tuple[Any, str]] = {
     "load_in_8bit": (False, "use load_in_4bit"),
     "bnb_4bit_quant_storage": (None, "4-bit weights are held in bytes"),
     "ignore_bias_buffers": (False, "no model here has such buffers"),
-    "dataset_test_split": ("test", "nothing is evaluated while training"),
+    "do_eval": (False, "eval_strategy says when to evaluate"),
+    "do_predict": (False, "eval_samples says how many held-out questions are answered"),
+    "eval_packing": (None, "held-out rows are packed where packed_length packs the others"),
+    "greater_is_better": (None, "it follows from metric_for_best_model"),
+    "label_names": (None, "the labels are the collator's"),
     **dict.fromkeys(
-        ("eval_on_start", "load_best_model_at_end", "do_eval", "do_predict", "bf16_full_eval", "fp16_full_eval"),
-        (False, "nothing is evaluated while training"),
+        ("bf16_full_eval", "fp16_full_eval"), (False, "held-out rows are measured in the precision of training")
     ),
     **dict.fromkeys(
-        ("eval_steps", "eval_packing", "metric_for_best_model"), (None, "nothing is evaluated while training")
+        ("prediction_loss_only", "batch_eval_metrics", "eval_use_gather_object"), (False, "no logits are gathered")
     ),
-    "eval_strategy": ("no", "nothing is evaluated while training"),
+    "eval_do_concat_batches": (True, "no logits are gathered"),
+    "eval_accumulation_steps": (None, "no logits are gathered"),
+    "include_for_metrics": ([], "no logits are gathered"),
     "average_tokens_across_devices": (True, "every token of a step counts alike, on whatever device it is"),
     "accelerator_config": (None, "the rows of a step are dealt out here, each to one device"),
     "save_on_each_node": (False, "checkpoints are complete or not there, for all nodes together"),
@@ -82,6 +88,11 @@ FIXED: dict[str, tuple[Any, str]] = {
     "model_init_kwargs": (None, "the model is loaded from model_name_or_path"),
     "trust_remote_code": (False, "the classes of this repository are used"),
 }  # fmt: skip
+# Fields that concern held-out rows alone.
+HELD_OUT = (
+    "eval_image_folder", "dataset_test_split", "eval_samples", "eval_strategy", "eval_steps", "eval_delay",
+    "eval_on_start", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
+)  # fmt: skip
 SAMPLING = ("random", "group_by_length", "sequential")
 
 
@@ -99,6 +110,13 @@ class RunArguments(DatasetArguments, ModelConfig):
     )
     image_folder: str | None = field(
         default=None, metadata={"help": "Goes before the image paths of a JSON file; its own folder by default."}
+    )
+    eval_dataset_name: str | None = field(
+        default=None, metadata={"help": "Held-out rows to measure the model on while it is trained."}
+    )
+    eval_image_folder: str | None = field(default=None, metadata={"help": "The same for held-out rows."})
+    eval_samples: int = field(
+        default=64, metadata={"help": "Held-out rows, the first, that are answered at each evaluation; 0 for none."}
     )
     vision_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the vision encoder; required in stage 'instruct'."}
@@ -259,6 +277,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
             raise ValueError(f"{name} is missing; training/recipes/ has recipes to start from.")
     _check_stage(run_args, args)
     _check_batches(run_args, args)
+    _check_held_out(run_args, args)
     if run_args.clip_by_module and args.deepspeed_plugin is not None:
         raise ValueError("DeepSpeed clips all gradients together by itself: leave clip_by_module.")
     if args.max_grad_norm == 0 and args.deepspeed_plugin is not None:
@@ -312,6 +331,46 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError("Packed rows hold varying numbers of samples: give global_batch_size, the samples of a step.")
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise ValueError("Give either global_batch_size or gradient_accumulation_steps, not both.")
+
+
+def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
+    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        raise ValueError(
+            f"lr_scheduler_type {args.lr_scheduler_type.value} takes its rate from evaluation, which changes "
+            "nothing in training here: use another one, such as cosine."
+        )
+    if run_args.eval_dataset_name is None:
+        defaults = {entry.name: entry.default for kind in (run_args, args) for entry in dataclasses.fields(kind)}
+        given = vars(run_args) | vars(args)
+        for name in HELD_OUT:
+            if given[name] != defaults[name]:
+                raise ValueError(f"{name} does nothing without eval_dataset_name, the held-out rows.")
+        if args.save_strategy == "best":
+            raise ValueError("save_strategy 'best' needs held-out rows to choose by: give eval_dataset_name.")
+        return
+    if args.eval_strategy == "no":
+        raise ValueError("eval_dataset_name does nothing without eval_strategy: 'steps' (with eval_steps) or 'epoch'.")
+    if args.eval_strategy == "epoch" and args.eval_steps is not None:
+        raise ValueError("eval_steps does nothing with eval_strategy 'epoch': use 'steps'.")
+    if run_args.packed_length is not None and run_args.eval_samples == 0 and args.per_device_eval_batch_size != 8:
+        raise ValueError("per_device_eval_batch_size does nothing with packed_length and no eval_samples.")
+    _check_best(run_args, args)
+
+
+def _check_best(run_args: RunArguments, args: TrainingConfig) -> None:
+    chooses = args.load_best_model_at_end or args.save_strategy == "best"
+    metrics = ["loss"] + ["exact_match"] * (run_args.eval_samples > 0)
+    if chooses and args.metric_for_best_model not in metrics:
+        raise ValueError(
+            f"metric_for_best_model must be one of {', '.join(metrics)}, got {args.metric_for_best_model!r}."
+        )
+    if args.load_best_model_at_end and args.save_strategy == "steps" and args.save_steps != args.eval_steps:
+        raise ValueError(
+            f"load_best_model_at_end needs a checkpoint of every step that is evaluated: set save_steps "
+            f"{args.save_steps} and eval_steps {args.eval_steps} to the same number, or save_strategy to 'best'."
+        )
+    if not chooses and args.metric_for_best_model is not None:
+        raise ValueError("metric_for_best_model does nothing without load_best_model_at_end or save_strategy 'best'.")
 
 
 def set_accumulation(args: TrainingConfig, global_batch_size: int | None) -> None:

@@ -69,3 +69,24 @@ class PaddedBatchSampler(BatchRebalanceSampler):
     @override
     def __len__(self) -> int:
         return -(-len(self.lengths) // (self.rows_per_batch * self.dp_size))
+
+
+@checks_overrides
+class FixedBatchSampler(BatchRebalanceSampler):
+    """Yields one process's share of batches that are given; an empty one where there is none left for it.
+
+    Every process gets the same number of them: those that share a sharded model must run it equally often.
+    """
+
+    def __init__(self, batches: Sequence[list[int]], num_processes: int, process_index: int) -> None:
+        super().__init__([], num_processes, num_processes, 1, rank=process_index, drop_last=False)
+        self.batches = batches
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in range(self.rank, len(self) * self.dp_size, self.dp_size):
+            yield self.batches[number] if number < len(self.batches) else []
+
+    @override
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.dp_size)

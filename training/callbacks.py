@@ -2,7 +2,9 @@
 
 import json
 import logging
+import re
 import sys
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -21,6 +23,7 @@ from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
 from diagnostics.tokens import Inputs, Tokens, classify, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.held_out import Answer
 from training.overrides import checks_overrides
 from training.stages import trained_projector
 
@@ -103,8 +106,8 @@ class InterfaceMonitor(TrainerCallback):
 
 
 @checks_overrides
-class MetricsFile(TrainerCallback):
-    """Appends everything that is logged to a file, a line of JSON each, with its `step`."""
+class StepsFile(TrainerCallback):
+    """A file with lines of JSON, each with its `step`, that goes on with the run where it is resumed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -125,6 +128,17 @@ class MetricsFile(TrainerCallback):
                 kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
             write_whole(self._path, "".join(kept))
 
+    def append(self, state: TrainerState, entries: Iterable[dict[str, Any]]) -> None:
+        """Write a line for each entry."""
+        if state.is_world_process_zero:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps({"step": state.global_step, **entry}) + "\n" for entry in entries)
+
+
+@checks_overrides
+class MetricsFile(StepsFile):
+    """Everything that is logged; names of held-out figures begin with `eval/`, as trackers have them."""
+
     @override
     def on_log(
         self,
@@ -135,9 +149,7 @@ class MetricsFile(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Write one line."""
-        if state.is_world_process_zero:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
+        self.append(state, [{re.sub("^eval_", "eval/", name): value for name, value in (logs or {}).items()}])
 
 
 @checks_overrides
@@ -145,8 +157,11 @@ class ConsoleTable(TrainerCallback):
     """Prints a line for people at each log, under a header, with a bar between; everything else is in the files."""
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
+    NUM_ANSWERS = 4
 
     def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        """To the held-out questions, filled in by the trainer before it logs an evaluation."""
         self.tokens_before = 0
         """Of the run before this start, filled in by the trainer."""
         self._bar: Any = None
@@ -183,6 +198,8 @@ class ConsoleTable(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Write a line."""
+        if self._bar is not None and logs is not None and "eval_loss" in logs:
+            self._write_held_out(logs)
         if self._bar is None or logs is None or "loss" not in logs:
             return
         seconds = time.monotonic() - self._started
@@ -197,6 +214,17 @@ class ConsoleTable(TrainerCallback):
             f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
         )
         self._write("".join(f"{cell:>15}" for cell in cells))
+
+    def _write_held_out(self, logs: dict[str, float]) -> None:
+        figures = [f"held out: loss {logs['eval_loss']:.4f}"]
+        if "eval_loss_blank" in logs:
+            figures.append(f"with blank pictures {logs['eval_loss_blank']:.4f}")
+        if self.answers:
+            figures.append(f"{sum(answer.right for answer in self.answers)} of {len(self.answers)} answers right")
+        self._write("    " + ", ".join(figures))
+        for answer in self.answers[: self.NUM_ANSWERS]:
+            cells = (answer.question, f"said: {answer.answer}", f"truth: {answer.truth}")
+            self._write("        " + " | ".join(textwrap.shorten(cell, 60, placeholder=" ...") for cell in cells))
 
     @override
     def on_train_end(

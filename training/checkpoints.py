@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from conversations.files import write_whole
 from training.run import Run
 
 
@@ -74,8 +75,30 @@ def publish_files(folder: Path, destination: Path) -> None:
     _sync(destination)
 
 
-def publish_checkpoint(checkpoint: Path, output_dir: Path) -> None:
-    """Make the model of a checkpoint that is the last of its run the run's result.
+def best_checkpoint(state: dict[str, Any], output_dir: Path) -> Path:
+    """The checkpoint with the best held-out figure so far; `state` is what `trainer_state.json` holds.
+
+    Raises:
+        ValueError: if nothing was evaluated yet, or the checkpoint is not there.
+    """
+    if state["best_global_step"] is None:
+        raise ValueError("load_best_model_at_end: nothing was evaluated. Lower eval_delay.")
+    checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state['best_global_step']}"
+    if not checkpoint.exists():
+        raise ValueError(
+            f"load_best_model_at_end: the best checkpoint of step {state['best_global_step']} is not in {output_dir}. "
+            "Put it there, or go on without load_best_model_at_end, by --resume_changed true."
+        )
+    return checkpoint
+
+
+def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any] | None = None) -> None:
+    """Make the model of a checkpoint the run's result.
+
+    Args:
+        checkpoint: The checkpoint.
+        output_dir: Where the result goes.
+        end: What `trainer_state.json` is to hold, if the checkpoint is not the last of its run.
 
     Raises:
         ValueError: if the checkpoint's weights are sharded.
@@ -90,6 +113,8 @@ def publish_checkpoint(checkpoint: Path, output_dir: Path) -> None:
         if not any(path.match(pattern) for pattern in TRAINING_STATE):
             shutil.copy(path, aside)
     Run.read(checkpoint).write(aside)
+    if end is not None:
+        write_whole(aside / STATE_FILE, json.dumps(end, indent=2, sort_keys=True) + "\n")
     publish_files(aside, output_dir)
 
 

@@ -41,12 +41,16 @@ class VisionLanguageCollator:
         samples = [self.tokenize(row) for row in rows]
         images = [image for row in rows for image in open_images(row)]
         batch = self._pack(samples, not images) if self.packed else self._pad(samples, not images)
-        processor = self.tokenize.processor
-        if not images:
-            size = processor.image_processor.crop_size
-            images = [Image.new("RGB", (size["width"], size["height"]))]
-        batch["pixel_values"] = processor.image_processor(images, return_tensors="pt")["pixel_values"]
+        batch["pixel_values"] = self.pixels(images)
         return batch
+
+    def pixels(self, images: list[Image.Image]) -> torch.Tensor:
+        """`pixel_values` of pictures, or of a blank one where there are none."""
+        image_processor = self.tokenize.processor.image_processor
+        if not images:
+            size = image_processor.crop_size
+            images = [Image.new("RGB", (size["width"], size["height"]))]
+        return image_processor(images, return_tensors="pt")["pixel_values"]
 
     def _pad(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> Inputs:
         if not samples:  # attention is defined only where something is attended to

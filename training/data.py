@@ -1,6 +1,7 @@
 """The data of a run: its rows, checked, and who gets which of them when."""
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ from datasets import Dataset, IterableDataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from conversations.checks import check_stream, control_tokens, keep_good_rows, measure_rows
-from conversations.loading import load_rows, stream_fingerprint
+from conversations.loading import has_splits, load_rows, stream_fingerprint
 from training.arguments import RunArguments, TrainingConfig, set_accumulation
-from training.batching import PaddedBatchSampler
-from training.packing import PackedBatchSampler, pack_window, plan_accumulation
+from training.batching import FixedBatchSampler, PaddedBatchSampler
+from training.packing import PackedBatchSampler, pack_window, partition_fitting, plan_accumulation
 from training.tokenization import RowTokenizer
 
 
@@ -36,17 +37,52 @@ def read_rows(
 ) -> tuple[Dataset | IterableDataset, str]:
     """The checked rows with their lengths, and a fingerprint that a resumed run must find again."""
     report_file = Path(args.output_dir) / "bad_rows.jsonl"
-    with args.main_process_first(desc="reading the data"):
-        if args.process_index == 0 and args.resume_from_checkpoint is None:
-            report_file.unlink(missing_ok=True)  # an earlier run's
-        rows = open_rows(run_args)
-    tokens = control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token)
+    rows = _open_on_main_first(args, lambda: open_rows(run_args), report_file)
     if isinstance(rows, IterableDataset):
+        tokens = control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token)
         rows = check_stream(rows, tokens, tokenize, run_args.bad_rows, report_file)
         # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
         return rows.repeat(None), stream_fingerprint(
             run_args.dataset_name, run_args.dataset_config, run_args.dataset_train_split
         )
+    return _check_rows(run_args, args, tokenize, rows, report_file)
+
+
+def read_held_out(
+    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
+) -> tuple[Dataset, str] | tuple[None, None]:
+    """The checked held-out rows with their lengths, and their fingerprint, if a run names some; never a stream.
+
+    Raises:
+        ValueError: as `read_rows` does; the message names the field.
+    """
+    name, split = run_args.eval_dataset_name, run_args.dataset_test_split
+    if name is None:
+        return None, None
+    if split == RunArguments.dataset_test_split and not has_splits(name):
+        split = "train"
+    config = run_args.dataset_config if name == run_args.dataset_name else None
+    report_file = Path(args.output_dir) / "bad_eval_rows.jsonl"
+    try:
+        rows = _open_on_main_first(
+            args, lambda: load_rows(name, run_args.eval_image_folder, config, split), report_file
+        )
+        return _check_rows(run_args, args, tokenize, rows, report_file)
+    except ValueError as error:
+        raise ValueError(f"eval_dataset_name: {error}") from error
+
+
+def _open_on_main_first(args: TrainingConfig, load: Callable[[], Any], report_file: Path) -> Any:
+    with args.main_process_first(desc="reading the data"):
+        if args.process_index == 0 and args.resume_from_checkpoint is None:
+            report_file.unlink(missing_ok=True)  # an earlier run's
+        return load()
+
+
+def _check_rows(
+    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer, rows: Dataset, report_file: Path
+) -> tuple[Dataset, str]:
+    tokens = control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token)
     is_main_process = args.process_index == 0
     measured: list[Any] = [None]
     if is_main_process:
@@ -54,6 +90,25 @@ def read_rows(
         measured = [measure_rows(rows, tokens, tokenize, open_pictures, args.dataset_num_proc)]
     broadcast_object_list(measured)
     return keep_good_rows(rows, measured[0], run_args.bad_rows, report_file if is_main_process else None)
+
+
+def deal_held_out(run_args: RunArguments, args: TrainingConfig, lengths: list[int]) -> FixedBatchSampler:
+    """The batches of held-out rows, packed where the run packs: the same ones on any number of processes.
+
+    Raises:
+        ValueError: if a row is longer than a packed one.
+    """
+    size, packed_length = args.per_device_eval_batch_size, run_args.packed_length
+    if packed_length is None:
+        batches = [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
+    elif max(lengths) > packed_length:
+        raise ValueError(
+            f"The longest row of eval_dataset_name has {max(lengths)} tokens, a packed row {packed_length}: raise "
+            "packed_length, or set max_length to it and leave longer rows out with --bad_rows skip."
+        )
+    else:
+        batches = partition_fitting(lengths, packed_length)
+    return FixedBatchSampler(batches, args.world_size, args.process_index)
 
 
 def deal_rows(

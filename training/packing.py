@@ -34,6 +34,15 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
     return [sorted(members) for _, _, members in sorted(rows, key=lambda row: (-row[0], row[1]))]
 
 
+def partition_fitting(lengths: list[int], packed_length: int) -> list[list[int]]:
+    """Deal samples, none longer than that, into as few rows of at most `packed_length` tokens as `partition` finds."""
+    for num_rows in range(-(-sum(lengths) // packed_length), len(lengths)):
+        rows = partition(lengths, num_rows)
+        if sum(lengths[member] for member in rows[0]) <= packed_length:
+            return rows
+    return partition(lengths, len(lengths))
+
+
 # Trainer takes this class of sampler as it is: one that deals batches to processes by itself.
 @checks_overrides
 class PackedBatchSampler(BatchRebalanceSampler):
@@ -143,10 +152,7 @@ def pack_window(window: dict[str, list[Any]], packed_length: int) -> dict[str, l
             f"{longest['source']}: {longest['length']} tokens, more than packed_length {packed_length}; raise it, or "
             "set max_length to it and leave longer samples out with --bad_rows skip."
         )
-    for num_rows in range(-(-sum(lengths) // packed_length), len(rows) + 1):
-        packs = partition(lengths, num_rows)
-        if sum(lengths[member] for member in packs[0]) <= packed_length:
-            break
+    packs = partition_fitting(lengths, packed_length)
     return {
         "rows": [[rows[member] for member in pack] for pack in packs],
         "images": [None] * len(packs),

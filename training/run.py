@@ -26,11 +26,16 @@ IMMATERIAL = (
     "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
     "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
     "dataloader_multiprocessing_context", "torch_empty_cache_steps", "local_rank", "ddp_timeout",
-    "per_device_eval_batch_size", "eval_steps", "eval_delay", "prediction_loss_only", "do_train", "do_eval",
+    "per_device_eval_batch_size", "eval_dataset_name", "eval_image_folder", "dataset_test_split", "eval_on_start",
+    "prediction_loss_only", "do_train", "do_eval",
     "do_predict", "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
     "activation_checkpointing_kwargs", "batch_eval_metrics", "greater_is_better", "include_for_metrics",
     "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "label_names",
     "restore_callback_states_from_checkpoint",
+)  # fmt: skip
+# Fields that matter only where the best checkpoint is chosen.
+CHOOSING = (
+    "load_best_model_at_end", "metric_for_best_model", "eval_samples", "eval_strategy", "eval_steps", "eval_delay",
 )  # fmt: skip
 
 
@@ -83,11 +88,21 @@ class Run:
             raise ValueError(f"{path} can't be read ({error}).") from error
 
 
-def describe_run(run_args: "RunArguments", args: "TrainingConfig", data: str, environment: Environment) -> Run:
-    """The record of a run that is about to start."""
+def describe_run(
+    run_args: "RunArguments",
+    args: "TrainingConfig",
+    data: str,
+    environment: Environment,
+    held_out: str | None = None,
+) -> Run:
+    """The record of a run that is about to start; `held_out` is the fingerprint of its held-out rows."""
     values = {**vars(run_args), **args.to_dict(), "model_name_or_path": local_path(str(run_args.model_name_or_path))}
     # The workers of a stream take turns, so that their number decides the order of its rows.
     immaterial = {*IMMATERIAL, "recipe"} | (set() if run_args.dataset_streaming else {"dataloader_num_workers"})
+    if args.metric_for_best_model is None:
+        immaterial |= {*CHOOSING}
+    else:
+        values["held_out"] = held_out
     arguments = {name: value for name, value in sorted(values.items()) if name not in immaterial}
     return Run(
         data=data,

@@ -6,6 +6,7 @@ Every field of the recipe can be given on the command line too, which wins. The 
 for stage "adapt" it is an adapter, which training/merge.py turns into one.
 """
 
+import json
 import logging
 import math
 import os
@@ -26,6 +27,8 @@ from conversations.chat_template import plain_template
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.checkpoints import (
+    STATE_FILE,
+    best_checkpoint,
     checkpoint_problem,
     checkpoints,
     lock,
@@ -35,8 +38,9 @@ from training.checkpoints import (
     supersede,
 )
 from training.collator import VisionLanguageCollator
-from training.data import deal_rows, open_rows, read_rows
+from training.data import deal_held_out, deal_rows, open_rows, read_held_out, read_rows
 from training.environment import describe_environment
+from training.held_out import HeldOutQuestions
 from training.model_type import require_model_type
 from training.run import Run, check_same_run, describe_run
 from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
@@ -90,6 +94,10 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         attn_implementation={"text_config": run_args.attn_implementation, "vision_config": "sdpa"},
         **options,
     )
+    for module in model.modules():
+        # bitsandbytes would rewrite 4-bit weights on a CPU, and round their scales, wherever they run out of training.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
     name_sharding_units(model)
     return model
 
@@ -166,12 +174,16 @@ def finish(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: P
             f"{output_dir} holds a run of {done} steps, and no checkpoint to go on from to {num_steps}. Start from "
             "its model, with another output_dir."
         )
-    if steps_done(checkpoint) < num_steps:
+    state, result = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")), checkpoint
+    ends = state["global_step"] >= num_steps
+    if args.load_best_model_at_end and (ends or state["best_global_step"] is not None):
+        result = best_checkpoint(state, output_dir)
+    if not ends:
         if is_main_process:
             supersede(output_dir, checkpoint)
         return False
     if is_main_process:
-        publish_checkpoint(checkpoint, output_dir)
+        publish_checkpoint(result, output_dir, state)
     logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
     return True
 
@@ -191,22 +203,32 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     tokenize = RowTokenizer(processor, template, args.max_length)
     rows, data = read_rows(run_args, args, tokenize)
     rows, sampler = deal_rows(run_args, args, rows)
-    run = describe_run(run_args, args, data, environment)
+    held_out, held_out_data = read_held_out(run_args, args, tokenize)
+    eval_sampler = None if held_out is None else deal_held_out(run_args, args, list(held_out["length"]))
+    run = describe_run(run_args, args, data, environment, held_out_data)
 
     if finish(run_args, args, run, checkpoint, count_steps(args, sampler)):
         return
 
     model, trained, groups = prepare_model(run_args, args)
+    collate = VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None)
+    questions = None
+    if held_out is not None and run_args.eval_samples > 0:
+        rows_to_answer = held_out.select(range(min(run_args.eval_samples, len(held_out))))
+        questions = HeldOutQuestions(rows_to_answer, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
     trainer = NormLlavaTrainer(
         trained,
         groups,
         run,
         sampler=sampler,
+        eval_sampler=eval_sampler,
+        questions=questions,
         clip_by_module=run_args.clip_by_module,
         args=args,
         train_dataset=rows,
+        eval_dataset=held_out,
         processing_class=processor,
-        data_collator=VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None),
+        data_collator=collate,
     )
     if run_args.probe_steps is not None:
         trainer.add_callback(watch_dynamics(run_args, args, model, processor))

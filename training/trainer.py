@@ -1,5 +1,6 @@
 """Trains a NormLlava: learning rates by module, safe checkpoints, and measurements beside the loss."""
 
+import dataclasses
 import math
 import shutil
 from pathlib import Path
@@ -8,18 +9,29 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 from trl import SFTTrainer
 from typing_extensions import override
 
+from conversations.rows import row_images
 from diagnostics.tokens import attended_tokens
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
-from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, total_norm
-from training.checkpoints import SAVING_FOLDER, STATE_FILE, check_weights, fresh_folder, publish, publish_files
+from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, StepsFile, total_norm
+from training.checkpoints import (
+    SAVING_FOLDER,
+    STATE_FILE,
+    best_checkpoint,
+    check_weights,
+    fresh_folder,
+    publish,
+    publish_checkpoint,
+    publish_files,
+)
+from training.held_out import HeldOutQuestions
 from training.overrides import checks_overrides
 from training.run import Progress, Run
 from training.stages import ModuleGroup
@@ -63,6 +75,8 @@ class NormLlavaTrainer(SFTTrainer):
         groups: What `prepare_stage` returned: learning rates and names of the modules.
         run: What the run is made of, written into each checkpoint and beside the result.
         sampler: Deals batches of padded or packed rows to the processes; `None` for a stream.
+        eval_sampler: The same of held-out rows.
+        questions: Held-out questions to answer at each evaluation.
         clip_by_module: Clip the gradient of each module to `max_grad_norm` rather than that of all together.
         kwargs: As for [`SFTTrainer`].
     """
@@ -73,14 +87,18 @@ class NormLlavaTrainer(SFTTrainer):
         groups: list[ModuleGroup],
         run: Run,
         sampler: BatchRebalanceSampler | None = None,
+        eval_sampler: BatchRebalanceSampler | None = None,
+        questions: HeldOutQuestions | None = None,
         clip_by_module: bool = False,
         **kwargs: Any,
     ) -> None:
         self._groups = {name: group for group in groups for name in group.parameters}
         self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
         self._run = run
-        self._sampler = sampler
+        self._sampler, self._eval_sampler, self._questions = sampler, eval_sampler, questions
         self._clip_by_module = clip_by_module
+        held_out = kwargs.get("eval_dataset")
+        self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
         self._scored: torch.Tensor | None = None
         # Sum of the losses of all steps, and tokens trained on: of this process, and of all before this start.
         self._seen, self._seen_before = torch.zeros(2, dtype=torch.float64), Progress(num_tokens=0, loss_sum=0.0)
@@ -92,11 +110,16 @@ class NormLlavaTrainer(SFTTrainer):
                 parameter.data = master.to(parameter.device)
         if self.args.max_grad_norm == 0 and not self.is_deepspeed_enabled:
             self.args.max_grad_norm = math.inf  # Trainer does not look at gradients at all with 0
+        if self.args.load_best_model_at_end and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError("load_best_model_at_end does not know sharded checkpoints: leave it out.")
         base: NormLlavaForConditionalGeneration = self._unwrapped()
         base.model.register_forward_hook(self._keep_scored)
         self._monitor = InterfaceMonitor(base, self.processing_class)
         self.add_callback(self._monitor)
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
+        self._answers = StepsFile(Path(self.args.output_dir) / "answers.jsonl")
+        if questions is not None:
+            self.add_callback(self._answers)
         for printer in (ProgressCallback, PrinterCallback):
             self.remove_callback(printer)
         self._console = ConsoleTable()
@@ -113,6 +136,10 @@ class NormLlavaTrainer(SFTTrainer):
         return self._sampler
 
     @override
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
+        return self._eval_sampler
+
+    @override
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, from a checkpoint if one is named.
 
@@ -123,6 +150,7 @@ class NormLlavaTrainer(SFTTrainer):
             check_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
             self._seen_before = Run.read(Path(resume_from_checkpoint)).progress or self._seen_before
             self._console.tokens_before = self._seen_before.num_tokens
+            self.args.eval_on_start = False  # which was then
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @override
@@ -185,6 +213,56 @@ class NormLlavaTrainer(SFTTrainer):
             return super().compute_loss(model, {**inputs, "shift_labels": shift_labels}, *args, **kwargs)
         finally:
             self._scored = None
+
+    @override
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate on the held-out rows. Training goes on as if that had not been: in its mode, and with its random
+        numbers, of which a data loader takes one for its workers."""
+        training, device = self.model.training, self.args.device
+        self.model.eval()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            metrics = super().evaluate(*args, **kwargs)
+        self.model.train(training)
+        return metrics
+
+    @override
+    @torch.no_grad()
+    def evaluation_loop(
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """The loss on held-out rows, with their pictures and with blank ones, and how many questions are answered.
+
+        Every supervised token of all rows counts alike. transformers' own loop takes the mean of each batch, and of
+        these the mean, whatever they hold.
+        """
+        has_pictures = self._eval_has_pictures
+        blank = self.data_collator.pixels([]).to(self.args.device)
+        sums = torch.zeros(3, dtype=torch.float64)  # of the loss, of the loss with blank pictures, of tokens
+        for inputs in dataloader:
+            inputs = self._prepare_inputs(inputs)
+            batches = [inputs]
+            if has_pictures:
+                batches.append({**inputs, "pixel_values": blank.expand_as(inputs["pixel_values"])})
+            for number, batch in enumerate(batches):
+                # TRL multiplies by the number of processes, as DDP will take their mean.
+                loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=self.accelerator.num_processes)
+                sums[number] += loss.item()
+            sums[2] += (inputs["labels"] != IGNORED).sum().item()
+        if self.accelerator.num_processes > 1:
+            sums = self.accelerator.reduce(sums.to(self.args.device), "sum")
+        total, total_blank, num_tokens = sums.tolist()
+        metrics = {"loss": total / num_tokens} | ({"loss_blank": total_blank / num_tokens} if has_pictures else {})
+        self._metrics["eval"].clear()  # TRL's, which are means of batches, and of tokens since the last resume
+        if self._questions is not None:
+            answers = self._questions.answer(self.model, self.accelerator)
+            self._console.answers = answers
+            self._answers.append(self.state, map(dataclasses.asdict, answers))
+            metrics["exact_match"] = share = sum(answer.right for answer in answers) / len(answers)
+            metrics["exact_match_stderr"] = math.sqrt(share * (1 - share) / len(answers))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(
+            predictions=None, label_ids=None, metrics=metrics, num_samples=self.num_examples(dataloader)
+        )
 
     def _keep_scored(self, module: nn.Module, args: Any, output: Any) -> Any:
         if self._scored is not None:
@@ -278,13 +356,21 @@ class NormLlavaTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.output_dir = output_dir
+        # Not one in the folder aside. The best one is known by its step, and no weights are loaded at the end.
+        self.state.best_model_checkpoint = None
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             folder = aside / f"checkpoint-{self.state.global_step}"
             self._run.write(folder, progress)
+            self.state.save_to_json(str(folder / STATE_FILE))
             publish(folder, Path(output_dir) / folder.name)
             shutil.rmtree(aside)
-            rotate_checkpoints(output_dir=output_dir, save_total_limit=self.args.save_total_limit, use_mtime=True)
+            rotate_checkpoints(
+                output_dir=output_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=str(Path(output_dir) / f"checkpoint-{self.state.best_global_step}"),
+                use_mtime=True,
+            )
         self.accelerator.wait_for_everyone()
 
     def _make_aside(self) -> Path:
@@ -318,6 +404,12 @@ class NormLlavaTrainer(SFTTrainer):
             write_class_files(Path(output_dir))
 
     def _save_result(self) -> None:
+        if self.args.load_best_model_at_end:
+            if self.is_world_process_zero():
+                state, output_dir = dataclasses.asdict(self.state), Path(self.args.output_dir)
+                publish_checkpoint(best_checkpoint(state, output_dir), output_dir, state)
+            self.accelerator.wait_for_everyone()
+            return
         aside = self._make_aside()
         if self.is_fsdp_enabled:  # its checkpoints are sharded
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")

@@ -1,0 +1,156 @@
+"""Held-out questions that a model answers while it is trained, and how its answers compare with the truth."""
+
+import re
+import string
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from conversations.pictures import open_images
+from conversations.rows import IMAGE_MARK, Row, row_turns
+from diagnostics.tokens import Inputs
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.collator import VisionLanguageCollator
+from training.tokenization import IGNORED
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a model said to a held-out question.
+
+    Attributes:
+        source: File or dataset and number of the row.
+        question: What the human says last before the answer, without marks of pictures.
+        answer: What the model said.
+        truth: What the row says.
+        right: Whether both are the same after [`normalise`].
+    """
+
+    source: str
+    question: str
+    answer: str
+    truth: str
+    right: bool
+
+
+def normalise(answer: str) -> str:
+    """An answer in lower case, without punctuation, articles and further spaces: what SQuAD's exact match compares
+    (Rajpurkar et al. 2016, arXiv 1606.05250; `normalize_answer` of its evaluation script). What is made of these alone
+    is kept, as the "A" of a multiple choice."""
+    text = "".join(character for character in answer.lower() if character not in string.punctuation)
+    words = re.sub(r"\b(a|an|the)\b", " ", text)
+    return " ".join((words.strip() or text.strip() or answer).split())
+
+
+@contextmanager
+def generating(trained: nn.Module, accelerator: Accelerator) -> Iterator[NormLlavaForConditionalGeneration]:
+    """The model inside of what is trained, ready to generate from padded prompts in the precision of training."""
+    unwrapped: Any = accelerator.unwrap_model(trained)
+    model = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
+    attention = model.config.text_config._attn_implementation
+    if attention == "varlen":  # for packed rows alone
+        model.set_attn_implementation({"text_config": "sdpa"})
+    if isinstance(trained, FSDPModule):  # generating encodes pictures outside of the forward that gathers the weights
+        trained.unshard()
+    try:
+        with accelerator.autocast():
+            yield model
+    finally:
+        if isinstance(trained, FSDPModule):
+            trained.reshard()
+        if attention == "varlen":
+            model.set_attn_implementation({"text_config": attention})
+
+
+class HeldOutQuestions:
+    """The first answers of some rows, to be given by a model.
+
+    Prompt and truth are those of training: all tokens up to the first that is trained, and from there on those that
+    are. So a question is the same in every stage and chat format.
+
+    Args:
+        rows: The rows.
+        collate: What makes the batches of training from them.
+        batch_size: Questions that are answered at once.
+        one_line: Whether a line break ends an answer, as in the rows of stage "align"; nothing else does there.
+    """
+
+    def __init__(self, rows: Sequence[Row], collate: VisionLanguageCollator, batch_size: int, one_line: bool) -> None:
+        self._rows, self._collate, self._batch_size, self._one_line = rows, collate, batch_size, one_line
+        self._prompts: list[list[int]] = []
+        self._truths: list[list[int]] = []
+        for row in rows:
+            input_ids, labels = collate.tokenize(row)
+            start = next(place for place, label in enumerate(labels) if label != IGNORED)
+            end = next((place for place in range(start, len(labels)) if labels[place] == IGNORED), len(labels))
+            self._prompts.append(input_ids[:start])
+            self._truths.append(labels[start:end])
+
+    def answer(self, trained: nn.Module, accelerator: Accelerator) -> list[Answer]:
+        """Let a model answer greedily, in no more tokens than the longest truth has. All processes must call this.
+
+        Args:
+            trained: The model, or the `PeftModel` around it; under FSDP2 after a forward pass.
+            accelerator: Knows the processes and the precision.
+
+        Returns:
+            The answers to all questions, on every process.
+        """
+        count, step = len(self._rows), accelerator.num_processes
+        # All processes answer equally many, as a sharded model needs it; what is answered again is dropped.
+        numbers = range(accelerator.process_index, -(-count // step) * step, step)
+        answers: list[tuple[int, Answer]] = []
+        for start in range(0, len(numbers), self._batch_size):
+            batch = [number % count for number in numbers[start : start + self._batch_size]]
+            inputs = {name: tensor.to(accelerator.device) for name, tensor in self._inputs(batch).items()}
+            with generating(trained, accelerator) as model:
+                generated = model.generate(
+                    **inputs,
+                    do_sample=False,
+                    use_cache=True,
+                    max_new_tokens=max(map(len, self._truths)),
+                    synced_gpus=step > 1,
+                )
+            said = generated[:, inputs["input_ids"].shape[1] :].tolist()
+            answers += [(number, self._compare(number, tokens)) for number, tokens in zip(batch, said, strict=True)]
+        return [answer for _, answer in sorted(dict(gather_object(answers)).items())]
+
+    def _inputs(self, numbers: list[int]) -> Inputs:
+        """A batch of prompts, padded on the left; without pictures it holds a blank one, as in training."""
+        collate, processor = self._collate, self._collate.tokenize.processor
+        images = []
+        for number in numbers:
+            num_images = self._prompts[number].count(processor.image_token_id) // collate.tokenize.tokens_per_image
+            images += open_images(self._rows[number])[:num_images]
+        num_blank = 0 if images else collate.tokenize.tokens_per_image
+        longest = max(len(self._prompts[number]) for number in numbers) + num_blank
+        input_ids = torch.full((len(numbers), longest), processor.tokenizer.pad_token_id)
+        attention_mask = torch.zeros_like(input_ids)
+        for place, number in enumerate(numbers):
+            prompt = self._prompts[number]
+            input_ids[place, longest - len(prompt) :] = torch.tensor(prompt)
+            attention_mask[place, longest - len(prompt) :] = 1
+        input_ids[0, :num_blank] = processor.image_token_id
+        return {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": collate.pixels(images)}
+
+    def _compare(self, number: int, said: list[int]) -> Answer:
+        row = self._rows[number]
+        question = ""
+        for turn in row_turns(row):
+            if turn["from"] == "gpt":
+                break
+            question = turn["value"] if turn["from"] == "human" else question
+        answer, truth = self._text(said), self._text(self._truths[number])
+        right = normalise(answer) == normalise(truth)
+        return Answer(row["source"], question.replace(IMAGE_MARK, "").strip(), answer, truth, right)
+
+    def _text(self, tokens: list[int]) -> str:
+        text = self._collate.tokenize.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+        return (text.split("\n")[0] if self._one_line else text).strip()

@@ -365,10 +365,11 @@ class NormLlavaTrainer(SFTTrainer):
             self.state.save_to_json(str(folder / STATE_FILE))
             publish(folder, Path(output_dir) / folder.name)
             shutil.rmtree(aside)
+            best = self.state.best_global_step  # a name without one would be counted among those that are kept
             rotate_checkpoints(
                 output_dir=output_dir,
                 save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=str(Path(output_dir) / f"checkpoint-{self.state.best_global_step}"),
+                best_model_checkpoint=None if best is None else str(Path(output_dir) / f"checkpoint-{best}"),
                 use_mtime=True,
             )
         self.accelerator.wait_for_everyone()

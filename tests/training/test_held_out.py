@@ -32,6 +32,7 @@ from training.tokenization import IGNORED, RowTokenizer
 
 EVERY_TWO = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
 ADAPT = {"stage": "adapt", "lora_r": 4, "lora_dropout": 0.3}
+SLOW_KINDS = ("packed", "adapt", "stream", "workers", "4 bits")
 
 
 @pytest.fixture(scope="session")
@@ -88,8 +89,15 @@ def plain_figures(folder: Path, held_out: Path, align: bool) -> tuple[float, flo
     return (sums / num_tokens)[0].item(), (sums / num_tokens)[1].item(), said
 
 
-@pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
-@pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
+@pytest.mark.parametrize(
+    ("stage", "packing"),
+    [
+        pytest.param({"stage": "align"}, {}, id="align-padded"),
+        pytest.param(INSTRUCT, PACKED, id="instruct-packed"),
+        pytest.param({"stage": "align"}, PACKED, id="align-packed", marks=pytest.mark.slow),
+        pytest.param(INSTRUCT, {}, id="instruct-padded", marks=pytest.mark.slow),
+    ],
+)
 def test_the_figures_are_those_of_a_plain_computation(
     fields: dict[str, Any],
     held_out: Path,
@@ -161,13 +169,7 @@ def test_answers_are_compared_as_squad_does() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        "instruct",
-        "packed",
-        "adapt",
-        "stream",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("workers", "4 bits")),
-    ],
+    ["instruct", *(pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW_KINDS)],
 )
 def test_training_does_not_notice(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -315,6 +317,14 @@ def test_the_best_checkpoint_is_the_result(
     shutil.copytree(out / f"checkpoint-{lines[-1]['step']}", whole / f"checkpoint-{lines[-1]['step']}")
     with pytest.raises(ValueError, match=f"best checkpoint of step {best} is not in"):
         run(monkeypatch, tmp_path, **settings, output_dir=str(whole), resume_from_checkpoint=True)
+
+
+def test_one_checkpoint_is_kept_where_none_is_chosen(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {**fields, **RISING, **EVERY_TWO, "save_steps": 1, "save_total_limit": 1, "eval_samples": 0}
+    run(monkeypatch, tmp_path, **settings, output_dir=str(tmp_path / "out"))
+    assert len(list((tmp_path / "out").glob("checkpoint-*"))) == 1
 
 
 def test_only_the_best_is_saved(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

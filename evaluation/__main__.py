@@ -4,7 +4,7 @@
 
 Every task is one run of its harness. Its logs and result go to `evaluation/<task>` in the model's folder, the figures
 of all to `evaluation.json`, which the model card reads, and to `evaluation.md`. A task whose result is there is not
-run again.
+run again. With `--limit` nothing is written but that folder.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from huggingface_hub import get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from conversations.files import write_whole
-from evaluation.benchmarks import PAPER, PICTURES, TEXT, Benchmark, find_benchmark
+from evaluation.benchmarks import KNOWN, PAPER, PICTURES, TEXT, Benchmark, find_benchmark
 from evaluation.harness import MODULES, Result, Settings, TaskError, run_task
 from evaluation.models import Model, open_model
 from evaluation.table import render
@@ -58,7 +58,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}.")
-    names = args.names or args.models
+    names = [name.strip("/") for name in args.names or args.models]
     if len(names) != len(args.models) or len(set(names)) < len(names):
         raise ValueError("--names: give each model one name of its own.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -67,7 +67,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def choose_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
     """The benchmarks that were asked for, without those that mean nothing under `--limit`."""
-    chosen = [find_benchmark(name) for name in dict.fromkeys(args.tasks)] if args.tasks else list(PAPER)
+    chosen = list(dict.fromkeys(map(find_benchmark, args.tasks))) if args.tasks else list(PAPER)
     if args.images_only or args.text_only:
         chosen = list(PICTURES if args.images_only else TEXT)
     for benchmark in chosen:
@@ -101,10 +101,10 @@ def check_data(benchmarks: Sequence[Benchmark]) -> None:
         ValueError: that names the fix.
     """
     offline = HF_HUB_OFFLINE or HF_DATASETS_OFFLINE
-    gated = [benchmark.task for benchmark in benchmarks if benchmark.is_gated]
-    if gated and not offline and get_token() is None:
+    asking = [benchmark.name for benchmark in benchmarks if benchmark.needs_token]
+    if asking and not offline and get_token() is None:
         raise ValueError(
-            f"lmms-eval asks for a token of the Hub even for public data ({', '.join(gated)}): hf auth login, or set "
+            f"lmms-eval asks for a token of the Hub even for public data ({', '.join(asking)}): hf auth login, or set "
             "HF_TOKEN."
         )
     for benchmark in benchmarks:
@@ -116,20 +116,33 @@ def check_data(benchmarks: Sequence[Benchmark]) -> None:
 
 
 def evaluate(model: Model, benchmarks: Sequence[Benchmark], settings: Settings) -> tuple[dict[str, Result], list[str]]:
-    """Results by task, and what failed. `evaluation.json` grows with every task."""
+    """Results by task, and what failed. `evaluation.json` and `evaluation.md` grow with every task."""
     results: dict[str, Result] = {}
     failed: list[str] = []
+    record(model)  # what is there of other weights goes, whatever happens next
     for number, benchmark in enumerate(benchmarks, 1):
-        logger.info("\n%s: %s (%d of %d)", model.name, benchmark.task, number, len(benchmarks))
-        folder = model.task_folder(benchmark.task, settings.limit)
+        logger.info("\n%s: %s (%d of %d)", model.name, benchmark.name, number, len(benchmarks))
+        folder = model.task_folder(benchmark, settings.limit)
         try:
-            results[benchmark.task] = run_task(benchmark, model.path, model.fingerprint, settings, folder)
+            results[benchmark.name] = run_task(benchmark, model.path, model.fingerprint, settings, folder)
         except TaskError as error:
-            logger.error("%s: %s", benchmark.task, error)
-            failed.append(f"{model.name}: {benchmark.task}")
+            logger.error("%s: %s", benchmark.name, error)
+            failed.append(f"{model.name}: {benchmark.name}")
             continue
-        model.write_evaluations()
+        record(model)
     return results, failed
+
+
+def record(model: Model) -> None:
+    """Write what is known of a model: for the card, and as a table."""
+    model.write_evaluations()
+    results = model.read_results()
+    if results:
+        known = [find_benchmark(task) for task in results]
+        order = sorted(known, key=lambda of: KNOWN.index(of) if of in KNOWN else len(KNOWN))
+        write_whole(model.results / TABLE_FILE, f"{render(order, {model.name: results})}\n")
+    else:
+        (model.results / TABLE_FILE).unlink(missing_ok=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -141,21 +154,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         benchmarks = choose_benchmarks(args)
         check_installed(benchmarks)
         check_data(benchmarks)
-        names = args.names or args.models
+        names = args.names or [None] * len(args.models)
         models = [
             open_model(source, name, args.revision, args.output_dir)
             for source, name in zip(args.models, names, strict=True)
         ]
+        if len({model.name for model in models}) < len(models):
+            raise ValueError("--names: folders of the same name need names of their own.")
         settings = Settings(args.batch_size, args.num_processes, args.dtype, args.limit)
         results: dict[str, dict[str, Result]] = {}
         failed: list[str] = []
         for model in models:
             results[model.name], now_failed = evaluate(model, benchmarks, settings)
             failed += now_failed
-            if results[model.name]:
-                table = render(benchmarks, {model.name: results[model.name]})
-                write_whole(model.results / TABLE_FILE, f"{table}\n")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("\nStopped. The same command goes on with the tasks that are missing.")

@@ -19,10 +19,9 @@ class Benchmark:
         task: Its name there.
         title: What tables call it.
         metric: The figure that counts, as the harness calls it; all of its figures where it is `None`.
-        scale: The metric's largest value.
+        scale: The metric's largest value; `None` where it is not known.
         choice: What was chosen where the paper leaves it open.
         in_chat: Whether lm-eval asks in the model's chat format.
-        is_gated: Whether its file demands a token of the Hub, even though the data is public.
         whole_only: Why it means nothing on a part of its rows, if so.
     """
 
@@ -30,43 +29,52 @@ class Benchmark:
     task: str
     title: str
     metric: str | None = None
-    scale: float = 1.0
+    scale: float | None = None
     choice: str = ""
     in_chat: bool = False
-    is_gated: bool = False
     whole_only: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What `--tasks` calls it: both harnesses have tasks of the same name."""
+        return self.task if self in KNOWN else f"{self.harness}:{self.task}"
+
+    @property
+    def needs_token(self) -> bool:
+        """Whether a token of the Hub is needed, which most of lmms-eval's tasks ask for even where data is public."""
+        return self.harness == "lmms-eval" and self not in OURS
 
 
 PICTURES = (
     Benchmark(
         "lmms-eval", "mmbench_en_dev_static", "MMBench-EN", "gpt_eval_score", 100.0,
-        "letters read by rules: the judged variant asks a paid model, and guesses where that fails", is_gated=True,
+        "letters read by rules; the judged variant asks a paid model, and guesses where that fails",
     ),
-    Benchmark("lmms-eval", "mmstar", "MM-Star", "average", choice="mean over the finer categories", is_gated=True),
-    Benchmark("lmms-eval", "pope", "POPE", "pope_accuracy", choice="accuracy, not F1", is_gated=True),
+    Benchmark("lmms-eval", "mmstar", "MM-Star", "average", 1.0, "mean over the finer categories"),
+    Benchmark("lmms-eval", "pope", "POPE", "pope_accuracy", 1.0, "accuracy, not F1"),
     Benchmark(
-        "lmms-eval", "seedbench_2_plus", "SEED-Bench-2-Plus", "seedbench_2_plus_all",
-        choice="the answer's first letter", is_gated=True,
+        "lmms-eval", "seedbench_2_plus", "SEED-Bench-2-Plus", "seedbench_2_plus_all", 1.0, "the answer's first letter"
     ),
     Benchmark(
-        "lmms-eval", "ocrbench", "OCRBench", "ocrbench_accuracy", choice="right of 1000", is_gated=True,
+        "lmms-eval", "ocrbench", "OCRBench", "ocrbench_accuracy", 1.0, "right of 1000",
         whole_only="its score is divided by 1000, whatever the number of rows",
     ),
     Benchmark(
-        "lmms-eval", "scienceqa_img", "ScienceQA", "exact_match",
-        choice="questions with a picture; the paper doesn't say which", is_gated=True,
+        "lmms-eval", "scienceqa_img", "ScienceQA", "exact_match", 1.0,
+        "questions with a picture; the paper doesn't say which",
     ),
-    Benchmark("lmms-eval", "ai2d", "AI2D", "exact_match", choice="letters", is_gated=True),
+    Benchmark("lmms-eval", "ai2d", "AI2D", "exact_match", 1.0, "letters"),
 )  # fmt: skip
 TEXT = (
-    Benchmark("lm-eval", "hellaswag", "HellaSwag", "acc_norm", choice="likelihood by length, no chat format"),
-    Benchmark("lm-eval", "mmlu", "MMLU", "acc", choice="likelihood of letters, no chat format"),
+    Benchmark("lm-eval", "hellaswag", "HellaSwag", "acc_norm", 1.0, "likelihood by length, no chat format"),
+    Benchmark("lm-eval", "mmlu", "MMLU", "acc", 1.0, "likelihood of letters, no chat format"),
 )
 PAPER = PICTURES + TEXT
 OURS = (
-    Benchmark("lmms-eval", "digits", "digits", "exact_match"),
-    Benchmark("lm-eval", "digits_lm_eval", "digits, lm-eval", "exact_match", in_chat=True),
+    Benchmark("lmms-eval", "digits", "digits", "exact_match", 1.0),
+    Benchmark("lm-eval", "digits_lm_eval", "digits, lm-eval", "exact_match", 1.0, in_chat=True),
 )
+KNOWN = PAPER + OURS
 
 
 def find_benchmark(name: str) -> Benchmark:
@@ -75,14 +83,16 @@ def find_benchmark(name: str) -> Benchmark:
     Raises:
         ValueError: if the name is neither.
     """
-    known = {benchmark.task: benchmark for benchmark in (*PAPER, *OURS)}
     harness, _, task = name.rpartition(":")
-    if not harness and name in known:
-        return known[name]
-    if task and harness == "lmms-eval":
-        return Benchmark("lmms-eval", task, task)
-    if task and harness == "lm-eval":
-        return Benchmark("lm-eval", task, task)
+    for benchmark in KNOWN:
+        if task == benchmark.task and harness in ("", benchmark.harness):
+            return benchmark
+    if task and not set(task) & set(",*/ "):
+        if harness == "lmms-eval":
+            return Benchmark("lmms-eval", task, task)
+        if harness == "lm-eval":
+            return Benchmark("lm-eval", task, task)
+    known = ", ".join(benchmark.task for benchmark in KNOWN)
     raise ValueError(
-        f"--tasks {name}: there are {', '.join(known)}; give any other as lmms-eval:<task> or lm-eval:<task>."
+        f"--tasks {name}: there are {known}; give any other, one by one, as lmms-eval:<task> or lm-eval:<task>."
     )

@@ -66,7 +66,7 @@ class ImageTextToText(lmms):
 
     @torch.inference_mode()
     def _answer(self, requests: list[Instance], settings: dict[str, Any]) -> list[str]:
-        if settings.get("do_sample") or settings.get("temperature"):
+        if settings.get("do_sample", bool(settings.get("temperature"))):
             raise ValueError(f"{requests[0].task_name} asks for sampled answers; this model answers greedily alone.")
         chats = []
         for request in requests:

@@ -2,13 +2,13 @@
 
 import hashlib
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from evaluation.harness import Result, read_result
+from evaluation.benchmarks import Benchmark, find_benchmark
+from evaluation.harness import MODULES, Result, read_result
 from evaluation.record import write_evaluations
 
 
@@ -38,33 +38,43 @@ class Model:
     results: Path
     fingerprint: str
 
-    def task_folder(self, task: str, limit: int | None) -> Path:
+    def task_folder(self, benchmark: Benchmark, limit: int | None) -> Path:
         """Where a task's result and logs are; part of its rows is kept apart from the whole."""
-        name = task if limit is None else f"{task}-first-{limit}"
-        return self.results / RESULTS_FOLDER / name.replace("/", "--")
+        name = benchmark.name.replace(":", "--")
+        return self.results / RESULTS_FOLDER / (name if limit is None else f"{name}-first-{limit}")
+
+    def read_results(self) -> dict[str, Result]:
+        """What this model gave on whole tasks, now or before, by task.
+
+        Raises:
+            ValueError: if a result can't be read.
+        """
+        folders = sorted((self.results / RESULTS_FOLDER).glob("*/"))
+        found = [result for folder in folders if (result := read_result(folder)) is not None]
+        return {
+            result.task: result
+            for result in found
+            if result.model == self.fingerprint and result.settings["limit"] is None
+        }
 
     def write_evaluations(self) -> None:
-        """Write `evaluation.json`: of each task that this model was asked, the result of the most rows."""
-        best: dict[str, Result] = {}
-        for folder in sorted((self.results / RESULTS_FOLDER).iterdir()):
-            result = read_result(folder)
-            if result is not None and result.model == self.fingerprint:
-                best[result.task] = max(result, best.get(result.task, result), key=num_rows)
+        """Write `evaluation.json`: these results, and what is there of other origin than a harness."""
         rows = []
-        for result in best.values():
-            limit = "" if result.settings["limit"] is None else f" --limit {result.settings['limit']}"
-            rows += result.evaluations(f"python -m evaluation {self.source} --tasks {result.task}{limit}")
-        write_evaluations(self.results, rows)
+        for task, result in self.read_results().items():
+            dtype = "" if result.settings["dtype"] == "auto" else f" --dtype {result.settings['dtype']}"
+            command = f"python -m evaluation {self.source} --tasks {task}{dtype}"
+            rows += result.evaluations(command, find_benchmark(task).choice)
+        write_evaluations(self.results, rows, lambda row: str(row.get("harness")).split()[0] in MODULES)
 
 
-def num_rows(result: Result) -> float:
-    """How many rows a result is of at most."""
-    limit = result.settings["limit"]
-    return inf if limit is None else limit
-
-
-def open_model(source: str, name: str, revision: str | None, output_dir: Path | None) -> Model:
+def open_model(source: str, name: str | None, revision: str | None, output_dir: Path | None) -> Model:
     """A checkpoint folder, or a repository of the Hub, which is downloaded.
+
+    Args:
+        source: Path or Hub id.
+        name: What tables call it; `source` by default.
+        revision: Of a repository.
+        output_dir: Where results go, in a folder by that name; the model's own by default.
 
     Raises:
         ValueError: if it is neither, holds no weights or an adapter alone, or has no place for its results.
@@ -73,7 +83,7 @@ def open_model(source: str, name: str, revision: str | None, output_dir: Path | 
     if path.is_dir():
         if revision is not None:
             raise ValueError(f"{source} is a folder, which has no revisions: leave --revision out.")
-        source, path = path.name if path.is_absolute() else source, path.resolve()
+        source, path = path.name if path.is_absolute() else source.rstrip("/"), path.resolve()
     elif output_dir is None:
         raise ValueError(
             f"{source} is no folder here. For a model of the Hub, say where its results go: --output_dir."
@@ -83,13 +93,18 @@ def open_model(source: str, name: str, revision: str | None, output_dir: Path | 
             path = Path(snapshot_download(source, revision=revision, allow_patterns=list(MODEL_FILES)))
         except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
             raise ValueError(f"{source} is no folder here, and can't be had from the Hub: {error}") from error
+        source += "" if revision is None else f" --revision {revision}"
     if (path / "adapter_config.json").exists():
         raise ValueError(f"{source} holds an adapter. Merge it first: python training/merge.py --adapter {source} ...")
     files = sorted({file for pattern in MODEL_FILES for file in path.glob(pattern)})
     if not any(file.suffix == ".safetensors" for file in files):
         raise ValueError(f"{source} holds no *.safetensors: give the folder of a trained model.")
-    results = path if output_dir is None else output_dir / name.strip("/").replace("/", "--")
-    return Model(name, source, path, results.resolve(), fingerprint(files))
+    name = name or source
+    results = (path if output_dir is None else output_dir / name.strip("/").replace("/", "--")).resolve()
+    for place in (path, results):
+        if "," in str(place) or "=" in str(place):
+            raise ValueError(f"{place}: the harnesses read no path with a comma or an equals sign; rename it.")
+    return Model(name, source, path, results, fingerprint(files))
 
 
 def fingerprint(files: list[Path]) -> str:

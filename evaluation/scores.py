@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit
 
+from evaluation.benchmarks import Benchmark
+
 
 # What a harness logged of a row, by name.
 Sample = dict[str, Any]
@@ -40,56 +42,51 @@ class Row:
     group: str | None = None
 
 
-@dataclass(frozen=True)
-class Difference:
-    """Of two models over the same rows.
-
-    Attributes:
-        mean: Second less first.
-        interval: Student's, 95%, of the rows' differences in pairs; `None` if a group has a single row.
-        n: Rows.
-    """
-
-    mean: float
-    interval: tuple[float, float] | None
-    n: int
-
-
-def read_rows(task: str, metric: str, value: float, samples: Sequence[Sample]) -> list[Row] | None:
+def read_rows(benchmark: Benchmark, metric: str, value: float, samples: Sequence[Sample]) -> list[Row] | None:
     """The rows behind a figure; `None` where it is no mean of what the harness logged of them.
 
     Args:
-        task: The task, or the group of tasks.
+        benchmark: The task, or the group of tasks.
         metric: Name of the figure.
-        value: The figure, as a share of 1.
+        value: The figure, as a share of 1 where its scale is known.
         samples: What the harness logged of each row.
     """
-    if task == "mmbench_en_dev_static":
-        rows = _mmbench_rows([sample[metric] for sample in samples])
+    logged = [sample for sample in samples if metric in sample]
+    if not logged:
+        return None
+    if benchmark.task == "mmbench_en_dev_static":
+        rows = _mmbench_rows([sample[metric] for sample in logged])
     else:
-        found = [(sample, _score(sample[metric])) for sample in samples if metric in sample]
-        if any(score is None for _, score in found):
+        scores = [_score(sample[metric]) for sample in logged]
+        if None in scores:
             return None
-        rows = [Row(_row_id(sample), score, _group(sample[metric])) for sample, score in found if score is not None]
-    return rows if rows and isclose(estimate(rows)[0], value, abs_tol=1e-6) else None
+        rows = [
+            Row(_row_id(sample, benchmark.in_chat), score, _group(sample[metric]))
+            for sample, score in zip(logged, scores, strict=True)
+            if score is not None
+        ]
+    is_whole = len({row.id for row in rows}) == len(rows) and isclose(mean(rows), value, abs_tol=1e-6)
+    return rows if is_whole else None
 
 
 def _score(item: Any) -> float | None:
     if isinstance(item, dict):
-        if {"pred", "answer"} <= item.keys():  # SEED-Bench logs no score
-            return float(item["pred"].lower().strip() == item["answer"].lower().strip())
+        given, truth = item.get("pred"), item.get("answer")
+        if isinstance(given, str) and isinstance(truth, str):  # SEED-Bench logs no score
+            return float(given.lower().strip() == truth.lower().strip())
         item = item.get("score")
-    return float(item) if isinstance(item, bool | int | float) else None
+    return float(item) if isinstance(item, int | float) else None
 
 
 def _group(item: Any) -> str | None:
     return item.get("l2_category") if isinstance(item, dict) else None
 
 
-def _row_id(sample: Sample) -> str:
-    """Not the harness's hash of the row, which holds where a picture lay in memory."""
-    asked = sample.get("prompt_hash") or sample.get("input")
-    content = json.dumps([sample["doc_id"], asked, sample["target"]])
+def _row_id(sample: Sample, in_chat: bool) -> str:
+    """Of the row's number, question and truth: lmms-eval's own hash holds where a picture lay in memory, and lm-eval's
+    of the prompt how a model writes a chat."""
+    question = sample.get("input") or sample.get("doc_hash" if in_chat else "prompt_hash")
+    content = json.dumps([sample["doc_id"], question, sample["target"]])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
@@ -108,13 +105,17 @@ def _mmbench_rows(items: Sequence[dict[str, Any]]) -> list[Row]:
     return rows
 
 
-def estimate(rows: Sequence[Row]) -> tuple[float, float | None]:
-    """Mean over groups of the groups' means, and its standard error; `None` if a group has a single row."""
+def mean(rows: Sequence[Row]) -> float:
+    """Mean over groups of the groups' means."""
+    return float(np.mean([scores.mean() for scores in _by_group(rows)]))
+
+
+def standard_error(rows: Sequence[Row]) -> float | None:
+    """Standard error of [`mean`]; `None` if a group has a single row, or the rows of each are all alike."""
     groups = _by_group(rows)
-    mean = float(np.mean([scores.mean() for scores in groups]))
     if min(map(len, groups)) < 2:
-        return mean, None
-    return mean, sqrt(sum(scores.var(ddof=1) / len(scores) for scores in groups)) / len(groups)
+        return None
+    return sqrt(sum(scores.var(ddof=1) / len(scores) for scores in groups)) / len(groups) or None
 
 
 def _by_group(rows: Sequence[Row]) -> list[np.ndarray]:
@@ -124,8 +125,8 @@ def _by_group(rows: Sequence[Row]) -> list[np.ndarray]:
     return [np.array(scores) for scores in groups.values()]
 
 
-def difference(first: Sequence[Row], second: Sequence[Row]) -> Difference:
-    """Second less first, in pairs of the same row.
+def interval_of_difference(first: Sequence[Row], second: Sequence[Row]) -> tuple[float, float] | None:
+    """Student's 95% interval of second less first, in pairs of the same row; `None` where there is no standard error.
 
     Raises:
         ValueError: if they are of other rows.
@@ -134,9 +135,8 @@ def difference(first: Sequence[Row], second: Sequence[Row]) -> Difference:
     if len(first) != len(second) or scores.keys() != {row.id for row in second}:
         raise ValueError("they answered other questions")
     pairs = [Row(row.id, row.score - scores[row.id], row.group) for row in second]
-    mean, error = estimate(pairs)
+    error = standard_error(pairs)
     if error is None:
-        return Difference(mean, None, len(pairs))
-    freedom = len(pairs) - len(_by_group(pairs))
-    half = float(stdtrit(freedom, (1 + LEVEL) / 2)) * error
-    return Difference(mean, (mean - half, mean + half), len(pairs))
+        return None
+    half = float(stdtrit(len(pairs) - len(_by_group(pairs)), (1 + LEVEL) / 2)) * error
+    return mean(pairs) - half, mean(pairs) + half

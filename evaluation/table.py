@@ -5,7 +5,7 @@ from math import sqrt
 
 from evaluation.benchmarks import PAPER, Benchmark
 from evaluation.harness import Figure, Result
-from evaluation.scores import difference
+from evaluation.scores import interval_of_difference
 
 
 # By model and task.
@@ -13,72 +13,85 @@ Results = Mapping[str, Mapping[str, Result]]
 
 
 def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
-    """Markdown: figures in percent ± standard error, and differences to the first model with 95% intervals."""
-    names = list(results)
-    first = names[0]
-    others = [f"{name} − {first} (95% interval)" for name in names[1:]]
+    """Markdown: figures ± standard error, and differences to the first model with 95% intervals.
+
+    Shares are in percent; what has no known scale is as the harness gives it.
+    """
+    names = [name.replace("|", "\\|") for name in results]
+    others = [f"{name} − {names[0]} (95% interval)" for name in names[1:]]
     lines = ["| benchmark | " + " | ".join([*names, *others]) + " | how |"]
     lines.append("|---|" + "---:|" * (len(names) + len(others)) + "---|")
     for benchmark in benchmarks:
-        given = [results[name].get(benchmark.task) for name in names]
-        for metric in dict.fromkeys(figure.metric for result in given if result for figure in result.figures):
-            figures = [_find(result, metric) for result in given]
-            cells = [_value(figure) for figure in figures]
-            cells += [_difference(figures[0], figure) for figure in figures[1:]]
-            title = benchmark.title if benchmark.metric else f"{benchmark.title}, {metric}"
-            how = next(_how(benchmark, result, metric) for result in given if _find(result, metric))
-            lines.append(f"| {title} | " + " | ".join(cells) + f" | {how} |")
-    means = [_mean(results[name]) for name in names]
+        lines += _lines(benchmark, [of_model.get(benchmark.name) for of_model in results.values()])
+    means = [_mean(of_model) for of_model in results.values()]
     if any(means):
         cells = [mean or "" for mean in means] + [""] * len(others)
         lines.append(f"| mean of the {len(PAPER)} | " + " | ".join(cells) + " | plain mean, as in Table 4 |")
     return "\n".join(lines)
 
 
-def _find(result: Result | None, metric: str) -> Figure | None:
-    return next((figure for figure in result.figures if figure.metric == metric), None) if result else None
+def _lines(benchmark: Benchmark, given: Sequence[Result | None]) -> list[str]:
+    """A line for each figure; one that says so where no model has any."""
+    named = {(figure.task, figure.metric): result for result in given if result for figure in result.figures}
+    lines = []
+    for (task, metric), result in named.items():
+        figures = [_find(result, task, metric) for result in given]
+        cells = [_value(benchmark, figure) for figure in figures]
+        cells += [_difference(benchmark, figures[0], figure) for figure in figures[1:]]
+        title = benchmark.title if benchmark.metric else f"{task}, {metric}"
+        how = _how(benchmark, result, metric, next(figure.n for figure in figures if figure))
+        lines.append(f"| {title} | " + " | ".join(cells) + f" | {how} |")
+    if not lines:
+        lines.append(f"| {benchmark.title} | " + " | ".join(["no result"] * (2 * len(given) - 1)) + " | |")
+    return lines
 
 
-def _value(figure: Figure | None) -> str:
+def _find(result: Result | None, task: str, metric: str) -> Figure | None:
+    figures = result.figures if result else []
+    return next((figure for figure in figures if (figure.task, figure.metric) == (task, metric)), None)
+
+
+def _number(benchmark: Benchmark, value: float, sign: str = "") -> str:
+    return f"{value:{sign}.4g}" if benchmark.scale is None else f"{100 * value:{sign}.1f}"
+
+
+def _value(benchmark: Benchmark, figure: Figure | None) -> str:
     if figure is None:
         return "no result"
-    error = "" if figure.standard_error is None else f" ± {100 * figure.standard_error:.1f}"
-    return f"{100 * figure.value:.1f}{error}"
+    error = "" if figure.standard_error is None else f" ± {_number(benchmark, figure.standard_error)}"
+    return _number(benchmark, figure.value) + error
 
 
-def _difference(first: Figure | None, second: Figure | None) -> str:
+def _difference(benchmark: Benchmark, first: Figure | None, second: Figure | None) -> str:
     if first is None or second is None:
         return "no result"
-    change = f"{100 * (second.value - first.value):+.1f}"
+    change = _number(benchmark, second.value - first.value, "+")
     if first.rows is None or second.rows is None:
         return f"{change} (rows not known)"
     try:
-        found = difference(first.rows, second.rows)
+        interval = interval_of_difference(first.rows, second.rows)
     except ValueError as error:
         return f"{change} ({error})"
-    if found.interval is None:
-        return f"{change} (too few rows)"
-    low, high = (100 * bound for bound in found.interval)
-    return f"{change} ({low:+.1f} to {high:+.1f})"
+    if interval is None:
+        return f"{change} (too few rows that differ)"
+    low, high = (_number(benchmark, bound, "+") for bound in interval)
+    return f"{change} ({low} to {high})"
 
 
-def _how(benchmark: Benchmark, result: Result | None, metric: str) -> str:
-    figure = _find(result, metric)
-    assert result is not None
-    assert figure is not None
-    parts = [f"{result.harness} {benchmark.task}", metric, f"{result.split}, n = {figure.n}", f"{result.shots}-shot"]
+def _how(benchmark: Benchmark, result: Result, metric: str, n: int) -> str:
+    parts = [f"{result.harness} {benchmark.task}", metric, f"{result.split}, n = {n}", f"{result.shots}-shot"]
     return "; ".join([*parts, benchmark.choice] if benchmark.choice else parts)
 
 
 def _mean(results: Mapping[str, Result]) -> str | None:
-    """The mean of the paper's nine, where all of them are there and whole."""
-    found = [results.get(benchmark.task) for benchmark in PAPER]
-    if any(result is None or result.settings["limit"] is not None for result in found):
+    """The mean of the paper's nine in percent, where all of them are there and whole."""
+    given = [results.get(benchmark.name) for benchmark in PAPER]
+    found = [result for result in given if result is not None and result.settings["limit"] is None]
+    if len(found) < len(PAPER):
         return None
-    figures = [result.figures[0] for result in found if result]
-    value = sum(figure.value for figure in figures) / len(figures)
+    figures = [result.figures[0] for result in found]  # each has the one that counts
+    value = 100 * sum(figure.value for figure in figures) / len(figures)
     errors = [figure.standard_error for figure in figures if figure.standard_error is not None]
-    error = (
-        f" ± {100 * sqrt(sum(error**2 for error in errors)) / len(figures):.1f}" if len(errors) == len(PAPER) else ""
-    )
-    return f"{100 * value:.1f}{error}"
+    if len(errors) < len(figures):
+        return f"{value:.1f}"
+    return f"{value:.1f} ± {100 * sqrt(sum(error**2 for error in errors)) / len(figures):.1f}"

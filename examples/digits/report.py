@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_SIZE = 50
 PROBE_SIZE = 64
+COMMAND = "python examples/digits/report.py --run_dir runs/digits"
 # A conversation of one turn, as chat templates take it.
 Prompt = list[dict[str, Any]]
 
@@ -145,13 +146,13 @@ def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path)
             value=scores[name]["all"],
             standard_error=scores[name]["standard_error"],
             n=count,
-            command="python examples/digits/report.py --run_dir runs/digits",
+            command=COMMAND,
             baseline=scores["guessing"]["all"],
             baseline_name="guessing",
         )
         for name in ("image questions", "text-only questions")
     ]
-    write_evaluations(folder, rows)
+    write_evaluations(folder, rows, lambda row: row.get("command") == COMMAND)
 
 
 def write_probe(questions: list[SceneQuestion], path: Path) -> None:

@@ -1,5 +1,6 @@
 """What stands around the harnesses: choices, checks, errors of figures, results that are kept, tables."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,16 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import ttest_rel
+from scipy.stats import t, ttest_rel
 
 from diagnostics.results import from_json, to_json
 from evaluation import __main__ as command_line
 from evaluation import harness
-from evaluation.benchmarks import OURS, PAPER, Benchmark, find_benchmark
-from evaluation.harness import Figure, Result, Settings, TaskError, run_task
+from evaluation.benchmarks import OURS, PAPER, TEXT, Benchmark, find_benchmark
+from evaluation.harness import Figure, Result, Settings, TaskError, fixed_settings, run_task
 from evaluation.models import Model, open_model
 from evaluation.record import Evaluation, write_evaluations
-from evaluation.scores import Row, difference, estimate, read_rows
+from evaluation.scores import Row, interval_of_difference, mean, read_rows, standard_error
 from evaluation.table import render
 
 
@@ -39,7 +40,7 @@ def rows_of(scores: Sequence[float], groups: Sequence[str] | None = None) -> lis
 def result(
     task: str, value: float, rows: list[Row] | None = None, model: str = "m", limit: int | None = None
 ) -> Result:
-    figure = Figure("exact_match", value, 0.01, 100, rows)
+    figure = Figure(task, "exact_match", value, 0.01, 100, rows)
     settings = {"harness": "lmms-eval 1", "limit": limit, "dtype": "auto"}
     return Result(model, settings, task, "lmms-eval 1", "owner/rows", "test", 0, 1.0, [figure])
 
@@ -53,33 +54,45 @@ def test_the_error_of_a_mean_of_groups_is_that_of_its_groups() -> None:
     means, errors = [], []
     for _ in range(2000):
         scores = [*(rng.random(60) < 0.9), *(rng.random(20) < 0.3)]
-        mean, error = estimate(rows_of([float(score) for score in scores], ["a"] * 60 + ["b"] * 20))
-        means.append(mean)
-        errors.append(error)
+        rows = rows_of([float(score) for score in scores], ["a"] * 60 + ["b"] * 20)
+        means.append(mean(rows))
+        errors.append(standard_error(rows))
     assert np.mean(means) == pytest.approx(0.6, abs=0.005)
     assert np.mean(errors) == pytest.approx(np.std(means), rel=0.05)
     # sqrt(p (1 - p) / n) of all rows is another number.
     assert np.sqrt(0.75 * 0.25 / 80) < 0.9 * np.mean(errors)
 
 
-def test_a_group_of_one_row_has_no_error() -> None:
-    assert estimate(rows_of([1.0, 0.0, 1.0], ["a", "a", "b"])) == (0.75, None)
+@pytest.mark.parametrize(("scores", "groups"), [([1.0, 0.0, 1.0], "aab"), ([0.0, 0.0, 0.0], "aaa")])
+def test_one_row_or_rows_that_are_alike_have_no_error(scores: list[float], groups: str) -> None:
+    assert standard_error(rows_of(scores, list(groups))) is None
 
 
 def test_differences_are_students_over_pairs() -> None:
     rng = np.random.default_rng(1)
     first = (rng.random(40) < 0.6).astype(float)
     second = np.where(rng.random(40) < 0.8, first, 1 - first)
-    found = difference(rows_of(list(first)), rows_of(list(second))[::-1])  # in any order
+    found = interval_of_difference(rows_of(list(first)), rows_of(list(second))[::-1])  # in any order
     reference = ttest_rel(second, first).confidence_interval(0.95)
-    assert found.interval == pytest.approx((reference.low, reference.high))
-    assert (found.mean, found.n) == (pytest.approx(second.mean() - first.mean()), 40)
-    with pytest.raises(ValueError, match="other questions"):
-        difference(rows_of([1.0, 0.0]), rows_of([1.0, 0.0, 1.0]))
+    assert found == pytest.approx((reference.low, reference.high))
+    for other in (rows_of([1.0, 0.0, 1.0]), rows_of([1.0]), [Row("0", 1.0), Row("9", 0.0)]):
+        with pytest.raises(ValueError, match="other questions"):
+            interval_of_difference(rows_of([1.0, 0.0]), other)
+
+
+def test_differences_of_groups_take_each_group_alike() -> None:
+    groups = ["a"] * 4 + ["b"] * 2
+    first, second = rows_of([0.0] * 6, groups), rows_of([1.0, 0.0, 0.0, 0.0, 1.0, 0.0], groups)
+    # Means 1/4 and 1/2; variances 1/4 of 4 rows and 1/2 of 2; six rows less two groups leave 4 degrees of freedom.
+    half = t.ppf(0.975, 4) * np.sqrt(0.25 / 4 + 0.5 / 2) / 2
+    assert interval_of_difference(first, second) == pytest.approx((0.375 - half, 0.375 + half))
 
 
 def sample(number: int, **logged: Any) -> dict[str, Any]:
     return {"doc_id": number, "target": "A", "input": f"question {number}", **logged}
+
+
+OTHER = Benchmark("lmms-eval", "any", "any")
 
 
 @pytest.mark.parametrize(
@@ -91,19 +104,35 @@ def sample(number: int, **logged: Any) -> dict[str, Any]:
         # F1 of these is 0.67: it is no mean of what was logged, and so has neither error nor pairs here.
         ([{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}], 0.67, None),
         ([{"prediction": "A"}], 1.0, None),
+        ([{"pred": "a", "answer": ["a", "b"]}], 1.0, None),  # captions
+        ([0.500002, 0.500002], 0.5, None),
         ([], 0.0, None),
     ],
 )
 def test_rows_are_known_where_the_figure_is_their_mean(items: list[Any], value: float, expected: float | None) -> None:
-    rows = read_rows("any", "metric", value, [sample(number, metric=item) for number, item in enumerate(items)])
-    assert (None if rows is None else estimate(rows)[0]) == expected
+    rows = read_rows(OTHER, "metric", value, [sample(number, metric=item) for number, item in enumerate(items)])
+    assert (None if rows is None else mean(rows)) == expected
+
+
+def row_id(benchmark: Benchmark, **logged: Any) -> str:
+    rows = read_rows(benchmark, "metric", 1.0, [sample(0, metric=1.0, **logged)])
+    assert rows is not None
+    return rows[0].id
 
 
 def test_a_row_is_the_same_for_every_model_and_another_where_its_question_is() -> None:
-    logged = [sample(0, metric=1.0, doc_hash=str(object())) for _ in range(2)]  # a hash of an address in memory
-    assert len({read_rows("any", "metric", 1.0, [entry])[0].id for entry in logged}) == 1
-    other = {**logged[0], "input": "another question"}
-    assert read_rows("any", "metric", 1.0, [other])[0].id != read_rows("any", "metric", 1.0, logged[:1])[0].id
+    assert row_id(OTHER, doc_hash=str(object())) == row_id(OTHER)  # a hash of an address in memory
+    for other in ({"doc_id": 1}, {"input": "another"}, {"target": "B"}):
+        assert row_id(OTHER, **other) != row_id(OTHER)
+    text, chat = find_benchmark("mmlu"), find_benchmark("digits_lm_eval")
+    logged = {"input": None, "prompt_hash": "p", "doc_hash": "d"}
+    assert row_id(text, **logged) != row_id(text, **{**logged, "prompt_hash": "q"})
+    assert row_id(chat, **logged) == row_id(chat, **{**logged, "prompt_hash": "q"})  # of another chat format
+    assert row_id(chat, **logged) != row_id(chat, **{**logged, "doc_hash": "e"})
+
+
+def test_a_row_that_is_there_twice_is_no_row() -> None:
+    assert read_rows(OTHER, "metric", 1.0, [sample(0, metric=1.0), sample(0, metric=1.0)]) is None
 
 
 # Choices
@@ -116,8 +145,10 @@ def test_tasks_go_to_their_harness() -> None:
     assert find_benchmark("pope").harness == "lmms-eval"
     assert find_benchmark("mmlu").harness == "lm-eval"
     assert find_benchmark("lm-eval:gsm8k") == Benchmark("lm-eval", "gsm8k", "gsm8k")
-    assert find_benchmark("lmms-eval:mme").harness == "lmms-eval"
-    for name in ("gsm8k", "other:gsm8k", "lm-eval:", ""):
+    assert find_benchmark("lmms-eval:gsm8k").name == "lmms-eval:gsm8k" != find_benchmark("lm-eval:gsm8k").name
+    assert find_benchmark("lmms-eval:ocrbench") is find_benchmark("ocrbench")  # with all that is known of it
+    assert find_benchmark("lmms-eval:hellaswag").metric is None  # the other harness's own copy
+    for name in ("gsm8k", "other:gsm8k", "lm-eval:", "", "lm-eval:a,b", "lm-eval:mmlu_*"):
         with pytest.raises(ValueError, match="lm-eval:<task>"):
             find_benchmark(name)
 
@@ -134,7 +165,7 @@ def run_main(*argv: str | Path) -> str:
         (["m", "--limit", "0"], "--limit must be at least 1"),
         (["m", "--num_processes", "0"], "--num_processes must be at least 1"),
         (["a", "b", "--names", "one"], "--names: give each model one name"),
-        (["a", "a"], "--names: give each model one name"),
+        (["a", "a/"], "--names: give each model one name"),
         (["m", "--tasks", "gsm8k"], "--tasks gsm8k: there are mmbench_en_dev_static, "),
     ],
 )
@@ -174,9 +205,9 @@ def test_a_token_is_asked_for_before_the_download(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(command_line, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(command_line, "HF_DATASETS_OFFLINE", False)
     monkeypatch.setattr(command_line, "get_token", lambda: None)
-    with pytest.raises(ValueError, match=r"\(pope\): hf auth login, or set HF_TOKEN"):
-        command_line.check_data([find_benchmark("pope"), find_benchmark("mmlu")])
-    command_line.check_data([find_benchmark("mmlu")])
+    with pytest.raises(ValueError, match=r"\(pope, lmms-eval:mme\): hf auth login, or set HF_TOKEN"):
+        command_line.check_data([find_benchmark(name) for name in ("pope", "mmlu", "digits", "lmms-eval:mme")])
+    command_line.check_data([*TEXT, *OURS])
     monkeypatch.setattr(command_line, "HF_DATASETS_OFFLINE", True)
     command_line.check_data([find_benchmark("pope")])
 
@@ -193,14 +224,22 @@ def test_a_folder_with_a_tasks_name_is_refused(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_model_is_told_apart_by_what_its_answers_depend_on(composed: Callable[..., Path], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(composed(), tmp_path / "model"))
-    before = open_model(str(folder), "m", None, None).fingerprint
+    before = open_model(str(folder), None, None, None).fingerprint
     (folder / "evaluation.json").write_text("[]")
     (folder / "trainer_state.json").write_text("{}")
-    assert open_model(str(folder), "m", None, None).fingerprint == before
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "processor_config.json"):
+    assert open_model(str(folder), None, None, None).fingerprint == before
+    code = "modeling_normllava.py"
+    for name in (
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "processor_config.json",
+        code,
+    ):
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content + b" ")
-        assert open_model(str(folder), "m", None, None).fingerprint != before, name
+        assert open_model(str(folder), None, None, None).fingerprint != before, name
         (folder / name).write_bytes(content)
 
 
@@ -216,10 +255,115 @@ def test_what_is_no_model_is_named(composed: Callable[..., Path], tmp_path: Path
         open_model(str(tmp_path), "m", None, None)
 
 
-def test_paths_that_the_harnesses_would_split_are_refused() -> None:
-    for path in (Path("/runs/a,b"), Path("/runs/lr=1")):
+def test_paths_that_the_harnesses_would_split_are_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
+    for name in ("a,b", "lr=1"):
+        folder = shutil.copytree(composed(), tmp_path / name)
         with pytest.raises(ValueError, match="no path with a comma"):
-            harness.build_command(DIGITS, path, SETTINGS, Path("/out"))
+            open_model(str(folder), None, None, None)
+        with pytest.raises(ValueError, match="no path with a comma"):
+            open_model(str(composed()), name, None, tmp_path / "out")
+
+
+def test_names_keep_this_machines_folders_to_themselves(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absolute = open_model(str(composed()), None, None, None)
+    assert absolute.name == absolute.source == composed().name
+    monkeypatch.chdir(composed().parent)
+    assert open_model(f"./{composed().name}/", None, None, None).source == f"./{composed().name}"
+    assert open_model(composed().name, "a/b", None, tmp_path).results == tmp_path / "a--b"
+
+
+def test_commands_say_what_was_asked_for() -> None:
+    pictures = harness.build_command(find_benchmark("pope"), Path("/m"), Settings(4, 1, "bfloat16", 9), Path("/out"))
+    line = " ".join(pictures[1:])
+    assert line.startswith(
+        "-m lmms_eval --model image_text_to_text --model_args pretrained=/m,dtype=bfloat16 --tasks pope"
+    )
+    assert "--batch_size 4 --output_path /out --log_samples --limit 9" in line
+    text = " ".join(
+        harness.build_command(find_benchmark("mmlu"), Path("/m"), Settings(4, 2, "auto", None), Path("/out"))
+    )
+    assert "-m torch.distributed.run --standalone --nproc_per_node 2 -m lm_eval run --model hf-multimodal" in text
+    assert "pretrained=/m,dtype=auto,trust_remote_code=True" in text
+    assert "--apply_chat_template" not in text
+    assert "--limit" not in text
+    assert "--apply_chat_template" in harness.build_command(OURS[1], Path("/m"), SETTINGS, Path("/out"))
+
+
+# Reports
+
+
+def report_of(results: dict[str, Any], **tasks: int) -> dict[str, Any]:
+    return {"results": results, "n-samples": {task: {"original": 99, "effective": n} for task, n in tasks.items()}}
+
+
+def test_the_figure_that_counts_is_taken_and_scaled() -> None:
+    given = {
+        "hellaswag": {"acc,none": 0.1, "acc_stderr,none": 0.01, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.02}
+    }
+    (figure,) = harness.read_all_figures(find_benchmark("hellaswag"), report_of(given, hellaswag=7), {})
+    assert (figure.metric, figure.value, figure.standard_error, figure.n) == ("acc_norm", 0.4, 0.02, 7)
+    given = {"mmbench_en_dev_static": {"gpt_eval_score,none": 60.0, "gpt_eval_score_stderr,none": 3.0,
+                                       "submission,none": None}}  # fmt: skip
+    (figure,) = harness.read_all_figures(PAPER[0], report_of(given, mmbench_en_dev_static=5), {})
+    assert (figure.value, figure.standard_error) == (0.6, 0.03)
+    given = {"pope": {f"pope_{name},none": value for name, value in (("f1_score", 0.8), ("accuracy", 0.7))}}
+    (figure,) = harness.read_all_figures(find_benchmark("pope"), report_of(given, pope=5), {})
+    assert figure.value == 0.7
+
+
+@pytest.mark.parametrize("name", ["lm-eval", "lmms-eval"])
+def test_filters_of_one_figure_are_told_apart(name: str) -> None:
+    results = {"gsm8k": {"exact_match,strict": 0.5, "exact_match,flexible": 1.0, "exact_match_stderr,strict": "N/A"}}
+    logged = [
+        {**sample(number, exact_match=score), **({"filter": kind} if name == "lm-eval" else {})}
+        for kind, scores in (("strict", [1.0, 0.0]), ("flexible", [1.0, 1.0]))
+        for number, score in enumerate(scores)
+    ]
+    benchmark = find_benchmark(f"{name}:gsm8k")
+    figures = harness.read_all_figures(benchmark, report_of(results, gsm8k=2), {"gsm8k": logged})
+    assert [(figure.metric, figure.value, figure.n) for figure in figures] == [
+        ("exact_match, strict", 0.5, 2), ("exact_match, flexible", 1.0, 2),
+    ]  # fmt: skip
+    # lmms-eval doesn't say which filter a line is of.
+    assert [figure.rows is not None for figure in figures] == [name == "lm-eval"] * 2
+
+
+def test_a_group_without_a_figure_gives_those_of_its_tasks() -> None:
+    results = {"pope_full": {" ": " "}, "pope_adv": {"acc,none": 0.5}, "pope_pop": {"acc,none": 1.0}}
+    samples = {"pope_adv": [sample(0, acc=1.0), sample(1, acc=0.0)], "pope_pop": [sample(0, acc=1.0)]}
+    benchmark = find_benchmark("lmms-eval:pope_full")
+    figures = harness.read_all_figures(benchmark, report_of(results, pope_adv=2, pope_pop=1), samples)
+    assert [(figure.task, figure.value, figure.n) for figure in figures] == [
+        ("pope_adv", 0.5, 2),
+        ("pope_pop", 1.0, 1),
+    ]
+    assert harness.read_all_figures(find_benchmark("pope"), report_of(results, pope_adv=2), samples) == []
+    # One that has a figure of its own gives that, of the rows of all its tasks.
+    results["mmlu"] = {"acc,none": 0.6, "acc_stderr,none": 0.1}
+    (figure,) = harness.read_all_figures(find_benchmark("mmlu"), report_of(results, a=2, b=3), {})
+    assert (figure.value, figure.n) == (0.6, 5)
+
+
+def test_errors_of_clusters_go_before_those_of_rows() -> None:
+    results = {"v": {"acc,none": 0.5, "acc_stderr,none": "N/A", "acc_stderr_clustered,none": 0.2}}
+    samples = {"v": [sample(number, acc=float(number % 2)) for number in range(4)]}
+    (figure,) = harness.read_all_figures(find_benchmark("lmms-eval:v"), report_of(results, v=4), samples)
+    assert (figure.standard_error, figure.rows) == (0.2, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"dataset_path": "a/b", "dataset_name": "en", "validation_split": "val"}, ("a/b, en", "val[:3]")),
+        ({"dataset_path": "json", "dataset_kwargs": {"data_files": ["x.json"]}, "test_split": "test",
+          "validation_split": "val"}, ("x.json", "test[:3]")),
+        ({}, ("made by the task", "all[:3]")),
+    ],
+)  # fmt: skip
+def test_the_rows_are_named(config: dict[str, Any], expected: tuple[str, str]) -> None:
+    assert harness.name_rows({"configs": {"task": config}}, Settings(1, 1, "auto", 3)) == expected
 
 
 # Runs: a program in place of the harness, which writes what lmms-eval does
@@ -234,6 +378,7 @@ report = {
     "configs": {"digits": {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "rows.json"}},
                            "test_split": "test"}},
     "n-shot": {"digits": 0},
+    "n-samples": {"digits": {"original": 10, "effective": 10}},
 }
 (folder / "2026_results.json").write_text(json.dumps(report))
 lines = [json.dumps({"doc_id": n, "target": "x", "input": str(n), "exact_match": float(n % 2)}) for n in range(10)]
@@ -266,13 +411,15 @@ def test_a_result_is_kept_and_used_again(started: list[list[str]], tmp_path: Pat
     assert (figure.value, figure.n) == (0.5, 10)
     assert figure.standard_error == pytest.approx(np.sqrt(0.25 / 9))
     assert (folder / "log.txt").read_text() == "answering\n"
-    # Not of another model, another dtype or another harness.
+    # Not of another model or another dtype.
     run_task(DIGITS, tmp_path, "trained further", SETTINGS, folder)
     run_task(DIGITS, tmp_path, "trained further", Settings(8, 1, "bfloat16", None), folder)
     assert len(started) == 3
     # Batch size and processes change no figure.
     run_task(DIGITS, tmp_path, "trained further", Settings(2, 4, "bfloat16", None), folder)
     assert len(started) == 3
+    for other in ({"harness": "lmms-eval 2"}, {"limit": 5}, {"scale": None}):
+        assert fixed_settings(DIGITS, SETTINGS) != fixed_settings(DIGITS, SETTINGS) | other
 
 
 @pytest.mark.parametrize(
@@ -281,16 +428,31 @@ def test_a_result_is_kept_and_used_again(started: list[list[str]], tmp_path: Pat
         ("import sys; sys.exit(3)", r"the harness ended with 3; see .*log.txt"),
         ("print('lmms-eval ends with 0 all the same')", r"wrote no result; see .*log.txt"),
         (PROGRAM.replace("exact_match,none", "other,none"), "gave no exact_match"),
+        (PROGRAM.replace('"n-shot"', '"shots"'), r"results.json is not understood \(KeyError: 'n-shot'\)"),
     ],
 )
-def test_a_failed_task_leaves_no_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
+def test_a_failed_task_leaves_what_was_there(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
 ) -> None:
+    before = run_task(DIGITS, tmp_path, "model", SETTINGS, tmp_path / "digits")
     monkeypatch.setattr(harness, "build_command", lambda *args: [sys.executable, "-c", program, str(args[-1])])
-    monkeypatch.setattr(harness, "harness_name", lambda benchmark: "lmms-eval 1")
     with pytest.raises(TaskError, match=message):
-        run_task(DIGITS, tmp_path, "model", SETTINGS, tmp_path / "digits")
-    assert not (tmp_path / "digits" / "result.json").exists()
+        run_task(DIGITS, tmp_path, "trained further", SETTINGS, tmp_path / "digits")
+    assert harness.read_result(tmp_path / "digits") == before
+    assert (tmp_path / "digits.unfinished" / "log.txt").exists()
+    (tmp_path / "digits" / "result.json").write_text("")
+    with pytest.raises(ValueError, match=r"result.json can't be read .* take it away"):
+        harness.read_result(tmp_path / "digits")
+
+
+def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_thisIsNoToken")
+    program = "import os; from huggingface_hub import get_token; print(sorted(os.environ.items()), get_token()[:7])"
+    harness.run_harness([sys.executable, "-c", program], tmp_path / "log.txt")
+    log = (tmp_path / "log.txt").read_text()
+    assert "hf_thisIsNoToken" not in log
+    assert log.endswith("hf_this\n")
+    assert "('PYTHONSAFEPATH', '1')" in log
 
 
 def test_ctrl_c_ends_the_harness_too(tmp_path: Path) -> None:
@@ -313,35 +475,83 @@ def test_ctrl_c_ends_the_harness_too(tmp_path: Path) -> None:
 
 
 def keep(model: Model, found: Result) -> None:
-    folder = model.task_folder(found.task, found.settings["limit"])
+    folder = model.task_folder(find_benchmark(found.task), found.settings["limit"])
     folder.mkdir(parents=True)
     (folder / "result.json").write_text(json.dumps(to_json(found)))
 
 
 def test_evaluation_json_holds_the_whole_results_of_this_model(tmp_path: Path) -> None:
     model = Model("mine", "runs/mine", tmp_path, tmp_path, "m")
-    own = Evaluation(
-        task="own", dataset="d", split="s", metric="m", value=0.5, n=3, standard_error=None, command="python own.py"
-    )
-    write_evaluations(tmp_path, [own])
-    keep(model, result("pope", 0.8))
-    keep(model, result("pope", 0.1, limit=5))
-    keep(model, result("mmstar", 0.3, limit=5))
-    keep(model, result("mmstar", 0.4, limit=50))
-    keep(model, result("ai2d", 0.7, model="before it was trained further"))
-    model.write_evaluations()
     path = tmp_path / "evaluation.json"
-    rows = from_json(list[Evaluation], json.loads(path.read_text()), path)
-    assert {row.task: row.value for row in rows} == {"own": 0.5, "pope": 0.8, "mmstar": 0.4}
-    assert [row.command for row in rows[1:]] == [
-        "python -m evaluation runs/mine --tasks mmstar --limit 50", "python -m evaluation runs/mine --tasks pope",
-    ]  # fmt: skip
-    assert rows[0] == own
-    write_evaluations(tmp_path, [own])  # the other way round
-    assert len(json.loads(path.read_text())) == 3
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"evaluation.json is no JSON"):
-        model.write_evaluations()
+    own = [{"task": "own", "value": 0.5, "seed": 42}, {"task": "other", "value": 0.1, "harness": "VLMEvalKit 0.2"}]
+    path.write_text(json.dumps(own))
+    keep(model, result("pope", 0.8))
+    keep(model, result("mmstar", 0.4, limit=50))  # a trial
+    keep(model, result("ai2d", 0.7, model="before it was trained further"))
+    keep(model, result("lm-eval:gsm8k", 0.2))
+    keep(model, result("lmms-eval:gsm8k", 0.9))
+    model.write_evaluations()
+    rows = json.loads(path.read_text())
+    assert rows[:2] == own
+    assert {row["command"]: row["value"] for row in rows[2:]} == {
+        "python -m evaluation runs/mine --tasks pope": 0.8,
+        "python -m evaluation runs/mine --tasks lm-eval:gsm8k": 0.2,
+        "python -m evaluation runs/mine --tasks lmms-eval:gsm8k": 0.9,
+    }  # fmt: skip
+    assert from_json(Evaluation, next(row for row in rows if row["task"] == "pope"), path).choice == (
+        "0-shot; accuracy, not F1"
+    )
+    trained = Model("mine", "runs/mine", tmp_path, tmp_path, "trained further")
+    trained.write_evaluations()
+    assert json.loads(path.read_text()) == own
+    for text, message in (("{", "is no JSON"), ("{}", "is no list")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"evaluation.json {message}"):
+            model.write_evaluations()
+
+
+def test_a_script_replaces_its_own_rows_alone(tmp_path: Path) -> None:
+    row = Evaluation(task="t", dataset="d", split="s", metric="m", value=0.5, n=3, standard_error=None, command="own")
+    for _ in range(2):
+        write_evaluations(tmp_path, [row], lambda other: other["command"] == "own")
+    write_evaluations(tmp_path, [row], lambda other: False)
+    assert len(json.loads((tmp_path / "evaluation.json").read_text())) == 2
+
+
+def test_a_failed_task_fails_the_command_and_leaves_the_others(
+    started: list[list[str]],
+    composed: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fake = harness.build_command
+
+    def build(benchmark: Benchmark, *args: Any) -> list[str]:
+        return [sys.executable, "-c", "raise SystemExit(1)"] if benchmark.task == "mme" else fake(benchmark, *args)
+
+    monkeypatch.setattr(harness, "build_command", build)
+    monkeypatch.setattr(command_line, "check_installed", lambda benchmarks: None)
+    monkeypatch.setattr(command_line, "HF_HUB_OFFLINE", True)
+    models = [shutil.copytree(composed(), tmp_path / name) for name in ("first", "second")]
+    options = ["--tasks", "digits", "lmms-eval:mme", "digits"]
+    message = run_main(*models, *options)
+    assert message.startswith("Failed: first: lmms-eval:mme, second: lmms-eval:mme.")
+    table = capsys.readouterr().out
+    assert table.splitlines()[0] == "| benchmark | first | second | second − first (95% interval) | how |"
+    assert "| digits | 50.0 ± 16.7 | 50.0 ± 16.7 | +0.0 (too few rows that differ) | lmms-eval 1 digits;" in table
+    assert "| mme | no result | no result | no result |" in table
+    assert len(started) == 2
+    for folder in models:
+        assert len(json.loads((folder / "evaluation.json").read_text())) == 1
+        assert "| digits | 50.0 ± 16.7 |" in (folder / "evaluation.md").read_text()
+    # Trained further in its place: what was measured before goes, even where nothing is measured now.
+    (models[0] / "config.json").write_text((models[0] / "config.json").read_text() + " ")
+    run_main(models[0], "--tasks", "lmms-eval:mme")
+    assert json.loads((models[0] / "evaluation.json").read_text()) == []
+    assert not (models[0] / "evaluation.md").exists()
+    run_main(models[1], "--tasks", "lmms-eval:mme", "--output_dir", tmp_path / "out")
+    assert (tmp_path / "out/second/evaluation/lmms-eval--mme.unfinished/log.txt").exists()
 
 
 def test_the_table_sets_models_side_by_side() -> None:
@@ -349,11 +559,21 @@ def test_the_table_sets_models_side_by_side() -> None:
     results = {"none": {"digits": result("digits", 0.5, first)}, "gwc": {"digits": result("digits", 0.75, second)}}
     header, _, line = render([DIGITS], results).splitlines()
     assert header == "| benchmark | none | gwc | gwc − none (95% interval) | how |"
-    found = difference(first, second).interval
-    assert f"| 50.0 ± 1.0 | 75.0 ± 1.0 | +25.0 ({100 * found[0]:+.1f} to {100 * found[1]:+.1f}) |" in line
+    low, high = interval_of_difference(first, second)
+    assert f"| 50.0 ± 1.0 | 75.0 ± 1.0 | +25.0 ({100 * low:+.1f} to {100 * high:+.1f}) |" in line
     assert "lmms-eval 1 digits; exact_match; test, n = 100; 0-shot" in line
     results["gwc"] = {}
     assert "| 50.0 ± 1.0 | no result | no result |" in render([DIGITS], results)
+
+
+def test_figures_without_a_known_scale_stay_as_they_are() -> None:
+    settings = {"harness": "lmms-eval 1", "limit": None, "dtype": "auto"}
+    figures = [Figure("mme", "perception", 1500.25, None, 9, None), Figure("mme", "cognition", 300.0, 2.5, 9, None)]
+    found = Result("m", settings, "lmms-eval:mme", "lmms-eval 1", "d", "test", 0, 1.0, figures)
+    lines = render([find_benchmark("lmms-eval:mme")], {"a|b": {"lmms-eval:mme": found}}).splitlines()
+    assert lines[0] == r"| benchmark | a\|b | how |"
+    assert lines[2].startswith("| mme, perception | 1500 | lmms-eval 1 mme; perception; test, n = 9")
+    assert lines[3].startswith("| mme, cognition | 300 ± 2.5 |")
 
 
 def test_the_mean_is_of_all_nine_and_whole_rows() -> None:
@@ -365,3 +585,6 @@ def test_the_mean_is_of_all_nine_and_whole_rows() -> None:
         {k: v for k, v in results.items() if k != "pope"},
     ):
         assert "mean of the 9" not in render(benchmarks, {"m": broken})
+    figure = Figure("pope", "exact_match", 0.2, None, 100, None)
+    unknown = {**results, "pope": dataclasses.replace(results["pope"], figures=[figure])}
+    assert "| mean of the 9 | 40.0 |" in render(benchmarks, {"m": unknown})

@@ -10,9 +10,12 @@ run again. With `--limit` nothing is written but that folder.
 import argparse
 import importlib
 import importlib.util
+import json
 import logging
 import os
+import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,9 +24,12 @@ from huggingface_hub import get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
 from conversations.files import write_whole
+from diagnostics.results import to_json
 from evaluation.benchmarks import KNOWN, PAPER, PICTURES, TEXT, Benchmark, find_benchmark
-from evaluation.harness import MODULES, Result, Settings, TaskError, run_task
+from evaluation.harness import LOG_FILE, MODULES, Settings, TaskError, build_command, run_harness
 from evaluation.models import Model, open_model
+from evaluation.reports import read_outputs
+from evaluation.results import RESULT_FILE, Result, fixed_settings, read_result
 from evaluation.table import render
 
 
@@ -113,6 +119,32 @@ def check_data(benchmarks: Sequence[Benchmark]) -> None:
                 f"{benchmark.task} lies in the working directory, and the harness would read it as the task: run this "
                 "from another folder."
             )
+
+
+def run_task(benchmark: Benchmark, model: Path, fingerprint: str, settings: Settings, folder: Path) -> Result:
+    """Run a task and keep its result. An earlier one of this model with these settings is taken as it is; any other
+    stays until there is a new one.
+
+    Raises:
+        TaskError: if the task fails; its log is then in `<folder>.unfinished`.
+        ValueError: if what an earlier run left can't be read.
+    """
+    found = read_result(folder)
+    if found is not None and (found.model, found.settings) == (fingerprint, fixed_settings(benchmark, settings)):
+        logger.info("%s: there already, in %s", benchmark.name, folder)
+        return found
+    aside = folder.with_name(f"{folder.name}.unfinished")
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    started = time.monotonic()
+    run_harness(build_command(benchmark, model, settings, aside), aside / LOG_FILE)
+    result = read_outputs(aside, benchmark, fingerprint, settings, time.monotonic() - started)
+    write_whole(aside / RESULT_FILE, json.dumps(to_json(result)) + "\n")
+    if folder.exists():
+        shutil.rmtree(folder)
+    aside.rename(folder)
+    return result
 
 
 def evaluate(model: Model, benchmarks: Sequence[Benchmark], settings: Settings) -> tuple[dict[str, Result], list[str]]:

@@ -8,8 +8,9 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from evaluation.benchmarks import Benchmark, find_benchmark
-from evaluation.harness import MODULES, Result, read_result
+from evaluation.harness import MODULES
 from evaluation.record import write_evaluations
+from evaluation.results import Result, read_result
 
 
 # What a model's answers depend on.

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from math import sqrt
 
 from evaluation.benchmarks import PAPER, Benchmark
-from evaluation.harness import Figure, Result
+from evaluation.results import Figure, Result
 from evaluation.scores import interval_of_difference
 
 

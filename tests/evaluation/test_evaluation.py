@@ -18,11 +18,14 @@ from scipy.stats import t, ttest_rel
 
 from diagnostics.results import from_json, to_json
 from evaluation import __main__ as command_line
-from evaluation import harness
+from evaluation import harness, reports, results
+from evaluation.__main__ import run_task
 from evaluation.benchmarks import OURS, PAPER, TEXT, Benchmark, find_benchmark
-from evaluation.harness import Figure, Result, Settings, TaskError, fixed_settings, run_task
+from evaluation.harness import Settings, TaskError
 from evaluation.models import Model, open_model
 from evaluation.record import Evaluation, write_evaluations
+from evaluation.reports import name_rows, read_all_figures
+from evaluation.results import Figure, Result, fixed_settings, read_result
 from evaluation.scores import Row, interval_of_difference, mean, read_rows, standard_error
 from evaluation.table import render
 
@@ -302,14 +305,14 @@ def test_the_figure_that_counts_is_taken_and_scaled() -> None:
     given = {
         "hellaswag": {"acc,none": 0.1, "acc_stderr,none": 0.01, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.02}
     }
-    (figure,) = harness.read_all_figures(find_benchmark("hellaswag"), report_of(given, hellaswag=7), {})
+    (figure,) = read_all_figures(find_benchmark("hellaswag"), report_of(given, hellaswag=7), {})
     assert (figure.metric, figure.value, figure.standard_error, figure.n) == ("acc_norm", 0.4, 0.02, 7)
     given = {"mmbench_en_dev_static": {"gpt_eval_score,none": 60.0, "gpt_eval_score_stderr,none": 3.0,
                                        "submission,none": None}}  # fmt: skip
-    (figure,) = harness.read_all_figures(PAPER[0], report_of(given, mmbench_en_dev_static=5), {})
+    (figure,) = read_all_figures(PAPER[0], report_of(given, mmbench_en_dev_static=5), {})
     assert (figure.value, figure.standard_error) == (0.6, 0.03)
     given = {"pope": {f"pope_{name},none": value for name, value in (("f1_score", 0.8), ("accuracy", 0.7))}}
-    (figure,) = harness.read_all_figures(find_benchmark("pope"), report_of(given, pope=5), {})
+    (figure,) = read_all_figures(find_benchmark("pope"), report_of(given, pope=5), {})
     assert figure.value == 0.7
 
 
@@ -322,7 +325,7 @@ def test_filters_of_one_figure_are_told_apart(name: str) -> None:
         for number, score in enumerate(scores)
     ]
     benchmark = find_benchmark(f"{name}:gsm8k")
-    figures = harness.read_all_figures(benchmark, report_of(results, gsm8k=2), {"gsm8k": logged})
+    figures = read_all_figures(benchmark, report_of(results, gsm8k=2), {"gsm8k": logged})
     assert [(figure.metric, figure.value, figure.n) for figure in figures] == [
         ("exact_match, strict", 0.5, 2), ("exact_match, flexible", 1.0, 2),
     ]  # fmt: skip
@@ -334,22 +337,22 @@ def test_a_group_without_a_figure_gives_those_of_its_tasks() -> None:
     results = {"pope_full": {" ": " "}, "pope_adv": {"acc,none": 0.5}, "pope_pop": {"acc,none": 1.0}}
     samples = {"pope_adv": [sample(0, acc=1.0), sample(1, acc=0.0)], "pope_pop": [sample(0, acc=1.0)]}
     benchmark = find_benchmark("lmms-eval:pope_full")
-    figures = harness.read_all_figures(benchmark, report_of(results, pope_adv=2, pope_pop=1), samples)
+    figures = read_all_figures(benchmark, report_of(results, pope_adv=2, pope_pop=1), samples)
     assert [(figure.task, figure.value, figure.n) for figure in figures] == [
         ("pope_adv", 0.5, 2),
         ("pope_pop", 1.0, 1),
     ]
-    assert harness.read_all_figures(find_benchmark("pope"), report_of(results, pope_adv=2), samples) == []
+    assert read_all_figures(find_benchmark("pope"), report_of(results, pope_adv=2), samples) == []
     # One that has a figure of its own gives that, of the rows of all its tasks.
     results["mmlu"] = {"acc,none": 0.6, "acc_stderr,none": 0.1}
-    (figure,) = harness.read_all_figures(find_benchmark("mmlu"), report_of(results, a=2, b=3), {})
+    (figure,) = read_all_figures(find_benchmark("mmlu"), report_of(results, a=2, b=3), {})
     assert (figure.value, figure.n) == (0.6, 5)
 
 
 def test_errors_of_clusters_go_before_those_of_rows() -> None:
     results = {"v": {"acc,none": 0.5, "acc_stderr,none": "N/A", "acc_stderr_clustered,none": 0.2}}
     samples = {"v": [sample(number, acc=float(number % 2)) for number in range(4)]}
-    (figure,) = harness.read_all_figures(find_benchmark("lmms-eval:v"), report_of(results, v=4), samples)
+    (figure,) = read_all_figures(find_benchmark("lmms-eval:v"), report_of(results, v=4), samples)
     assert (figure.standard_error, figure.rows) == (0.2, None)
 
 
@@ -363,7 +366,7 @@ def test_errors_of_clusters_go_before_those_of_rows() -> None:
     ],
 )  # fmt: skip
 def test_the_rows_are_named(config: dict[str, Any], expected: tuple[str, str]) -> None:
-    assert harness.name_rows({"configs": {"task": config}}, Settings(1, 1, "auto", 3)) == expected
+    assert name_rows({"configs": {"task": config}}, Settings(1, 1, "auto", 3)) == expected
 
 
 # Runs: a program in place of the harness, which writes what lmms-eval does
@@ -396,8 +399,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append([sys.executable, "-c", PROGRAM, str(output)])
         return commands[-1]
 
-    monkeypatch.setattr(harness, "build_command", build)
-    monkeypatch.setattr(harness, "harness_name", lambda benchmark: f"{benchmark.harness} 1")
+    monkeypatch.setattr(command_line, "build_command", build)
+    monkeypatch.setattr(reports, "harness_name", lambda benchmark: f"{benchmark.harness} 1")
+    monkeypatch.setattr(results, "harness_name", lambda benchmark: f"{benchmark.harness} 1")
     return commands
 
 
@@ -435,14 +439,14 @@ def test_a_failed_task_leaves_what_was_there(
     started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
 ) -> None:
     before = run_task(DIGITS, tmp_path, "model", SETTINGS, tmp_path / "digits")
-    monkeypatch.setattr(harness, "build_command", lambda *args: [sys.executable, "-c", program, str(args[-1])])
+    monkeypatch.setattr(command_line, "build_command", lambda *args: [sys.executable, "-c", program, str(args[-1])])
     with pytest.raises(TaskError, match=message):
         run_task(DIGITS, tmp_path, "trained further", SETTINGS, tmp_path / "digits")
-    assert harness.read_result(tmp_path / "digits") == before
+    assert read_result(tmp_path / "digits") == before
     assert (tmp_path / "digits.unfinished" / "log.txt").exists()
     (tmp_path / "digits" / "result.json").write_text("")
     with pytest.raises(ValueError, match=r"result.json can't be read .* take it away"):
-        harness.read_result(tmp_path / "digits")
+        read_result(tmp_path / "digits")
 
 
 def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -525,12 +529,12 @@ def test_a_failed_task_fails_the_command_and_leaves_the_others(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    fake = harness.build_command
+    fake = command_line.build_command
 
     def build(benchmark: Benchmark, *args: Any) -> list[str]:
         return [sys.executable, "-c", "raise SystemExit(1)"] if benchmark.task == "mme" else fake(benchmark, *args)
 
-    monkeypatch.setattr(harness, "build_command", build)
+    monkeypatch.setattr(command_line, "build_command", build)
     monkeypatch.setattr(command_line, "check_installed", lambda benchmarks: None)
     monkeypatch.setattr(command_line, "HF_HUB_OFFLINE", True)
     models = [shutil.copytree(composed(), tmp_path / name) for name in ("first", "second")]

@@ -282,6 +282,8 @@ def test_a_wheel_holds_what_build_needs(trained: Path, prose: Path, tmp_path: Pa
     command += ["--license", "apache-2.0", "--output_dir", str(tmp_path / "stage")]
     subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
     assert (tmp_path / "stage" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    tasks = {path.name for path in (ROOT / "evaluation" / "tasks").glob("*.*")} | {"digits_common"}
+    assert tasks <= {path.name for path in (tmp_path / "site" / "evaluation" / "tasks").iterdir()}
 
 
 def test_a_run_that_did_not_say_where_it_ran(trained: Path, prose: Path, tmp_path: Path) -> None:

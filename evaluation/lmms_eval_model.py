@@ -86,6 +86,8 @@ class ImageTextToText(lmms):
             max_new_tokens=settings.get("max_new_tokens", 1024),
             num_beams=settings.get("num_beams", 1),
             do_sample=False,
+            repetition_penalty=1.0,  # whatever the checkpoint's generation config says
+            no_repeat_ngram_size=0,
         )
         texts = self._processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return [cut(text, settings.get("until") or []) for text in texts]

@@ -253,13 +253,15 @@ def read_stage(folder: Path, run: Run | None) -> StageFacts:
     state = read_json(folder / "trainer_state.json")
     if not all(isinstance(line, dict) for line in logged) or not isinstance(state, dict) or "global_step" not in state:
         raise ValueError(f"{folder}: trainer_state.json and metrics.jsonl are not those of a run.")
-    losses = [line["loss"] for line in logged if "loss" in line]
-    seconds = [line["train_runtime"] for line in logged if "train_runtime" in line]
-    tokens = [line["num_tokens"] for line in logged if "num_tokens" in line]
     arguments: Arguments = {} if run is None else run.arguments
+    steps = state["best_global_step" if arguments.get("load_best_model_at_end") else "global_step"]
+    seconds = [line["train_runtime"] for line in logged if "train_runtime" in line]
+    logged = [line for line in logged if line.get("step", 0) <= steps]  # of the model that was taken
+    losses = [line["loss"] for line in logged if "loss" in line]
+    tokens = [line["num_tokens"] for line in logged if "num_tokens" in line]
     return StageFacts(
         stage=arguments.get("stage"),
-        steps=state["global_step"],
+        steps=steps,
         tokens=int(tokens[-1]) if tokens else None,
         first_loss=losses[0] if losses else None,
         last_loss=losses[-1] if losses else None,

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
+    AutoProcessor,
     CLIPImageProcessor,
     CLIPVisionConfig,
     CLIPVisionModel,
@@ -160,6 +161,34 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         path = root / f"{vision}-{text}-{projector_norm}"
         if not path.exists():
             model, processor = compose(str(backbones(vision)), str(backbones(text)), projector_norm)
+            model.save_pretrained(path)
+            processor.save_pretrained(path)
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a model that answers "A" to everything, and ends or goes on with commas; saved on first use."""
+    root = tmp_path_factory.mktemp("always_a")
+
+    def folder(ends: bool = True) -> Path:
+        path = root / ("ends" if ends else "goes_on")
+        if not path.exists():
+            model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+            processor = AutoProcessor.from_pretrained(composed())
+            letter, comma, end = processor.tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
+            with torch.no_grad():
+                for layer in model.model.language_model.layers:
+                    layer.self_attn.o_proj.weight.zero_()
+                    layer.mlp.down_proj.weight.zero_()
+                embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+                embeddings.zero_()
+                embeddings[:, 0] = 1.0
+                embeddings[[letter, comma], 1] = 10.0
+                head.zero_()
+                head[letter, 0] = head[end if ends else comma, 1] = 1.0
             model.save_pretrained(path)
             processor.save_pretrained(path)
         return path

@@ -350,10 +350,25 @@ def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
         return
     if args.eval_strategy == "no":
         raise ValueError("eval_dataset_name does nothing without eval_strategy: 'steps' (with eval_steps) or 'epoch'.")
-    if args.eval_strategy == "epoch" and args.eval_steps is not None:
-        raise ValueError("eval_steps does nothing with eval_strategy 'epoch': use 'steps'.")
+    if args.eval_strategy == "epoch":
+        if args.eval_steps is not None:
+            raise ValueError("eval_steps does nothing with eval_strategy 'epoch': use 'steps'.")
+        if run_args.dataset_streaming:
+            raise ValueError("A stream has no epochs: set eval_strategy to 'steps', and give eval_steps.")
+        if args.save_strategy == "steps":
+            raise ValueError(
+                "With eval_strategy 'epoch' a checkpoint of an epoch's last step would come before its evaluation, "
+                "which a run that goes on from there never makes: set save_strategy to 'epoch', 'best' or 'no'."
+            )
     if run_args.packed_length is not None and run_args.eval_samples == 0 and args.per_device_eval_batch_size != 8:
         raise ValueError("per_device_eval_batch_size does nothing with packed_length and no eval_samples.")
+    if args.loss_type != "nll":
+        raise ValueError(
+            f"loss_type {args.loss_type!r} is no measure: it falls where a model grows less sure of the truth. Leave "
+            "eval_dataset_name, or take 'nll'."
+        )
+    if args.optim.startswith("schedule_free"):
+        raise ValueError(f"optim {args.optim.value!r} holds other weights for evaluation: leave eval_dataset_name.")
     _check_best(run_args, args)
 
 

@@ -164,6 +164,8 @@ class ConsoleTable(TrainerCallback):
         """To the held-out questions, filled in by the trainer before it logs an evaluation."""
         self.tokens_before = 0
         """Of the run before this start, filled in by the trainer."""
+        self.seconds_evaluating = 0.0
+        """Since this start, filled in by the trainer: they are none of training's."""
         self._bar: Any = None
         self._started = self._steps_before = 0.0
 
@@ -202,7 +204,7 @@ class ConsoleTable(TrainerCallback):
             self._write_held_out(logs)
         if self._bar is None or logs is None or "loss" not in logs:
             return
-        seconds = time.monotonic() - self._started
+        seconds = time.monotonic() - self._started - self.seconds_evaluating
         left = round(seconds / (state.global_step - self._steps_before) * (state.max_steps - state.global_step))
         ratio = logs.get("norm/ratio")
         cells = (
@@ -224,7 +226,8 @@ class ConsoleTable(TrainerCallback):
         self._write("    " + ", ".join(figures))
         for answer in self.answers[: self.NUM_ANSWERS]:
             cells = (answer.question, f"said: {answer.answer}", f"truth: {answer.truth}")
-            self._write("        " + " | ".join(textwrap.shorten(cell, 60, placeholder=" ...") for cell in cells))
+            line = " | ".join(textwrap.shorten(cell, 60, placeholder=" ...") for cell in cells)
+            self._write("        " + "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line))
 
     @override
     def on_train_end(

@@ -82,12 +82,16 @@ def best_checkpoint(state: dict[str, Any], output_dir: Path) -> Path:
         ValueError: if nothing was evaluated yet, or the checkpoint is not there.
     """
     if state["best_global_step"] is None:
-        raise ValueError("load_best_model_at_end: nothing was evaluated. Lower eval_delay.")
+        raise ValueError(
+            "load_best_model_at_end: nothing was evaluated. Go on by --load_best_model_at_end false "
+            "--resume_changed true."
+        )
     checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state['best_global_step']}"
     if not checkpoint.exists():
         raise ValueError(
             f"load_best_model_at_end: the best checkpoint of step {state['best_global_step']} is not in {output_dir}. "
-            "Put it there, or go on without load_best_model_at_end, by --resume_changed true."
+            "Copy it there, and the one to go on from, and give --resume_from_checkpoint true; or go on by "
+            "--load_best_model_at_end false --resume_changed true."
         )
     return checkpoint
 

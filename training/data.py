@@ -68,8 +68,9 @@ def read_held_out(
             args, lambda: load_rows(name, run_args.eval_image_folder, config, split), report_file
         )
         return _check_rows(run_args, args, tokenize, rows, report_file)
-    except ValueError as error:
-        raise ValueError(f"eval_dataset_name: {error}") from error
+    except (ValueError, OSError) as error:
+        reason = str(error).replace("--image_folder", "--eval_image_folder")
+        raise ValueError(f"eval_dataset_name: {reason}") from error
 
 
 def _open_on_main_first(args: TrainingConfig, load: Callable[[], Any], report_file: Path) -> Any:

@@ -21,6 +21,10 @@ from training.collator import VisionLanguageCollator
 from training.tokenization import IGNORED
 
 
+# Whatever the checkpoint's generation config says: a language model's own may hold penalties.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+
+
 @dataclass(frozen=True)
 class Answer:
     """What a model said to a held-out question.
@@ -30,7 +34,7 @@ class Answer:
         question: What the human says last before the answer, without marks of pictures.
         answer: What the model said.
         truth: What the row says.
-        right: Whether both are the same after [`normalise`].
+        right: Whether it came to its end, and both are the same after [`normalise`].
     """
 
     source: str
@@ -113,13 +117,17 @@ class HeldOutQuestions:
             with generating(trained, accelerator) as model:
                 generated = model.generate(
                     **inputs,
-                    do_sample=False,
+                    **GREEDY,
                     use_cache=True,
                     max_new_tokens=max(map(len, self._truths)),
                     synced_gpus=step > 1,
                 )
+                ends = model.generation_config.eos_token_id
             said = generated[:, inputs["input_ids"].shape[1] :].tolist()
-            answers += [(number, self._compare(number, tokens)) for number, tokens in zip(batch, said, strict=True)]
+            ends = set(ends if isinstance(ends, list) else [ends])
+            answers += [
+                (number, self._compare(number, tokens, ends)) for number, tokens in zip(batch, said, strict=True)
+            ]
         return [answer for _, answer in sorted(dict(gather_object(answers)).items())]
 
     def _inputs(self, numbers: list[int]) -> Inputs:
@@ -140,7 +148,7 @@ class HeldOutQuestions:
         input_ids[0, :num_blank] = processor.image_token_id
         return {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": collate.pixels(images)}
 
-    def _compare(self, number: int, said: list[int]) -> Answer:
+    def _compare(self, number: int, said: list[int], ends: set[int]) -> Answer:
         row = self._rows[number]
         question = ""
         for turn in row_turns(row):
@@ -148,9 +156,14 @@ class HeldOutQuestions:
                 break
             question = turn["value"] if turn["from"] == "human" else question
         answer, truth = self._text(said), self._text(self._truths[number])
-        right = normalise(answer) == normalise(truth)
+        # What was cut off behind the truth is another answer.
+        ended = "\n" in self._decode(said) if self._one_line else not ends.isdisjoint(said)
+        right = ended and normalise(answer) == normalise(truth)
         return Answer(row["source"], question.replace(IMAGE_MARK, "").strip(), answer, truth, right)
 
     def _text(self, tokens: list[int]) -> str:
-        text = self._collate.tokenize.processor.tokenizer.decode(tokens, skip_special_tokens=True)
+        text = self._decode(tokens)
         return (text.split("\n")[0] if self._one_line else text).strip()
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._collate.tokenize.processor.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -152,6 +152,13 @@ def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> 
     return math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
 
 
+def check_delay(args: TrainingConfig, num_steps: int) -> None:
+    """Raises `ValueError` if a run ends before `eval_delay`, which would leave it without any evaluation."""
+    unit, end = ("steps", num_steps) if args.eval_strategy == "steps" else ("epochs", args.num_train_epochs)
+    if args.eval_strategy != "no" and args.eval_delay > end:
+        raise ValueError(f"eval_delay {args.eval_delay:g}: the run ends before, after {end:g} {unit}.")
+
+
 def finish(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, num_steps: int) -> bool:
     """Whether a run has taken all of its steps; then its model is published. What is to be gone on from is made ready.
 
@@ -207,7 +214,9 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     eval_sampler = None if held_out is None else deal_held_out(run_args, args, list(held_out["length"]))
     run = describe_run(run_args, args, data, environment, held_out_data)
 
-    if finish(run_args, args, run, checkpoint, count_steps(args, sampler)):
+    num_steps = count_steps(args, sampler)
+    check_delay(args, num_steps)
+    if finish(run_args, args, run, checkpoint, num_steps):
         return
 
     model, trained, groups = prepare_model(run_args, args)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -218,11 +219,12 @@ class NormLlavaTrainer(SFTTrainer):
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Evaluate on the held-out rows. Training goes on as if that had not been: in its mode, and with its random
         numbers, of which a data loader takes one for its workers."""
-        training, device = self.model.training, self.args.device
+        training, device, started = self.model.training, self.args.device, time.monotonic()
         self.model.eval()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             metrics = super().evaluate(*args, **kwargs)
         self.model.train(training)
+        self._console.seconds_evaluating += time.monotonic() - started
         return metrics
 
     @override

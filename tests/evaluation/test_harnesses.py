@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from transformers import AutoProcessor
 
@@ -53,28 +53,6 @@ def run(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_module
 
 
-@pytest.fixture(scope="module")
-def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that answers "A" to everything, and ends: what every task must give for it is known on paper."""
-    folder = tmp_path_factory.mktemp("models") / "always_a"
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    processor = AutoProcessor.from_pretrained(composed())
-    letter, end = processor.tokenizer.convert_tokens_to_ids(["A", "<|im_end|>"])
-    with torch.no_grad():
-        for layer in model.model.language_model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        embeddings.zero_()
-        embeddings[:, 0] = 1.0
-        embeddings[letter, 1] = 10.0
-        head.zero_()
-        head[letter, 0] = head[end, 1] = 1.0
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
-
-
 def mmlu_subjects(python: Path) -> list[str]:
     code = "import importlib.util; print(importlib.util.find_spec('lm_eval').submodule_search_locations[0])"
     package = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
@@ -92,12 +70,15 @@ def read_rows(folder: Path) -> dict[str, Evaluation]:
     return {row.task: row for row in rows}
 
 
-def test_the_nine_tasks_give_what_is_known_on_paper(run: Run, always_a: Path, python: Path, tmp_path: Path) -> None:
+def test_the_nine_tasks_give_what_is_known_on_paper(
+    run: Run, always_a: Callable[..., Path], python: Path, tmp_path: Path
+) -> None:
     benchmark_rows.write_all(tmp_path, mmlu_subjects(python))
-    evaluate = partial(run, tmp_path, "evaluation", always_a)
+    model = Path(shutil.copytree(always_a(), tmp_path / "model"))
+    evaluate = partial(run, tmp_path, "evaluation", model)
     done = evaluate()
     assert done.returncode == 0, done.stderr[-5000:]
-    rows = read_rows(always_a)
+    rows = read_rows(model)
     expected = {
         "mmbench_en_dev_static": (2 / 6, 6, error_of_share(2 / 6, 6)),
         # Two groups, of 8 and 4 rows, with 6 and 1 right.
@@ -124,9 +105,9 @@ def test_the_nine_tasks_give_what_is_known_on_paper(run: Run, always_a: Path, py
         assert name in done.stdout
 
     # What is there is not run again, what is missing is, and what fails leaves the others.
-    logs = {path: path.stat().st_mtime_ns for path in (always_a / "evaluation").glob("*/log.txt")}
+    logs = {path: path.stat().st_mtime_ns for path in (model / "evaluation").glob("*/log.txt")}
     assert len(logs) == 9
-    (always_a / "evaluation/ai2d/result.json").unlink()
+    (model / "evaluation/ai2d/result.json").unlink()
     done = evaluate("--tasks", "ai2d", "mmstar", "lmms-eval:no_such_task")
     assert done.returncode == 1
     assert "no_such_task" in done.stderr.splitlines()[-1]
@@ -134,7 +115,7 @@ def test_the_nine_tasks_give_what_is_known_on_paper(run: Run, always_a: Path, py
     assert "| AI2D | 25.0" in done.stdout
     run_again = {path.parent.name for path, before in logs.items() if path.stat().st_mtime_ns != before}
     assert run_again == {"ai2d"}
-    assert read_rows(always_a) == rows
+    assert read_rows(model) == rows
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +180,9 @@ def one_figure(folder: Path) -> Any:
     return json.loads(path.read_text())["results"]["mmlu_anatomy"]["acc,none"]
 
 
-def test_plain_hf_of_lm_eval_loads_the_class(run: Run, always_a: Path, tmp_path: Path) -> None:
+def test_plain_hf_of_lm_eval_loads_the_class(run: Run, always_a: Callable[..., Path], tmp_path: Path) -> None:
     benchmark_rows.write_all(tmp_path, ["anatomy"])
-    arguments = f"pretrained={always_a},trust_remote_code=True"
+    arguments = f"pretrained={always_a()},trust_remote_code=True"
     command = ["lm_eval", "run", "--model", "hf", "--model_args", arguments, "--tasks", "mmlu_anatomy"]
     done = run(tmp_path, *command, "--output_path", tmp_path / "out")
     assert done.returncode == 0, done.stderr[-5000:]

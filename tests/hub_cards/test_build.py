@@ -295,6 +295,18 @@ def test_a_run_that_did_not_say_where_it_ran(trained: Path, prose: Path, tmp_pat
     assert "| code | commit not recorded |" in text
 
 
+def test_the_card_is_about_the_checkpoint_that_was_chosen(trained: Path, prose: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    state = json.loads((run / "trainer_state.json").read_text())
+    (run / "trainer_state.json").write_text(json.dumps({**state, "best_global_step": 4}))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    loss = next(line["loss"] for line in reversed(lines) if "loss" in line and line["step"] <= 4)
+    record(run, load_best_model_at_end=True)
+    text = (build(run, tmp_path / "stage", "me/Best", prose, **OWN) / "README.md").read_text()
+    assert "| steps | 4 |" in text
+    assert f"{loss:.3g}" in text
+
+
 def record(run: Path, environment: dict[str, Any] | None = None, recipe: Path | None = None, **arguments: Any) -> Path:
     """Change what a run recorded of itself."""
     before = Run.read(run)

@@ -238,6 +238,10 @@ def test_the_rows_are_checked_as_those_of_training(
 
 
 WRONG = [
+    ({"eval_strategy": "epoch"}, "set save_strategy to 'epoch', 'best' or 'no'"),
+    ({"eval_strategy": "epoch", "dataset_streaming": True, "max_steps": 2}, "A stream has no epochs"),
+    ({**EVERY_TWO, "loss_type": "dft"}, "loss_type 'dft' is no measure"),
+    ({**EVERY_TWO, "optim": "schedule_free_adamw"}, "optim 'schedule_free_adamw' holds other weights"),
     ({"eval_dataset_name": None, **EVERY_TWO}, "eval_strategy does nothing without eval_dataset_name"),
     ({"eval_dataset_name": None, "eval_samples": 3}, "eval_samples does nothing without eval_dataset_name"),
     ({"eval_dataset_name": None, "save_strategy": "best"}, "save_strategy 'best' needs held-out rows"),
@@ -267,6 +271,60 @@ def test_options_that_do_nothing_are_refused(
     monkeypatch.setattr(sft, "read_rows", lambda *args: pytest.fail("the data was read"))
     with pytest.raises(ValueError, match=message):
         run(monkeypatch, tmp_path, **{**fields, **INSTRUCT, **wrong}, output_dir=str(tmp_path / "out"))
+
+
+def test_a_run_that_ends_before_its_first_evaluation_is_refused(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sft, "prepare_model", lambda *args: pytest.fail("the model was loaded"))
+    for wrong in ({**EVERY_TWO, "max_steps": 4}, {"eval_strategy": "epoch", "save_strategy": "no"}):
+        with pytest.raises(ValueError, match="eval_delay 50: the run ends before"):
+            run(monkeypatch, tmp_path, **fields, **INSTRUCT, **wrong, eval_delay=50, output_dir=str(tmp_path / "out"))
+
+
+def write_questions(path: Path, picture: str, truths: list[str]) -> None:
+    rows = [
+        {
+            "image": picture,
+            "conversations": [{"from": "human", "value": "<image>\nWhich?"}, {"from": "gpt", "value": text}],
+        }
+        for text in truths
+    ]
+    path.write_text(json.dumps(rows))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_share_of_right_answers_is_that_of_answers_that_end(
+    fields: dict[str, Any], always_a: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    data = Path(fields["dataset_name"])
+    picture = next(row["image"] for row in json.loads(data.read_text()) if isinstance(row.get("image"), str))
+    # "a." and "(A)" are "A" after normalising; what does not end says "A,,," and is cut behind one of these.
+    truths = ["A", "B", "a.", "A B", "(A)", "no", "AA", "b", "c"]
+    write_questions(data.parent / "letters.json", picture, truths)
+    settings = {**fields, **INSTRUCT, **EVERY_TWO, "eval_dataset_name": str(data.parent / "letters.json")}
+    settings |= {"model_name_or_path": str(always_a(ends)), "eval_on_start": True, "max_steps": 1}
+    run(monkeypatch, tmp_path, **settings, output_dir=str(tmp_path / "out"))
+    start = evaluated(tmp_path / "out")[0]
+    share = 3 / 9 if ends else 0.0
+    assert (start["step"], start["eval/exact_match"]) == (0, pytest.approx(share))
+    assert start["eval/exact_match_stderr"] == pytest.approx((share * (1 - share) / 9) ** 0.5)
+    said = answers(tmp_path / "out")[:9]
+    assert [line["right"] for line in said] == [ends and truth in ("A", "a.", "(A)") for truth in truths]
+
+
+def test_a_checkpoints_own_way_of_generating_changes_no_answer(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(fields["model_name_or_path"], tmp_path / "model"))
+    settings = {**fields, **INSTRUCT, **EVERY_TWO, "eval_on_start": True, "max_steps": 1}
+    run(monkeypatch, tmp_path, **settings, output_dir=str(tmp_path / "plain"))
+    path = folder / "generation_config.json"
+    own = {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "num_beams": 2, "do_sample": True, "temperature": 0.7}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    settings["model_name_or_path"] = str(folder)
+    run(monkeypatch, tmp_path, **settings, output_dir=str(tmp_path / "other"))
+    assert answers(tmp_path / "other") == answers(tmp_path / "plain")
 
 
 # A rate at which the loss falls at first, and then rises.

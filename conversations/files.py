@@ -1,6 +1,8 @@
-"""Files: text that people give, read or refused; text that is written whole; paths with their links followed."""
+"""Files: text that people give, read or refused; text that is written whole; hashes, empty folders, links followed."""
 
+import hashlib
 import os
+import shutil
 from functools import lru_cache
 from pathlib import Path
 
@@ -33,6 +35,20 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(aside, path)
+
+
+def sha256(path: Path) -> str:
+    """Hash of a file, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fresh_folder(path: Path) -> Path:
+    """An empty folder, whatever was there."""
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    return path
 
 
 @lru_cache(maxsize=10_000)

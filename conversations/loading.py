@@ -25,7 +25,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 from pyarrow import ArrowInvalid
 
-from conversations.files import lies_in, read_text
+from conversations.files import lies_in, read_text, sha256
 from conversations.rows import Row, picture_path
 
 
@@ -233,7 +233,7 @@ def stream_fingerprint(name: str, config: str | None, split: str) -> str:
     configuration and the split. The content of a JSON file counts too, as it is read whole anyway."""
     path = Path(name)
     if _is_json(path):
-        files: Any = [hashlib.sha256(path.read_bytes()).hexdigest()]
+        files: Any = [sha256(path)]
     else:
         if _is_saved(path):
             folder = path / split if (path / "dataset_dict.json").exists() else path

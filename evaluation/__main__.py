@@ -23,7 +23,7 @@ from datasets.config import HF_DATASETS_OFFLINE
 from huggingface_hub import get_token
 from huggingface_hub.constants import HF_HUB_OFFLINE
 
-from conversations.files import write_whole
+from conversations.files import fresh_folder, write_whole
 from diagnostics.results import to_json
 from evaluation.benchmarks import KNOWN, PAPER, PICTURES, TEXT, Benchmark, find_benchmark
 from evaluation.harness import LOG_FILE, MODULES, Settings, TaskError, build_command, run_harness
@@ -133,10 +133,7 @@ def run_task(benchmark: Benchmark, model: Path, fingerprint: str, settings: Sett
     if found is not None and (found.model, found.settings) == (fingerprint, fixed_settings(benchmark, settings)):
         logger.info("%s: there already, in %s", benchmark.name, folder)
         return found
-    aside = folder.with_name(f"{folder.name}.unfinished")
-    if aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
+    aside = fresh_folder(folder.with_name(f"{folder.name}.unfinished"))
     started = time.monotonic()
     run_harness(build_command(benchmark, model, settings, aside), aside / LOG_FILE)
     result = read_outputs(aside, benchmark, fingerprint, settings, time.monotonic() - started)
@@ -167,8 +164,8 @@ def evaluate(model: Model, benchmarks: Sequence[Benchmark], settings: Settings) 
 
 def record(model: Model) -> None:
     """Write what is known of a model: for the card, and as a table."""
-    model.write_evaluations()
     results = model.read_results()
+    model.write_evaluations(results)
     if results:
         known = [find_benchmark(task) for task in results]
         order = sorted(known, key=lambda of: KNOWN.index(of) if of in KNOWN else len(KNOWN))

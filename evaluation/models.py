@@ -1,12 +1,14 @@
 """The models that are evaluated: where their files lie, what they are told apart by, and where their results go."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+from conversations.files import sha256
 from evaluation.benchmarks import Benchmark, find_benchmark
 from evaluation.harness import MODULES
 from evaluation.record import write_evaluations
@@ -58,14 +60,14 @@ class Model:
             if result.model == self.fingerprint and result.settings["limit"] is None
         }
 
-    def write_evaluations(self) -> None:
-        """Write `evaluation.json`: these results, and what is there of other origin than a harness."""
+    def write_evaluations(self, results: Mapping[str, Result]) -> None:
+        """Write `evaluation.json`: what [`read_results`] gave, and what is there of other origin than a harness."""
         rows = []
-        for task, result in self.read_results().items():
+        for task, result in results.items():
             dtype = "" if result.settings["dtype"] == "auto" else f" --dtype {result.settings['dtype']}"
             command = f"python -m evaluation {self.source} --tasks {task}{dtype}"
             rows += result.evaluations(command, find_benchmark(task).choice)
-        write_evaluations(self.results, rows, lambda row: str(row.get("harness")).split()[0] in MODULES)
+        write_evaluations(self.results, rows, lambda row: str(row.get("harness")).partition(" ")[0] in MODULES)
 
 
 def open_model(source: str, name: str | None, revision: str | None, output_dir: Path | None) -> Model:
@@ -112,6 +114,5 @@ def fingerprint(files: list[Path]) -> str:
     """Of names and contents."""
     digest = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
-            digest.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        digest.update(f"{path.name} {sha256(path)}\n".encode())
     return digest.hexdigest()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evaluation.benchmarks import Benchmark
-from evaluation.harness import LOG_FILE, Settings, TaskError, harness_name
+from evaluation.harness import LOG_FILE, Settings, TaskError
 from evaluation.results import Figure, Result, fixed_settings
 from evaluation.scores import Sample, read_rows, standard_error
 
@@ -45,7 +45,6 @@ def read_outputs(folder: Path, benchmark: Benchmark, model: str, settings: Setti
         model=model,
         settings=fixed_settings(benchmark, settings),
         task=benchmark.name,
-        harness=harness_name(benchmark),
         dataset=dataset,
         split=split,
         shots=shots,

@@ -44,7 +44,6 @@ class Result:
         model: Fingerprint of the model.
         settings: Those that figures depend on.
         task: As `--tasks` calls it.
-        harness: Its name and version.
         dataset, split: Of the rows.
         shots: Examples before each question.
         seconds: That the harness took, loading included.
@@ -54,12 +53,16 @@ class Result:
     model: str
     settings: dict[str, Any]
     task: str
-    harness: str
     dataset: str
     split: str
     shots: int
     seconds: float
     figures: list[Figure]
+
+    @property
+    def harness(self) -> str:
+        """Its name and version."""
+        return self.settings["harness"]
 
     def evaluations(self, command: str, choice: str) -> list[Evaluation]:
         """Rows of `evaluation.json`."""

@@ -15,6 +15,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from conversations.files import sha256
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
@@ -26,7 +27,7 @@ from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, hub_id, read_jso
 from hub_cards.findings import Finding
 from hub_cards.fresh_load import ask, fixed_picture, generate
 from hub_cards.licences import APACHE, Licence, licence_of
-from hub_cards.manifest import MANIFEST, sha256, staged_files
+from hub_cards.manifest import MANIFEST, staged_files
 from hub_cards.weights import INDEX, Weights, read_weights
 
 

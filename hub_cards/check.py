@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from PIL import Image
 
+from conversations.files import sha256
 from hub_cards.build import OTHER_FILES, PLOTS, SERVING_FILES, check_name, check_revision
 from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
 from hub_cards.client import explain
@@ -18,7 +19,7 @@ from hub_cards.facts import read_json
 from hub_cards.findings import REBUILD, Finding
 from hub_cards.leaks import find_machines, find_secrets, plain_text
 from hub_cards.licences import APACHE, licence_of
-from hub_cards.manifest import MANIFEST, sha256, staged_files
+from hub_cards.manifest import MANIFEST, staged_files
 from hub_cards.weights import Weights, read_weights
 
 

@@ -1,16 +1,9 @@
-"""The manifest's name, what it lists, and the hash it lists it by."""
+"""The manifest's name, and what it lists."""
 
-import hashlib
 from pathlib import Path
 
 
 MANIFEST = "manifest.json"
-
-
-def sha256(path: Path) -> str:
-    """Hash of a file, read in pieces."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def staged_files(folder: Path) -> list[Path]:

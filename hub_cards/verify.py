@@ -13,8 +13,9 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import load_file
 
+from conversations.files import sha256
 from hub_cards.client import HUB_ERRORS, explain
-from hub_cards.manifest import MANIFEST, sha256
+from hub_cards.manifest import MANIFEST
 
 
 # The Hub makes it, and keeps by it which files are large.

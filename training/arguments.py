@@ -14,6 +14,7 @@ import yaml
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
+from training.run import CHOOSING
 from training.stages import Stage
 
 
@@ -89,10 +90,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "trust_remote_code": (False, "the classes of this repository are used"),
 }  # fmt: skip
 # Fields that concern held-out rows alone.
-HELD_OUT = (
-    "eval_image_folder", "dataset_test_split", "eval_samples", "eval_strategy", "eval_steps", "eval_delay",
-    "eval_on_start", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
-)  # fmt: skip
+HELD_OUT = (*CHOOSING, "eval_image_folder", "dataset_test_split", "eval_on_start", "per_device_eval_batch_size")
 SAMPLING = ("random", "group_by_length", "sequential")
 
 
@@ -360,7 +358,8 @@ def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
                 "With eval_strategy 'epoch' a checkpoint of an epoch's last step would come before its evaluation, "
                 "which a run that goes on from there never makes: set save_strategy to 'epoch', 'best' or 'no'."
             )
-    if run_args.packed_length is not None and run_args.eval_samples == 0 and args.per_device_eval_batch_size != 8:
+    batch_size_is_given = args.per_device_eval_batch_size != TrainingConfig.per_device_eval_batch_size
+    if run_args.packed_length is not None and run_args.eval_samples == 0 and batch_size_is_given:
         raise ValueError("per_device_eval_batch_size does nothing with packed_length and no eval_samples.")
     if args.loss_type != "nll":
         raise ValueError(

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from conversations.files import write_whole
+from conversations.files import fresh_folder, write_whole
 from training.run import Run
 
 
@@ -96,13 +96,13 @@ def best_checkpoint(state: dict[str, Any], output_dir: Path) -> Path:
     return checkpoint
 
 
-def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any] | None = None) -> None:
+def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any]) -> None:
     """Make the model of a checkpoint the run's result.
 
     Args:
         checkpoint: The checkpoint.
         output_dir: Where the result goes.
-        end: What `trainer_state.json` is to hold, if the checkpoint is not the last of its run.
+        end: What `trainer_state.json` is to hold: the state of the run's end, of which the checkpoint may not be.
 
     Raises:
         ValueError: if the checkpoint's weights are sharded.
@@ -117,17 +117,8 @@ def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any] |
         if not any(path.match(pattern) for pattern in TRAINING_STATE):
             shutil.copy(path, aside)
     Run.read(checkpoint).write(aside)
-    if end is not None:
-        write_whole(aside / STATE_FILE, json.dumps(end, indent=2, sort_keys=True) + "\n")
+    write_whole(aside / STATE_FILE, json.dumps(end, indent=2, sort_keys=True) + "\n")
     publish_files(aside, output_dir)
-
-
-def fresh_folder(path: Path) -> Path:
-    """An empty folder, whatever was there."""
-    if path.exists():
-        shutil.rmtree(path)
-    path.mkdir(parents=True)
-    return path
 
 
 def _make_durable(folder: Path) -> None:

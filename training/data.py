@@ -13,7 +13,7 @@ from conversations.checks import check_stream, control_tokens, keep_good_rows, m
 from conversations.loading import has_splits, load_rows, stream_fingerprint
 from training.arguments import RunArguments, TrainingConfig, set_accumulation
 from training.batching import FixedBatchSampler, PaddedBatchSampler
-from training.packing import PackedBatchSampler, pack_window, partition_fitting, plan_accumulation
+from training.packing import PackedBatchSampler, check_longest, pack_window, partition_fitting, plan_accumulation
 from training.tokenization import RowTokenizer
 
 
@@ -102,12 +102,8 @@ def deal_held_out(run_args: RunArguments, args: TrainingConfig, lengths: list[in
     size, packed_length = args.per_device_eval_batch_size, run_args.packed_length
     if packed_length is None:
         batches = [list(range(start, min(start + size, len(lengths)))) for start in range(0, len(lengths), size)]
-    elif max(lengths) > packed_length:
-        raise ValueError(
-            f"The longest row of eval_dataset_name has {max(lengths)} tokens, a packed row {packed_length}: raise "
-            "packed_length, or set max_length to it and leave longer rows out with --bad_rows skip."
-        )
     else:
+        check_longest(lengths, packed_length, "row of eval_dataset_name")
         batches = partition_fitting(lengths, packed_length)
     return FixedBatchSampler(batches, args.world_size, args.process_index)
 

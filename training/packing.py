@@ -34,6 +34,15 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
     return [sorted(members) for _, _, members in sorted(rows, key=lambda row: (-row[0], row[1]))]
 
 
+def check_longest(lengths: list[int], packed_length: int, name: str) -> None:
+    """Raises `ValueError`, with what the samples are called, if one is longer than a packed row."""
+    if max(lengths) > packed_length:
+        raise ValueError(
+            f"The longest {name} has {max(lengths)} tokens, a packed row {packed_length}: raise packed_length, or set "
+            "max_length to it and leave longer ones out with --bad_rows skip."
+        )
+
+
 def partition_fitting(lengths: list[int], packed_length: int) -> list[list[int]]:
     """Deal samples, none longer than that, into as few rows of at most `packed_length` tokens as `partition` finds."""
     for num_rows in range(-(-sum(lengths) // packed_length), len(lengths)):
@@ -119,11 +128,7 @@ def plan_accumulation(
         raise ValueError(
             f"{min(samples_per_step, len(lengths))} samples a step can't be shared by {num_processes} processes."
         )
-    if max(lengths) > packed_length:
-        raise ValueError(
-            f"The longest sample has {max(lengths)} tokens, a packed row {packed_length}: raise packed_length, or set "
-            "max_length to it and leave longer samples out with --bad_rows skip."
-        )
+    check_longest(lengths, packed_length, "sample")
     for accumulation_steps in range(1, samples_per_step // num_processes + 1):
         sampler = PackedBatchSampler(lengths, samples_per_step, num_processes, 0, accumulation_steps, seed)
         if all(sampler.set_epoch(epoch) or sampler.fits(packed_length) for epoch in range(num_epochs)):

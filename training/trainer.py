@@ -18,6 +18,7 @@ from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rota
 from trl import SFTTrainer
 from typing_extensions import override
 
+from conversations.files import fresh_folder
 from conversations.rows import row_images
 from diagnostics.tokens import attended_tokens
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
@@ -27,7 +28,6 @@ from training.checkpoints import (
     STATE_FILE,
     best_checkpoint,
     check_weights,
-    fresh_folder,
     publish,
     publish_checkpoint,
     publish_files,

@@ -18,7 +18,7 @@ from scipy.stats import t, ttest_rel
 
 from diagnostics.results import from_json, to_json
 from evaluation import __main__ as command_line
-from evaluation import harness, reports, results
+from evaluation import harness, results
 from evaluation.__main__ import run_task
 from evaluation.benchmarks import OURS, PAPER, TEXT, Benchmark, find_benchmark
 from evaluation.harness import Settings, TaskError
@@ -45,7 +45,7 @@ def result(
 ) -> Result:
     figure = Figure(task, "exact_match", value, 0.01, 100, rows)
     settings = {"harness": "lmms-eval 1", "limit": limit, "dtype": "auto"}
-    return Result(model, settings, task, "lmms-eval 1", "owner/rows", "test", 0, 1.0, [figure])
+    return Result(model, settings, task, "owner/rows", "test", 0, 1.0, [figure])
 
 
 # Figures
@@ -400,7 +400,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return commands[-1]
 
     monkeypatch.setattr(command_line, "build_command", build)
-    monkeypatch.setattr(reports, "harness_name", lambda benchmark: f"{benchmark.harness} 1")
     monkeypatch.setattr(results, "harness_name", lambda benchmark: f"{benchmark.harness} 1")
     return commands
 
@@ -494,7 +493,7 @@ def test_evaluation_json_holds_the_whole_results_of_this_model(tmp_path: Path) -
     keep(model, result("ai2d", 0.7, model="before it was trained further"))
     keep(model, result("lm-eval:gsm8k", 0.2))
     keep(model, result("lmms-eval:gsm8k", 0.9))
-    model.write_evaluations()
+    model.write_evaluations(model.read_results())
     rows = json.loads(path.read_text())
     assert rows[:2] == own
     assert {row["command"]: row["value"] for row in rows[2:]} == {
@@ -506,12 +505,12 @@ def test_evaluation_json_holds_the_whole_results_of_this_model(tmp_path: Path) -
         "0-shot; accuracy, not F1"
     )
     trained = Model("mine", "runs/mine", tmp_path, tmp_path, "trained further")
-    trained.write_evaluations()
+    trained.write_evaluations(trained.read_results())
     assert json.loads(path.read_text()) == own
     for text, message in (("{", "is no JSON"), ("{}", "is no list")):
         path.write_text(text)
         with pytest.raises(ValueError, match=rf"evaluation.json {message}"):
-            model.write_evaluations()
+            model.write_evaluations(model.read_results())
 
 
 def test_a_script_replaces_its_own_rows_alone(tmp_path: Path) -> None:
@@ -573,7 +572,7 @@ def test_the_table_sets_models_side_by_side() -> None:
 def test_figures_without_a_known_scale_stay_as_they_are() -> None:
     settings = {"harness": "lmms-eval 1", "limit": None, "dtype": "auto"}
     figures = [Figure("mme", "perception", 1500.25, None, 9, None), Figure("mme", "cognition", 300.0, 2.5, 9, None)]
-    found = Result("m", settings, "lmms-eval:mme", "lmms-eval 1", "d", "test", 0, 1.0, figures)
+    found = Result("m", settings, "lmms-eval:mme", "d", "test", 0, 1.0, figures)
     lines = render([find_benchmark("lmms-eval:mme")], {"a|b": {"lmms-eval:mme": found}}).splitlines()
     assert lines[0] == r"| benchmark | a\|b | how |"
     assert lines[2].startswith("| mme, perception | 1500 | lmms-eval 1 mme; perception; test, n = 9")

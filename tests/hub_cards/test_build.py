@@ -20,6 +20,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration
 
+from conversations.files import sha256
 from diagnostics.report import with_interval
 from diagnostics.results import ProjectorNorm, Report, from_json
 from hub_cards.__main__ import main
@@ -28,7 +29,7 @@ from hub_cards.card import read_prose
 from hub_cards.check import check
 from hub_cards.facts import HUB_ID, collect_facts
 from hub_cards.fresh_load import ask, fixed_picture
-from hub_cards.manifest import MANIFEST, sha256
+from hub_cards.manifest import MANIFEST
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import WEIGHTS, put, shard, tensors
 from training.run import Run

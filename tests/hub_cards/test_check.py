@@ -9,9 +9,10 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
+from conversations.files import sha256
 from hub_cards.check import check
 from hub_cards.leaks import find_machines, find_secrets, plain_text
-from hub_cards.manifest import MANIFEST, sha256, staged_files
+from hub_cards.manifest import MANIFEST, staged_files
 from plants import CONFIG, WEIGHTS, Plant, append, delete, edit, put, tensors, write
 
 

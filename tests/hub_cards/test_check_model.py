@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3MoeConfig
 
+from conversations.files import sha256
 from hub_cards.build import build
 from hub_cards.check_model import find_model_faults, stored_tensors
-from hub_cards.manifest import sha256
 from hub_cards.weights import FLOATS, read_weights
 from plants import CONFIG, WEIGHTS, Plant, append, delete, edit, put, shard, tensors, write
 

@@ -14,10 +14,11 @@ from typing import BinaryIO
 import pytest
 from huggingface_hub import HfApi
 
+from conversations.files import sha256
 from hub_cards import check
 from hub_cards import push as pushing
 from hub_cards.client import MAX_WAIT, seconds_to_wait
-from hub_cards.manifest import MANIFEST, sha256
+from hub_cards.manifest import MANIFEST
 from hub_cards.push import State, plan_push, push, read_manifest
 from hub_cards.verify import ReleaseError
 from hub_cards.weights import Weights, read_weights

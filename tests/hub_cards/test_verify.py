@@ -16,8 +16,9 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors.torch import load, save
 
+from conversations.files import sha256
 from hub_cards import fresh_load
-from hub_cards.manifest import MANIFEST, sha256
+from hub_cards.manifest import MANIFEST
 from hub_cards.verify import ReleaseError, compare_results, verify
 from hub_server import NAME, HubServer, place, published, run, start, tree, use
 

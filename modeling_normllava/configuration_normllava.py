@@ -10,7 +10,8 @@ from transformers import LlavaConfig
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
-    Configuration of a NormLlava model: [`LlavaConfig`] and three fields for the norm after the projector.
+    Configuration of a NormLlava model: [`LlavaConfig`], three fields for the norm after the projector, and three for
+    adapters of the decoder's keys.
 
     Args:
         projector_norm (`str`, *optional*, defaults to `"gwc"`):
@@ -21,6 +22,13 @@ class NormLlavaConfig(LlavaConfig):
             `None` leaves the gain at 1, the default-initialised arm of the paper's Table 5.
         projector_norm_eps (`float`, *optional*, defaults to 1e-5):
             Added to the variance before its root is taken (eq. 22, 23).
+        key_adapter_rank (`int`, *optional*, defaults to 0):
+            Rank of the gated low-rank updates that every layer of the decoder adds to its keys, one of visual and one
+            of text tokens (MaLoRA-style, after arXiv 2510.26721). 0: the decoder stays as it is.
+        key_adapter_alpha (`float`, *optional*, defaults to 32):
+            The updates are scaled by `key_adapter_alpha / key_adapter_rank`.
+        key_adapter_dropout (`float`, *optional*, defaults to 0.05):
+            Dropout in front of the updates, in training.
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: if a field has a value that is not allowed.
@@ -31,6 +39,9 @@ class NormLlavaConfig(LlavaConfig):
     projector_norm: Literal["gwc", "layernorm", "none"] = "gwc"
     projector_norm_target: float | int | None = None
     projector_norm_eps: float = 1e-5
+    key_adapter_rank: int = 0
+    key_adapter_alpha: float | int = 32
+    key_adapter_dropout: float | int = 0.05
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -51,6 +62,16 @@ class NormLlavaConfig(LlavaConfig):
             raise ValueError(f"projector_norm_target must be None or a finite number above 0, got {target}.")
         if not (math.isfinite(eps) and eps > 0):
             raise ValueError(f"projector_norm_eps must be a finite number above 0, got {eps}.")
+
+    def validate_key_adapters(self) -> None:
+        """Part of `@strict`-powered validation."""
+        rank, alpha, dropout = self.key_adapter_rank, self.key_adapter_alpha, self.key_adapter_dropout
+        if rank < 0:
+            raise ValueError(f"key_adapter_rank must be 0 or more, got {rank}.")
+        if not (math.isfinite(alpha) and alpha > 0):
+            raise ValueError(f"key_adapter_alpha must be a finite number above 0, got {alpha}.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"key_adapter_dropout must be at least 0 and below 1, got {dropout}.")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -2,6 +2,9 @@
 
 "The Unseen Bias" (arXiv 2512.08374) describes the method; equation numbers below are that paper's. Saving a model
 copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
+
+With `config.key_adapter_rank` the decoder's keys have adapters that know a token's modality, after MaLoRA (arXiv
+2510.26721). That paper's text was not to be had: the gate and where the adapters stand are this project's reading.
 """
 
 import re
@@ -136,6 +139,115 @@ class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
         return self.norm(super().forward(image_features))  # [num_images, num_patches, text_hidden_size]
 
 
+class KeyAdapter(nn.Module):
+    """Gated low-rank updates of a layer's keys, one of text tokens and one of visual tokens.
+
+    `(alpha / rank) * g_m * B_m A_m h` of a token with hidden state `h` and modality `m`, where
+    `g_m = sigmoid(w_m . h + c_m)`. B, w and c start at 0, so that the update does.
+
+    Plain parameters, whose first index is 0 for text and 1 for visual tokens: tools that quantize or adapt all
+    `nn.Linear` of a decoder leave them alone.
+    """
+
+    def __init__(self, base_layer: nn.Linear, config: NormLlavaConfig) -> None:
+        super().__init__()
+        self.scaling = config.key_adapter_alpha / config.key_adapter_rank
+        self.dropout = nn.Dropout(config.key_adapter_dropout)
+        size_in, size_out = base_layer.in_features, base_layer.out_features
+        options: dict[str, Any] = {"device": base_layer.weight.device, "dtype": base_layer.weight.dtype}
+        self.down = nn.Parameter(torch.empty(2, config.key_adapter_rank, size_in, **options))  # A
+        self.up = nn.Parameter(torch.empty(2, config.key_adapter_rank, size_out, **options))  # B, transposed
+        self.gate_weight = nn.Parameter(torch.empty(2, size_in, **options))  # w
+        self.gate_bias = nn.Parameter(torch.empty(2, **options))  # c
+
+    def forward(self, hidden_states: torch.Tensor, is_visual: torch.Tensor) -> torch.Tensor:
+        """Updates `(..., size_out)` of the keys that belong to `hidden_states` `(..., size_in)`."""
+        hidden_states = hidden_states.to(self.down.dtype)
+        gates = nn.functional.linear(hidden_states, self.gate_weight, self.gate_bias).sigmoid()  # [..., 2]
+        of_token = torch.stack([~is_visual, is_visual], dim=-1)  # [..., 2]
+        low = nn.functional.linear(self.dropout(hidden_states), self.down.flatten(0, 1)).unflatten(-1, (2, -1))
+        low = low * (self.scaling * gates * of_token)[..., None]  # [..., 2, rank]
+        return low.flatten(-2) @ self.up.flatten(0, 1)
+
+
+class AdaptedKeyProjection(nn.Module):
+    """A decoder layer's `k_proj` with a [`KeyAdapter`] beside it."""
+
+    def __init__(self, base_layer: nn.Linear, config: NormLlavaConfig) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.key_adapter = KeyAdapter(base_layer, config)
+        self.is_visual: torch.Tensor | None = None
+        """Which of the tokens of the coming call are visual: see [`hand_over_visual_mask`]."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Keys of `hidden_states` `(batch_size, sequence_length, hidden_size)`, which are normed but not rotated yet.
+
+        Raises:
+            ValueError: if nothing says which tokens are visual.
+        """
+        if self.is_visual is None:
+            raise ValueError(
+                "The key adapters can't tell visual tokens from text: call the NormLlava model, or give its language "
+                "model visual_token_mask, a boolean tensor (batch_size, sequence_length)."
+            )
+        keys = self.base_layer(hidden_states)
+        return keys + self.key_adapter(hidden_states, self.is_visual).to(keys.dtype)
+
+
+def hand_over_visual_mask(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of an attention module: what it is told of the tokens is for its `k_proj`.
+
+    It comes as an argument through the decoder and its layers, so that each pass has its own: also the second pass
+    over a layer in the backward pass of gradient checkpointing, whatever was run in between.
+    """
+    attention.k_proj.is_visual = kwargs.pop("visual_token_mask", None)
+    return args, kwargs
+
+
+def add_visual_token_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of [`NormLlavaModel`]: tells the decoder at which tokens it puts features of pictures.
+
+    Without a picture, as in generation for every token past the prompt, all is text. Embeddings that hold features
+    already can't be told from text: who gives such gives `visual_token_mask`, `(batch_size, sequence_length)`, too.
+    """
+    named = dict(zip(("input_ids", "pixel_values"), args, strict=False)) | kwargs
+    tokens, image_token = named.get("input_ids"), model.config.image_token_id
+    if tokens is None and named.get("inputs_embeds") is not None:
+        tokens = named["inputs_embeds"]
+        image_token = model.get_input_embeddings()(torch.tensor(image_token, device=tokens.device))
+    if tokens is not None and "visual_token_mask" not in kwargs:
+        encoded = (named.get("mm_encoder_outputs") or {}).get("image")
+        mask = tokens == image_token  # [batch_size, sequence_length], of embeddings [..., hidden_size]
+        mask = mask.all(-1) if mask.dim() == 3 else mask
+        kwargs["visual_token_mask"] = mask & (encoded is not None or named.get("pixel_values") is not None)
+    return args, kwargs
+
+
+def add_key_adapters(decoder: PreTrainedModel, config: NormLlavaConfig) -> None:
+    """Put adapters around `k_proj` of every layer, where there are none yet.
+
+    Raises:
+        ValueError: if a layer has no `self_attn.k_proj`, or the decoder is to run where adapters would be lost.
+    """
+    if decoder.config._attn_implementation == "vllm":
+        raise ValueError(
+            "vLLM can't run key adapters: it never says which tokens are visual. Serve with transformers."
+        )
+    layers: Any = decoder.layers
+    for layer in layers:
+        attention: Any = getattr(layer, "self_attn", None)
+        projection = getattr(attention, "k_proj", None)
+        if isinstance(projection, nn.Linear):
+            attention.k_proj = AdaptedKeyProjection(projection, config)
+            attention.register_forward_pre_hook(hand_over_visual_mask, with_kwargs=True)
+        elif not isinstance(projection, AdaptedKeyProjection):
+            raise ValueError(
+                f"key_adapter_rank {config.key_adapter_rank} needs a decoder whose layers have self_attn.k_proj; "
+                f"those of {type(decoder).__name__} have none."
+            )
+
+
 class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
     """What both models share: the config, how the norm starts, and the check that a checkpoint is whole."""
 
@@ -151,6 +263,11 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         # From the config alone: on the meta device, and in the middle of loading, there are no embeddings to measure.
         if isinstance(module, Float32LayerNorm) and self.config.projector_norm_target is not None:
             init.constant_(module.weight, self.config.projector_norm_target / module.normalized_shape[0] ** 0.5)
+        if isinstance(module, KeyAdapter):
+            limit = module.down.shape[-1] ** -0.5  # LoRA's, as PEFT has it
+            init.uniform_(module.down, -limit, limit)
+            for parameter in (module.up, module.gate_weight, module.gate_bias):
+                init.zeros_(parameter)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
@@ -193,6 +310,9 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
         self.vision_tower = vision_tower or AutoModel.from_config(config.vision_config)
         self.multi_modal_projector = NormLlavaMultiModalProjector(config)
         self.language_model = language_model or AutoModel.from_config(config.text_config)
+        if config.key_adapter_rank:
+            add_key_adapters(self.language_model, config)
+            self.register_forward_pre_hook(add_visual_token_mask, with_kwargs=True)
         self.post_init()
 
 

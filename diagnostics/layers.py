@@ -10,14 +10,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from diagnostics.parts import layer_groups
 from diagnostics.probe import Record
 from diagnostics.results import LargestGap, LayerGroup, Layers, Turning
 from diagnostics.statistics import LEVEL, by_layer, by_picture, estimate, ratio_by_layer
 
 
-THIRDS = ("first third", "middle third", "last third")
-# What groups are called where a decoder has fewer layers than three.
-FEW = {1: ("only layer",), 2: ("first layer", "last layer")}
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 DEFINITIONS = {
     "norm": "L2 norm of the hidden states that enter each layer, and last of what leaves the last layer, before the "
@@ -41,7 +39,6 @@ def measure_layers(records: Sequence[Record], pictures: np.ndarray) -> Layers:
     """
     visual, text = (_modality(records, pictures, modality) for modality in ("visual", "text"))
     gap = visual.cosines - text.cosines  # [num_pictures, L]
-    thirds = [third for third in np.array_split(np.arange(gap.shape[1]), 3) if len(third)]
     largest = int(np.abs(gap.mean(axis=0)).argmax())
     return Layers(
         visual=visual.turning,
@@ -56,7 +53,7 @@ def measure_layers(records: Sequence[Record], pictures: np.ndarray) -> Layers:
                 gap=by_layer(gap[:, third]).overall,
                 norm_ratio=ratio_by_layer(visual.norms[:, third], text.norms[:, third]).overall,
             )
-            for name, third in zip(FEW.get(len(thirds), THIRDS), thirds, strict=True)
+            for name, third in layer_groups(gap.shape[1]).items()
         ],
         largest_gap=LargestGap(largest, estimate(gap[:, largest], 1 - (1 - LEVEL) / gap.shape[1])),
     )

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -24,6 +25,11 @@ PROJECTORS = (
     "embed_vision",
     "vision_embed_tokens",
 )
+
+
+THIRDS = ("first third", "middle third", "last third")
+# What groups are called where a decoder has fewer layers than three.
+FEW = {1: ("only layer",), 2: ("first layer", "last layer")}
 
 
 class DiagnosticsError(ValueError):
@@ -82,6 +88,12 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder's layers, from the first to the last; raises what [`find_decoder`] does."""
     return find_decoder(model).layers
+
+
+def layer_groups(count: int) -> dict[str, np.ndarray]:
+    """Numbers of a decoder's `count` layers in three groups of much the same size, by name; fewer, if it has fewer."""
+    thirds = [third for third in np.array_split(np.arange(count), 3) if len(third)]
+    return dict(zip(FEW.get(len(thirds), THIRDS), thirds, strict=True))
 
 
 def merge_size(model: PreTrainedModel) -> int:

@@ -41,6 +41,8 @@ def add_adapters(
 ) -> PeftModel:
     """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
 
+    Where the model has key adapters, these are trained in full, and the `k_proj` inside them stays as it is.
+
     Args:
         model: The model, quantized or not.
         rank: Rank r of the adapters.
@@ -52,7 +54,8 @@ def add_adapters(
         name.rsplit(".", 1)[-1]
         for name, module in model.get_submodule(prefix).named_modules()
         if isinstance(module, nn.Linear)
-    }
+    } - {"base_layer"}  # inside of key adapters
+    key_adapters = ["key_adapter"] if model.config.key_adapter_rank else []
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
@@ -60,7 +63,7 @@ def add_adapters(
         use_rslora=use_rslora,
         use_dora=use_dora,
         target_modules=rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(linear))})",
-        modules_to_save=["multi_modal_projector"],
+        modules_to_save=["multi_modal_projector", *key_adapters],
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)

@@ -23,7 +23,7 @@ AT_LEAST = {
     "global_batch_size": 1, "packed_length": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
     "max_length": 1, "lora_r": 1, "lora_alpha": 1, "lora_dropout": 0, "probe_steps": 1, "probe_samples": 1,
     "dataset_num_proc": 1, "dataloader_num_workers": 0, "max_grad_norm": 0, "weight_decay": 0, "warmup_steps": 0,
-    "eval_samples": 0, "per_device_eval_batch_size": 1, "eval_delay": 0,
+    "eval_samples": 0, "per_device_eval_batch_size": 1, "eval_delay": 0, "key_mmd_weight": 0, "key_gram_weight": 0,
     "save_total_limit": 1, "seed": 0, "data_seed": 0, "adam_beta1": 0, "adam_beta2": 0,
 }  # fmt: skip
 BELOW_ONE = ("adam_beta1", "adam_beta2", "lora_dropout")
@@ -124,6 +124,19 @@ class RunArguments(DatasetArguments, ModelConfig):
     )
     clip_by_module: bool = field(
         default=False, metadata={"help": "Clip each module's gradient to max_grad_norm, not that of all together."}
+    )
+    key_mmd_weight: float = field(
+        default=0.0, metadata={"help": "Weight of the MMD² between visual and text keys; see key_alignment.py."}
+    )
+    key_gram_weight: float = field(
+        default=0.0, metadata={"help": "Weight of how far keys of a modality leave their first arrangement."}
+    )
+    key_layers: list[int] | None = field(
+        default=None, metadata={"help": "Layers of the decoder whose keys have these losses; all by default."}
+    )
+    key_bandwidths: list[float] = field(
+        default_factory=lambda: [0.25, 0.5, 1.0, 2.0, 4.0],
+        metadata={"help": "Kernels of the MMD², as multiples of the mean squared distance."},
     )
     global_batch_size: int | None = field(
         default=None,
@@ -276,6 +289,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     _check_stage(run_args, args)
     _check_batches(run_args, args)
     _check_held_out(run_args, args)
+    _check_key_losses(run_args, args)
     if run_args.clip_by_module and args.deepspeed_plugin is not None:
         raise ValueError("DeepSpeed clips all gradients together by itself: leave clip_by_module.")
     if args.max_grad_norm == 0 and args.deepspeed_plugin is not None:
@@ -303,6 +317,27 @@ def _check_stage(run_args: RunArguments, args: TrainingConfig) -> None:
             raise ValueError(f"{entry.name} does nothing in stage {stage.value!r}, which has no adapters.")
         if not run_args.load_in_4bit and entry.name.startswith(("bnb_", "use_bnb")):
             raise ValueError(f"{entry.name} does nothing without load_in_4bit.")
+
+
+def _check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
+    weights = {"key_mmd_weight": run_args.key_mmd_weight, "key_gram_weight": run_args.key_gram_weight}
+    used = [name for name, weight in weights.items() if weight]
+    if run_args.key_layers is not None and not used:
+        raise ValueError("key_layers does nothing without key_mmd_weight or key_gram_weight.")
+    if not run_args.key_bandwidths or min(run_args.key_bandwidths) <= 0:
+        raise ValueError(f"key_bandwidths must be numbers above 0, got {run_args.key_bandwidths}.")
+    if not used:
+        return
+    if Stage(str(run_args.stage)) is not Stage.ADAPT:
+        raise ValueError(f"{used[0]} goes with stage 'adapt' alone, in which k_proj itself is frozen.")
+    if args.torch_compile:
+        raise ValueError(
+            f"{used[0]} takes keys out of the model by hooks, which torch_compile does not know: leave it."
+        )
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ValueError(
+            f"{used[0]} needs gradient_checkpointing_kwargs use_reentrant false: else keys have no graph."
+        )
 
 
 def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:

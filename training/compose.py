@@ -3,8 +3,10 @@
     python training/compose.py --vision_model google/siglip-so400m-patch14-384 \
         --text_model Qwen/Qwen2.5-7B-Instruct --output_dir checkpoints/composed
     python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --output_dir checkpoints/composed
+    python training/compose.py --normllava_model checkpoints/stage1 --key_adapter_rank 16 --output_dir checkpoints/keys
 
-Both print the norms at the modality interface with and without the alignment, and write a complete checkpoint folder.
+The last adds key adapters to a NormLlava as it is. All print the norms at the modality interface with and without the
+alignment, and write a complete checkpoint folder.
 """
 
 import logging
@@ -57,6 +59,9 @@ class ComposeArguments:
     vision_model: str | None = field(default=None, metadata={"help": "Vision encoder: folder or Hub id."})
     text_model: str | None = field(default=None, metadata={"help": "Decoder language model: folder or Hub id."})
     llava_model: str | None = field(default=None, metadata={"help": "Llava checkpoint to convert: folder or Hub id."})
+    normllava_model: str | None = field(
+        default=None, metadata={"help": "NormLlava to add key adapters to: folder or Hub id."}
+    )
     projector_norm: Literal["gwc", "layernorm", "none"] = field(
         default="gwc", metadata={"help": "Norm after the projector: compensated, ordinary, or none (plain Llava)."}
     )
@@ -66,12 +71,30 @@ class ComposeArguments:
     vision_feature_layer: int = field(
         default=-2, metadata={"help": "Hidden state of the vision encoder to read, LLaVA's -2 by default."}
     )
-    seed: int = field(default=42, metadata={"help": "Seed of the new projector's weights."})
+    key_adapter_rank: int = field(default=0, metadata={"help": "Rank of key adapters, MaLoRA's; 0 for none."})
+    key_adapter_alpha: float = field(default=32, metadata={"help": "Key adapters are scaled by this over the rank."})
+    key_adapter_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of key adapters."})
+    seed: int = field(default=42, metadata={"help": "Seed of new weights."})
 
     def __post_init__(self) -> None:
         parts = (self.vision_model is not None, self.text_model is not None)
-        if (self.llava_model is not None) == any(parts) or any(parts) != all(parts):
-            raise ValueError("Give either --vision_model and --text_model, or --llava_model alone.")
+        wholes = (self.llava_model is not None, self.normllava_model is not None)
+        if sum(wholes) + any(parts) != 1 or any(parts) != all(parts):
+            raise ValueError(
+                "Give either --vision_model and --text_model, or --llava_model alone, or --normllava_model alone."
+            )
+        if self.key_adapter_rank < 0 or (self.normllava_model is not None and self.key_adapter_rank == 0):
+            raise ValueError("Give --key_adapter_rank, 1 or more: the rank of the key adapters that are to be added.")
+        idle = {
+            "projector_norm": self.normllava_model is not None,
+            "align_norm": self.normllava_model is not None,
+            "vision_feature_layer": self.vision_model is None,
+            "key_adapter_alpha": self.key_adapter_rank == 0,
+            "key_adapter_dropout": self.key_adapter_rank == 0,
+        }
+        for name, is_idle in idle.items():
+            if is_idle and getattr(self, name) != getattr(ComposeArguments, name):
+                raise ValueError(f"--{name} does nothing here: leave it out.")
 
 
 def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -306,6 +329,27 @@ def convert_llava(
     return model, build_processor(old_processor.image_processor, tokenizer, old_processor.image_token, config)
 
 
+def add_key_adapters(
+    model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
+) -> NormLlavaForConditionalGeneration:
+    """The same model with key adapters, which change nothing until they are trained; its parts are taken over.
+
+    Raises:
+        ValueError: if it has key adapters already, or its decoder can't have any.
+    """
+    if model.config.key_adapter_rank:
+        raise ValueError(f"There are key adapters of rank {model.config.key_adapter_rank} already.")
+    config = model.config
+    config.key_adapter_rank, config.key_adapter_alpha, config.key_adapter_dropout = rank, alpha, dropout
+    set_seed(seed)
+    adapted = NormLlavaForConditionalGeneration(
+        config, model.model.vision_tower, model.model.language_model, model.lm_head
+    )
+    adapted.model.multi_modal_projector = model.model.multi_modal_projector
+    adapted.generation_config = model.generation_config
+    return adapted
+
+
 @torch.no_grad()
 def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
     """Mean L2 norms at the modality interface on eight pictures of seeded noise: no data is at hand here.
@@ -350,7 +394,11 @@ def main() -> None:
     output_dir = Path(args.output_dir)
     if output_dir.exists() and any(output_dir.iterdir()):
         raise SystemExit(f"--output_dir {output_dir} is not empty. Choose another folder, or empty it first.")
-    if args.llava_model is None:
+    if args.normllava_model is not None:
+        require_model_type(args.normllava_model, "normllava")
+        model = NormLlavaForConditionalGeneration.from_pretrained(args.normllava_model, dtype="auto")
+        processor = AutoProcessor.from_pretrained(args.normllava_model)
+    elif args.llava_model is None:
         model, processor = compose(
             args.vision_model,
             args.text_model,
@@ -361,6 +409,10 @@ def main() -> None:
         )
     else:
         model, processor = convert_llava(args.llava_model, args.projector_norm, args.align_norm)
+    if args.key_adapter_rank:
+        model = add_key_adapters(
+            model, args.key_adapter_rank, args.key_adapter_alpha, args.key_adapter_dropout, args.seed
+        )
     logger.info("%s", describe(model, processor))
     model.save_pretrained(output_dir)
     processor.save_pretrained(output_dir)

@@ -41,6 +41,7 @@ from training.collator import VisionLanguageCollator
 from training.data import deal_held_out, deal_rows, open_rows, read_held_out, read_rows
 from training.environment import describe_environment
 from training.held_out import HeldOutQuestions
+from training.key_alignment import KeyAlignment
 from training.model_type import require_model_type
 from training.run import Run, check_same_run, describe_run
 from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
@@ -117,9 +118,14 @@ def prepare_model(
     """The model, what Trainer trains of it (the model or the `PeftModel` around it), and its parts.
 
     Raises:
-        ValueError: if there is no norm that `norm_learning_rate` could be of.
+        ValueError: if there is no norm that `norm_learning_rate` could be of, or no key adapters for the key losses.
     """
     model = load_base(run_args, args)
+    if (run_args.key_mmd_weight or run_args.key_gram_weight) and not model.config.key_adapter_rank:
+        raise ValueError(
+            f"key_mmd_weight and key_gram_weight need key adapters, and {run_args.model_name_or_path} has none. Add "
+            "them: python training/compose.py --normllava_model <folder> --key_adapter_rank 16 --output_dir <folder>"
+        )
     if run_args.norm_learning_rate is not None and model.config.projector_norm == "none":
         raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
     trained: Any = model
@@ -225,6 +231,16 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if held_out is not None and run_args.eval_samples > 0:
         rows_to_answer = held_out.select(range(min(run_args.eval_samples, len(held_out))))
         questions = HeldOutQuestions(rows_to_answer, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
+    key_alignment = None
+    if run_args.key_mmd_weight or run_args.key_gram_weight:
+        key_alignment = KeyAlignment(
+            model,
+            processor,
+            run_args.key_mmd_weight,
+            run_args.key_gram_weight,
+            run_args.key_bandwidths,
+            run_args.key_layers,
+        )
     trainer = NormLlavaTrainer(
         trained,
         groups,
@@ -232,6 +248,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         sampler=sampler,
         eval_sampler=eval_sampler,
         questions=questions,
+        key_alignment=key_alignment,
         clip_by_module=run_args.clip_by_module,
         args=args,
         train_dataset=rows,

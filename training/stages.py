@@ -19,7 +19,8 @@ class Stage(StrEnum):
     INSTRUCT = "instruct"
     """Stage 2: everything, on conversations in the language model's chat format."""
     ADAPT = "adapt"
-    """Stage 2 on a small GPU: projector and norm, and LoRA adapters in the language model, on conversations."""
+    """Stage 2 on a small GPU: projector and norm, and LoRA adapters in the language model, on conversations. Key
+    adapters too, where the model has them; "instruct" trains these with everything else."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ def group_parameters(
         "multi_modal_projector, before": ModuleGroup("multi_modal_projector, before", {}, None),
         "language_model": ModuleGroup("language_model", {}, rate),
         "language_model.lora": ModuleGroup("language_model.lora", {}, rates.common),
+        "language_model.key_adapter": ModuleGroup(
+            "language_model.key_adapter", {}, None if stage is Stage.ALIGN else rates.common
+        ),
+        "language_model.key_adapter, before": ModuleGroup("language_model.key_adapter, before", {}, None),
         "lm_head": ModuleGroup("lm_head", {}, rate),
     }
     for name, parameter in model.named_parameters():  # a tied head comes as the embedding alone
@@ -102,6 +107,8 @@ def group_parameters(
             part += ", before" if inside == name else ".norm" if inside.startswith("norm.") else ""
         elif ".lora_" in name:
             part = "language_model.lora"
+        elif ".key_adapter." in name:
+            part += ".key_adapter, before" if ".original_module." in name else ".key_adapter"
         groups[part].parameters[name] = parameter
     return [group for group in groups.values() if group.parameters]
 

@@ -33,6 +33,7 @@ from training.checkpoints import (
     publish_files,
 )
 from training.held_out import HeldOutQuestions
+from training.key_alignment import KeyAlignment
 from training.overrides import checks_overrides
 from training.run import Progress, Run
 from training.stages import ModuleGroup
@@ -78,6 +79,7 @@ class NormLlavaTrainer(SFTTrainer):
         sampler: Deals batches of padded or packed rows to the processes; `None` for a stream.
         eval_sampler: The same of held-out rows.
         questions: Held-out questions to answer at each evaluation.
+        key_alignment: Losses on the decoder's keys.
         clip_by_module: Clip the gradient of each module to `max_grad_norm` rather than that of all together.
         kwargs: As for [`SFTTrainer`].
     """
@@ -90,6 +92,7 @@ class NormLlavaTrainer(SFTTrainer):
         sampler: BatchRebalanceSampler | None = None,
         eval_sampler: BatchRebalanceSampler | None = None,
         questions: HeldOutQuestions | None = None,
+        key_alignment: KeyAlignment | None = None,
         clip_by_module: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -98,6 +101,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._run = run
         self._sampler, self._eval_sampler, self._questions = sampler, eval_sampler, questions
         self._clip_by_module = clip_by_module
+        self._key_alignment, self._penalty = key_alignment, torch.zeros(())
         held_out = kwargs.get("eval_dataset")
         self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
         self._scored: torch.Tensor | None = None
@@ -185,6 +189,9 @@ class NormLlavaTrainer(SFTTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         """A forward and backward pass.
 
+        Returns:
+            The loss without what [`KeyAlignment`] adds, so that runs with and without it compare.
+
         Raises:
             FloatingPointError: if the loss is not finite.
         """
@@ -196,6 +203,8 @@ class NormLlavaTrainer(SFTTrainer):
                 f"The loss is {loss.item()} in step {self.state.global_step + 1}. The weights are those of step "
                 f"{self.state.global_step}, unharmed; lower the learning rate, or look at the rows of this step."
             )
+        if self._key_alignment is not None:
+            loss = loss - self._penalty
         self._seen += torch.tensor([loss.item(), num_tokens], dtype=torch.float64)
         return loss
 
@@ -203,7 +212,7 @@ class NormLlavaTrainer(SFTTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's loss, with the head applied to supervised positions alone.
+        """TRL's loss, with the head applied to supervised positions alone, and in training the losses on keys.
 
         TRL does so by itself where it has Triton; elsewhere it scores every position, the pictures' included.
         """
@@ -211,9 +220,15 @@ class NormLlavaTrainer(SFTTrainer):
         self._scored = labels != IGNORED
         shift_labels = labels[self._scored][None]  # [1, num_supervised]
         try:
-            return super().compute_loss(model, {**inputs, "shift_labels": shift_labels}, *args, **kwargs)
+            loss = super().compute_loss(model, {**inputs, "shift_labels": shift_labels}, *args, **kwargs)
         finally:
             self._scored = None
+        if self._key_alignment is not None and model.training:
+            # The mean over the passes of a step, and over processes, whose gradients are averaged.
+            penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
+            self._penalty = penalty.detach()
+            loss = loss + penalty
+        return loss
 
     @override
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
@@ -321,9 +336,11 @@ class NormLlavaTrainer(SFTTrainer):
             # The scheduler has stepped already; these are the rates of the step that is logged, as `learning_rate` is.
             scale = logs["learning_rate"] / self.args.learning_rate
             logs |= {f"learning_rate/{name}": rate * scale for name, rate in self._rates.items()}
-            logs |= self._monitor.collect(
-                lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
-            )
+            for measures in (self._monitor, self._key_alignment):
+                if measures is not None:
+                    logs |= measures.collect(
+                        lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
+                    )
             # TRL's own count starts at 0 again with every resume.
             self._metrics["train"]["num_tokens"] = [self._progress().num_tokens]
         if "train_loss" in logs:

@@ -31,8 +31,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from diagnostics.dynamics import measure_point
-from diagnostics.layers import THIRDS
 from diagnostics.loading import load_model, load_questions
+from diagnostics.parts import THIRDS
 from diagnostics.plots import draw_layers, save
 from diagnostics.results import DynamicsPoint, to_json
 from diagnostics.samples import prepare_samples

@@ -1,0 +1,267 @@
+"""Losses that bring visual and text keys together while adapters are trained, MaLoRA-style (arXiv 2510.26721).
+
+The paper's abstract names a multi-kernel MMD and a Gram reference; its text was not to be had. What it leaves open is
+chosen here: keys are those that attention gets before rotary embedding (behind the norm that some families, as Qwen3,
+put on keys), each head by itself, of the tokens that the diagnostics count as visual and text.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from diagnostics.parts import layer_groups
+from diagnostics.tokens import Inputs, Tokens, classify, find_sinks, token_ids
+from modeling_normllava import NormLlavaForConditionalGeneration
+
+
+# Of either modality, of a forward pass.
+MAX_TOKENS = 256
+
+
+class _WeightedKernelSum(torch.autograd.Function):
+    """Sum of `weights_ij * k(x_i, x_j)` over all pairs, mean over heads; the gradient is made with the value.
+
+    With `k` a function of the squared distance d and `M = weights * dk/dd`, symmetric, the gradient at x_i is `4 sum_j
+    M_ij (x_i - x_j)`. Autograd would keep five matrices of all pairs for each head and layer, and pass over them anew.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, keys: torch.Tensor, weights: torch.Tensor, bandwidths: Sequence[float]) -> torch.Tensor:
+        centred = keys - keys.mean(dim=1, keepdim=True)  # distances stay, rounding is less
+        squares = centred.square().sum(-1)
+        distances = squares[:, :, None] + squares[:, None] - 2 * centred @ centred.transpose(1, 2)
+        distances.clamp_(min=0).diagonal(dim1=1, dim2=2).zero_()
+        count = keys.shape[1]
+        scale = distances.sum((1, 2), keepdim=True) / (count * (count - 1))  # σ² of each head, [num_heads, 1, 1]
+        scale = scale.clamp(min=torch.finfo(keys.dtype).tiny)
+        kernel, slope = torch.zeros_like(distances), torch.zeros_like(distances)
+        for bandwidth in bandwidths:
+            rate = 1 / (bandwidth * scale)
+            term = (-rate * distances).exp_()
+            kernel += term
+            slope -= term.mul_(rate)
+        share = 1 / (len(bandwidths) * len(keys))
+        slope *= weights * share
+        ctx.save_for_backward(4 * (slope.sum(-1, keepdim=True) * centred - slope @ centred))
+        return (kernel * weights).sum() * share
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return grad_output * gradient, None, None
+
+
+def mmd(visual: torch.Tensor, text: torch.Tensor, bandwidths: Sequence[float]) -> torch.Tensor:
+    """MMD² between two sets of keys, mean over heads: the U-statistic of Gretton et al. (2012, eq. 3), which is about
+    0 for equal distributions and can fall below.
+
+    The kernel is `mean_j exp(-|x - y|² / (s_j σ²))`, where σ² is a head's mean squared distance over both sets,
+    without a gradient.
+
+    Args:
+        visual, text: `(num_heads, num_tokens, head_dim)`, two tokens of either at least.
+        bandwidths: s.
+    """
+    n, m = visual.shape[1], text.shape[1]
+    weights = visual.new_full((n + m, n + m), -1 / (n * m))
+    weights[:n, :n] = 1 / (n * (n - 1))
+    weights[n:, n:] = 1 / (m * (m - 1))
+    weights.fill_diagonal_(0)
+    return _WeightedKernelSum.apply(torch.cat([visual, text], dim=1), weights, bandwidths)
+
+
+def gram_distance(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """`|G - G_ref|²_F / n²` of the Gram matrices of keys, centred and then of length 1, mean over heads.
+
+    Centring makes it blind to a shift of all keys, which MMD may ask for.
+
+    Args:
+        keys: Of one modality, `(num_heads, n, head_dim)`.
+        reference: What the same tokens' keys are to resemble, of the same shape.
+    """
+
+    def gram(of: torch.Tensor) -> torch.Tensor:
+        rows = functional.normalize(of - of.mean(dim=1, keepdim=True), dim=-1)
+        return rows @ rows.transpose(1, 2)
+
+    return (gram(keys) - gram(reference)).square().mean()
+
+
+class _Watched(NamedTuple):
+    """Which tokens of a forward pass are looked at: their places in the batch, `(n,)`, of which the first `num_visual`
+    are visual; and the batch's shape."""
+
+    positions: torch.Tensor
+    num_visual: int
+    shape: torch.Size
+
+
+class KeyAlignment:
+    """Watches the decoder's keys in training, and gives what is added to the loss.
+
+    A pass with fewer than two tokens of a modality, as one without pictures, adds nothing.
+
+    Args:
+        model: The model with key adapters, LoRA adapters in place, wrappers off.
+        processor: Its processor, which knows special tokens.
+        mmd_weight, gram_weight: Of [`mmd`], and of [`gram_distance`] to the keys that the frozen `k_proj` makes of the
+            same hidden states, mean over the modalities. Both are means over `layers`.
+        bandwidths: s of [`mmd`].
+        layers: Of the decoder; `None` for all.
+
+    Raises:
+        ValueError: if there are no such layers, or nothing to compute.
+    """
+
+    def __init__(
+        self,
+        model: NormLlavaForConditionalGeneration,
+        processor: Any,
+        mmd_weight: float,
+        gram_weight: float,
+        bandwidths: Sequence[float],
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        decoder_layers: Any = model.model.language_model.layers
+        count = len(decoder_layers)
+        self._layers = sorted(set(range(count) if layers is None else layers))
+        if not self._layers or not 0 <= self._layers[0] <= self._layers[-1] < count:
+            raise ValueError(f"key_layers must be some of 0 to {count - 1}, the decoder's layers, got {layers}.")
+        self._mmd_weight, self._gram_weight, self._bandwidths = mmd_weight, gram_weight, bandwidths
+        self._ids = token_ids(model, processor)
+        groups = {name.replace(" ", "_"): group for name, group in layer_groups(count).items()}
+        self._groups = {number: name for name, group in groups.items() for number in group}
+        self._watched: _Watched | None = None
+        self._norms: list[torch.Tensor] = []
+        self._keys: dict[int, torch.Tensor] = {}
+        self._references: dict[int, torch.Tensor] = {}
+        self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
+        self._attentions = {number: decoder_layers[number].self_attn for number in self._layers}
+        model.model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        for layer in decoder_layers:
+            layer.register_forward_hook(self._see_layer)
+        for number, attention in self._attentions.items():
+            attention.k_proj.register_forward_hook(self._see_projection(number))
+            getattr(attention, "k_norm", attention.k_proj).register_forward_hook(self._see_keys(number))
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
+        """Draw the tokens that are looked at."""
+        self._watched, self._norms, self._keys, self._references = None, [], {}, {}
+        if module.training:
+            tokens = classify(kwargs, self._ids)
+            drawn = [_draw(mask.flatten()) for mask in (tokens.visual, tokens.text)]
+            if min(map(len, drawn)) > 1:
+                self._watched = _Watched(torch.cat(drawn), len(drawn[0]), tokens.visual.shape)
+
+    # After `penalty` nothing is seen: gradient checkpointing runs the layers again in the backward pass.
+
+    @torch.no_grad()
+    def _see_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if self._watched is not None:
+            states = output if isinstance(output, torch.Tensor) else output[0]
+            self._norms.append(states.flatten(0, 1)[self._watched.positions].float().norm(dim=-1))
+
+    def _see_projection(self, number: int) -> Callable[..., None]:
+        @torch.no_grad()
+        def see(projection: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            if self._watched is None or not self._gram_weight:
+                return
+            attention = self._attentions[number]
+            keys = projection.base_layer(args[0].flatten(0, 1)[self._watched.positions])
+            if hasattr(attention, "k_norm"):
+                # Not as a call, which `_see_keys` would take for the model's.
+                keys = attention.k_norm.forward(keys.unflatten(-1, (-1, len(attention.k_norm.weight))))
+            self._references[number] = keys.reshape(len(keys), -1, attention.head_dim).transpose(0, 1)
+
+        return see
+
+    def _see_keys(self, number: int) -> Callable[..., None]:
+        def see(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            # Whole, since to choose tokens here would be among what gradient checkpointing has to run again.
+            if self._watched is not None and torch.is_grad_enabled():
+                self._keys[number] = output
+
+        return see
+
+    def _take_keys(self, number: int, watched: _Watched) -> torch.Tensor:
+        """Keys of the watched tokens, `(num_heads, n, head_dim)`, whether heads or tokens come first."""
+        keys = self._keys.pop(number)
+        keys = keys if keys.shape[:2] == watched.shape else keys.transpose(1, 2)
+        chosen = keys.flatten(0, 1)[watched.positions]
+        return chosen.reshape(len(chosen), -1, self._attentions[number].head_dim).transpose(0, 1)
+
+    def penalty(self) -> torch.Tensor:
+        """What the last forward pass adds to the loss, a scalar.
+
+        Raises:
+            RuntimeError: if keys were made without a graph, as under reentrant gradient checkpointing.
+        """
+        watched, self._watched = self._watched, None
+        if watched is None:
+            return torch.zeros(())
+        if len(self._keys) < len(self._layers):
+            raise RuntimeError("The keys have no graph: set use_reentrant in gradient_checkpointing_kwargs to false.")
+        is_visual = torch.arange(len(watched.positions)) < watched.num_visual
+        drawn = Tokens(is_visual, ~is_visual, {})
+        norms = torch.stack([self._norms[0], *self._norms]).cpu()  # the first is what enters, which doesn't count
+        drawn = drawn.without("sink", find_sinks(norms, drawn))
+        visual, text = (mask.nonzero()[:, 0].to(watched.positions.device) for mask in (drawn.visual, drawn.text))
+        if min(len(visual), len(text)) < 2:
+            return torch.zeros(())
+        values = []
+        with torch.autocast(watched.positions.device.type, enabled=False):
+            for number in self._layers:
+                keys = self._take_keys(number, watched)
+                reference = self._references.pop(number, keys)
+                measured = self._measure(keys, reference, visual, text)
+                self._sums[self._groups[number]] += nn.functional.pad(
+                    measured.detach().double().cpu(), (0, 1), value=1
+                )
+                values.append(measured)
+        distance, change = torch.stack(values).mean(0)
+        return distance * self._mmd_weight + change * self._gram_weight
+
+    def _measure(
+        self, keys: torch.Tensor, reference: torch.Tensor, visual: torch.Tensor, text: torch.Tensor
+    ) -> torch.Tensor:
+        """MMD² and the distance of Gram matrices of one layer, `(2,)`; 0 for what has no weight."""
+        dtype = torch.promote_types(keys.dtype, torch.float32)
+        keys, reference = keys.to(dtype), reference.to(dtype)
+        distance = change = keys.new_zeros(())
+        if self._mmd_weight:
+            distance = mmd(keys[:, visual], keys[:, text], self._bandwidths)
+        if self._gram_weight:
+            # Again in the backward pass, so that the matrices of one layer at a time are held.
+            of_both = [
+                checkpoint(gram_distance, keys[:, of], reference[:, of], use_reentrant=False) for of in (visual, text)
+            ]
+            change = torch.stack(of_both).mean()
+        return torch.stack([distance, change])
+
+    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+        """Means of both measures since the last call, by group of layers, over the passes that had them.
+
+        Args:
+            reduce: Sums a tensor over processes; all must call this.
+        """
+        groups = list(dict.fromkeys(self._groups[number] for number in self._layers))
+        sums = reduce(torch.stack([self._sums[group] for group in groups]))  # [num_groups, (MMD², Gram, passes)]
+        self._sums.clear()
+        weights = {"key_mmd": self._mmd_weight, "key_gram": self._gram_weight}
+        return {
+            f"{name}/{group}": of_group[column].item() / of_group[2].item()
+            for group, of_group in zip(groups, sums, strict=True)
+            for column, (name, weight) in enumerate(weights.items())
+            if weight and of_group[2] > 0
+        }
+
+
+def _draw(mask: torch.Tensor) -> torch.Tensor:
+    """At most `MAX_TOKENS` of the places where a mask `(n,)` is true, at random."""
+    places = mask.nonzero()[:, 0]
+    return places[torch.randperm(len(places), device=places.device)[:MAX_TOKENS]]

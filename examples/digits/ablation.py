@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,32 +98,31 @@ def commands(arm: Arm, seed: int, folder: Path) -> list[tuple[Path, list[str]]]:
     return steps
 
 
-def evaluate(folder: Path, data_dir: Path) -> None:
-    """Exact match on the held-out questions about pictures and about descriptions, into `evaluation.json`."""
-    questions = load_scene_questions(data_dir)
-    model = AutoModelForImageTextToText.from_pretrained(folder / "stage2").eval()
-    processor = AutoProcessor.from_pretrained(folder / "stage2")
+def evaluate(model_dir: Path, path: Path) -> None:
+    """Exact match of a model on the held-out questions about pictures and about descriptions, into a JSON file."""
+    questions = load_scene_questions(ROOT / RUN / "data")
+    model = AutoModelForImageTextToText.from_pretrained(model_dir).eval()
+    processor = AutoProcessor.from_pretrained(model_dir)
     scores = {
         name: accuracy(questions, answer(model, processor, [prompt(row) for row in questions], name))
         for name, prompt in (("image questions", with_image), ("text-only questions", with_text))
     }
-    write_whole(folder / "evaluation.json", json.dumps({"questions": len(questions), **scores}, indent=1))
+    write_whole(path, json.dumps({"questions": len(questions), **scores}, indent=1))
 
 
-def run_arm(arm: Arm, seed: int, root: Path) -> None:
-    """Compose, train and evaluate one arm with one seed, as far as that is still to be done.
+def run_steps(steps: Iterable[tuple[Path, list[str]]], folder: Path) -> None:
+    """Run commands one after the other, but for those whose result, the file that they write last, is there.
 
     Raises:
         subprocess.CalledProcessError: if a command fails; its output is in `log.txt`.
     """
-    folder = arm_folder(root, arm, seed)
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_WAIT_POLICY": "passive",
     }
-    for result, command in commands(arm, seed, folder):
+    for result, command in steps:
         if result.exists():
             continue
         with (folder / "log.txt").open("a", encoding="utf-8") as log:
@@ -135,8 +135,25 @@ def run_arm(arm: Arm, seed: int, root: Path) -> None:
             except subprocess.CalledProcessError:
                 logger.error("Failed; see %s", folder / "log.txt")
                 raise
+
+
+def run_arm(arm: Arm, seed: int, root: Path) -> None:
+    """Compose, train and evaluate one arm with one seed, as far as that is still to be done.
+
+    Raises:
+        subprocess.CalledProcessError: if a command fails; its output is in `log.txt`.
+    """
+    folder = arm_folder(root, arm, seed)
+    run_steps(commands(arm, seed, folder), folder)
     if arm.stages == 2 and not (folder / "evaluation.json").exists():
-        evaluate(folder, ROOT / RUN / "data")
+        evaluate(folder / "stage2", folder / "evaluation.json")
+
+
+def check_parts() -> None:
+    """Raises `SystemExit` if the quickstart's parts are not there."""
+    for part in ("vision", "text", "data"):
+        if not (ROOT / RUN / part).is_dir():
+            raise SystemExit(f"{ROOT / RUN / part} is missing: run `make quickstart` first, which makes it.")
 
 
 def main() -> None:
@@ -146,9 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "ablation", help="where the runs go")
     root = parser.parse_args().output_dir.resolve()
-    for part in ("vision", "text", "data"):
-        if not (ROOT / RUN / part).is_dir():
-            raise SystemExit(f"{ROOT / RUN / part} is missing: run `make quickstart` first, which makes it.")
+    check_parts()
     jobs = [(arm, seed) for seed in SEEDS for arm in ARMS + OPTIMIZER_ARMS]
     for arm, seed in tqdm(jobs, desc="Ablation", unit="run"):
         started = time.monotonic()

@@ -1,0 +1,84 @@
+"""Adapt two models of the digits, without the norm and with it, in four arms each, through the real scripts.
+
+    make malora
+
+Stage 2 as adaptation: plain LoRA; gated key adapters in place of LoRA on `k_proj`; these with the MMD; with MMD and
+Gram reference. Start, order of rows and all else are alike for arms of the same seed. What is there already is not made
+again. `malora_report.py` measures and writes up what comes out.
+"""
+
+import argparse
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from ablation import GWC, SEEDS, Arm, arm_folder, check_parts, evaluate, run_arm, run_steps
+from quickstart import LAUNCH, ROOT
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
+
+
+NORMS = (Arm("none", "no norm", ("--projector_norm", "none"), stages=1), Arm("gwc", "GWC", GWC, stages=1))
+RECIPE = "training/recipes/digits/malora.yaml"
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """One arm.
+
+    Attributes:
+        name: Folder, and key in the results.
+        title: What tables call it.
+        start: Folder of the model that it starts from: with key adapters, or without.
+        mmd_weight, gram_weight: Of the losses on keys.
+    """
+
+    name: str
+    title: str
+    start: str = "stage1-keys"
+    mmd_weight: float = 0.0
+    gram_weight: float = 0.0
+
+
+ADAPTATIONS = (
+    Adaptation("lora", "plain LoRA", start="stage1"),
+    Adaptation("keys", "+ gated key adapters"),
+    Adaptation("mmd", "+ MMD", mmd_weight=0.1),
+    Adaptation("gram", "+ MMD and Gram", mmd_weight=0.1, gram_weight=0.1),
+)
+
+
+def commands(arm: Adaptation, seed: int, base: Path) -> list[tuple[Path, list[str]]]:
+    """What has to be run, in order: the file that a step writes last, and its command."""
+    adapter, merged = base / arm.name / "adapter", base / arm.name / "merged"
+    steps = []
+    if arm.start == "stage1-keys":
+        keys = ["training/compose.py", "--normllava_model", str(base / "stage1"), "--key_adapter_rank", "16"]
+        keys += ["--seed", str(seed), "--output_dir", str(base / arm.start)]
+        steps.append((base / arm.start / "processor_config.json", keys))
+    train = [*LAUNCH, "training/sft.py", "--config", RECIPE, "--model_name_or_path", str(base / arm.start)]
+    train += ["--output_dir", str(adapter), "--seed", str(seed), "--resume_from_checkpoint", "true"]
+    train += ["--key_mmd_weight", str(arm.mmd_weight), "--key_gram_weight", str(arm.gram_weight)]
+    merge = ["training/merge.py", "--adapter", str(adapter), "--output_dir", str(merged)]
+    return [*steps, (adapter / "trainer_state.json", train), (merged / "trainer_state.json", merge)]
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    transformers_logging.set_verbosity_error()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "malora", help="where the runs go")
+    root = parser.parse_args().output_dir.resolve()
+    check_parts()
+    jobs = [(norm, seed, arm) for seed in SEEDS for norm in NORMS for arm in ADAPTATIONS]
+    for norm, seed, arm in tqdm(jobs, desc="Adaptations", unit="run"):
+        run_arm(norm, seed, root)
+        base = arm_folder(root, norm, seed)
+        run_steps(commands(arm, seed, base), base / arm.name)
+        if not (base / arm.name / "evaluation.json").exists():
+            evaluate(base / arm.name / "merged", base / arm.name / "evaluation.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -159,6 +159,14 @@ class KeyAdapter(nn.Module):
         self.up = nn.Parameter(torch.empty(2, config.key_adapter_rank, size_out, **options))  # B, transposed
         self.gate_weight = nn.Parameter(torch.empty(2, size_in, **options))  # w
         self.gate_bias = nn.Parameter(torch.empty(2, **options))  # c
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start as LoRA does. Not in `_init_weights`: inside the decoder, transformers asks the decoder's."""
+        limit = self.down.shape[-1] ** -0.5
+        nn.init.uniform_(self.down, -limit, limit)
+        for parameter in (self.up, self.gate_weight, self.gate_bias):
+            nn.init.zeros_(parameter)
 
     def forward(self, hidden_states: torch.Tensor, is_visual: torch.Tensor) -> torch.Tensor:
         """Updates `(..., size_out)` of the keys that belong to `hidden_states` `(..., size_in)`."""
@@ -263,11 +271,6 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         # From the config alone: on the meta device, and in the middle of loading, there are no embeddings to measure.
         if isinstance(module, Float32LayerNorm) and self.config.projector_norm_target is not None:
             init.constant_(module.weight, self.config.projector_norm_target / module.normalized_shape[0] ** 0.5)
-        if isinstance(module, KeyAdapter):
-            limit = module.down.shape[-1] ** -0.5  # LoRA's, as PEFT has it
-            init.uniform_(module.down, -limit, limit)
-            for parameter in (module.up, module.gate_weight, module.gate_bias):
-                init.zeros_(parameter)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

@@ -149,12 +149,12 @@ class KeyAdapter(nn.Module):
     `nn.Linear` of a decoder leave them alone.
     """
 
-    def __init__(self, base_layer: nn.Linear, config: NormLlavaConfig) -> None:
+    def __init__(self, base: nn.Linear, config: NormLlavaConfig) -> None:
         super().__init__()
         self.scaling = config.key_adapter_alpha / config.key_adapter_rank
         self.dropout = nn.Dropout(config.key_adapter_dropout)
-        size_in, size_out = base_layer.in_features, base_layer.out_features
-        options: dict[str, Any] = {"device": base_layer.weight.device, "dtype": base_layer.weight.dtype}
+        size_in, size_out = base.in_features, base.out_features
+        options: dict[str, Any] = {"device": base.weight.device, "dtype": base.weight.dtype}
         self.down = nn.Parameter(torch.empty(2, config.key_adapter_rank, size_in, **options))  # A
         self.up = nn.Parameter(torch.empty(2, config.key_adapter_rank, size_out, **options))  # B, transposed
         self.gate_weight = nn.Parameter(torch.empty(2, size_in, **options))  # w
@@ -181,10 +181,10 @@ class KeyAdapter(nn.Module):
 class AdaptedKeyProjection(nn.Module):
     """A decoder layer's `k_proj` with a [`KeyAdapter`] beside it."""
 
-    def __init__(self, base_layer: nn.Linear, config: NormLlavaConfig) -> None:
+    def __init__(self, base: nn.Linear, config: NormLlavaConfig) -> None:
         super().__init__()
-        self.base_layer = base_layer
-        self.key_adapter = KeyAdapter(base_layer, config)
+        self.base = base  # not `base_layer`, by which PEFT knows its own
+        self.key_adapter = KeyAdapter(base, config)
         self.is_visual: torch.Tensor | None = None
         """Which of the tokens of the coming call are visual: see [`hand_over_visual_mask`]."""
 
@@ -199,7 +199,7 @@ class AdaptedKeyProjection(nn.Module):
                 "The key adapters can't tell visual tokens from text: call the NormLlava model, or give its language "
                 "model visual_token_mask, a boolean tensor (batch_size, sequence_length)."
             )
-        keys = self.base_layer(hidden_states)
+        keys = self.base(hidden_states)
         return keys + self.key_adapter(hidden_states, self.is_visual).to(keys.dtype)
 
 

@@ -54,7 +54,7 @@ def add_adapters(
         name.rsplit(".", 1)[-1]
         for name, module in model.get_submodule(prefix).named_modules()
         if isinstance(module, nn.Linear)
-    } - {"base_layer"}  # inside of key adapters
+    } - {"base"}  # inside of key adapters
     key_adapters = ["key_adapter"] if model.config.key_adapter_rank else []
     config = LoraConfig(
         r=rank,

@@ -91,6 +91,8 @@ FIXED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 # Fields that concern held-out rows alone.
 HELD_OUT = (*CHOOSING, "eval_image_folder", "dataset_test_split", "eval_on_start", "per_device_eval_batch_size")
+# Kernels of the losses on keys, as the diagnostics measure MMD².
+BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 SAMPLING = ("random", "group_by_length", "sequential")
 
 
@@ -135,7 +137,7 @@ class RunArguments(DatasetArguments, ModelConfig):
         default=None, metadata={"help": "Layers of the decoder whose keys have these losses; all by default."}
     )
     key_bandwidths: list[float] = field(
-        default_factory=lambda: [0.25, 0.5, 1.0, 2.0, 4.0],
+        default_factory=lambda: list(BANDWIDTHS),
         metadata={"help": "Kernels of the MMD², as multiples of the mean squared distance."},
     )
     global_batch_size: int | None = field(
@@ -326,6 +328,8 @@ def _check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError("key_layers does nothing without key_mmd_weight or key_gram_weight.")
     if not run_args.key_bandwidths or min(run_args.key_bandwidths) <= 0:
         raise ValueError(f"key_bandwidths must be numbers above 0, got {run_args.key_bandwidths}.")
+    if tuple(run_args.key_bandwidths) != BANDWIDTHS and not run_args.key_mmd_weight:
+        raise ValueError("key_bandwidths does nothing without key_mmd_weight.")
     if not used:
         return
     if Stage(str(run_args.stage)) is not Stage.ADAPT:

@@ -172,7 +172,7 @@ class KeyAlignment:
             if self._watched is None or not self._gram_weight:
                 return
             attention = self._attentions[number]
-            keys = projection.base_layer(args[0].flatten(0, 1)[self._watched.positions])
+            keys = projection.base(args[0].flatten(0, 1)[self._watched.positions])
             if hasattr(attention, "k_norm"):
                 # Not as a call, which `_see_keys` would take for the model's.
                 keys = attention.k_norm.forward(keys.unflatten(-1, (-1, len(attention.k_norm.weight))))

@@ -3,8 +3,8 @@
     make malora
 
 Stage 2 as adaptation: plain LoRA; gated key adapters in place of LoRA on `k_proj`; these with the MMD; with MMD and
-Gram reference. Start, order of rows and all else are alike for arms of the same seed. What is there already is not made
-again. `malora_report.py` measures and writes up what comes out.
+Gram reference. Start, order of rows and all else are alike for arms of the same seed. What is there already is not
+made again. `malora_report.py` measures and writes up what comes out.
 """
 
 import argparse

@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.compose import compose
+from training.compose import add_key_adapters, compose
 
 
 # A shell's background job ignores Ctrl-C and hands that down; tests that press it need what a terminal gives.
@@ -157,10 +157,14 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     """Folder of a NormLlava composed from two families, saved on first use. Treat it as read-only."""
     root = tmp_path_factory.mktemp("composed")
 
-    def folder(vision: str = "siglip", text: str = "qwen2", projector_norm: str = "gwc") -> Path:
-        path = root / f"{vision}-{text}-{projector_norm}"
+    def folder(
+        vision: str = "siglip", text: str = "qwen2", projector_norm: str = "gwc", key_adapter_rank: int = 0
+    ) -> Path:
+        path = root / f"{vision}-{text}-{projector_norm}-{key_adapter_rank}"
         if not path.exists():
             model, processor = compose(str(backbones(vision)), str(backbones(text)), projector_norm)
+            if key_adapter_rank:
+                model = add_key_adapters(model, key_adapter_rank, alpha=2 * key_adapter_rank, dropout=0.05)
             model.save_pretrained(path)
             processor.save_pretrained(path)
         return path

@@ -75,6 +75,21 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stage": "adapt", "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type does nothing without load_in_4bit"),
     ({"adam_beta1": 2.0}, "adam_beta1 must be below 1, got 2.0"),
     ({"stage": "adapt", "lora_dropout": 1.0}, "lora_dropout must be below 1"),
+    ({"key_mmd_weight": 0.1}, "key_mmd_weight goes with stage 'adapt' alone"),
+    ({"key_gram_weight": -1.0}, "key_gram_weight must be at least 0"),
+    ({"key_layers": [0]}, "key_layers does nothing without"),
+    ({"key_bandwidths": [1.0, 0.0]}, "key_bandwidths must be numbers above 0"),
+    ({"key_bandwidths": [1.0]}, "key_bandwidths does nothing without key_mmd_weight"),
+    ({"stage": "adapt", "key_gram_weight": 0.1, "torch_compile": True}, "key_gram_weight takes keys out"),
+    (
+        {
+            "stage": "adapt",
+            "key_mmd_weight": 0.1,
+            "gradient_checkpointing": True,
+            "gradient_checkpointing_kwargs": {"use_reentrant": True},
+        },
+        "key_mmd_weight needs use_reentrant false",
+    ),
 ]
 
 

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 2, packed": {**INSTRUCT, **PACKED},
     "stage 2, streaming and packed": {**INSTRUCT, **PACKED, **STREAM},
     "QLoRA, packed": {**ADAPT, **PACKED},
+    "MaLoRA-style, packed": {**ADAPT, **PACKED, "lora_dropout": 0.05, "key_mmd_weight": 0.1, "key_gram_weight": 0.1},
 }
 # The state file is longer than the first, the weights are longer than the next two, the optimizer's state than all.
 BYTES = ["bytes:4096", "bytes:60000", "bytes:150000", "bytes:300000"]
@@ -31,7 +32,8 @@ BYTES = ["bytes:4096", "bytes:60000", "bytes:150000", "bytes:300000"]
 
 def drive(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *points: str) -> str:
     recipe = folder / "recipe.yaml"
-    fields = {**FAST, **KINDS[kind], "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    start = composed(key_adapter_rank=4 if "key_mmd_weight" in KINDS[kind] else 0)
+    fields = {**FAST, **KINDS[kind], "model_name_or_path": str(start), "dataset_name": str(data)}
     recipe.write_text(yaml.safe_dump({**fields, "save_steps": 3, "output_dir": "given below"}))
     result = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("kill_driver.py")), str(recipe), str(folder), *points],
@@ -50,7 +52,7 @@ def kill_at(
     events = len((folder / "unbroken" / "events.txt").read_text().splitlines())
     points = choose(events)
     drive(kind, composed, data, folder, *points)
-    name = "adapter_model.safetensors" if kind.startswith("QLoRA") else "model.safetensors"
+    name = "adapter_model.safetensors" if KINDS[kind]["stage"] == "adapt" else "model.safetensors"
     for point in points:
         assert moved(folder / "unbroken", folder / point, name) == set(), point
 

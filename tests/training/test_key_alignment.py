@@ -1,0 +1,387 @@
+"""Losses on keys: the formulas, which keys and tokens they are of, and runs that are trained with them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_distributed import launch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+
+peft = pytest.importorskip("peft")
+
+from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
+from script_runs import PACKED, logged, moved, run  # noqa: E402
+from training.adapters import add_adapters  # noqa: E402
+from training.collator import VisionLanguageCollator  # noqa: E402
+from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
+from training.merge import merge  # noqa: E402
+from training.tokenization import RowTokenizer  # noqa: E402
+
+
+BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
+ADAPT: dict[str, Any] = {"stage": "adapt", "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
+LOSSES = {"key_mmd_weight": 0.1, "key_gram_weight": 0.1}
+
+
+def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    """The U-statistic, pair by pair, with exp(-|x - y|² / (s σ²))."""
+    heads = []
+    for v, t in zip(visual, text, strict=True):
+        both, (n, m) = torch.cat([v, t]), (len(v), len(t))
+        distances = (both[:, None] - both[None]).square().sum(-1)
+        scale = (distances.sum() / ((n + m) * (n + m - 1))).detach()
+        kernel = sum(torch.exp(-distances / (s * scale)) for s in BANDWIDTHS) / len(BANDWIDTHS)
+        vv = sum(kernel[i, j] for i in range(n) for j in range(n) if i != j) / (n * (n - 1))
+        tt = sum(kernel[n + i, n + j] for i in range(m) for j in range(m) if i != j) / (m * (m - 1))
+        heads.append(vv + tt - 2 * kernel[:n, n:].mean())
+    return torch.stack(heads).mean()
+
+
+def plain_gram(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """|G - G_ref|²_F / n² of cosines between centred keys."""
+    heads = []
+    for of_head in zip(keys, reference, strict=True):
+        k, r = (states - states.mean(0) for states in of_head)
+        cosines = [torch.nn.functional.cosine_similarity(s[:, None], s[None], dim=-1) for s in (k, r)]
+        heads.append((cosines[0] - cosines[1]).square().sum() / len(k) ** 2)
+    return torch.stack(heads).mean()
+
+
+def test_losses_and_gradients_are_the_formulas() -> None:
+    generator = torch.Generator().manual_seed(0)
+    visual, text, reference = (
+        torch.randn(3, n, 4, dtype=torch.double, generator=generator).requires_grad_() for n in (7, 5, 7)
+    )
+    for found, expected, leaves in (
+        (mmd(visual, text + 0.7, BANDWIDTHS), plain_mmd(visual, text + 0.7), (visual, text)),
+        (gram_distance(visual, reference), plain_gram(visual, reference), (visual, reference)),
+    ):
+        assert found.item() == pytest.approx(expected.item(), abs=1e-12)
+        for ours, plain in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
+            assert plain.abs().max() > 1e-3
+            torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_what_the_losses_see() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, others = torch.randn(2, 4, 256, 8, generator=generator)
+    shift = torch.full((8,), 3.0)
+    assert abs(mmd(keys, others, BANDWIDTHS).item()) < 0.005  # of one distribution: unbiased, so about 0
+    assert mmd(keys, others + shift, BANDWIDTHS) > 0.3
+    assert gram_distance(keys + shift, keys).item() == pytest.approx(0, abs=1e-9)  # which MMD may ask for
+    assert gram_distance(others, keys) > 0.05
+
+
+class Batch:
+    """A padded or packed batch of rows, and where its visual and text tokens are."""
+
+    def __init__(self, folder: Path, data: Path, packed: bool, pictures: tuple[int, ...] = (7, 8)) -> None:
+        self.processor = AutoProcessor.from_pretrained(folder)
+        rows: list[dict[str, Any]] = [
+            {"images": [str(data.parent / f"{n}.png")], "source": "row",
+             "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"number {n}"}]}
+            for n in pictures
+        ]  # fmt: skip
+        turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": "something much longer than that"}]
+        rows.append({"images": [], "source": "row", "conversations": turns})
+        tokenize = RowTokenizer(self.processor, self.processor.chat_template)
+        self.inputs = {**VisionLanguageCollator(tokenize, packed=packed)(rows), "use_cache": False}
+        ids, tokenizer = self.inputs["input_ids"], self.processor.tokenizer
+        special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))  # padding, BOS, delimiters
+        self.visual = (ids == self.processor.image_token_id) if pictures else torch.zeros_like(special)
+        self.text = ~special & (ids != self.processor.image_token_id)
+        assert special.any()
+
+
+@pytest.fixture
+def watched(composed: Callable[..., Path]) -> Callable[..., tuple[NormLlavaForConditionalGeneration, KeyAlignment]]:
+    """A model in float64 with trained key adapters and LoRA, in training mode, and what watches it."""
+
+    def build(text: str = "qwen2", **options: Any) -> tuple[NormLlavaForConditionalGeneration, KeyAlignment]:
+        folder = composed(text=text, key_adapter_rank=4)
+        model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa").double()
+        generator = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if ".key_adapter." in name:
+                parameter.data.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for layer in model.model.language_model.layers:
+            layer.self_attn.k_proj.key_adapter.dropout.p = 0.0
+        add_adapters(model, rank=2, alpha=4)
+        fields = {"mmd_weight": 0.3, "gram_weight": 0.7, "bandwidths": BANDWIDTHS, **options}
+        return model.train(), KeyAlignment(model, AutoProcessor.from_pretrained(folder), **fields)
+
+    return build
+
+
+def plain_penalty(
+    model: NormLlavaForConditionalGeneration, batch: Batch, layers: tuple[int, ...], with_norm: bool
+) -> torch.Tensor:
+    """By formula, from what each `k_proj` is given and returns in a pass of its own."""
+    calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+    attentions = [model.model.language_model.layers[number].self_attn for number in layers]
+    hooks = [
+        attention.k_proj.register_forward_hook(lambda module, args, output: calls.append((args[0], output)))
+        for attention in attentions
+    ]
+    model(**batch.inputs)
+    for hook in hooks:
+        hook.remove()
+    total = torch.zeros((), dtype=torch.double)
+    for attention, (states, keys) in zip(attentions, calls, strict=True):
+        base = attention.k_proj.base
+        reference = (states.detach() @ base.weight.T + (0 if base.bias is None else base.bias)).detach()
+        of = {}
+        for name, mask in (("visual", batch.visual), ("text", batch.text)):
+            for kind, made in (("keys", keys), ("reference", reference)):
+                heads = made[mask].unflatten(-1, (-1, attention.head_dim))
+                heads = attention.k_norm(heads) if with_norm else heads
+                of[name, kind] = heads.transpose(0, 1)
+        grams = [plain_gram(of[name, "keys"], of[name, "reference"].detach()) for name in ("visual", "text")]
+        total = total + 0.3 * plain_mmd(of["visual", "keys"], of["text", "keys"]) + 0.7 * sum(grams) / 2
+    return total / len(layers)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("text", ["qwen2", "qwen3", "llama", "gemma3"])
+def test_the_penalty_is_the_formulas_on_ordinary_tokens(
+    watched: Callable[..., Any], data: Path, composed: Callable[..., Path], text: str, packed: bool
+) -> None:
+    model, alignment = watched(text)
+    batch = Batch(composed(text=text, key_adapter_rank=4), data, packed)
+    model(**batch.inputs)
+    found = alignment.penalty()
+    expected = plain_penalty(model, batch, (0, 1), with_norm=text in ("qwen3", "gemma3"))
+    assert found.dtype == torch.double  # float32 where the model is of less
+    assert found.item() == pytest.approx(expected.item(), rel=1e-9)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [torch.autograd.grad(of, trained, allow_unused=True) for of in (found, expected)]
+    assert sum(gradient is not None and bool(gradient.any()) for gradient in gradients[0]) > 10
+    for ours, plain in zip(*gradients, strict=True):
+        if plain is None:
+            assert ours is None or not ours.any()
+        else:
+            rounding = 1e-6 if text in ("qwen3", "gemma3") else 1e-12  # their norms are in float32
+            torch.testing.assert_close(ours, plain, rtol=1e-6, atol=rounding)
+
+
+def test_layers_can_be_chosen(watched: Callable[..., Any], data: Path, composed: Callable[..., Path]) -> None:
+    batch = Batch(composed(key_adapter_rank=4), data, packed=False)
+    model, alignment = watched(layers=[1])
+    model(**batch.inputs)
+    assert alignment.penalty().item() == pytest.approx(plain_penalty(model, batch, (1,), False).item(), rel=1e-9)
+    assert alignment.collect(lambda sums: sums).keys() == {"key_mmd/last_layer", "key_gram/last_layer"}
+    with pytest.raises(ValueError, match=r"key_layers must be some of 0 to 1.*got \[2\]"):
+        watched(layers=[2])
+
+
+def test_sinks_stay_out(watched: Callable[..., Any], data: Path, composed: Callable[..., Path]) -> None:
+    model, alignment = watched()
+    batch = Batch(composed(key_adapter_rank=4), data, packed=False)
+    sink = int(batch.inputs["input_ids"][2][batch.text[2]][3])
+    model.get_input_embeddings().weight.data[sink] *= 1000
+    batch.text &= batch.inputs["input_ids"] != sink
+    model(**batch.inputs)
+    assert alignment.penalty().item() == pytest.approx(plain_penalty(model, batch, (0, 1), False).item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_a_batch_without_pictures_adds_nothing(
+    watched: Callable[..., Any], data: Path, composed: Callable[..., Path], packed: bool
+) -> None:
+    model, alignment = watched()
+    model(**Batch(composed(key_adapter_rank=4), data, packed, pictures=()).inputs)  # with a blank picture
+    assert alignment.penalty().item() == 0
+    model.eval()(**Batch(composed(key_adapter_rank=4), data, packed).inputs)
+    assert alignment.penalty().item() == 0
+    assert alignment.collect(lambda sums: sums) == {}
+
+
+def test_at_most_so_many_tokens_are_drawn(
+    watched: Callable[..., Any], data: Path, composed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.key_alignment.MAX_TOKENS", 3)
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "training.key_alignment.mmd", lambda visual, text, s: seen.append((visual.shape[1], text.shape[1])) or 0 * s
+    )
+    model, alignment = watched()
+    monkeypatch.setattr(alignment, "_bandwidths", torch.zeros(()))
+    model(**Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
+    alignment.penalty()
+    assert seen == [(3, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("text", ["qwen2", "qwen3"])
+def test_gradients_are_alike_with_checkpointing(
+    watched: Callable[..., Any], data: Path, composed: Callable[..., Path], text: str
+) -> None:
+    batch = Batch(composed(text=text, key_adapter_rank=4), data, packed=True)
+    model, alignment = watched(text)
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        (model(**batch.inputs).loss + alignment.penalty()).backward()
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+    expected = gradients()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    actual = gradients()
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, msg=name)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    model(**batch.inputs)
+    with pytest.raises(RuntimeError, match="use_reentrant"):
+        alignment.penalty()
+
+
+def fields_for(composed: Callable[..., Path], data: Path, **fields: Any) -> dict[str, Any]:
+    start = {"model_name_or_path": str(composed(key_adapter_rank=4)), "dataset_name": str(data)}
+    return {**ADAPT, **start, **LOSSES, **fields}
+
+
+@pytest.fixture
+def same_rows(data: Path) -> Path:
+    """Sixteen times the same row."""
+    rows = [row for row in json.loads(data.read_text()) if row["id"] == 7] * 16
+    (data.parent / "same.json").write_text(json.dumps(rows))
+    return data.parent / "same.json"
+
+
+@pytest.fixture
+def moved_start(composed: Callable[..., Path], tmp_path: Path) -> Path:
+    """Key adapters that are not at their start, where some gradients are 0, and without dropout."""
+    start = tmp_path / "start"
+    shutil.copytree(composed(key_adapter_rank=4), start)
+    tensors = load_file(start / "model.safetensors")
+    for name in tensors:
+        if name.endswith("key_adapter.up"):
+            tensors[name] = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0))
+    save_file(tensors, start / "model.safetensors", metadata={"format": "pt"})
+    config = {**json.loads((start / "config.json").read_text()), "key_adapter_dropout": 0.0}
+    (start / "config.json").write_text(json.dumps(config))
+    return start
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_accumulation_and_processes_change_nothing(
+    composed: Callable[..., Path],
+    moved_start: Path,
+    same_rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    processes: int,
+) -> None:
+    # Every pass has the same rows, so the mean over passes is that of one.
+    fields = fields_for(composed, same_rows, model_name_or_path=str(moved_start), max_steps=2, logging_steps=1)
+    fields |= {"key_mmd_weight": 30.0, "key_gram_weight": 3.0, "optim": "sgd", "learning_rate": 0.1}
+    fields |= {"max_grad_norm": 0, "per_device_train_batch_size": 2}
+    run(monkeypatch, tmp_path, **fields, global_batch_size=2, output_dir=str(tmp_path / "one"))
+    fields |= {"global_batch_size": 4, "output_dir": str(tmp_path / "more")}
+    if processes == 1:
+        run(monkeypatch, tmp_path, **fields)
+    else:
+        launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields)
+    one, more = ([line for line in logged(tmp_path / name) if "loss" in line] for name in ("one", "more"))
+    for line, expected in zip(more, one, strict=True):
+        names = [name for name in expected if name.startswith(("loss", "grad_norm", "key_"))]
+        assert {name: line[name] for name in names} == pytest.approx(
+            {name: expected[name] for name in names}, rel=1e-4
+        )
+    adapter = load_file(tmp_path / "one" / "adapter_model.safetensors")
+    for name, tensor in load_file(tmp_path / "more" / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, adapter[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
+def test_a_run_moves_keys_reloads_and_merges(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: dict[str, Any]
+) -> None:
+    fields = fields_for(composed, data, **packing, num_train_epochs=4, key_mmd_weight=2.0, logging_steps=4)
+    fields["gradient_checkpointing"] = bool(packing)
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
+    lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
+    distances = [line["key_mmd/first_layer"] + line["key_mmd/last_layer"] for line in lines]
+    assert distances[-1] < 0.5 * distances[0]
+    assert lines[-1]["key_gram/first_layer"] > 0
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {name.rsplit(".", 1)[-1] for name in saved if ".key_adapter." in name} == {
+        "down", "up", "gate_weight", "gate_bias"
+    }  # fmt: skip
+    assert not any("k_proj" in name and "lora_" in name for name in saved)
+
+    merged = merge(str(tmp_path / "adapter")).eval()
+    assert not any("lora" in name or "modules_to_save" in name for name, _ in merged.named_parameters())
+    merged.save_pretrained(tmp_path / "merged")
+    inputs = Batch(composed(key_adapter_rank=4), data, packed=False).inputs
+    base = NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(**inputs).logits
+        again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+        torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+        adapted = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter").eval()
+        torch.testing.assert_close(adapted(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+    layer = again.model.language_model.layers[1].self_attn.k_proj
+    for name, tensor in layer.key_adapter.named_parameters():
+        assert torch.equal(
+            tensor, saved[f"base_model.model.model.language_model.layers.1.self_attn.k_proj.key_adapter.{name}"]
+        )
+
+
+def test_a_run_over_four_bits(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    fields = fields_for(composed, data, load_in_4bit=True, num_train_epochs=4, key_mmd_weight=2.0, bf16=True, **PACKED)
+    run(monkeypatch, tmp_path, **fields, gradient_checkpointing=True, output_dir=str(tmp_path / "adapter"))
+    lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
+    assert lines[-1]["key_mmd/last_layer"] < lines[0]["key_mmd/last_layer"]
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert all(saved[name].any() for name in saved if name.endswith("key_adapter.up"))
+
+
+def test_resuming_gives_the_weights_of_an_unbroken_run(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.key_alignment.MAX_TOKENS", 6)  # so that tokens are drawn
+    fields = fields_for(composed, data, save_steps=4, lora_dropout=0.1)
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "unbroken"))
+    shutil.copytree(tmp_path / "unbroken" / "checkpoint-4", tmp_path / "broken" / "checkpoint-4")
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "broken"), resume_from_checkpoint=True)
+    assert moved(tmp_path / "unbroken", tmp_path / "broken", "adapter_model.safetensors") == set()
+    run(monkeypatch, tmp_path, **{**fields, "seed": 1}, output_dir=str(tmp_path / "other"))
+    assert moved(tmp_path / "unbroken", tmp_path / "other", "adapter_model.safetensors")
+
+
+def test_without_weights_nothing_is_watched(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **options: Any) -> None:
+        pytest.fail("keys are watched")
+
+    fields = fields_for(composed, data, max_steps=3, logging_steps=1)
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "with"))
+    monkeypatch.setattr("training.sft.KeyAlignment", refuse)
+    none = {"key_mmd_weight": 0.0, "key_gram_weight": 0.0}
+    run(monkeypatch, tmp_path, **{**fields, **none}, output_dir=str(tmp_path / "without"))
+    with_losses, without = logged(tmp_path / "with"), logged(tmp_path / "without")
+    assert not any(name.startswith("key_") for line in without for name in line)
+    # The loss that is logged is that of language alone: at the first step it is the same.
+    assert with_losses[0]["loss"] == without[0]["loss"]
+    assert with_losses[0]["grad_norm"] != without[0]["grad_norm"]
+
+
+def test_losses_need_key_adapters(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = fields_for(composed, data, model_name_or_path=str(composed()))
+    with pytest.raises(ValueError, match=r"need key adapters, and .* has none. .*compose.py --normllava_model"):
+        run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))

@@ -78,10 +78,21 @@ def llava(vision: str, model_type: str = "llava", **fields: Any) -> Callable[[],
     """Config of the families that join a vision encoder to a Llama as Llava does."""
     return lambda: config(
         model_type,
-        text_config=text("llama"),
         vision_config=config(vision, **VISION),
         image_token_index=IMAGE,
-        **fields,
+        **{"text_config": text("llama"), **fields},
+    )
+
+
+def key_adapters(text_config: Any) -> Callable[[], Any]:
+    """Config of a NormLlava with key adapters."""
+    return llava(
+        "siglip_vision_model",
+        "normllava",
+        text_config=text_config,
+        vision_feature_select_strategy="full",
+        projector_norm_target=0.4,
+        key_adapter_rank=4,
     )
 
 
@@ -121,6 +132,8 @@ FAMILIES: dict[str, Family] = {
         square(),
         16,
     ),
+    "normllava, key adapters": Family(key_adapters(text("llama")), square(), 16),
+    "normllava, key adapters, qk-norm": Family(key_adapters(text("qwen3", head_dim=8)), square(), 16),
     "llava_next": Family(
         llava("clip_vision_model", "llava_next", image_grid_pinpoints=[[28, 56], [56, 28]]),
         lambda: {
@@ -590,7 +603,7 @@ def build(name: str) -> PreTrainedModel:
     set_seed(0)
     model = AutoModelForImageTextToText.from_config(FAMILIES[name].config()).eval()
     for parameter in model.parameters():
-        if parameter.ndim == 2 and not parameter.any():  # Gemma 3 starts its projector at zero
+        if parameter.ndim in (2, 3) and not parameter.any():  # Gemma 3 starts its projector at zero, key adapters B
             torch.nn.init.normal_(parameter, std=0.1)
     return model
 

@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from test_distributed import launch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
@@ -240,6 +244,46 @@ def test_gradients_are_alike_with_checkpointing(
     model(**batch.inputs)
     with pytest.raises(RuntimeError, match="use_reentrant"):
         alignment.penalty()
+
+
+def gradients_on(rank: int, folder: str, data: str, store: str, shards: bool) -> None:
+    """Gradients of loss and penalty with every decoder layer sharded, and checkpointed, into a file."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+    for layer in model.model.language_model.layers:
+        layer.self_attn.k_proj.key_adapter.dropout.p = 0.0
+    torch.manual_seed(0)
+    add_adapters(model, rank=2, alpha=4)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.train()
+    if shards:
+        mesh = init_device_mesh("cpu", (2,))
+        for module in (*model.model.language_model.layers, model):
+            fully_shard(module, mesh=mesh)
+    alignment = KeyAlignment(model, AutoProcessor.from_pretrained(folder), 0.3, 0.7, BANDWIDTHS)
+    batch = Batch(Path(folder), Path(data), packed=True)
+    (model(**batch.inputs).loss + alignment.penalty()).backward()
+    gradients = {
+        name: parameter.grad.full_tensor() if shards else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    if rank == 0:
+        torch.save(gradients, Path(store).parent / f"gradients{shards}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_sharded_layers_give_the_same_gradients(moved_start: Path, data: Path, tmp_path: Path) -> None:
+    for shards in (False, True):
+        mp.spawn(gradients_on, (str(moved_start), str(data), str(tmp_path / f"store{shards}"), shards), nprocs=2)
+    expected, sharded = (torch.load(tmp_path / f"gradients{shards}.pt") for shards in (False, True))
+    assert expected.keys() == sharded.keys()
+    assert any("key_adapter" in name for name in expected)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(sharded[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def fields_for(composed: Callable[..., Path], data: Path, **fields: Any) -> dict[str, Any]:

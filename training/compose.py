@@ -384,6 +384,9 @@ def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor
         f"({model.config.image_token_id}), {model.config.image_seq_length} tokens a picture, "
         f"chat format: {chat_format(processor.tokenizer).name}",
     ]
+    adapters = [parameter.numel() for name, parameter in model.named_parameters() if ".key_adapter." in name]
+    if adapters:
+        lines.append(f"key adapters: rank {model.config.key_adapter_rank}, {sum(adapters):,} parameters")
     return "\n".join(lines)
 
 

@@ -88,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
             "gradient_checkpointing": True,
             "gradient_checkpointing_kwargs": {"use_reentrant": True},
         },
-        "key_mmd_weight needs use_reentrant false",
+        "key_mmd_weight needs gradient_checkpointing_kwargs use_reentrant false",
     ),
 ]
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from transformers import (
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.compose import (
+    ComposeArguments,
     compose,
     convert_llava,
     interface_norms,
@@ -316,6 +318,45 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     assert "is not empty" in again.stderr
     both = run_compose(*parts, "--llava_model", "x", "--output_dir", tmp_path / "other")
     assert "Give either --vision_model and --text_model, or --llava_model alone" in both.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_key_adapters_are_added_to_a_model_as_it_is(
+    composed: Callable[..., Path], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    start = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=dtype)
+    start.save_pretrained(tmp_path / "start")
+    AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path / "start")
+    options = ("--key_adapter_rank", 4, "--key_adapter_alpha", 6, "--output_dir", tmp_path / "keys")
+    result = run_compose("--normllava_model", tmp_path / "start", *options)
+    assert result.returncode == 0, result.stderr
+    assert "key adapters: rank 4, 900 parameters" in result.stderr  # 2 layers x 2 x (4 (32 + 16) + 32 + 1)
+    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "keys", dtype="auto")
+    assert model.dtype == dtype
+    assert (model.config.key_adapter_rank, model.config.key_adapter_alpha) == (4, 6)
+    assert model.generation_config.eos_token_id == start.generation_config.eos_token_id
+    state = {name.replace("k_proj.base.", "k_proj."): tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(state[name], tensor) for name, tensor in start.state_dict().items())
+    new = {name: tensor for name, tensor in state.items() if name not in start.state_dict()}
+    assert all(tensor.any() == name.endswith("key_adapter.down") for name, tensor in new.items())
+    again = run_compose("--normllava_model", tmp_path / "keys", *options[:-1], tmp_path / "twice")
+    assert "There are key adapters of rank 4 already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"normllava_model": "x"}, "Give --key_adapter_rank, 1 or more"),
+        ({"llava_model": "x", "key_adapter_rank": -1}, "Give --key_adapter_rank, 1 or more"),
+        ({"llava_model": "x", "key_adapter_alpha": 8}, "--key_adapter_alpha does nothing here"),
+        ({"normllava_model": "x", "key_adapter_rank": 4, "projector_norm": "none"}, "--projector_norm does nothing"),
+        ({"llava_model": "x", "vision_feature_layer": -1}, "--vision_feature_layer does nothing here"),
+        ({"llava_model": "x", "normllava_model": "x"}, "or --normllava_model alone"),
+    ],
+)
+def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ComposeArguments(output_dir="out", **options)
 
 
 PEAK_MEMORY = """

@@ -115,7 +115,7 @@ class KeyAlignment:
         layers: Of the decoder; `None` for all.
 
     Raises:
-        ValueError: if there are no such layers, or nothing to compute.
+        ValueError: if there are no such layers.
     """
 
     def __init__(
@@ -213,29 +213,22 @@ class KeyAlignment:
         visual, text = (mask.nonzero()[:, 0].to(watched.positions.device) for mask in (drawn.visual, drawn.text))
         if min(len(visual), len(text)) < 2:
             return torch.zeros(())
-        values = []
         with torch.autocast(watched.positions.device.type, enabled=False):
-            for number in self._layers:
-                keys = self._take_keys(number, watched)
-                reference = self._references.pop(number, keys)
-                measured = self._measure(keys, reference, visual, text)
-                self._sums[self._groups[number]] += nn.functional.pad(
-                    measured.detach().double().cpu(), (0, 1), value=1
-                )
-                values.append(measured)
-        distance, change = torch.stack(values).mean(0)
+            values = torch.stack([self._measure(number, watched, visual, text) for number in self._layers])
+        for number, (distance, change) in zip(self._layers, values.detach().cpu().double(), strict=True):
+            self._sums[self._groups[number]] += torch.stack([distance, change, torch.ones_like(change)])
+        distance, change = values.mean(0)
         return distance * self._mmd_weight + change * self._gram_weight
 
-    def _measure(
-        self, keys: torch.Tensor, reference: torch.Tensor, visual: torch.Tensor, text: torch.Tensor
-    ) -> torch.Tensor:
+    def _measure(self, number: int, watched: _Watched, visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
         """MMD² and the distance of Gram matrices of one layer, `(2,)`; 0 for what has no weight."""
-        dtype = torch.promote_types(keys.dtype, torch.float32)
-        keys, reference = keys.to(dtype), reference.to(dtype)
+        keys = self._take_keys(number, watched)
+        keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
         distance = change = keys.new_zeros(())
         if self._mmd_weight:
             distance = mmd(keys[:, visual], keys[:, text], self._bandwidths)
         if self._gram_weight:
+            reference = self._references.pop(number).to(keys.dtype)
             # Again in the backward pass, so that the matrices of one layer at a time are held.
             of_both = [
                 checkpoint(gram_distance, keys[:, of], reference[:, of], use_reentrant=False) for of in (visual, text)

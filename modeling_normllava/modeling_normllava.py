@@ -192,12 +192,12 @@ class AdaptedKeyProjection(nn.Module):
         """Keys of `hidden_states` `(batch_size, sequence_length, hidden_size)`, which are normed but not rotated yet.
 
         Raises:
-            ValueError: if nothing says which tokens are visual.
+            ValueError: if nothing says which of these tokens are visual.
         """
-        if self.is_visual is None:
+        if self.is_visual is None or self.is_visual.shape != hidden_states.shape[:-1]:
             raise ValueError(
                 "The key adapters can't tell visual tokens from text: call the NormLlava model, or give its language "
-                "model visual_token_mask, a boolean tensor (batch_size, sequence_length)."
+                f"model visual_token_mask, a boolean tensor of shape {tuple(hidden_states.shape[:-1])}."
             )
         keys = self.base(hidden_states)
         return keys + self.key_adapter(hidden_states, self.is_visual).to(keys.dtype)

@@ -162,8 +162,9 @@ def test_other_ways_to_call_it(model: NormLlavaForConditionalGeneration, batch: 
         watched = Watched(model)
         model(input_ids=input_ids, **attention)
     watched.check(torch.zeros_like(is_visual))
-    with pytest.raises(ValueError, match=r"call the NormLlava model, or give its language model visual_token_mask"):
-        model.model.language_model(inputs_embeds=merged)
+    for wrong in ({}, {"visual_token_mask": is_visual[:, 1:]}):
+        with pytest.raises(ValueError, match=r"call the NormLlava model, or give .* visual_token_mask, .* \(3, \d+\)"):
+            model.model.language_model(inputs_embeds=merged, **wrong)
 
 
 def test_packed_rows_are_as_separate_ones(

@@ -18,12 +18,14 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from conversations.files import fresh_folder, write_whole
-from training.run import Run
+from training.run import RUN_FILE, Run
 
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
+# What the model card knows the training from.
+RECORD = (RUN_FILE, STATE_FILE, "metrics.jsonl")
 LOCK_FILE = ".lock"
 SAVING_FOLDER = ".saving"
 BROKEN_FOLDER = "broken"
@@ -135,6 +137,13 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def copy_record(source: Path, destination: Path) -> None:
+    """Copy what a folder records of its training, if it does, to a model that was made from its model."""
+    for name in RECORD:
+        if (source / name).exists():
+            shutil.copy(source / name, destination)
 
 
 def steps_done(folder: Path) -> int:

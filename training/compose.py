@@ -39,6 +39,7 @@ from conversations.chat_template import chat_format, chat_template
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import embedding_norms, text_norm_target, token_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from training.checkpoints import copy_record
 from training.model_type import require_model_type
 
 
@@ -419,6 +420,8 @@ def main() -> None:
     logger.info("%s", describe(model, processor))
     model.save_pretrained(output_dir)
     processor.save_pretrained(output_dir)
+    if args.normllava_model is not None:
+        copy_record(Path(args.normllava_model), output_dir)
     logger.info("Saved to %s", output_dir)
 
 

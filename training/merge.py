@@ -7,7 +7,6 @@ Merging into 4-bit weights would round the result to 4 bits again.
 
 import argparse
 import logging
-import shutil
 from pathlib import Path
 
 import torch
@@ -15,15 +14,11 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from training.checkpoints import STATE_FILE
+from training.checkpoints import copy_record
 from training.model_type import require_model_type
-from training.run import RUN_FILE
 
 
 logger = logging.getLogger(__name__)
-
-# What the model card knows the training from.
-RUN_FILES = (RUN_FILE, STATE_FILE, "metrics.jsonl")
 
 
 def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLlavaForConditionalGeneration:
@@ -72,9 +67,7 @@ def main() -> None:
         parser.error(f"{args.output_dir} is not empty; choose another folder")
     merge(args.adapter, args.base, args.dtype).save_pretrained(args.output_dir)
     AutoProcessor.from_pretrained(args.adapter).save_pretrained(args.output_dir)
-    for name in RUN_FILES:
-        if (Path(args.adapter) / name).exists():
-            shutil.copy(Path(args.adapter) / name, args.output_dir)
+    copy_record(Path(args.adapter), args.output_dir)
     logger.info("Saved to %s", args.output_dir)
 
 

@@ -1,7 +1,7 @@
 """What vLLM's Transformers backend asks of a released folder's class and processor, and, slow, what it answers.
 
 Sources: transformers' page "Transformers as modeling backend", and vLLM's
-`vllm/model_executor/models/transformers/multimodal.py` at 03e3bc8c1e9c.
+`vllm/model_executor/models/transformers/multimodal.py` at 03e3bc8c1e9c and `base.py` of 0.32.0.
 """
 
 import json
@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, set_seed
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from training.compose import compose
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.compose import add_key_adapters, compose
 
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +45,23 @@ def test_the_base_model_can_be_built_from_its_config_on_meta(staged: Path) -> No
         built = AutoModel.from_config(config, trust_remote_code=True)
     assert type(built).__name__ == "NormLlavaModel"
     assert {parameter.device.type for parameter in built.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_key_adapters_are_refused_where_vllm_builds_the_model(
+    rank: int, composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    if rank:
+        built = add_key_adapters(built, rank, 32, 0.05)
+    built.save_pretrained(tmp_path)
+    # As vLLM 0.32's `Base.__init__` does: its attention is registered and named in the text config before it builds.
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", lambda *args, **kwargs: None)
+    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    config.get_text_config()._attn_implementation = "vllm"
+    refusal = pytest.raises(ValueError, match=r"vLLM can't run key adapters.*Serve with transformers")
+    with refusal if rank else nullcontext(), torch.device("meta"):
+        AutoModel.from_config(config=config, dtype=torch.float32, trust_remote_code=True)
 
 
 def test_attention_and_sharding_are_declared(model: Any) -> None:

@@ -19,6 +19,11 @@ NORMS = {
     "layernorm": "a LayerNorm",
     "none": "no norm: this is the baseline of the method",
 }
+KEY_ADAPTERS = (
+    "The decoder's keys have adapters of rank {rank}, one for visual and one for text tokens (MaLoRA-style, after the "
+    "abstract of [arXiv 2510.26721](https://arxiv.org/abs/2510.26721); that paper's text was not to be had): "
+    "transformers runs them, vLLM refuses a model that has them."
+)
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ def render_card(
         code_lines=code_lines,
         trained="trained here" if facts.stages else NOT_RECORDED,
         norm_sentence=NORMS[facts.projector_norm],
+        key_adapter_sentence=KEY_ADAPTERS.format(rank=facts.key_adapter_rank) if facts.key_adapter_rank else None,
         question=widgets[0].question if widgets else "What is in the picture?",
         commands=sorted({" ".join(row.command.split()) for row in facts.evaluations}),
         hours=duration(sum(s for s in seconds if s)) if all(seconds) and facts.earlier_is_recorded else None,

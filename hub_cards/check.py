@@ -13,6 +13,7 @@ from PIL import Image
 
 from conversations.files import sha256
 from hub_cards.build import OTHER_FILES, PLOTS, SERVING_FILES, check_name, check_revision
+from hub_cards.card import KEY_ADAPTERS
 from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
 from hub_cards.client import explain
 from hub_cards.facts import read_json
@@ -27,6 +28,7 @@ PLACEHOLDERS = re.compile(r"\b(?:TODO|FIXME|TBD)\b|(?i:lorem ipsum|\[?more infor
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # What loads code, in text: a call with an argument, a flag of a command.
 LOADS = re.compile(r"\b(?:from_pretrained|pipeline|hub\.load)\(\s*[^\s).]|--trust[-_]remote[-_]code")
+VLLM = re.compile(r"\bvllm\b", re.IGNORECASE)
 CARD = "README.md"
 ALLOWED = {
     *JSON_FILES, *OTHER_FILES, *(path.name for path in (*CLASS_FILES, *SERVING_FILES)), CARD, "LICENSE",
@@ -63,6 +65,15 @@ class Stage:
         except (ValueError, OSError):
             return {}
         return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The model's config, empty where it can't be read."""
+        try:
+            config = read_json(self.folder / "config.json")
+        except (ValueError, OSError):
+            return {}
+        return config if isinstance(config, dict) else {}
 
     @cached_property
     def metadata(self) -> dict[str, Any] | None:
@@ -222,6 +233,23 @@ def loads_code(call: ast.Call) -> bool:
     return name in ("from_pretrained", "pipeline") or "trust_remote_code" in options or "hub.load" in ast.unparse(call)
 
 
+def find_serving_faults(stage: Stage) -> Iterator[Finding]:
+    """Of a model with key adapters: a card that doesn't say who runs it, and any other word on vLLM, which can't."""
+    rank = stage.config.get("key_adapter_rank")
+    if not rank:
+        return
+    said = KEY_ADAPTERS.format(rank=rank)
+    if said not in stage.card:
+        yield Finding(CARD, f"does not say '{said}'", REBUILD)
+    ours = {path.name for path in (*CLASS_FILES, *SERVING_FILES)}  # which are compared byte for byte
+    for name in sorted(stage.files.keys() - ours - {"tokenizer.json"}):
+        text = "" if name.endswith((".safetensors", ".png")) else stage.text(name).replace(said, "")
+        for line in text.splitlines():
+            if VLLM.search(line):
+                reason = f"speaks of vLLM, which can't run key adapters: {line.strip()}"
+                yield Finding(name, reason, "Take it out: the card's own sentence says who runs the model.")
+
+
 def find_manifest_faults(stage: Stage) -> Iterator[Finding]:
     """Files that are not what the manifest says, and a commit that nobody can look up."""
     manifest, files = stage.manifest, stage.manifest.get("files", {})
@@ -248,5 +276,5 @@ def find_manifest_faults(stage: Stage) -> Iterator[Finding]:
 
 CHECKS: tuple[Callable[[Stage], Iterator[Finding]], ...] = (
     find_unlisted_files, find_faults_of_the_model, find_leaks, find_card_faults, find_licence_faults,
-    find_snippet_faults, find_manifest_faults,
+    find_snippet_faults, find_serving_faults, find_manifest_faults,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from hub_cards.client import explain
 from hub_cards.facts import parse_json, read_json
 from hub_cards.findings import REBUILD, Finding
 from hub_cards.fresh_load import ask
-from hub_cards.weights import INDEX, NORM, Weights, find_weight_faults
+from hub_cards.weights import INDEX, KEY_ADAPTER, NORM, Weights, find_weight_faults
 from modeling_normllava import NormLlavaConfig
 
 
@@ -62,6 +62,7 @@ def find_model_faults(folder: Path, weights: Weights, steps: int) -> Iterator[Fi
     yield from find_config_faults(read_json(folder / "config.json"))
     yield from find_weight_faults(weights, stored_tensors(model))
     yield from find_norm_faults(weights, steps)
+    yield from find_key_adapter_faults(weights, steps)
     yield from find_processor_faults(folder, model)
 
 
@@ -137,6 +138,16 @@ def find_norm_faults(weights: Weights, steps: int) -> Iterator[Finding]:
     elif steps > 0 and (gain == gain[0]).all() and not bias.any():
         reason = f"holds a norm as it starts, gain {gain[0].item():.4g} and bias 0 everywhere, after {steps} steps"
         yield Finding(file, reason, "Stage the folder that training wrote.")
+
+
+def find_key_adapter_faults(weights: Weights, steps: int) -> Iterator[Finding]:
+    """Key adapters that no training has reached."""
+    starts = [tensor for tensor in weights.tensors if tensor.name.endswith(f"{KEY_ADAPTER}up") and tensor.is_zero]
+    if steps > 0 and starts:
+        more = f" (and {len(starts) - 1} more)" if starts[1:] else ""
+        reason = f"holds {starts[0].name}{more} as key adapters start, 0 everywhere, after {steps} steps"
+        fix = "Train them, in stage adapt or instruct, or publish the model without them."
+        yield Finding(starts[0].file, reason, fix)
 
 
 def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:

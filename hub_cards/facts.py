@@ -6,7 +6,7 @@ What an artefact doesn't hold is `None`, which the card shows as "not recorded".
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from math import isclose, isfinite
 from pathlib import Path
@@ -30,7 +30,8 @@ ARGUMENTS = (
 UNUSUAL = (
     "clip_by_module", "lr_scheduler_kwargs", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "loss_type",
     "neftune_noise_alpha", "train_sampling_strategy", "data_seed", "fp16", "load_in_4bit", "bnb_4bit_quant_type",
-    "use_bnb_nested_quant", "use_rslora", "use_dora", "lora_dropout",
+    "use_bnb_nested_quant", "use_rslora", "use_dora", "lora_dropout", "key_mmd_weight", "key_gram_weight",
+    "key_layers", "key_bandwidths",
 )  # fmt: skip
 ADAPTER_ARGUMENTS = ("lora_r", "lora_alpha")
 # How far the mean |gain| of a report may be from that of the weights: one is summed on another device, perhaps.
@@ -89,6 +90,7 @@ class Facts:
         image_size, image_tokens: Side of a picture in pixels, and its visual tokens.
         hidden_size, layers: Of the decoder.
         projector_norm, target: Arm of the norm, and T.
+        key_adapter_rank: Rank of the adapters of the decoder's keys, 0 if there are none.
         stages: In the order that they were run in.
         earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
         diagnostics: The model's entry in the diagnostics' `report.json`.
@@ -104,6 +106,7 @@ class Facts:
     layers: int
     projector_norm: str
     target: float | None
+    key_adapter_rank: int
     stages: list[StageFacts] = field(default_factory=list)
     earlier_is_recorded: bool = False
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -168,6 +171,7 @@ def collect_facts(
         layers=text["num_hidden_layers"],
         projector_norm=config["projector_norm"],
         target=config.get("projector_norm_target"),
+        key_adapter_rank=config.get("key_adapter_rank", 0),
         stages=stages,
         earlier_is_recorded=earlier_is_recorded,
         evaluations=evaluations,
@@ -227,7 +231,8 @@ def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
 
     Returns:
         The stages in order, and whether they begin with a model that had not been trained before: stage "align" does,
-        and so does one that started from a folder here without a `trainer_state.json`.
+        and so does one that started from a folder here without a `trainer_state.json`. Not where that has key
+        adapters, which may have been added to a trained model from the Hub.
     """
     stages: list[StageFacts] = []
     folder, seen = run, set()
@@ -239,7 +244,9 @@ def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
         if before is None or not Path(before).is_dir() or Path(before).resolve() in seen:
             return stages, stages[0].stage == "align"
         folder = Path(before)
-    return stages, bool(stages)
+    config = folder / "config.json"
+    has_key_adapters = config.exists() and bool(read_json(config).get("key_adapter_rank"))
+    return stages, bool(stages) and (stages[0].stage == "align" or not has_key_adapters)
 
 
 def read_stage(folder: Path, run: Run | None) -> StageFacts:
@@ -280,7 +287,11 @@ def usual_arguments() -> Arguments:
     """The arguments of a run that names none."""
     from training.arguments import RunArguments, TrainingConfig  # here, since TRL takes seconds to import
 
-    return {entry.name: entry.default for kind in (RunArguments, TrainingConfig) for entry in fields(kind)}
+    return {
+        entry.name: entry.default if entry.default_factory is MISSING else entry.default_factory()
+        for kind in (RunArguments, TrainingConfig)
+        for entry in fields(kind)
+    }
 
 
 def is_listed(name: str, arguments: Arguments) -> bool:

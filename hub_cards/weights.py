@@ -19,18 +19,20 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Those that can hold a NaN, by the names of safetensors.
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NORM = "model.multi_modal_projector.norm."
+KEY_ADAPTER = ".key_adapter."
 PIECE = 2**26  # bytes; a multiple of every dtype's size
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """An entry of a weight file's header, and whether all its values are finite."""
+    """An entry of a weight file's header, and whether all its values are finite, and 0."""
 
     name: str
     file: str
     dtype: str
     shape: tuple[int, ...]
     is_finite: bool = True
+    is_zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,7 @@ class Weights:
         """Weights by `part` of the model, or by `dtype`."""
         counts: Counter[str] = Counter()
         for tensor in self.tensors:
-            part = "multi_modal_projector.norm" if tensor.name.startswith(NORM) else _part(tensor.name)
-            counts[part if by == "part" else tensor.dtype] += torch.Size(tensor.shape).numel()
+            counts[_part(tensor.name) if by == "part" else tensor.dtype] += torch.Size(tensor.shape).numel()
         return dict(sorted(counts.items()))
 
     @property
@@ -67,6 +68,10 @@ class Weights:
 
 
 def _part(name: str) -> str:
+    if name.startswith(NORM):
+        return "multi_modal_projector.norm"
+    if KEY_ADAPTER in name:
+        return "language_model.key_adapter"
     return name.removeprefix("model.").split(".")[0]
 
 
@@ -118,7 +123,7 @@ def read_file(path: Path, weights: Weights, progress: tqdm) -> None:
         for name, entry in sorted(entries.items(), key=lambda item: item[1]["data_offsets"]):
             dtype = FLOATS.get(entry["dtype"])
             start, end = entry["data_offsets"]
-            is_finite = True
+            is_finite, is_zero = True, dtype is not None
             for begin in range(start, end, PIECE):
                 piece = bytearray(file.read(min(PIECE, end - begin)))
                 digest.update(piece)
@@ -126,9 +131,11 @@ def read_file(path: Path, weights: Weights, progress: tqdm) -> None:
                 if dtype is not None:
                     values = torch.frombuffer(piece, dtype=dtype)
                     is_finite = is_finite and bool(values.isfinite().all())
+                    is_zero = is_zero and not values.any()
                     if name.startswith(NORM):  # of one piece
                         weights.norm[name.removeprefix(NORM)] = values
-            weights.tensors.append(StoredTensor(name, path.name, entry["dtype"], tuple(entry["shape"]), is_finite))
+            shape = tuple(entry["shape"])
+            weights.tensors.append(StoredTensor(name, path.name, entry["dtype"], shape, is_finite, is_zero))
         weights.sha256[path.name] = digest.hexdigest()
 
 

@@ -5,7 +5,7 @@ EVALUATION_VENV ?= .venv-evaluation
 VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 
-.PHONY: install quickstart ablation depth test test-slow quality
+.PHONY: install quickstart ablation malora depth test test-slow quality
 
 install: $(VENV)/installed
 
@@ -40,6 +40,10 @@ quickstart: install
 ablation: quickstart
 	$(BIN)/python examples/digits/ablation.py
 	$(BIN)/python examples/digits/ablation_report.py
+
+malora: quickstart
+	$(BIN)/python examples/digits/malora.py
+	$(BIN)/python examples/digits/malora_report.py
 
 # Days; stop it and go on as you like. The comparison that decides comes early.
 depth: install

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quickstart import LAUNCH, ROOT, RUN
 from report import accuracy, answer, load_scene_questions, with_image, with_text
@@ -98,8 +99,8 @@ def commands(arm: Arm, seed: int, folder: Path) -> list[tuple[Path, list[str]]]:
     return steps
 
 
-def evaluate(model_dir: Path, path: Path) -> None:
-    """Exact match of a model on the held-out questions about pictures and about descriptions, into a JSON file."""
+def score(model_dir: Path) -> dict[str, Any]:
+    """Exact match of a model on the held-out questions about pictures and about descriptions."""
     questions = load_scene_questions(ROOT / RUN / "data")
     model = AutoModelForImageTextToText.from_pretrained(model_dir).eval()
     processor = AutoProcessor.from_pretrained(model_dir)
@@ -107,7 +108,12 @@ def evaluate(model_dir: Path, path: Path) -> None:
         name: accuracy(questions, answer(model, processor, [prompt(row) for row in questions], name))
         for name, prompt in (("image questions", with_image), ("text-only questions", with_text))
     }
-    write_whole(path, json.dumps({"questions": len(questions), **scores}, indent=1))
+    return {"questions": len(questions), **scores}
+
+
+def evaluate(model_dir: Path, path: Path) -> None:
+    """What [`score`] finds, into a JSON file."""
+    write_whole(path, json.dumps(score(model_dir), indent=1))
 
 
 def run_steps(steps: Iterable[tuple[Path, list[str]]], folder: Path) -> None:

@@ -10,10 +10,11 @@ from the results; what they mean is written in `ablation_page.md`.
 import argparse
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import matplotlib.pyplot as plt
 from ablation import ARMS, OPTIMIZER_ARMS, SEEDS, SGD_RATES, Arm, arm_folder
@@ -35,6 +36,7 @@ from diagnostics.samples import prepare_samples
 logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).with_name("ablation_page.md")
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,20 @@ def in_numbers(point: DynamicsPoint) -> StageNumbers:
 
 def trained_in_numbers(folder: Path, point: DynamicsPoint) -> TrainedNumbers:
     """The same of a trained model, with what its run logged."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in read_metrics(folder) if "loss" in line]
     clipped = mean(line["grad_norm"] > 1 for line in steps)
     return TrainedNumbers(**vars(in_numbers(point)), loss=steps[-1]["loss"], clipped=clipped)
 
 
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """What a run logged, line by line."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
 def over_seeds(values: Sequence[float], digits: int, factor: float = 1.0) -> str:
-    """Mean and half width of its 95% t interval over seeds."""
+    """Mean and half width of its 95% t interval over seeds; of one seed the value, a dash for none."""
+    if len(values) < 2:
+        return f"{factor * values[0]:.{digits}f}" if values else "–"
     half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
     return f"{factor * mean(values):.{digits}f} ± {factor * half:.{digits}f}"
 
@@ -269,6 +277,22 @@ def draw_training(root: Path, questions: Sequence[Question], path: Path) -> None
     plt.close(figure)
 
 
+def load_probe() -> list[Question]:
+    """The questions that every model is measured on, the first about each of the first pictures."""
+    probe = ROOT / RUN / "data" / "probe.json"
+    write_probe(load_scene_questions(probe.parent), probe)
+    return load_questions(str(probe), PROBE_SIZE).questions
+
+
+def write_results(summary: Any, texts: Mapping[str, str], template: Path, page: Path, results: Path) -> None:
+    """The results as JSON, and the page: a template with a text in place of each `{name}`."""
+    text = template.read_text(encoding="utf-8")
+    for name, filled_in in texts.items():
+        text = text.replace("{" + name + "}", filled_in)
+    write_whole(page, text)
+    write_whole(results, json.dumps(to_json(summary), indent=1) + "\n")
+
+
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -277,9 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run_dir", type=Path, default=ROOT / "runs" / "ablation", help="where the runs are")
     root = parser.parse_args().run_dir.resolve()
-    probe = ROOT / RUN / "data" / "probe.json"
-    write_probe(load_scene_questions(probe.parent), probe)
-    questions = load_questions(str(probe), PROBE_SIZE).questions
+    questions = load_probe()
     jobs = [(arm, seed) for arm in ARMS + OPTIMIZER_ARMS for seed in SEEDS]
     results: Results = {}
     for arm, seed in tqdm(jobs, desc="Measuring", unit="run"):
@@ -293,14 +315,13 @@ def main() -> None:
         "dynamics": dynamics_table(results),
         "optimizers": optimizer_table(results),
     }
-    page = PAGE.read_text(encoding="utf-8")
-    for name, text in tables.items():
-        page = page.replace("{" + name + "}", text)
-    (folder / "ABLATION.md").write_text(page, encoding="utf-8")
     runs = [replace(run, layers=None) for of_arm in results.values() for run in of_arm]
-    summary = AblationResults("make ablation", list(SEEDS), runs)
-    (ROOT / "benchmarks" / "results" / "ablation.json").write_text(
-        json.dumps(to_json(summary), indent=1) + "\n", encoding="utf-8"
+    write_results(
+        AblationResults("make ablation", list(SEEDS), runs),
+        tables,
+        PAGE,
+        folder / "ABLATION.md",
+        RESULTS / "ablation.json",
     )
     logger.info("%s", "\n\n".join(tables.values()))
 

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -48,13 +49,21 @@ class Cosines:
 
 @dataclass(frozen=True)
 class Change:
-    """What adaptation cost, the last logged loss, and what is left of the keys and values that there were."""
+    """What adaptation cost, and what it did.
+
+    Attributes:
+        loss: The last that was logged, without what the losses on keys add.
+        mmd, gram: These, without their weights, mean over groups of layers; `None` where the arm has none.
+        keys, values: What is left of those that there were.
+    """
 
     trained_parameters: int
     seconds: float
     loss: float
     keys: Cosines
     values: Cosines
+    mmd: float | None = None
+    gram: float | None = None
 
 
 @dataclass(frozen=True)
@@ -142,14 +151,19 @@ def in_numbers(space: Space) -> Apart:
 def read_change(adapter: Path, before: Sequence[Record], after: Sequence[Record]) -> Change:
     """What an adapter's run logged, and what it did to the same tokens of the same samples."""
     lines = read_metrics(adapter)
+    last = [line for line in lines if "loss" in line][-1]
+    penalties = {
+        kind: [value for name, value in last.items() if name.startswith(f"key_{kind}/")] for kind in ("mmd", "gram")
+    }
     with safe_open(adapter / "adapter_model.safetensors", "pt") as weights:
         count = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118 - it is no dict
     return Change(
         trained_parameters=count,
         seconds=next(line["train_runtime"] for line in lines if "train_runtime" in line),
-        loss=[line["loss"] for line in lines if "loss" in line][-1],
+        loss=last["loss"],
         keys=Cosines(*(mean_cosine(before, after, "keys", modality) for modality in ("visual", "text"))),
         values=Cosines(*(mean_cosine(before, after, "values", modality) for modality in ("visual", "text"))),
+        **{kind: mean(values) for kind, values in penalties.items() if values},
     )
 
 

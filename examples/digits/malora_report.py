@@ -91,7 +91,7 @@ def attention(model: Measured) -> float:
     return mean(model.attention)
 
 
-def of_change(number: Callable[[Change], float]) -> Number:
+def of_change(number: Callable[[Change], float | None]) -> Number:
     """A number of what adaptation changed, which the start has not."""
     return lambda model: None if model.change is None else number(model.change)
 
@@ -162,6 +162,8 @@ def make_tables(cases: Sequence[Case]) -> dict[str, str]:
         "trained parameters": parameters,
         "training time over plain LoRA's": to_lora(SECONDS, 2, compare=operator.truediv),
         "last loss": plain(LOSS, 3),
+        "last MMD² in training": plain(of_change(lambda change: change.mmd), 3),
+        "last Gram distance": plain(of_change(lambda change: change.gram), 4),
     }
     looks = {"attention on pictures, %": plain(attention, 1, 100)} | {
         f"cosine of {kind}, {modality}": plain(cosine(kind, modality), 3)

@@ -185,8 +185,6 @@ class AdaptedKeyProjection(nn.Module):
         super().__init__()
         self.base = base  # not `base_layer`, by which PEFT knows its own
         self.key_adapter = KeyAdapter(base, config)
-        self.is_visual: torch.Tensor | None = None
-        """Which of the tokens of the coming call are visual: see [`hand_over_visual_mask`]."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Keys of `hidden_states` `(batch_size, sequence_length, hidden_size)`, which are normed but not rotated yet.
@@ -194,22 +192,25 @@ class AdaptedKeyProjection(nn.Module):
         Raises:
             ValueError: if nothing says which of these tokens are visual.
         """
-        if self.is_visual is None or self.is_visual.shape != hidden_states.shape[:-1]:
+        is_visual = getattr(hidden_states, "visual_token_mask", None)
+        if is_visual is None or is_visual.shape != hidden_states.shape[:-1]:
             raise ValueError(
                 "The key adapters can't tell visual tokens from text: call the NormLlava model, or give its language "
-                f"model visual_token_mask, a boolean tensor of shape {tuple(hidden_states.shape[:-1])}."
+                f"model visual_token_mask, a boolean tensor of shape {tuple(hidden_states.shape[:-1])}. A language "
+                "model that keeps such arguments from its layers can't have key adapters."
             )
         keys = self.base(hidden_states)
-        return keys + self.key_adapter(hidden_states, self.is_visual).to(keys.dtype)
+        return keys + self.key_adapter(hidden_states, is_visual.bool()).to(keys.dtype)
 
 
-def hand_over_visual_mask(attention: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of an attention module: what it is told of the tokens is for its `k_proj`.
+def hand_over_visual_mask(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Forward pre-hook of an attention module: puts what it is told of the tokens on the tensor that `k_proj` gets.
 
     It comes as an argument through the decoder and its layers, so that each pass has its own: also the second pass
-    over a layer in the backward pass of gradient checkpointing, whatever was run in between.
+    over a layer in the backward pass of gradient checkpointing, and those of other threads.
     """
-    attention.k_proj.is_visual = kwargs.pop("visual_token_mask", None)
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    hidden_states.visual_token_mask = kwargs.pop("visual_token_mask", None)
     return args, kwargs
 
 
@@ -217,7 +218,8 @@ def add_visual_token_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tupl
     """Forward pre-hook of [`NormLlavaModel`]: tells the decoder at which tokens it puts features of pictures.
 
     Without a picture, as in generation for every token past the prompt, all is text. Embeddings that hold features
-    already can't be told from text: who gives such gives `visual_token_mask`, `(batch_size, sequence_length)`, too.
+    already can't be told from text: who calls the model with such gives `visual_token_mask`, `(batch_size,
+    sequence_length)`, too. `generate` has no place for it, and needs token ids and pictures.
     """
     named = dict(zip(("input_ids", "pixel_values"), args, strict=False)) | kwargs
     tokens, image_token = named.get("input_ids"), model.config.image_token_id
@@ -233,27 +235,24 @@ def add_visual_token_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def add_key_adapters(decoder: PreTrainedModel, config: NormLlavaConfig) -> None:
-    """Put adapters around `k_proj` of every layer, where there are none yet.
+    """Put adapters around `k_proj` of every layer.
 
     Raises:
-        ValueError: if a layer has no `self_attn.k_proj`, or the decoder is to run where adapters would be lost.
+        ValueError: if a layer has no linear `self_attn.k_proj`, or the decoder is to run where adapters would be lost.
     """
     if decoder.config._attn_implementation == "vllm":
         raise ValueError(
             "vLLM can't run key adapters: it never says which tokens are visual. Serve with transformers."
         )
-    layers: Any = decoder.layers
-    for layer in layers:
-        attention: Any = getattr(layer, "self_attn", None)
-        projection = getattr(attention, "k_proj", None)
-        if isinstance(projection, nn.Linear):
-            attention.k_proj = AdaptedKeyProjection(projection, config)
-            attention.register_forward_pre_hook(hand_over_visual_mask, with_kwargs=True)
-        elif not isinstance(projection, AdaptedKeyProjection):
-            raise ValueError(
-                f"key_adapter_rank {config.key_adapter_rank} needs a decoder whose layers have self_attn.k_proj; "
-                f"those of {type(decoder).__name__} have none."
-            )
+    attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", [None])]
+    if not all(isinstance(getattr(attention, "k_proj", None), nn.Linear) for attention in attentions):
+        raise ValueError(
+            f"key_adapter_rank {config.key_adapter_rank} needs a decoder whose layers have a linear self_attn.k_proj; "
+            f"those of {type(decoder).__name__} have none."
+        )
+    for attention in attentions:
+        attention.k_proj = AdaptedKeyProjection(attention.k_proj, config)
+        attention.register_forward_pre_hook(hand_over_visual_mask, with_kwargs=True)
 
 
 class NormLlavaPreTrainedModel(LlavaPreTrainedModel):

@@ -9,6 +9,7 @@ The last adds key adapters to a NormLlava as it is. All print the norms at the m
 alignment, and write a complete checkpoint folder.
 """
 
+import copy
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -336,18 +337,24 @@ def add_key_adapters(
     """The same model with key adapters, which change nothing until they are trained; its parts are taken over.
 
     Raises:
-        ValueError: if it has key adapters already, or its decoder can't have any.
+        ValueError: if it has key adapters already or is quantized, or its decoder can't have any.
+        huggingface_hub.errors.StrictDataclassError: if rank, alpha or dropout make no sense.
     """
     if model.config.key_adapter_rank:
         raise ValueError(f"There are key adapters of rank {model.config.key_adapter_rank} already.")
-    config = model.config
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError("This model is quantized. Add key adapters to the unquantized one, and train --load_in_4bit.")
+    config = copy.deepcopy(model.config)
     config.key_adapter_rank, config.key_adapter_alpha, config.key_adapter_dropout = rank, alpha, dropout
+    config.validate()
     set_seed(seed)
     adapted = NormLlavaForConditionalGeneration(
         config, model.model.vision_tower, model.model.language_model, model.lm_head
     )
     adapted.model.multi_modal_projector = model.model.multi_modal_projector
     adapted.generation_config = model.generation_config
+    with torch.no_grad():  # does the decoder hand on what its adapters need?
+        adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
     return adapted
 
 

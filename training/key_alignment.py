@@ -38,7 +38,7 @@ class _WeightedKernelSum(torch.autograd.Function):
         distances.clamp_(min=0).diagonal(dim1=1, dim2=2).zero_()
         count = keys.shape[1]
         scale = distances.sum((1, 2), keepdim=True) / (count * (count - 1))  # σ² of each head, [num_heads, 1, 1]
-        scale = scale.clamp(min=torch.finfo(keys.dtype).tiny)
+        scale = scale.clamp(min=torch.finfo(keys.dtype).eps ** 2)  # where all keys are alike
         kernel, slope = torch.zeros_like(distances), torch.zeros_like(distances)
         for bandwidth in bandwidths:
             rate = 1 / (bandwidth * scale)
@@ -104,7 +104,8 @@ class _Watched(NamedTuple):
 class KeyAlignment:
     """Watches the decoder's keys in training, and gives what is added to the loss.
 
-    A pass with fewer than two tokens of a modality, as one without pictures, adds nothing.
+    A pass with fewer than two tokens of a modality, as one without pictures, adds nothing. A sink is told from all
+    tokens that are drawn, where the diagnostics look at each sample by itself.
 
     Args:
         model: The model with key adapters, LoRA adapters in place, wrappers off.
@@ -147,16 +148,15 @@ class KeyAlignment:
             layer.register_forward_hook(self._see_layer)
         for number, attention in self._attentions.items():
             attention.k_proj.register_forward_hook(self._see_projection(number))
-            getattr(attention, "k_norm", attention.k_proj).register_forward_hook(self._see_keys(number))
+            (_key_norm(attention) or attention.k_proj).register_forward_hook(self._see_keys(number))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
         """Draw the tokens that are looked at."""
         self._watched, self._norms, self._keys, self._references = None, [], {}, {}
         if module.training:
             tokens = classify(kwargs, self._ids)
-            drawn = [_draw(mask.flatten()) for mask in (tokens.visual, tokens.text)]
-            if min(map(len, drawn)) > 1:
-                self._watched = _Watched(torch.cat(drawn), len(drawn[0]), tokens.visual.shape)
+            visual, text = (_draw(mask.flatten()) for mask in (tokens.visual, tokens.text))
+            self._watched = _Watched(torch.cat([visual, text]), len(visual), tokens.visual.shape)
 
     # After `penalty` nothing is seen: gradient checkpointing runs the layers again in the backward pass.
 
@@ -173,9 +173,10 @@ class KeyAlignment:
                 return
             attention = self._attentions[number]
             keys = projection.base(args[0].flatten(0, 1)[self._watched.positions])
-            if hasattr(attention, "k_norm"):
+            norm = _key_norm(attention)
+            if norm is not None:
                 # Not as a call, which `_see_keys` would take for the model's.
-                keys = attention.k_norm.forward(keys.unflatten(-1, (-1, len(attention.k_norm.weight))))
+                keys = norm.forward(keys.unflatten(-1, (-1, *norm.weight.shape)))
             self._references[number] = keys.reshape(len(keys), -1, attention.head_dim).transpose(0, 1)
 
         return see
@@ -252,6 +253,11 @@ class KeyAlignment:
             for column, (name, weight) in enumerate(weights.items())
             if weight and of_group[2] > 0
         }
+
+
+def _key_norm(attention: Any) -> Any:
+    """The norm on keys, by the names that transformers has for it (Qwen3's, Phi's), or `None`."""
+    return getattr(attention, "k_norm", None) or getattr(attention, "k_layernorm", None)
 
 
 def _draw(mask: torch.Tensor) -> torch.Tensor:

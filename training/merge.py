@@ -8,6 +8,7 @@ Merging into 4-bit weights would round the result to 4 bits again.
 import argparse
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -31,14 +32,21 @@ def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLla
             float32.
 
     Raises:
-        ValueError: if there is no adapter, or no NormLlava where its base should be.
+        ValueError: if there is no adapter, or no NormLlava where its base should be, or one without the key adapters
+            that were trained.
     """
-    name = str(base or PeftConfig.from_pretrained(adapter).base_model_name_or_path)
+    peft_config: Any = PeftConfig.from_pretrained(adapter)
+    name = str(base or peft_config.base_model_name_or_path)
     try:
         require_model_type(name, "normllava")
     except ValueError as error:
         raise ValueError(f"The base of {adapter} can't be merged into: {error} Name the base by --base.") from error
-    stated = NormLlavaConfig.from_pretrained(name).dtype or torch.float32
+    config = NormLlavaConfig.from_pretrained(name)
+    if "key_adapter" in (peft_config.modules_to_save or ()) and not config.key_adapter_rank:
+        raise ValueError(
+            f"{adapter} holds key adapters, and its base {name} has none. Name by --base the one that has."
+        )
+    stated = config.dtype or torch.float32
     model = NormLlavaForConditionalGeneration.from_pretrained(name, dtype=torch.float32)
     return (
         PeftModel.from_pretrained(model, adapter)

@@ -118,7 +118,8 @@ def prepare_model(
     """The model, what Trainer trains of it (the model or the `PeftModel` around it), and its parts.
 
     Raises:
-        ValueError: if there is no norm that `norm_learning_rate` could be of, or no key adapters for the key losses.
+        ValueError: if there is no norm that `norm_learning_rate` could be of, or no key adapters for the losses on
+            keys, or key adapters where they can't run.
     """
     model = load_base(run_args, args)
     if (run_args.key_mmd_weight or run_args.key_gram_weight) and not model.config.key_adapter_rank:
@@ -128,6 +129,10 @@ def prepare_model(
         )
     if run_args.norm_learning_rate is not None and model.config.projector_norm == "none":
         raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
+    if model.config.key_adapter_rank and getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
+        raise ValueError(
+            "ZeRO-3 hands modules copies of their inputs, without the mask that key adapters read: use FSDP2, or none."
+        )
     trained: Any = model
     stage = Stage(str(run_args.stage))
     if stage is Stage.ADAPT:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaModel
+from modeling_normllava.modeling_normllava import KeyAdapter
 
 
 class Stage(StrEnum):
@@ -71,6 +72,10 @@ def prepare_stage(
     freeze(groups)
     cast(groups, stage, frozen_dtype)
     skip_unread_layers(model.model.vision_tower, groups)
+    if stage is Stage.ALIGN:  # in which they are frozen
+        for module in model.modules():
+            if isinstance(module, KeyAdapter):
+                module.dropout.p = 0.0
     return groups
 
 
@@ -95,7 +100,7 @@ def group_parameters(
         "language_model.key_adapter": ModuleGroup(
             "language_model.key_adapter", {}, None if stage is Stage.ALIGN else rates.common
         ),
-        "language_model.key_adapter, before": ModuleGroup("language_model.key_adapter, before", {}, None),
+        "key_adapter, before": ModuleGroup("key_adapter, before", {}, None),
         "lm_head": ModuleGroup("lm_head", {}, rate),
     }
     for name, parameter in model.named_parameters():  # a tied head comes as the embedding alone
@@ -108,7 +113,7 @@ def group_parameters(
         elif ".lora_" in name:
             part = "language_model.lora"
         elif ".key_adapter." in name:
-            part += ".key_adapter, before" if ".original_module." in name else ".key_adapter"
+            part = "key_adapter, before" if ".original_module." in name else "language_model.key_adapter"
         groups[part].parameters[name] = parameter
     return [group for group in groups.values() if group.parameters]
 

@@ -83,7 +83,7 @@ class Watched:
             layer.self_attn.k_proj.register_forward_hook(self._see)
 
     def _see(self, projection: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
-        self.calls.append((projection, args[0], projection.is_visual, output))
+        self.calls.append((projection, args[0], args[0].visual_token_mask, output))
 
     def check(self, expected: torch.Tensor) -> None:
         """All calls had this mask, and gave W h and the formula."""
@@ -113,7 +113,7 @@ def test_keys_and_gradients_are_the_formulas(model: NormLlavaForConditionalGener
     projection = model.double().model.language_model.layers[0].self_attn.k_proj
     states = torch.randn(2, 5, 32, dtype=torch.double, requires_grad=True)
     is_visual = torch.rand(2, 5) < 0.5
-    projection.is_visual = is_visual
+    states.visual_token_mask = is_visual
     leaves = [states, *projection.key_adapter.parameters()]
     found, expected = (
         projection(states),
@@ -125,6 +125,68 @@ def test_keys_and_gradients_are_the_formulas(model: NormLlavaForConditionalGener
     for ours, plain in zip(*gradients, strict=True):
         assert plain.abs().max() > 1e-3
         torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
+
+
+def test_dropout_stands_in_front_of_the_update_alone(model: NormLlavaForConditionalGeneration) -> None:
+    adapter = model.model.language_model.layers[0].self_attn.k_proj.key_adapter.train()
+    adapter.dropout.p = 0.5
+    states, is_visual = torch.randn(1, 6, 32), torch.arange(6)[None] < 3
+    torch.manual_seed(0)
+    found = adapter(states, is_visual)
+    torch.manual_seed(0)
+    dropped = torch.nn.functional.dropout(states, 0.5)
+    gates = (states @ adapter.gate_weight.T + adapter.gate_bias).sigmoid()
+    for number, of in enumerate(is_visual[0].int()):
+        update = ALPHA / RANK * gates[0, number, of] * (dropped[0, number] @ adapter.down[of].T @ adapter.up[of])
+        torch.testing.assert_close(found[0, number], update, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_have_the_models_dtype_and_may_have_another(composed: Callable[..., Path]) -> None:
+    plain = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+    model = add_key_adapters(plain, RANK, ALPHA, dropout=0.0)
+    adapters = [module for module in model.modules() if isinstance(module, KeyAdapter)]
+    for adapter in adapters:
+        assert {parameter.dtype for parameter in adapter.parameters()} == {torch.bfloat16}
+        limit = 32**-0.5  # LoRA's for 32 inputs
+        assert 0.9 * limit < adapter.down.abs().max() <= limit
+        adapter.float()  # as in training, here without autocast
+    states = torch.randn(1, 3, 32, dtype=torch.bfloat16)
+    states.visual_token_mask = torch.tensor([[1, 0, 0]])  # numbers too, as token types have them
+    projection = model.model.language_model.layers[0].self_attn.k_proj
+    torch.nn.init.normal_(projection.key_adapter.up)
+    keys = projection(states)
+    assert keys.dtype == torch.bfloat16
+    update = by_formula(projection.key_adapter, states.float(), states.visual_token_mask)
+    torch.testing.assert_close(keys.float(), projection.base(states).float() + update, rtol=0.02, atol=0.02)
+
+
+def test_threads_do_not_see_each_others_tokens(model: NormLlavaForConditionalGeneration) -> None:
+    attention = model.model.language_model.layers[0].self_attn
+    first, second = torch.randn(2, 1, 4, 32)
+    masks = torch.tensor([[True, False, False, False]]), torch.tensor([[False, True, True, True]])
+    projection = attention.k_proj
+    inside = []
+
+    def interrupt(module: Any, args: Any) -> None:  # what another thread may do at any time
+        if not inside:
+            inside.append(True)
+            positions = attention_arguments(model, second)
+            attention(hidden_states=second, visual_token_mask=masks[1], **positions)
+
+    hook = projection.register_forward_pre_hook(interrupt)
+    watched = Watched(model)
+    attention(hidden_states=first, visual_token_mask=masks[0], **attention_arguments(model, first))
+    hook.remove()
+    assert [call[2].tolist() for call in watched.calls] == [masks[1].tolist(), masks[0].tolist()]
+    for projection, states, is_visual, keys in watched.calls:
+        expected = projection.base(states) + by_formula(projection.key_adapter, states, is_visual)
+        torch.testing.assert_close(keys, expected, rtol=1e-4, atol=1e-4)
+
+
+def attention_arguments(model: NormLlavaForConditionalGeneration, states: torch.Tensor) -> dict[str, Any]:
+    decoder = model.model.language_model
+    positions = decoder.rotary_emb(states, torch.arange(states.shape[1])[None])
+    return {"position_embeddings": positions, "attention_mask": None}
 
 
 @pytest.mark.parametrize("text", FAMILIES)
@@ -297,5 +359,5 @@ def test_decoders_that_cannot_have_them(model: NormLlavaForConditionalGeneration
     config = NormLlavaConfig(
         vision_config=model.config.vision_config, text_config=fused.config, image_token_index=3, key_adapter_rank=4
     )
-    with pytest.raises(ValueError, match=r"layers have self_attn.k_proj; those of Phi3Model have none"):
+    with pytest.raises(ValueError, match=r"layers have a linear self_attn.k_proj; those of Phi3Model have none"):
         NormLlavaForConditionalGeneration(config, language_model=fused)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -28,11 +29,14 @@ from transformers import (
     SiglipImageProcessor,
     SiglipVisionConfig,
     SiglipVisionModel,
+    StableLmConfig,
+    StableLmModel,
 )
 
-from modeling_normllava import NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.compose import (
     ComposeArguments,
+    add_key_adapters,
     compose,
     convert_llava,
     interface_norms,
@@ -327,13 +331,17 @@ def test_key_adapters_are_added_to_a_model_as_it_is(
     start = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=dtype)
     start.save_pretrained(tmp_path / "start")
     AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path / "start")
-    options = ("--key_adapter_rank", 4, "--key_adapter_alpha", 6, "--output_dir", tmp_path / "keys")
+    options = ("--key_adapter_rank", 4, "--key_adapter_alpha", 6, "--key_adapter_dropout", 0.1, "--seed", 7)
+    options += ("--output_dir", tmp_path / "keys")
     result = run_compose("--normllava_model", tmp_path / "start", *options)
     assert result.returncode == 0, result.stderr
     assert "key adapters: rank 4, 900 parameters" in result.stderr  # 2 layers x 2 x (4 (32 + 16) + 32 + 1)
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "keys", dtype="auto")
     assert model.dtype == dtype
-    assert (model.config.key_adapter_rank, model.config.key_adapter_alpha) == (4, 6)
+    config = model.config
+    assert (config.key_adapter_rank, config.key_adapter_alpha, config.key_adapter_dropout) == (4, 6, 0.1)
+    same = add_key_adapters(NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "start"), 4, 6, 0.1, seed=7)
+    assert all(torch.equal(tensor, same.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert model.generation_config.eos_token_id == start.generation_config.eos_token_id
     state = {name.replace("k_proj.base.", "k_proj."): tensor for name, tensor in model.state_dict().items()}
     assert all(torch.equal(state[name], tensor) for name, tensor in start.state_dict().items())
@@ -341,6 +349,19 @@ def test_key_adapters_are_added_to_a_model_as_it_is(
     assert all(tensor.any() == name.endswith("key_adapter.down") for name, tensor in new.items())
     again = run_compose("--normllava_model", tmp_path / "keys", *options[:-1], tmp_path / "twice")
     assert "There are key adapters of rank 4 already" in again.stderr
+
+
+def test_a_decoder_that_keeps_arguments_from_its_layers_gets_none(backbones: Callable[[str], Path]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    decoder = StableLmModel(StableLmConfig(**sizes, num_key_value_heads=4, vocab_size=64))
+    vision = SiglipVisionModel.from_pretrained(backbones("siglip"))
+    config = NormLlavaConfig(vision_config=vision.config, text_config=decoder.config, image_token_index=3)
+    model = NormLlavaForConditionalGeneration(config, vision, decoder)
+    with pytest.raises(ValueError, match=r"keeps such arguments from its layers can't have key adapters"):
+        add_key_adapters(model, 4, 8, 0.0)
+    with pytest.raises(StrictDataclassError, match="key_adapter_alpha must be a finite number above 0"):
+        add_key_adapters(model, 4, -1, 0.0)
+    assert model.config.key_adapter_rank == 0
 
 
 @pytest.mark.parametrize(

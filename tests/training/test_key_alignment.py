@@ -23,8 +23,9 @@ from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import PACKED, logged, moved, run  # noqa: E402
 from training.adapters import add_adapters  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
-from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
+from training.key_alignment import KeyAlignment, _key_norm, gram_distance, mmd  # noqa: E402
 from training.merge import merge  # noqa: E402
+from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 from training.tokenization import RowTokenizer  # noqa: E402
 
 
@@ -161,6 +162,10 @@ def test_the_penalty_is_the_formulas_on_ordinary_tokens(
     model(**batch.inputs)
     found = alignment.penalty()
     expected = plain_penalty(model, batch, (0, 1), with_norm=text in ("qwen3", "gemma3"))
+    logs = alignment.collect(lambda sums: sums)  # measures without their weights
+    means = [sum(logs[f"key_{kind}/{layer}_layer"] for layer in ("first", "last")) / 2 for kind in ("mmd", "gram")]
+    assert 0.3 * means[0] + 0.7 * means[1] == pytest.approx(expected.item(), rel=1e-9)
+    assert alignment.collect(lambda sums: sums) == {}
     assert found.dtype == torch.double  # float32 where the model is of less
     assert found.item() == pytest.approx(expected.item(), rel=1e-9)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -172,6 +177,67 @@ def test_the_penalty_is_the_formulas_on_ordinary_tokens(
         else:
             rounding = 1e-6 if text in ("qwen3", "gemma3") else 1e-12  # their norms are in float32
             torch.testing.assert_close(ours, plain, rtol=1e-6, atol=rounding)
+
+
+def test_measures_are_in_float32_under_autocast(
+    watched: Callable[..., Any], data: Path, composed: Callable[..., Path]
+) -> None:
+    model, alignment = watched(gram_weight=0.0)
+    batch = Batch(composed(key_adapter_rank=4), data, packed=False)
+    seen: list[torch.Tensor] = []
+    attention = model.float().model.language_model.layers[1].self_attn
+    attention.k_proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch.inputs)
+        found = alignment.penalty()
+    assert (seen[0].dtype, found.dtype) == (torch.bfloat16, torch.float32)
+    keys = [seen[0].double()[mask].unflatten(-1, (-1, 8)).transpose(0, 1) for mask in (batch.visual, batch.text)]
+    assert alignment.collect(lambda sums: sums)["key_mmd/last_layer"] == pytest.approx(
+        plain_mmd(*keys).item(), rel=1e-4
+    )
+
+
+def test_equal_keys_are_no_distance_apart() -> None:
+    keys = torch.ones(2, 5, 4, requires_grad=True)
+    distance = mmd(keys, keys, BANDWIDTHS)
+    distance.backward()
+    assert distance.item() == pytest.approx(0, abs=1e-6)
+    assert keys.grad is not None
+    assert keys.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("weight", "other"), [("mmd_weight", "gram_distance"), ("gram_weight", "mmd")])
+def test_what_has_no_weight_is_not_computed(
+    watched: Callable[..., Any],
+    data: Path,
+    composed: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    weight: str,
+    other: str,
+) -> None:
+    monkeypatch.setattr(f"training.key_alignment.{other}", lambda *args: pytest.fail("it is computed"))
+    model, alignment = watched(**{"mmd_weight": 0.0, "gram_weight": 0.0, weight: 0.3})
+    model(**Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
+    assert bool(alignment._references) == (weight == "gram_weight")
+    assert alignment.penalty().item() > 0
+    assert {name.split("/")[0] for name in alignment.collect(lambda sums: sums)} == {f"key_{weight[:-7]}"}
+
+
+def test_a_pass_of_sinks_alone_adds_nothing(
+    watched: Callable[..., Any], data: Path, composed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.key_alignment.find_sinks", lambda norms, tokens: torch.ones_like(tokens.text))
+    model, alignment = watched()
+    model(**Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
+    assert alignment.penalty().item() == 0
+
+
+def test_a_norm_of_each_head_and_one_of_another_name(composed: Callable[..., Path]) -> None:
+    norm, named = torch.nn.Module(), torch.nn.Module()
+    norm.k_norm, named.k_layernorm = torch.nn.LayerNorm((2, 8)), torch.nn.LayerNorm(8)
+    assert _key_norm(norm) is norm.k_norm
+    assert _key_norm(named) is named.k_layernorm
+    assert _key_norm(torch.nn.Module()) is None
 
 
 def test_layers_can_be_chosen(watched: Callable[..., Any], data: Path, composed: Callable[..., Path]) -> None:
@@ -219,6 +285,12 @@ def test_at_most_so_many_tokens_are_drawn(
     model(**Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
     alignment.penalty()
     assert seen == [(3, 3), (3, 3)]
+    drawn = set()
+    for _ in range(5):
+        alignment._begin(model.model, (), Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
+        assert alignment._watched is not None
+        drawn.add(tuple(alignment._watched.positions.tolist()))
+    assert len(drawn) > 1  # at random
 
 
 @pytest.mark.parametrize("text", ["qwen2", "qwen3"])
@@ -231,6 +303,7 @@ def test_gradients_are_alike_with_checkpointing(
     def gradients() -> dict[str, torch.Tensor]:
         model.zero_grad()
         (model(**batch.inputs).loss + alignment.penalty()).backward()
+        assert not alignment._keys  # nothing is kept of the second pass over the layers
         return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
     expected = gradients()
@@ -421,6 +494,42 @@ def test_without_weights_nothing_is_watched(
     # The loss that is logged is that of language alone: at the first step it is the same.
     assert with_losses[0]["loss"] == without[0]["loss"]
     assert with_losses[0]["grad_norm"] != without[0]["grad_norm"]
+
+
+def test_kernels_and_layers_are_the_recipes(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = []
+    for number, kernels in enumerate(([1.0], [0.25, 4.0])):
+        chosen = {"key_bandwidths": kernels, "key_layers": [1], "max_steps": 1, "logging_steps": 1}
+        folder = tmp_path / str(number)
+        run(monkeypatch, tmp_path, **fields_for(composed, data, **chosen), output_dir=str(folder))
+        first.append(logged(folder)[0])
+        assert {name for name in first[-1] if name.startswith("key_")} == {"key_mmd/last_layer", "key_gram/last_layer"}
+    assert first[0]["key_mmd/last_layer"] != pytest.approx(first[1]["key_mmd/last_layer"], rel=0.01)
+
+
+@pytest.mark.parametrize("stage", Stage)
+def test_what_a_stage_trains_of_key_adapters(composed: Callable[..., Path], stage: Stage) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4))
+    if stage is Stage.ADAPT:
+        add_adapters(model, rank=2, alpha=4)
+    prepare_stage(model, stage, LearningRates(1e-3, 1e-4, 1e-5))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    of_keys = {name for name, _ in model.named_parameters() if ".key_adapter." in name}
+    assert of_keys & trained == {name for name in of_keys if ".original_module." not in name and stage != Stage.ALIGN}
+    assert any(".original_module." in name for name in of_keys) == (stage is Stage.ADAPT)
+    assert not any("k_proj.base" in name for name in trained) or stage is Stage.INSTRUCT
+    dropout = model.model.language_model.layers[0].self_attn.k_proj.key_adapter.dropout.p
+    assert dropout == (0.0 if stage is Stage.ALIGN else 0.05)  # frozen ones say the same every time
+
+
+def test_merging_into_a_base_without_them_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
+    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds key adapters, and its base .* has none. Name by --base"):
+        merge(str(tmp_path), base=str(composed()))
+    merge(str(tmp_path))
 
 
 def test_losses_need_key_adapters(

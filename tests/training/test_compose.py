@@ -326,16 +326,24 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_key_adapters_are_added_to_a_model_as_it_is(
-    composed: Callable[..., Path], tmp_path: Path, dtype: torch.dtype
+    composed: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    dtype: torch.dtype,
 ) -> None:
+    def run_here(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["compose.py", *map(str, arguments)])
+        main()
+
+    caplog.set_level("INFO")
     start = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=dtype)
     start.save_pretrained(tmp_path / "start")
     AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path / "start")
     options = ("--key_adapter_rank", 4, "--key_adapter_alpha", 6, "--key_adapter_dropout", 0.1, "--seed", 7)
     options += ("--output_dir", tmp_path / "keys")
-    result = run_compose("--normllava_model", tmp_path / "start", *options)
-    assert result.returncode == 0, result.stderr
-    assert "key adapters: rank 4, 900 parameters" in result.stderr  # 2 layers x 2 x (4 (32 + 16) + 32 + 1)
+    run_here("--normllava_model", tmp_path / "start", *options)
+    assert "key adapters: rank 4, 900 parameters" in caplog.text  # 2 layers x 2 x (4 (32 + 16) + 32 + 1)
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "keys", dtype="auto")
     assert model.dtype == dtype
     config = model.config
@@ -347,8 +355,8 @@ def test_key_adapters_are_added_to_a_model_as_it_is(
     assert all(torch.equal(state[name], tensor) for name, tensor in start.state_dict().items())
     new = {name: tensor for name, tensor in state.items() if name not in start.state_dict()}
     assert all(tensor.any() == name.endswith("key_adapter.down") for name, tensor in new.items())
-    again = run_compose("--normllava_model", tmp_path / "keys", *options[:-1], tmp_path / "twice")
-    assert "There are key adapters of rank 4 already" in again.stderr
+    with pytest.raises(ValueError, match="There are key adapters of rank 4 already"):
+        run_here("--normllava_model", tmp_path / "keys", *options[:-1], tmp_path / "twice")
 
 
 def test_a_decoder_that_keeps_arguments_from_its_layers_gets_none(backbones: Callable[[str], Path]) -> None:

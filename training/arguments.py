@@ -336,7 +336,7 @@ def _check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError(f"{used[0]} goes with stage 'adapt' alone, in which k_proj itself is frozen.")
     if args.torch_compile:
         raise ValueError(
-            f"{used[0]} takes keys out of the model by hooks, which torch_compile does not know: leave it."
+            f"{used[0]} takes keys out of the model by hooks, at which compiling breaks: set torch_compile to false."
         )
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ValueError(

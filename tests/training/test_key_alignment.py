@@ -21,6 +21,7 @@ peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import PACKED, logged, moved, run  # noqa: E402
+from training import arguments  # noqa: E402
 from training.adapters import add_adapters  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
 from training.key_alignment import KeyAlignment, _key_norm, gram_distance, mmd  # noqa: E402
@@ -195,6 +196,11 @@ def test_measures_are_in_float32_under_autocast(
     assert alignment.collect(lambda sums: sums)["key_mmd/last_layer"] == pytest.approx(
         plain_mmd(*keys).item(), rel=1e-4
     )
+
+
+def test_training_has_the_kernels_of_the_diagnostics() -> None:
+    distances = pytest.importorskip("diagnostics.distances")  # needs the extra "diagnostics"
+    assert arguments.BANDWIDTHS == distances.BANDWIDTHS == BANDWIDTHS
 
 
 def test_equal_keys_are_no_distance_apart() -> None:

@@ -8,6 +8,7 @@ from the results; what they mean is written in `malora_page.md`.
 """
 
 import argparse
+import json
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -188,6 +189,16 @@ def make_tables(cases: Sequence[Case]) -> dict[str, str]:
     }
 
 
+def costs_elsewhere() -> dict[str, str]:
+    """How many times plain LoRA's a training pass takes, from the shortest to the longest row of the benchmark."""
+    lengths = json.loads((RESULTS / "key_alignment_cpu.json").read_text(encoding="utf-8"))["lengths"]
+    texts = {}
+    for arm in ("keys", "losses"):
+        first, last = (f"{row[arm]['ratio']:.2f}" for row in (lengths[0], lengths[-1]))
+        texts[f"{arm}_cost"] = first if first == last else f"{first} to {last}"
+    return texts
+
+
 @styled
 def draw(cases: Sequence[Case]) -> Figure:
     """MMD² of keys and of values by layer, before and after each arm: mean and range over the seeds."""
@@ -230,7 +241,7 @@ def main() -> None:
         raise SystemExit(f"No arm is done in {root}: run `make malora`.")
     save(draw(cases), PAGE.with_name("malora_keys.png"))
     tables = make_tables(cases)
-    counts = {
+    counts = costs_elsewhere() | {
         "runs": str(sum(len(case.models) - 1 for case in cases)),
         "planned": str(len(NORMS) * len(SEEDS) * len(ADAPTATIONS)),
         "num_pictures": str(len(questions)),

@@ -162,13 +162,18 @@ def check_parts() -> None:
             raise SystemExit(f"{ROOT / RUN / part} is missing: run `make quickstart` first, which makes it.")
 
 
-def main() -> None:
-    """Run the command line."""
+def read_folder(description: str | None, option: str, name: str) -> Path:
+    """The folder of runs that a command line names by its only option, `runs/<name>` by default; logging is set up."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.set_verbosity_error()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "ablation", help="where the runs go")
-    root = parser.parse_args().output_dir.resolve()
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(option, type=Path, default=ROOT / "runs" / name, dest="folder", help="where the runs are")
+    return parser.parse_args().folder.resolve()
+
+
+def main() -> None:
+    """Run the command line."""
+    root = read_folder(__doc__, "--output_dir", "ablation")
     check_parts()
     jobs = [(arm, seed) for seed in SEEDS for arm in ARMS + OPTIMIZER_ARMS]
     for arm, seed in tqdm(jobs, desc="Ablation", unit="run"):

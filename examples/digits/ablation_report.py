@@ -7,7 +7,6 @@ Reads the runs that `ablation.py` made, measures every trained model on the same
 from the results; what they mean is written in `ablation_page.md`.
 """
 
-import argparse
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +16,11 @@ from statistics import mean, stdev
 from typing import Any
 
 import matplotlib.pyplot as plt
-from ablation import ARMS, OPTIMIZER_ARMS, SEEDS, SGD_RATES, Arm, arm_folder
+from ablation import ARMS, OPTIMIZER_ARMS, SEEDS, SGD_RATES, Arm, arm_folder, read_folder
 from quickstart import ROOT, RUN
 from report import PROBE_SIZE, load_scene_questions, write_probe
 from scipy.stats import t
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
 
 from conversations.files import write_whole
 from diagnostics.dynamics import measure_point, measure_run
@@ -295,12 +293,8 @@ def write_results(summary: Any, texts: Mapping[str, str], template: Path, page: 
 
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    transformers_logging.set_verbosity_error()
+    root = read_folder(__doc__, "--run_dir", "ablation")
     plt.switch_backend("agg")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run_dir", type=Path, default=ROOT / "runs" / "ablation", help="where the runs are")
-    root = parser.parse_args().run_dir.resolve()
     questions = load_probe()
     jobs = [(arm, seed) for arm in ARMS + OPTIMIZER_ARMS for seed in SEEDS]
     results: Results = {}

@@ -7,15 +7,12 @@ Gram reference. Start, order of rows and all else are alike for arms of the same
 made again. `malora_report.py` measures and writes up what comes out.
 """
 
-import argparse
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-from ablation import GWC, SEEDS, Arm, arm_folder, check_parts, evaluate, run_arm, run_steps
-from quickstart import LAUNCH, ROOT
+from ablation import GWC, SEEDS, Arm, arm_folder, check_parts, evaluate, read_folder, run_arm, run_steps
+from quickstart import LAUNCH
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
 
 
 NORMS = (Arm("none", "no norm", ("--projector_norm", "none"), stages=1), Arm("gwc", "GWC", GWC, stages=1))
@@ -65,11 +62,7 @@ def commands(arm: Adaptation, seed: int, base: Path) -> list[tuple[Path, list[st
 
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    transformers_logging.set_verbosity_error()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, default=ROOT / "runs" / "malora", help="where the runs go")
-    root = parser.parse_args().output_dir.resolve()
+    root = read_folder(__doc__, "--output_dir", "malora")
     check_parts()
     jobs = [(norm, seed, arm) for seed in SEEDS for norm in NORMS for arm in ADAPTATIONS]
     for norm, seed, arm in tqdm(jobs, desc="Adaptations", unit="run"):

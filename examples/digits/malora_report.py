@@ -7,7 +7,6 @@ Measures the models that `malora.py` made, as far as they are there, on the same
 from the results; what they mean is written in `malora_page.md`.
 """
 
-import argparse
 import json
 import logging
 import operator
@@ -18,14 +17,12 @@ from statistics import mean
 
 import matplotlib.pyplot as plt
 import numpy as np
-from ablation import SEEDS
+from ablation import SEEDS, read_folder
 from ablation_report import RESULTS, load_probe, over_seeds, write_results
 from malora import ADAPTATIONS, NORMS
 from malora_measure import START, Case, Change, Measured, measure_case
 from matplotlib.figure import Figure
-from quickstart import ROOT
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
 
 from diagnostics.plots import FAINT, MODELS, WIDTH, save, styled
 from diagnostics.report import table
@@ -227,12 +224,8 @@ def draw(cases: Sequence[Case]) -> Figure:
 
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    transformers_logging.set_verbosity_error()
+    root = read_folder(__doc__, "--run_dir", "malora")
     plt.switch_backend("agg")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run_dir", type=Path, default=ROOT / "runs" / "malora", help="where the runs are")
-    root = parser.parse_args().run_dir.resolve()
     questions = load_probe()
     jobs = [(norm, seed) for norm in NORMS for seed in SEEDS]
     found = [measure_case(norm, seed, root, questions) for norm, seed in tqdm(jobs, desc="Measuring", unit="case")]

@@ -22,6 +22,7 @@ from diagnostics.parts import decoder_layers
 from diagnostics.probe import Record
 from diagnostics.results import Space, from_json
 from diagnostics.samples import prepare_samples
+from training.compose import measure_target
 
 
 # What the model before adaptation is called: its folder.
@@ -89,12 +90,21 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Rescaled:
+    """What is left of a model's keys and values where visual tokens enter at the length of text, without training."""
+
+    keys: Cosines
+    values: Cosines
+
+
+@dataclass(frozen=True)
 class Case:
-    """The models of a norm and seed: the start, and what became of it by arm."""
+    """The models of a norm and seed: the start, and what became of it by arm; without a norm, the start rescaled."""
 
     norm: str
     seed: int
     models: dict[str, Measured]
+    rescaled: Rescaled | None = None
 
 
 def measure_case(norm: Arm, seed: int, root: Path, questions: Sequence[Question]) -> Case | None:
@@ -112,12 +122,23 @@ def measure_case(norm: Arm, seed: int, root: Path, questions: Sequence[Question]
         records = record(base / name / "merged", questions)
         evaluation = json.loads((base / name / "evaluation.json").read_text(encoding="utf-8"))
         models[name] = measure(records, evaluation, bases, read_change(base / name / "adapter", start, records))
-    return Case(norm.name, seed, models)
+    rescaled = None
+    if norm.name == "none":
+        rescaled = Rescaled(*compare(start, record(base / START, questions, rescale=True)))
+    return Case(norm.name, seed, models, rescaled)
 
 
-def record(folder: Path, questions: Sequence[Question]) -> list[Record]:
-    """What a model does, for each question; each is about a picture of its own."""
+def record(folder: Path, questions: Sequence[Question], rescale: bool = False) -> list[Record]:
+    """What a model does, for each question; each is about a picture of its own.
+
+    With `rescale` each visual token enters the decoder at the mean length of text tokens (T).
+    """
     model, processor = load_model(str(folder))
+    if rescale:
+        target = measure_target(model.model.language_model)
+        model.model.multi_modal_projector.register_forward_hook(
+            lambda module, args, features: target * torch.nn.functional.normalize(features, dim=-1)
+        )
     return record_samples(model, prepare_samples(model, processor, questions), range(len(decoder_layers(model))))
 
 
@@ -155,16 +176,26 @@ def read_change(adapter: Path, before: Sequence[Record], after: Sequence[Record]
     penalties = {
         kind: [value for name, value in last.items() if name.startswith(f"key_{kind}/")] for kind in ("mmd", "gram")
     }
+    keys, values = compare(before, after)
     with safe_open(adapter / "adapter_model.safetensors", "pt") as weights:
         count = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118 - it is no dict
     return Change(
         trained_parameters=count,
         seconds=next(line["train_runtime"] for line in lines if "train_runtime" in line),
         loss=last["loss"],
-        keys=Cosines(*(mean_cosine(before, after, "keys", modality) for modality in ("visual", "text"))),
-        values=Cosines(*(mean_cosine(before, after, "values", modality) for modality in ("visual", "text"))),
+        keys=keys,
+        values=values,
         **{kind: mean(values) for kind, values in penalties.items() if values},
     )
+
+
+def compare(before: Sequence[Record], after: Sequence[Record]) -> tuple[Cosines, Cosines]:
+    """Cosines of keys, and of values."""
+    keys, values = (
+        Cosines(*(mean_cosine(before, after, kind, modality) for modality in ("visual", "text")))
+        for kind in ("keys", "values")
+    )
+    return keys, values
 
 
 def mean_cosine(before: Sequence[Record], after: Sequence[Record], kind: str, modality: str) -> list[float]:

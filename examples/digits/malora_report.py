@@ -152,6 +152,17 @@ def norm_table(cases: Sequence[Case]) -> str:
     return table(["GWC less no norm, before", *MEASURES.values()], rows)
 
 
+def rescaled_table(cases: Sequence[Case]) -> str:
+    """What rescaling alone leaves of keys and values, by layer, over the seeds without a norm."""
+    found = [case.rescaled for case in cases if case.rescaled is not None]
+    rows = []
+    for kind in KINDS:
+        for modality in ("visual", "text"):
+            by_layer = zip(*(getattr(getattr(of, kind), modality) for of in found), strict=True)
+            rows.append([f"{kind}, {modality}", *(over_seeds(values, 3) for values in by_layer)])
+    return table(["cosine, before and after rescaling", *(f"layer {layer}" for layer in LAYERS)], rows)
+
+
 def make_tables(cases: Sequence[Case]) -> dict[str, str]:
     """The tables by their names on the page."""
     costs = {
@@ -182,6 +193,7 @@ def make_tables(cases: Sequence[Case]) -> dict[str, str]:
         **{name: space_table(cases, name) for name in MEASURES},
         "looks": table(["", *looks], rows_of(cases, TITLES, list(looks.values()))),
         "norms": norm_table(cases),
+        "rescaled": rescaled_table(cases),
         "differences": table(header, rows),
     }
 

@@ -42,6 +42,15 @@ def test_what_is_asked_of_keys_is_done(report: ModuleType) -> None:
             assert gap(case.models["mmd"]) < 0.8 * gap(case.models["lora"])
 
 
+def test_rescaling_reaches_visual_tokens_behind_the_first_layer(report: ModuleType) -> None:
+    rescaled = [case.rescaled for case in read_cases(report).cases if case.norm == "none"]
+    assert len(rescaled) == 3
+    for cosines in (cosines for of in rescaled for cosines in (of.keys, of.values)):
+        assert cosines.visual[0] == pytest.approx(1, abs=1e-4)  # the layer norms what it gets
+        assert cosines.text[:2] == pytest.approx([1, 1], abs=1e-3)  # text has seen that layer's keys and values
+        assert cosines.visual[1] < 0.5
+
+
 def test_arms_are_compared_with_plain_lora_of_the_same_seed(report: ModuleType) -> None:
     case = read_cases(report).cases[0]
     start, lora = case.models["stage1"], case.models["lora"]

@@ -131,7 +131,7 @@ def prepare_model(
         raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
     if model.config.key_adapter_rank and getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
         raise ValueError(
-            "ZeRO-3 hands modules copies of their inputs, without the mask that key adapters read: use FSDP2, or none."
+            "ZeRO-3 hands modules copies of their inputs, without the mask that key adapters read: use FSDP2 or DDP."
         )
     trained: Any = model
     stage = Stage(str(run_args.stage))

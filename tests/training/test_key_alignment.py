@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from training.adapters import add_adapters  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
 from training.key_alignment import KeyAlignment, _key_norm, gram_distance, mmd  # noqa: E402
 from training.merge import merge  # noqa: E402
+from training.sft import prepare_model  # noqa: E402
 from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 from training.tokenization import RowTokenizer  # noqa: E402
 
@@ -536,6 +538,17 @@ def test_merging_into_a_base_without_them_is_refused(composed: Callable[..., Pat
     with pytest.raises(ValueError, match=r"holds key adapters, and its base .* has none. Name by --base"):
         merge(str(tmp_path), base=str(composed()))
     merge(str(tmp_path))
+
+
+def test_zero3_is_refused(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    fields = {"output_dir": tmp_path / "out", "use_cpu": "true", **fields_for(composed, data)}
+    given = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
+    run_args, args = arguments.parse_arguments(given)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=3)  # DeepSpeed is not among what the tests install
+    with pytest.raises(ValueError, match="ZeRO-3 hands modules copies of their inputs"):
+        prepare_model(run_args, args)
+    args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
+    prepare_model(run_args, args)
 
 
 def test_losses_need_key_adapters(

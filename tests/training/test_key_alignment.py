@@ -23,7 +23,7 @@ peft = pytest.importorskip("peft")
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import PACKED, logged, moved, run  # noqa: E402
 from training import arguments  # noqa: E402
-from training.adapters import add_adapters  # noqa: E402
+from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
 from training.key_alignment import KeyAlignment, _key_norm, gram_distance, mmd  # noqa: E402
 from training.merge import merge  # noqa: E402
@@ -463,7 +463,13 @@ def test_a_run_moves_keys_reloads_and_merges(
 def test_a_run_over_four_bits(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("bitsandbytes")
+    bnb = pytest.importorskip("bitsandbytes")
+    model = NormLlavaForConditionalGeneration.from_pretrained(
+        composed(key_adapter_rank=4), quantization_config=quantization_config(torch.bfloat16)
+    )
+    projection = model.model.language_model.layers[0].self_attn.k_proj
+    assert isinstance(projection.base, bnb.nn.Linear4bit)
+    assert all(parameter.is_floating_point() for parameter in projection.key_adapter.parameters())
     fields = fields_for(composed, data, load_in_4bit=True, num_train_epochs=4, key_mmd_weight=2.0, bf16=True, **PACKED)
     run(monkeypatch, tmp_path, **fields, gradient_checkpointing=True, output_dir=str(tmp_path / "adapter"))
     lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]

@@ -28,7 +28,8 @@ PLACEHOLDERS = re.compile(r"\b(?:TODO|FIXME|TBD)\b|(?i:lorem ipsum|\[?more infor
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 # What loads code, in text: a call with an argument, a flag of a command.
 LOADS = re.compile(r"\b(?:from_pretrained|pipeline|hub\.load)\(\s*[^\s).]|--trust[-_]remote[-_]code")
-VLLM = re.compile(r"\bvllm\b", re.IGNORECASE)
+# What starts vLLM, in text: its command, its modules, its image.
+VLLM = re.compile(r"\bvllm +serve\b|\b(?:import|from) +vllm\b|\bvllm\.entrypoints\b|\bvllm/vllm-", re.IGNORECASE)
 CARD = "README.md"
 ALLOWED = {
     *JSON_FILES, *OTHER_FILES, *(path.name for path in (*CLASS_FILES, *SERVING_FILES)), CARD, "LICENSE",
@@ -234,20 +235,17 @@ def loads_code(call: ast.Call) -> bool:
 
 
 def find_serving_faults(stage: Stage) -> Iterator[Finding]:
-    """Of a model with key adapters: a card that doesn't say who runs it, and any other word on vLLM, which can't."""
+    """Of a model with key adapters: a card that doesn't say who runs it, or tells to run it with vLLM, which can't."""
     rank = stage.config.get("key_adapter_rank")
     if not rank:
         return
     said = KEY_ADAPTERS.format(rank=rank)
     if said not in stage.card:
         yield Finding(CARD, f"does not say '{said}'", REBUILD)
-    ours = {path.name for path in (*CLASS_FILES, *SERVING_FILES)}  # which are compared byte for byte
-    for name in sorted(stage.files.keys() - ours - {"tokenizer.json"}):
-        text = "" if name.endswith((".safetensors", ".png")) else stage.text(name).replace(said, "")
-        for line in text.splitlines():
-            if VLLM.search(line):
-                reason = f"speaks of vLLM, which can't run key adapters: {line.strip()}"
-                yield Finding(name, reason, "Take it out: the card's own sentence says who runs the model.")
+    for line in filter(VLLM.search, stage.card.splitlines()):
+        yield Finding(
+            CARD, f"runs vLLM, which can't run key adapters: {line.strip()}", "Name transformers in its place."
+        )
 
 
 def find_manifest_faults(stage: Stage) -> Iterator[Finding]:

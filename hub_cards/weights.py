@@ -25,7 +25,7 @@ PIECE = 2**26  # bytes; a multiple of every dtype's size
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """An entry of a weight file's header, and whether all its values are finite, and 0."""
+    """An entry of a weight file's header, and whether all its values are finite, and whether all are 0."""
 
     name: str
     file: str

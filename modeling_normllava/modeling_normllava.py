@@ -3,8 +3,8 @@
 "The Unseen Bias" (arXiv 2512.08374) describes the method; equation numbers below are that paper's. Saving a model
 copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
 
-With `config.key_adapter_rank` the decoder's keys have adapters that know a token's modality, after MaLoRA (arXiv
-2510.26721). That paper's text was not to be had: the gate and where the adapters stand are this project's reading.
+With `config.key_adapter_rank` the decoder's keys have adapters that know a token's modality, MaLoRA-style (after the
+abstract of arXiv 2510.26721, all of it that could be read: the gate is this project's choice).
 """
 
 import re
@@ -234,7 +234,7 @@ def add_visual_token_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tupl
     return args, kwargs
 
 
-def add_key_adapters(decoder: PreTrainedModel, config: NormLlavaConfig) -> None:
+def wrap_key_projections(decoder: PreTrainedModel, config: NormLlavaConfig) -> None:
     """Put adapters around `k_proj` of every layer.
 
     Raises:
@@ -313,7 +313,7 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
         self.multi_modal_projector = NormLlavaMultiModalProjector(config)
         self.language_model = language_model or AutoModel.from_config(config.text_config)
         if config.key_adapter_rank:
-            add_key_adapters(self.language_model, config)
+            wrap_key_projections(self.language_model, config)
             self.register_forward_pre_hook(add_visual_token_mask, with_kwargs=True)
         self.post_init()
 

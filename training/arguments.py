@@ -131,7 +131,7 @@ class RunArguments(DatasetArguments, ModelConfig):
         default=0.0, metadata={"help": "Weight of the MMD² between visual and text keys; see key_alignment.py."}
     )
     key_gram_weight: float = field(
-        default=0.0, metadata={"help": "Weight of how far the frozen k_proj's Gram matrix of keys is left."}
+        default=0.0, metadata={"help": "Weight of the distance of the keys' Gram matrices from the frozen k_proj's."}
     )
     key_layers: list[int] | None = field(
         default=None, metadata={"help": "Layers of the decoder whose keys have these losses; all by default."}

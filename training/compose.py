@@ -73,7 +73,9 @@ class ComposeArguments:
     vision_feature_layer: int = field(
         default=-2, metadata={"help": "Hidden state of the vision encoder to read, LLaVA's -2 by default."}
     )
-    key_adapter_rank: int = field(default=0, metadata={"help": "Rank of key adapters, MaLoRA's; 0 for none."})
+    key_adapter_rank: int = field(
+        default=0, metadata={"help": "Rank of gated key adapters (MaLoRA-style); 0 for none."}
+    )
     key_adapter_alpha: float = field(default=32, metadata={"help": "Key adapters are scaled by this over the rank."})
     key_adapter_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of key adapters."})
     seed: int = field(default=42, metadata={"help": "Seed of new weights."})

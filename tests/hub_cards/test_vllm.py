@@ -133,27 +133,35 @@ def test_embeddings_can_be_given_in_place_of_ids(processor: Any, model: Any) -> 
     assert torch.allclose(given.last_hidden_state, expected, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)  # of which five minutes, once, are the environment's
-def test_vllm_answers_as_transformers_does(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def model_of_wide_heads(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with heads of 64, since vLLM's CPU attention takes no 8; beside it vLLM's environment is made."""
     make = ["make", ".venv-vllm/installed", f"PYTHON={sys.executable}"]
     installed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
     assert installed.returncode == 0, f"vLLM's environment could not be made:\n{installed.stderr[-3000:]}"
-
+    folder = tmp_path_factory.mktemp("wide")
     set_seed(0)
-    config = AutoConfig.from_pretrained(backbones("qwen2"), head_dim=64)  # vLLM's CPU attention takes no 8
+    config = AutoConfig.from_pretrained(backbones("qwen2"), head_dim=64)
     for part in AutoModelForCausalLM.from_config(config), AutoTokenizer.from_pretrained(backbones("qwen2")):
-        part.save_pretrained(tmp_path / "text")
-    for part in compose(str(backbones("siglip")), str(tmp_path / "text")):
-        part.save_pretrained(tmp_path / "model")
+        part.save_pretrained(folder / "text")
+    for part in compose(str(backbones("siglip")), str(folder / "text")):
+        part.save_pretrained(folder / "model")
+    return folder / "model"
 
+
+def ask_vllm(model: Path, folder: Path) -> subprocess.CompletedProcess[str]:
     # Isolated, and with an empty cache of class files: what the folder holds is all there is.
     python = [ROOT / ".venv-vllm/bin/python", "-I", Path(__file__).with_name("vllm_answers.py")]
-    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    ran = subprocess.run(
-        [*python, tmp_path / "model", tmp_path / "answers.json"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
+    environment = {**os.environ, "HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    return subprocess.run(
+        [*python, model, folder / "answers.json"], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # of which five minutes, once, are the environment's
+def test_vllm_answers_as_transformers_does(model_of_wide_heads: Path, tmp_path: Path) -> None:
+    ran = ask_vllm(model_of_wide_heads, tmp_path)
     assert ran.returncode == 0, ran.stdout[-5000:] + ran.stderr[-5000:]
     answers = json.loads((tmp_path / "answers.json").read_text())
     for given, expected in zip(answers["vllm"], answers["transformers"], strict=True):
@@ -166,3 +174,14 @@ def test_vllm_answers_as_transformers_does(backbones: Callable[[str], Path], tmp
     ):
         close = doubled["log_probabilities"] == pytest.approx(plain["log_probabilities"], abs=1e-4)
         assert close != has_picture
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_vllm_refuses_key_adapters(model_of_wide_heads: Path, tmp_path: Path) -> None:
+    plain = NormLlavaForConditionalGeneration.from_pretrained(model_of_wide_heads)
+    add_key_adapters(plain, 4, 8, 0.05).save_pretrained(tmp_path / "model")
+    AutoProcessor.from_pretrained(model_of_wide_heads).save_pretrained(tmp_path / "model")
+    ran = ask_vllm(tmp_path / "model", tmp_path)
+    assert ran.returncode != 0
+    assert "ValueError: vLLM can't run key adapters" in ran.stdout + ran.stderr

@@ -61,20 +61,20 @@ class Stage:
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """The manifest, empty where it can't be read."""
-        try:
-            manifest = read_json(self.folder / MANIFEST)
-        except (ValueError, OSError):
-            return {}
-        return manifest if isinstance(manifest, dict) and isinstance(manifest.get("files"), dict) else {}
+        manifest = self._read_object(MANIFEST)
+        return manifest if isinstance(manifest.get("files"), dict) else {}
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """The model's config, empty where it can't be read."""
+        return self._read_object("config.json")
+
+    def _read_object(self, name: str) -> dict[str, Any]:
         try:
-            config = read_json(self.folder / "config.json")
+            value = read_json(self.folder / name)
         except (ValueError, OSError):
             return {}
-        return config if isinstance(config, dict) else {}
+        return value if isinstance(value, dict) else {}
 
     @cached_property
     def metadata(self) -> dict[str, Any] | None:

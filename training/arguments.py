@@ -162,6 +162,11 @@ class RunArguments(DatasetArguments, ModelConfig):
     recipe: str | None = field(default=None, init=False)
     """Path of the YAML file that `--config` named."""
 
+    @property
+    def key_losses(self) -> list[str]:
+        """The weights of the losses on keys that are not 0, by name."""
+        return [name for name in ("key_mmd_weight", "key_gram_weight") if getattr(self, name)]
+
     def __post_init__(self) -> None:
         check_fields(self)
         super().__post_init__()
@@ -322,8 +327,7 @@ def _check_stage(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def _check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
-    weights = {"key_mmd_weight": run_args.key_mmd_weight, "key_gram_weight": run_args.key_gram_weight}
-    used = [name for name, weight in weights.items() if weight]
+    used = run_args.key_losses
     if run_args.key_layers is not None and not used:
         raise ValueError("key_layers does nothing without key_mmd_weight or key_gram_weight.")
     if not run_args.key_bandwidths or min(run_args.key_bandwidths) <= 0:

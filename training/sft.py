@@ -122,7 +122,7 @@ def prepare_model(
             keys, or key adapters where they can't run.
     """
     model = load_base(run_args, args)
-    if (run_args.key_mmd_weight or run_args.key_gram_weight) and not model.config.key_adapter_rank:
+    if run_args.key_losses and not model.config.key_adapter_rank:
         raise ValueError(
             f"key_mmd_weight and key_gram_weight need key adapters, and {run_args.model_name_or_path} has none. Add "
             "them: python training/compose.py --normllava_model <folder> --key_adapter_rank 16 --output_dir <folder>"
@@ -237,7 +237,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         rows_to_answer = held_out.select(range(min(run_args.eval_samples, len(held_out))))
         questions = HeldOutQuestions(rows_to_answer, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
     key_alignment = None
-    if run_args.key_mmd_weight or run_args.key_gram_weight:
+    if run_args.key_losses:
         key_alignment = KeyAlignment(
             model,
             processor,

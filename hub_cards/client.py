@@ -7,8 +7,12 @@ import email.utils
 import json
 import logging
 import math
+import os
+import signal
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from huggingface_hub import set_client_factory
@@ -22,6 +26,8 @@ logger = logging.getLogger(__name__)
 MAX_WAIT = 600
 # What stops a question to the Hub: errors of the HTTP library and of the machine, and answers of another shape.
 HUB_ERRORS = (httpx.HTTPError, OSError, ValueError, LookupError, TypeError)
+# Whether Ctrl-C was pressed where requests look out for it.
+_interrupted = threading.Event()
 
 
 class PatientClient(httpx.Client):
@@ -32,19 +38,24 @@ class PatientClient(httpx.Client):
 
         Raises:
             ConnectionError: if the Hub asks to wait too long, or the answer to a question to its API is no JSON.
+            KeyboardInterrupt: if Ctrl-C was pressed within [`interrupts_at_requests`].
         """
+        stop_if_interrupted()
         name, waited = f"{request.method} {request.url.path}", 0
+        if not isinstance(request.stream, httpx.ByteStream):  # of a file, part by part
+            request.stream = InterruptibleStream(request.stream)
         while (response := super().send(request, **options)).status_code == 429:
             seconds = seconds_to_wait(response.headers)
             if waited + seconds > MAX_WAIT:
                 response.close()
                 raise ConnectionError(f"{name}: the Hub asks to wait for {seconds} s, and {MAX_WAIT} s is the most")
-            if not isinstance(request.stream, httpx.ByteStream):
+            if isinstance(request.stream, InterruptibleStream):
                 response.headers["Retry-After"] = str(seconds)  # of a file: the Hub's client rewinds it, and waits
                 return response
             logger.warning("%s: the Hub asks to wait for %d s", name, seconds)
             response.close()
-            time.sleep(seconds)
+            _interrupted.wait(seconds)
+            stop_if_interrupted()
             waited += seconds
         if response.is_success and ("/api/" in name or name.endswith("/objects/batch")) and not options.get("stream"):
             content = response.text.strip()
@@ -55,6 +66,53 @@ class PatientClient(httpx.Client):
                     line = content.splitlines()[0]
                     raise ConnectionError(f"{name}: the Hub answered with no JSON: {line[:200]}") from error
         return response
+
+
+class InterruptibleStream(httpx.SyncByteStream):
+    """What is uploaded, part by part, until Ctrl-C."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The parts. Raises `KeyboardInterrupt` as [`PatientClient`] does."""
+        for part in self._stream:
+            stop_if_interrupted()
+            yield part
+
+
+@contextmanager
+def interrupts_at_requests() -> Iterator[None]:
+    """Let Ctrl-C raise `KeyboardInterrupt` before the next request or the next part of a file; at once, if it is
+    pressed again. For the main thread.
+
+    Raised wherever it strikes, it can leave a lock of the client's thread pool held, and the push waits forever.
+    """
+
+    def note(signum: int, frame: Any) -> None:
+        if _interrupted.is_set():
+            raise KeyboardInterrupt
+        _interrupted.set()
+        os.write(2, b"\nStopping at the next request. Ctrl-C again stops at once.\n")  # logging is not safe here
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield
+        stop_if_interrupted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+        forget_interrupt()
+
+
+def stop_if_interrupted() -> None:
+    """Raises `KeyboardInterrupt` if Ctrl-C was pressed within [`interrupts_at_requests`]."""
+    if _interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+def forget_interrupt() -> None:
+    """Let requests be made again."""
+    _interrupted.clear()
 
 
 def seconds_to_wait(headers: Mapping[str, str]) -> int:

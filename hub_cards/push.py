@@ -11,7 +11,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.hf_api import RepoFile
 
 from hub_cards.check import check
-from hub_cards.client import HUB_ERRORS, explain, status_of
+from hub_cards.client import HUB_ERRORS, explain, forget_interrupt, interrupts_at_requests, status_of
 from hub_cards.manifest import MANIFEST
 from hub_cards.verify import KEPT, ReleaseError
 
@@ -175,20 +175,23 @@ def push(stage: Path, manifest: dict[str, Any], plan: Plan, api: HfApi, public: 
     """
     state = plan.state
     try:
-        if state.head is None:
-            api.create_repo(state.repo_id, private=True, exist_ok=True)
-            plan = plan_push(stage, manifest, api, public)
-            state = plan.state
+        with interrupts_at_requests():
             if state.head is None:
-                raise ReleaseError(f"{state.repo_id} was made and can't be seen: may the token in HF_TOKEN read it?")
-        if plan.add or plan.change or plan.delete:
-            state = replace(state, head=commit(stage, manifest["files"], plan, api, public))
-        if state.tagged is None:
-            api.create_tag(state.repo_id, tag=state.tag, revision=state.head)
-            state = replace(state, tagged=state.head)
-        if public and state.visibility != "public":
-            api.update_repo_settings(state.repo_id, private=False)
-            state = replace(state, visibility="public")
+                api.create_repo(state.repo_id, private=True, exist_ok=True)
+                plan = plan_push(stage, manifest, api, public)
+                state = plan.state
+                if state.head is None:
+                    raise ReleaseError(
+                        f"{state.repo_id} was made and can't be seen: may the token in HF_TOKEN read it?"
+                    )
+            if plan.add or plan.change or plan.delete:
+                state = replace(state, head=commit(stage, manifest["files"], plan, api, public))
+            if state.tagged is None:
+                api.create_tag(state.repo_id, tag=state.tag, revision=state.head)
+                state = replace(state, tagged=state.head)
+            if public and state.visibility != "public":
+                api.update_repo_settings(state.repo_id, private=False)
+                state = replace(state, visibility="public")
     except ReleaseError:
         raise
     except (Exception, KeyboardInterrupt) as error:  # the client lets errors of many types through
@@ -226,6 +229,7 @@ def stopped(
     error: BaseException, api: HfApi, repo_id: str, tag: str, last: State | None = None
 ) -> ReleaseError | KeyboardInterrupt:
     """What to raise for what stopped a push: in a line, with what is on the Hub, or was when it was last seen."""
+    forget_interrupt()
     try:
         now = ask_state(api, repo_id, tag)
     except (Exception, KeyboardInterrupt):  # as in push, and whoever interrupts twice does not want to wait

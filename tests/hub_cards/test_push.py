@@ -5,11 +5,13 @@ import json
 import os
 import shutil
 import signal
+import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import BinaryIO
+from types import FrameType
+from typing import Any, BinaryIO
 
 import pytest
 from huggingface_hub import HfApi
@@ -17,7 +19,7 @@ from huggingface_hub import HfApi
 from conversations.files import sha256
 from hub_cards import check
 from hub_cards import push as pushing
-from hub_cards.client import MAX_WAIT, seconds_to_wait
+from hub_cards.client import MAX_WAIT, InterruptibleStream, interrupts_at_requests, seconds_to_wait
 from hub_cards.manifest import MANIFEST
 from hub_cards.push import State, plan_push, push, read_manifest
 from hub_cards.verify import ReleaseError
@@ -279,6 +281,55 @@ def test_ctrl_c_ends_in_a_line_with_the_state(staged: Path, hub: HubServer) -> N
     assert errors.splitlines()[-1] == f"Interrupted. On the Hub, {truth(hub)}. Push again: it goes on from there."
 
 
+@pytest.mark.timeout(60)
+def test_ctrl_c_leaves_no_lock_of_a_thread_pool_held(staged: Path, hub: HubServer, api: HfApi) -> None:
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        """Press Ctrl-C where the pool that uploads, one thread at work, has just taken a lock which that one needs."""
+        nonlocal taken
+        caller = frame.f_back.f_code.co_qualname if frame.f_back else ""
+        if event == "return" and (frame.f_code.co_qualname, caller) == ("Condition.__enter__", "Semaphore.acquire"):
+            taken += 1
+            if taken == 2:
+                sys.settrace(None)
+                interrupt()
+        return trace
+
+    taken = 0
+    manifest = read_manifest(staged)
+    plan = plan_push(staged, manifest, api, True)
+    sys.settrace(trace)
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            push(staged, manifest, plan, api, True)
+    finally:
+        sys.settrace(None)
+    assert taken == 2
+    assert str(caught.value) == f"Interrupted. On the Hub, {truth(hub)}. Push again: it goes on from there."
+
+
+def test_ctrl_c_stops_a_long_upload_between_its_parts_and_pressed_twice_at_once() -> None:
+    sent = []
+
+    def upload() -> None:
+        with interrupts_at_requests():
+            for part in InterruptibleStream([b"1", b"2", b"3"]):
+                sent.append(part)
+                if part == b"2":
+                    interrupt()
+
+    def press_twice() -> None:
+        with interrupts_at_requests():
+            interrupt()
+            interrupt()
+            sent.append(b"too late")
+
+    for stopped in (upload, press_twice):
+        with pytest.raises(KeyboardInterrupt):
+            stopped()
+    assert sent == [b"1", b"2"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_an_answer_of_another_shape_is_said_in_a_line(staged: Path, hub: HubServer, api: HfApi) -> None:
     place(hub, {}, private=True)
     hub.faults["shape GET /refs"] = 1
@@ -384,7 +435,8 @@ def test_an_answer_429_is_waited_out_wherever_it_comes(
     asked: str, staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("time.sleep", waits.append)
+    for wait in ("time.sleep", "hub_cards.client._interrupted.wait"):
+        monkeypatch.setattr(wait, waits.append)
     monkeypatch.setenv("HF_TOKEN", hub.token)
     if asked == "date":
         asked = email.utils.format_datetime(datetime.now(UTC) + timedelta(seconds=100), usegmt=True)
@@ -400,7 +452,8 @@ def test_an_answer_429_is_waited_out_wherever_it_comes(
 
 def test_waiting_has_an_end_that_is_said(staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    monkeypatch.setattr("time.sleep", waits.append)
+    for wait in ("time.sleep", "hub_cards.client._interrupted.wait"):
+        monkeypatch.setattr(wait, waits.append)
     monkeypatch.setenv("HF_TOKEN", hub.token)
     for asked, most in (("86400", 0), ("100", MAX_WAIT)):
         hub.retry_after = asked

@@ -13,9 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.serialization import split_state_dict_into_shards_factory
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from conversations.files import fresh_folder, write_whole
 from training.run import RUN_FILE, Run
@@ -26,6 +31,8 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 # What the model card knows the training from.
 RECORD = (RUN_FILE, STATE_FILE, "metrics.jsonl")
+# Of a file of weights, at most, but for one larger weight.
+BYTES_PER_FILE = 5 * 10**9
 LOCK_FILE = ".lock"
 SAVING_FOLDER = ".saving"
 BROKEN_FOLDER = "broken"
@@ -121,6 +128,31 @@ def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any]) 
     Run.read(checkpoint).write(aside)
     write_whole(aside / STATE_FILE, json.dumps(end, indent=2, sort_keys=True) + "\n")
     publish_files(aside, output_dir)
+
+
+def write_sharded_weights(model: nn.Module, folder: Path, is_main_process: bool) -> None:
+    """Write the weights of a model that FSDP2 has sharded as `from_pretrained` reads them. Every process must call it.
+
+    They are gathered file by file, so that no more than one file's bytes are held at once.
+    """
+    weights: dict[str, Any] = dict(model.named_parameters())  # tied ones once
+    weights |= {name: tensor for name, tensor in model.state_dict().items() if name in dict(model.named_buffers())}
+    split = split_state_dict_into_shards_factory(
+        weights, get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
+        filename_pattern="model{suffix}.safetensors", max_shard_size=BYTES_PER_FILE,
+    )  # fmt: skip
+    for file, names in split.filename_to_tensors.items():
+        held: dict[str, torch.Tensor] = {}
+        for name in names:
+            tensor = weights[name].detach()
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if is_main_process:
+                held[name] = tensor.cpu().contiguous()
+        if is_main_process:
+            save_file(held, folder / file, metadata={"format": "pt"})
+    if is_main_process and split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_whole(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _make_durable(folder: Path) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoProcessor, LlavaProcessor, PreTrainedModel, TrainerCallback
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers import AutoProcessor, LlavaProcessor, TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import training.attention  # noqa: F401 - registers "varlen"
@@ -42,6 +41,7 @@ from training.data import deal_held_out, deal_rows, open_rows, read_held_out, re
 from training.environment import describe_environment
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
+from training.loading import load_base, make_room
 from training.model_type import require_model_type
 from training.run import Run, check_same_run, describe_run
 from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
@@ -75,41 +75,6 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
             "choose another folder."
         )
     return checkpoint
-
-
-def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model to start from: float32, but for a language model in 4 bits."""
-    # ZeRO-3 would share the weights out while loading, before the stage has looked at them.
-    unset_hf_deepspeed_config()
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if run_args.load_in_4bit:
-        from training.adapters import quantization_config  # needs the extra "qlora"
-
-        dtype = torch.bfloat16 if args.bf16 else torch.float32
-        quantization = quantization_config(dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
-        options = {"dtype": dtype, "quantization_config": quantization, "device_map": {"": args.device}}
-    model = NormLlavaForConditionalGeneration.from_pretrained(
-        run_args.model_name_or_path,
-        revision=run_args.model_revision,
-        # Packing concerns the language model alone.
-        attn_implementation={"text_config": run_args.attn_implementation, "vision_config": "sdpa"},
-        **options,
-    )
-    for module in model.modules():
-        # bitsandbytes would rewrite 4-bit weights on a CPU, and round their scales, wherever they run out of training.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    name_sharding_units(model)
-    return model
-
-
-def name_sharding_units(model: PreTrainedModel) -> None:
-    """Leave the names of modules that the model has in `_no_split_modules`, which FSDP2 shards one by one.
-
-    A vision encoder names its whole family's, text encoder included, and accelerate refuses names that it can't find.
-    """
-    present = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
 
 
 def prepare_model(
@@ -153,6 +118,7 @@ def prepare_model(
         norm=run_args.norm_learning_rate or args.learning_rate,
     )
     groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
+    make_room(trained)
     return model, trained, groups
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -31,6 +32,7 @@ from training.checkpoints import (
     publish,
     publish_checkpoint,
     publish_files,
+    write_sharded_weights,
 )
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
@@ -219,6 +221,9 @@ class NormLlavaTrainer(SFTTrainer):
         labels = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)  # of the next token
         self._scored = labels != IGNORED
         shift_labels = labels[self._scored][None]  # [1, num_supervised]
+        head = self._unwrapped().get_output_embeddings()
+        if model.training and isinstance(head, FSDPModule):
+            head.unshard()  # TRL gathers it by itself, and each process would keep its own gradient, not the mean
         try:
             loss = super().compute_loss(model, {**inputs, "shift_labels": shift_labels}, *args, **kwargs)
         finally:
@@ -419,6 +424,7 @@ class NormLlavaTrainer(SFTTrainer):
         base = self._unwrapped()
         if self.is_fsdp_enabled and base is self.accelerator.unwrap_model(self.model):
             base.config.save_pretrained(output_dir)  # which saving leaves out beside sharded weights
+            base.generation_config.save_pretrained(output_dir)
             self.processing_class.save_pretrained(output_dir)
         if (Path(output_dir) / "config.json").exists():
             write_class_files(Path(output_dir))
@@ -431,9 +437,14 @@ class NormLlavaTrainer(SFTTrainer):
             self.accelerator.wait_for_everyone()
             return
         aside = self._make_aside()
-        if self.is_fsdp_enabled:  # its checkpoints are sharded
+        base = self._unwrapped()
+        if self.is_fsdp_enabled and base is not self.accelerator.unwrap_model(
+            self.model
+        ):  # an adapter, which is small
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.save_model(str(aside))
+        if self.is_fsdp_enabled and base is self.accelerator.unwrap_model(self.model):
+            write_sharded_weights(base, aside, self.is_world_process_zero())
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             self._run.write(aside)

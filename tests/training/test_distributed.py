@@ -25,10 +25,13 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved, weights
 
 
-def launch(folder: Path, *arguments: str, **fields: Any) -> str:
+FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
+
+
+def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fields: Any) -> str:
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({**FAST, "logging_steps": 1, **fields}))
-    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments, "training/sft.py", "--config", recipe]
+    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments, script, "--config", recipe]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stderr
@@ -211,18 +214,79 @@ def test_zero3_trains_and_resumes_as_one_process_does(
     assert moved(two, resumed) == set()
 
 
+@pytest.fixture
+def fsdp2(tmp_path: Path) -> tuple[str, ...]:
+    """Arguments that launch two processes with fsdp2.yaml, on the CPU."""
+    config = yaml.safe_load((ROOT / "training" / "accelerate" / "fsdp2.yaml").read_text())
+    on_cpu = tmp_path / "fsdp2_cpu.yaml"
+    on_cpu.write_text(yaml.safe_dump({**config, "num_processes": 2, "mixed_precision": "no", "use_cpu": True}))
+    return ("--config_file", str(on_cpu))
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        pytest.param("qwen2", PACKED, id="packed"),
+        pytest.param(
+            "gemma3",
+            {"per_device_train_batch_size": 5, "eval_strategy": "steps", "eval_steps": 1, "eval_samples": 4},
+            id="padded, tied, evaluated",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_sharded_training_is_that_of_one_process(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    fsdp2: tuple[str, ...],
+    text: str,
+    fields: dict[str, Any],
+) -> None:
+    fields = {**INSTRUCT, **fields, "model_name_or_path": str(composed(text=text)), "dataset_name": str(data)}
+    fields |= {"global_batch_size": 10, "save_steps": 2}
+    if "eval_strategy" in fields:
+        fields["eval_dataset_name"] = str(data)
+    one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
+    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
+    launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(two))
+    expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
+    assert len(got) == 3
+    for line, other in zip(got, expected, strict=True):
+        for name in (*(name for name in other if "norm" in name or "eval" in name), "loss", "num_tokens"):
+            if "per_second" not in name and "runtime" not in name:
+                assert line[name] == pytest.approx(other[name], rel=2e-4, abs=1e-7), name
+    files = {path.name for path in one.iterdir()} - {"training_args.bin"}
+    assert {path.name for path in two.iterdir()} == files
+    for file in ("config.json", "generation_config.json", "modeling_normllava.py"):
+        assert (two / file).read_text() == (one / file).read_text()
+    before = weights(composed(text=text))
+    assert weights(two).keys() == before.keys()
+    for name, tensor in weights(two).items():
+        if name.endswith("k_proj.bias"):  # no gradient but rounding, which Adam blows up
+            continue
+        distance = (weights(one)[name] - before[name]).norm()
+        assert (tensor - weights(one)[name]).norm() <= 0.01 * distance + 1e-6, name
+
+    shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
+    launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(resumed), resume_from_checkpoint=True)
+    assert moved(two, resumed) == set()
+
+
 def sharded_step(rank: int, folder: str, store: str) -> None:
     """Shard as accelerate does with FSDP2, train a step and save. accelerate itself would fall back to DDP on CPU."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
+    from training import checkpoints
     from training.callbacks import total_norm
-    from training.sft import name_sharding_units
+    from training.loading import name_sharding_units
     from training.stages import LearningRates, Stage, prepare_stage
     from training.trainer import write_class_files
 
     results: dict[str, Any] = {}
+    checkpoints.BYTES_PER_FILE = 50_000
     for stage, frozen in ((Stage.ALIGN, torch.bfloat16), (Stage.INSTRUCT, torch.float32)):
         model = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
         prepare_stage(model, stage, LearningRates(1e-3, 2e-4, 1e-3), frozen_dtype=frozen)
@@ -249,12 +313,12 @@ def sharded_step(rank: int, folder: str, store: str) -> None:
         assert all(parameter.grad is not None for parameter in trained)
         results[f"{stage} gradient"] = total_norm(trained).item()
         optimizer.step()
-        state = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                 for name, tensor in model.state_dict().items()}  # fmt: skip
+        saved = Path(store).parent / str(stage)
         if rank == 0:
-            saved = Path(store).parent / str(stage)
-            model.save_pretrained(saved, state_dict=state)
+            model.config.save_pretrained(saved)
             write_class_files(saved)
+        dist.barrier()
+        checkpoints.write_sharded_weights(model, saved, rank == 0)
         dist.barrier()
     if rank == 0:
         torch.save(results, Path(store).parent / "results.pt")
@@ -277,6 +341,10 @@ def test_sharded_models_train_and_their_folders_reload(composed: Callable[..., P
         )
         result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
         assert result.stdout.strip() == "NormLlavaForConditionalGeneration", result.stderr[-2000:]
+        files = list(folder.glob("model-*.safetensors"))
+        assert len(files) >= 3
+        largest = max(tensor.numel() * 4 for tensor in start.values())
+        assert all(file.stat().st_size <= max(50_000, largest) + 5_000 for file in files)
         model = AutoModelForImageTextToText.from_pretrained(folder)
         gain = model.model.multi_modal_projector.norm.weight
         step = (gain - start["model.multi_modal_projector.norm.weight"]).abs()

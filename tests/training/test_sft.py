@@ -19,6 +19,7 @@ from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, 
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
 from training.collator import VisionLanguageCollator
+from training.loading import load_base
 from training.packing import PackedBatchSampler
 from training.run import Run
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
@@ -279,7 +280,7 @@ def test_resuming_a_packed_run_in_its_second_epoch(
 
 def test_sharding_finds_the_modules_that_the_model_names(composed: Callable[..., Path], tmp_path: Path) -> None:
     run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="align")
-    model = sft.load_base(run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    model = load_base(run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
     present = {type(module).__name__ for module in model.modules()}
     assert {"NormLlavaMultiModalProjector", "Qwen2DecoderLayer", "SiglipEncoderLayer"} <= set(model._no_split_modules)
     assert set(model._no_split_modules) <= present

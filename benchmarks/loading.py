@@ -69,8 +69,8 @@ def load(rank: int, folder: str, way: str) -> None:
     from training.sft import prepare_model
 
     run_args, args = parse_arguments(
-        ["--model_name_or_path", folder, "--stage", "instruct", "--dataset_name", "none", "--output_dir", folder]
-        + ["--vision_learning_rate", "2e-6", "--use_cpu", "true", "--bf16", "false"]
+        f"--model_name_or_path {folder} --output_dir {folder} --dataset_name none --stage instruct "
+        "--vision_learning_rate 2e-6 --use_cpu true --bf16 false".split()
     )
     assert args.world_size == NUM_PROCESSES
     peak = Peak()

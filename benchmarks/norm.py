@@ -13,6 +13,7 @@ import platform
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,13 +44,15 @@ def gradient_error() -> float:
     return ((actual - expected).norm() / expected.norm()).item()
 
 
-def time_ratios(repeats: int, device: str) -> list[float]:
-    """Time of forward and backward over that of `nn.LayerNorm`, once a repeat, in float32."""
+def time_ratios(repeats: int, device: str, num_tokens: int = NUM_TOKENS, compiled: bool = False) -> list[float]:
+    """Time of forward and backward over that of `nn.LayerNorm`, once a repeat, in float32, both compiled or not."""
     torch.manual_seed(0)
-    x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, device=device, requires_grad=True)
+    x = torch.randn(num_tokens, HIDDEN_SIZE, device=device, requires_grad=True)
     grad_output = torch.randn_like(x)
-    ours = GlobalWeightCompensatedLayerNorm(HIDDEN_SIZE, eps=EPS).to(device)
-    theirs = nn.LayerNorm(HIDDEN_SIZE, eps=EPS, device=device)
+    ours: Any = GlobalWeightCompensatedLayerNorm(HIDDEN_SIZE, eps=EPS).to(device)
+    theirs: Any = nn.LayerNorm(HIDDEN_SIZE, eps=EPS, device=device)
+    if compiled:
+        ours, theirs = (torch.compile(module, fullgraph=True) for module in (ours, theirs))
 
     def seconds(norm: nn.Module) -> float:
         if device == "cuda":

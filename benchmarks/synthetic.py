@@ -42,6 +42,14 @@ class Size:
 
 
 SIZES = {
+    # Shows that code runs, and no more.
+    "tiny": Size(
+        vision={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+                "image_size": 28, "patch_size": 14},
+        text={"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 4096},
+        text_scale=40, samples_per_step=4, rows_per_batch=2, packed_length={Stage.ALIGN: 256, Stage.INSTRUCT: 256},
+    ),
     "small": Size(
         vision={"hidden_size": 160, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 4,
                 "image_size": 126, "patch_size": 14},

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -237,12 +238,38 @@ def summarise(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return report
 
 
-def compare(stage: Stage, args: argparse.Namespace, common: dict[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Comparison:
+    """What is compared: the size's name, steps of each arm, times that the two arms run in turn."""
+
+    size: str
+    steps: int
+    repeats: int
+
+
+def common_arguments(cuda: bool, gradient_checkpointing: bool, optim: str) -> dict[str, Any]:
+    """Trainer's arguments of both arms."""
+    return {
+        "learning_rate": 1e-5,
+        "bf16": cuda,
+        "use_cpu": not cuda,
+        "gradient_checkpointing": gradient_checkpointing,
+        "optim": optim,
+        "seed": SEED,
+        "dataloader_num_workers": 8 if cuda else 0,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def compare(stage: Stage, comparison: Comparison, common: dict[str, Any]) -> dict[str, Any]:
     """Run both arms in turn, each in a process of its own, and compare them repeat by repeat."""
     measured: dict[str, list[dict[str, Any]]] = {"plain": [], "ours": []}
-    for repeat in range(args.repeats):
+    for repeat in range(comparison.repeats):
         for arm in ("plain", "ours") if repeat % 2 == 0 else ("ours", "plain"):
-            command = [sys.executable, "-m", "benchmarks.training", "--size", args.size, "--steps", str(args.steps)]
+            command = [sys.executable, "-m", "benchmarks.training", "--size", comparison.size]
+            command += ["--steps", str(comparison.steps)]
             command += ["--arm", arm, "--stage", stage.value, "--common", json.dumps(common)]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode:
@@ -285,18 +312,8 @@ def main() -> None:
         sys.stdout.write(json.dumps(run_arm(args.arm, args.stage, args.size, args.steps, args.common)) + "\n")
         return
     cuda = torch.cuda.is_available()
-    common = {
-        "learning_rate": 1e-5,
-        "bf16": cuda,
-        "use_cpu": not cuda,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "optim": args.optim,
-        "seed": SEED,
-        "dataloader_num_workers": 8 if cuda else 0,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+    common = common_arguments(cuda, args.gradient_checkpointing, args.optim)
+    comparison = Comparison(args.size, args.steps, args.repeats)
     results: dict[str, Any] = {
         "device": torch.cuda.get_device_name()
         if cuda
@@ -307,7 +324,7 @@ def main() -> None:
         "settings": common,
     }
     for stage in (Stage.ALIGN, Stage.INSTRUCT):
-        results[stage.value] = compare(stage, args, common)
+        results[stage.value] = compare(stage, comparison, common)
         logger.info("%s", describe(stage, results[stage.value]))
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)

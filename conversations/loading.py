@@ -43,8 +43,8 @@ def load_rows(
     split: str = "train",
     streaming: bool = False,
 ) -> Dataset | RowStream:
-    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub, also as a stream; a glob names parquet
-    files or tars. Tars in WebDataset's layout are read as a stream alone.
+    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub, also as a stream; a glob names
+    parquet files or tars. Tars in WebDataset's layout are read as a stream alone.
 
     `image_folder` goes before the paths of pictures, which may not leave it. Without it they are relative to the
     folder of the file or dataset; the pictures of one on the Hub lie in its folder of the Hub's cache.

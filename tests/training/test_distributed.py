@@ -157,16 +157,19 @@ def test_two_processes_share_a_stream_and_its_bad_rows(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("stream", [stream_of_shards, stream_of_one_file])
 def test_two_processes_that_are_killed_go_on_in_the_stream(
     composed: Callable[..., Path],
     data: Path,
     tmp_path: Path,
     packing: dict[str, Any],
+    workers: int,
     stream: Callable[[Path, Path], tuple[dict[str, Any], set[str]]],
 ) -> None:
     fields, bad = stream(data, tmp_path)
     fields |= {**INSTRUCT, **STREAMED, **packing, "model_name_or_path": str(composed()), "save_steps": 5}
+    fields |= {"dataloader_num_workers": workers}
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     launch(tmp_path, *TWO, **fields, output_dir=str(unbroken))
     assert listed(unbroken) == sorted(bad)
@@ -185,6 +188,8 @@ def test_two_processes_that_are_killed_go_on_in_the_stream(
         file.write('{"source": "torn by the ki')
     launch(tmp_path, *TWO, **fields, output_dir=str(broken), resume_from_checkpoint=True)
     assert moved(unbroken, broken) == set()
+    losses = ([line.get("loss") for line in logged(folder)] for folder in (unbroken, broken))
+    assert next(losses) == next(losses)
     assert listed(broken) == sorted(bad)
 
 

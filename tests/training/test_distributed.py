@@ -169,7 +169,7 @@ def test_two_processes_that_are_killed_go_on_in_the_stream(
 ) -> None:
     fields, bad = stream(data, tmp_path)
     fields |= {**INSTRUCT, **STREAMED, **packing, "model_name_or_path": str(composed()), "save_steps": 5}
-    fields |= {"dataloader_num_workers": workers}
+    fields |= {"dataloader_num_workers": workers, "logging_steps": 1}
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     launch(tmp_path, *TWO, **fields, output_dir=str(unbroken))
     assert listed(unbroken) == sorted(bad)

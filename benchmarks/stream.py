@@ -42,10 +42,11 @@ from training.tokenization import RowTokenizer
 logger = logging.getLogger(__name__)
 
 NUM_SHARDS = 40
-ROWS_PER_BATCH = 2
+ROWS_PER_BATCH = 1
 # Two rows of 81 tokens for a picture and a few words fit.
 PACKED_LENGTH = 200
-KINDS = ("tars", "parquet", "JSON", "one tar")
+# Kinds of data, and whether rows are packed.
+ARMS = (("tars", False), ("tars", True), ("parquet", False), ("JSON", False), ("one tar", False))
 Rows = list[tuple[bytes, list[dict[str, str]]]]
 
 
@@ -153,18 +154,18 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     disable_progress_bars()
     environment = describe_environment(1, resumed=False)
-    rows, arms = make_rows(ROWS_PER_BATCH * (max(args.steps) + 600)), []
+    # Two rows a batch where they are packed, and the window that is read ahead.
+    rows, arms = make_rows(2 * max(args.steps) + 600), []
     with tempfile.TemporaryDirectory() as folder:
-        for kind in KINDS:
-            path = write(kind, rows, Path(folder) / kind)
-            for packed in (False, True):
-                for entry in measure(path, packed, args.steps, args.repeats, Path(folder)):
-                    arms.append({"kind": kind, "packed": packed, **entry})
-                    logger.info(
-                        "%-8s %-6s step %6d: %8.2f s dropping, %5.2f s (%.2f to %.2f) at the place of %d bytes",
-                        kind, "packed" if packed else "padded", entry["step"], entry["seconds_dropping"],
-                        entry["seconds_at_place"], *entry["range_at_place"], entry["bytes_of_place"],
-                    )  # fmt: skip
+        for kind, packed in ARMS:
+            path = write(kind, rows, Path(folder) / f"{kind} {packed}")
+            for entry in measure(path, packed, args.steps, args.repeats, Path(folder)):
+                arms.append({"kind": kind, "packed": packed, **entry})
+                logger.info(
+                    "%-8s %-6s step %6d: %8.2f s dropping, %5.2f s (%.2f to %.2f) at the place of %d bytes",
+                    kind, "packed" if packed else "padded", entry["step"], entry["seconds_dropping"],
+                    entry["seconds_at_place"], *entry["range_at_place"], entry["bytes_of_place"],
+                )  # fmt: skip
     if args.output is not None:
         settings = {"rows": len(rows), "shards": NUM_SHARDS, "rows_per_batch": ROWS_PER_BATCH,
                     "packed_length": PACKED_LENGTH, "repeats": args.repeats}  # fmt: skip

@@ -111,7 +111,7 @@ def deal_shards(num_shards: int, reader: int, num_readers: int) -> list[tuple[in
 
 @dataclass(eq=False)
 class StreamBatches(IterableDataset):
-    """The batches of one process, without an end. Each names its place, as `place`, once it is trained on.
+    """The batches of one process, without an end. Each names the place behind it, as `place`.
 
     Args:
         rows: The rows, unchecked.

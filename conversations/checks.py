@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
@@ -253,44 +253,42 @@ class BadRowList:
             self._size = file.seek(0, os.SEEK_END)
 
 
-def check_stream(
-    dataset: IterableDataset,
-    control_tokens: frozenset[str],
-    tokenize: Tokenize,
-    bad_rows: Literal["error", "skip"],
-    report_file: Path,
-) -> IterableDataset:
-    """The same for data that is read as it comes: rows are looked at, and get their `length`, when they are reached.
+@dataclass
+class StreamCheck:
+    """The same for data that is read as it comes: a row is looked at when it is reached.
 
-    Bad rows are added to `report_file` as they are met. Reading the stream, and reading it again, raises `BadRowError`
-    as `keep_good_rows` does; that all are bad shows where a row is met again and no good one was met in between.
+    Args:
+        control_tokens, tokenize: As for `measure_rows`.
+        bad_rows: `"error"` raises `BadRowError` at a bad row. `"skip"` does only where all are bad, which shows where
+            one is met again and no good one was met in between.
+        report: Where bad rows are listed as they are met.
     """
-    report = BadRowList(report_file)
-    num_good = 0
-    met: dict[str, int] = {}  # by source of a bad row the number of good rows before it
 
-    def is_good(row: Row) -> bool:
-        nonlocal num_good
-        if not row["problem"]:
-            num_good += 1
-            return True
-        if bad_rows == "error":
-            raise BadRowError(f"{row['source']}: {row['problem']}.")
-        if met.get(row["source"]) == num_good:
-            num_bad = sum(number == num_good for number in met.values())
+    control_tokens: frozenset[str]
+    tokenize: Tokenize
+    bad_rows: Literal["error", "skip"]
+    report: BadRowList
+    _num_good: int = 0
+    _met: dict[str, int] = field(default_factory=dict)  # by source of a bad row the number of good rows before it
+
+    def __call__(self, row: Row) -> Row | None:
+        """The row with its `length`, in tokens; `None` if it is a bad one, which is listed."""
+        problem, length = _measure_row(row, self.control_tokens, self.tokenize, open_pictures=self.bad_rows == "skip")
+        if not problem:
+            self._num_good += 1
+            return {**row, "length": length}
+        source = row["source"]
+        if self.bad_rows == "error":
+            raise BadRowError(f"{source}: {problem}.")
+        if self._met.get(source) == self._num_good:
+            num_bad = sum(number == self._num_good for number in self._met.values())
             raise BadRowError(
-                f"{row['source']}: {row['problem']}. All {num_bad} rows of the stream are bad; mend the data, "
-                "no row is left to train on."
+                f"{source}: {problem}. All {num_bad} rows of the stream are bad; mend the data, no row is left to "
+                "train on."
             )
-        met[row["source"]] = num_good
-        report.add(row["source"], row["problem"])
-        return False
-
-    def measure(row: Row) -> dict[str, Any]:
-        problem, length = _measure_row(row, control_tokens, tokenize, open_pictures=bad_rows == "skip")
-        return {"problem": problem, "length": length}
-
-    return dataset.map(measure).filter(is_good).remove_columns("problem")
+        self._met[source] = self._num_good
+        self.report.add(source, problem)
+        return None
 
 
 def _measure_row(

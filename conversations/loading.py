@@ -1,5 +1,6 @@
 """Rows from where the field keeps them: a LLaVA JSON file, a dataset on disk or on the Hub, or a stream of these."""
 
+import glob
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ from typing import Any
 
 from datasets import (
     Dataset,
+    DatasetBuilder,
     DatasetDict,
     Features,
     Image,
@@ -15,7 +17,6 @@ from datasets import (
     LargeList,
     List,
     Value,
-    concatenate_datasets,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -26,7 +27,13 @@ from huggingface_hub.file_download import repo_folder_name
 from pyarrow import ArrowInvalid
 
 from conversations.files import lies_in, read_text, sha256
-from conversations.rows import Row, picture_path
+from conversations.rows import picture_path
+from conversations.streams import RowStream
+from conversations.tars import is_tars, stream_tars
+
+
+# What a glob names, by the ending of its files: `datasets`' name for the kind.
+KINDS = {".parquet": "parquet", ".tar": "webdataset"}
 
 
 def load_rows(
@@ -35,21 +42,22 @@ def load_rows(
     config: str | None = None,
     split: str = "train",
     streaming: bool = False,
-) -> Dataset | IterableDataset:
-    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub; the latter also as a stream.
+) -> Dataset | RowStream:
+    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub, also as a stream; a glob names
+    parquet files or tars. Tars in WebDataset's layout are read as a stream alone.
 
     `image_folder` goes before the paths of pictures, which may not leave it. Without it they are relative to the
     folder of the file or dataset; the pictures of one on the Hub lie in its folder of the Hub's cache.
 
     Raises:
         ValueError: if the file is not a list of rows, there is no such split, there are no rows, or columns are
-            missing or of the wrong type.
+            missing or of the wrong type, or a tar has another layout.
         BadRowError: if a JSON file names a picture outside its folder.
     """
     path = Path(name)
     if image_folder is not None and not Path(image_folder).is_dir():
         raise ValueError(f"The image folder {image_folder} is not there; mend --image_folder.")
-    if (_is_json(path) or _is_saved(path)) and config is not None:
+    if (_is_json(path) or _is_saved(path) or _is_glob(name)) and config is not None:
         raise ValueError(f"{name} has no configurations, so there is no {config!r}; leave it out.")
     if _is_json(path):
         rows = _load_json(path, os.path.abspath(image_folder or path.parent), split)
@@ -59,19 +67,20 @@ def load_rows(
         raise ValueError(f"{name} is no file of rows: give .json, .jsonl or .ndjson, or the folder of a dataset.")
     else:
         try:
-            rows = load_dataset(name, config, split=split, streaming=streaming)
+            rows = _stream(name, config, split) if streaming else _load_dataset(name, config, split)
         except ValueError as error:  # of a configuration or split that is not there; it names those that are
             raise ValueError(f"{name}: {error}") from error
         except DatasetGenerationError as error:
             raise ValueError(f"{name} can't be read: {error.__cause__}") from error
-        rows = _standardise(rows, name, image_folder)
+        if not isinstance(rows, RowStream):
+            rows = _standardise(rows, name, image_folder)
     try:
         first = next(iter(rows), None)
     except ArrowInvalid as error:
         raise ValueError(f"{name} can't be read: {error}") from error
     if first is None:
         raise ValueError(f"{name} holds no row.")
-    return rows.to_iterable_dataset() if streaming and isinstance(rows, Dataset) else rows
+    return RowStream(rows.to_iterable_dataset(), name, name) if streaming and isinstance(rows, Dataset) else rows
 
 
 def has_splits(name: str) -> bool:
@@ -82,6 +91,40 @@ def has_splits(name: str) -> bool:
 
 def _is_json(path: Path) -> bool:
     return path.suffix.lower() in (".json", ".jsonl", ".ndjson")
+
+
+def _is_glob(name: str) -> bool:
+    return glob.has_magic(name) and not Path(name).exists()
+
+
+def _source(name: str, config: str | None) -> dict[str, Any]:
+    """What `datasets` is to read, as arguments of `load_dataset` and `load_dataset_builder`."""
+    if not _is_glob(name):
+        return {"path": name, "name": config}
+    kind = KINDS.get(Path(name).suffix.lower())
+    if kind is None:
+        raise ValueError(f"a glob must end in one of {', '.join(KINDS)}.")
+    return {"path": kind, "data_files": {"train": name}}
+
+
+def _find(name: str, config: str | None) -> DatasetBuilder:
+    return load_dataset_builder(**_source(name, config))
+
+
+def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
+    if is_tars(_find(name, config)):
+        raise ValueError(
+            "tars are read as a stream alone: give --dataset_streaming true and max_steps. Held-out rows must come as "
+            "JSON, parquet or a saved dataset."
+        )
+    return load_dataset(**_source(name, config), split=split)
+
+
+def _stream(name: str, config: str | None, split: str) -> IterableDataset | RowStream:
+    builder = _find(name, config)
+    if is_tars(builder):
+        return RowStream(stream_tars(builder, split), name, name)
+    return builder.as_streaming_dataset(split=split)
 
 
 def _is_saved(path: Path) -> bool:
@@ -184,13 +227,15 @@ def _standardise(dataset: Any, name: str, image_folder: str | None) -> Any:
     column = "images" if "images" in dataset.column_names else "image"
     if column not in dataset.column_names:
         raise ValueError(f"{name}: no column 'images' or 'image' among {dataset.column_names}.")
+    if image_folder is None and _is_glob(name):
+        image_folder = os.path.dirname(name)
     if image_folder is None and not Path(name).exists():
         image_folder = os.path.join(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"))
     image_folder = os.path.abspath(image_folder or name)
     dataset = dataset.select_columns([column, "conversations"])
     features = Features({**dataset.features, column: _undecoded(dataset.features[column], name)})
     if isinstance(dataset, IterableDataset):
-        return _name_rows(dataset.cast(features), column, name, image_folder)
+        return RowStream(dataset.cast(features), name, image_folder)
     # `Dataset.cast` writes all of a list's pictures anew; casting the table moves no byte of them.
     info = dataset.info.copy()
     info.features = features
@@ -210,24 +255,6 @@ def _undecoded(feature: Any, name: str) -> Any:
     return Image(decode=False) if picture is feature else List(Image(decode=False))
 
 
-def _name_rows(stream: IterableDataset, column: str, name: str, image_folder: str) -> IterableDataset:
-    """Name the rows, and their column of pictures: each by its shard, as processes share shards among them."""
-
-    def named(row: Row, number: int, place: str) -> Row:
-        return {"images": row[column], "image_folder": image_folder, "source": f"{place}, row {number}"}
-
-    kept = {"images": stream.features[column], "conversations": stream.features["conversations"]}
-    features = Features({**kept, "image_folder": Value("string"), "source": Value("string")})
-    shards = []
-    for shard in range(stream.num_shards):
-        options = {"place": f"{name}, shard {shard}" if stream.num_shards > 1 else name}
-        part = stream.shard(stream.num_shards, shard)
-        shards.append(
-            part.map(named, with_indices=True, remove_columns=[column], fn_kwargs=options, features=features)
-        )
-    return concatenate_datasets(shards)
-
-
 def stream_fingerprint(name: str, config: str | None, split: str) -> str:
     """A fingerprint of what a stream reads: of local files the names and sizes, of the Hub's the commit; of both the
     configuration and the split. The content of a JSON file counts too, as it is read whole anyway."""
@@ -239,7 +266,7 @@ def stream_fingerprint(name: str, config: str | None, split: str) -> str:
             folder = path / split if (path / "dataset_dict.json").exists() else path
             found = [str(file) for file in sorted(folder.glob("data-*.arrow"))]
         else:
-            builder = load_dataset_builder(name, config)
+            builder = _find(name, config)
             data_files = builder.config.data_files or {split: [builder.hash]}
             found = data_files.get(split) or [file for files in data_files.values() for file in files]
         files = [

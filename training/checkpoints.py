@@ -39,7 +39,7 @@ BROKEN_FOLDER = "broken"
 SUPERSEDED_FOLDER = "superseded"
 # What a checkpoint holds beside a model: the state of training.
 TRAINING_STATE = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "global_step*", "latest", "zero_to_fp32.py",
-                  "pytorch_model_fsdp*")  # fmt: skip
+                  "pytorch_model_fsdp*", "stream.json")  # fmt: skip
 
 
 @contextmanager

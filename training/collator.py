@@ -36,8 +36,6 @@ class VisionLanguageCollator:
 
     def __call__(self, rows: list[Row]) -> Inputs:
         """Collate `rows`. Raises `BadRowError` if one has an unreadable picture, is too long or has no loss."""
-        if rows and "rows" in rows[0]:  # packed already, from a stream
-            rows = [row for pack in rows for row in pack["rows"]]
         samples = [self.tokenize(row) for row in rows]
         images = [image for row in rows for image in open_images(row)]
         batch = self._pack(samples, not images) if self.packed else self._pad(samples, not images)

@@ -6,22 +6,23 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from conversations.checks import check_stream, control_tokens, keep_good_rows, measure_rows
+from conversations.checks import BadRowList, StreamCheck, control_tokens, keep_good_rows, measure_rows
 from conversations.loading import has_splits, load_rows, stream_fingerprint
+from conversations.streams import RowStream
 from training.arguments import RunArguments, TrainingConfig, set_accumulation
 from training.batching import FixedBatchSampler, PaddedBatchSampler
-from training.packing import PackedBatchSampler, check_longest, pack_window, partition_fitting, plan_accumulation
+from training.packing import PackedBatchSampler, check_longest, partition_fitting, plan_accumulation
 from training.tokenization import RowTokenizer
 
 
-# Rows of a stream that are packed together.
-PACKING_WINDOW = 512
+# Bad rows that were left out.
+BAD_ROWS_FILE = "bad_rows.jsonl"
 
 
-def open_rows(run_args: RunArguments) -> Dataset | IterableDataset:
+def open_rows(run_args: RunArguments) -> Dataset | RowStream:
     """The rows that a run names, unchecked."""
     return load_rows(
         str(run_args.dataset_name),
@@ -32,20 +33,24 @@ def open_rows(run_args: RunArguments) -> Dataset | IterableDataset:
     )
 
 
-def read_rows(
-    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
-) -> tuple[Dataset | IterableDataset, str]:
-    """The checked rows with their lengths, and a fingerprint that a resumed run must find again."""
-    report_file = Path(args.output_dir) / "bad_rows.jsonl"
+def read_rows(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> tuple[Dataset | RowStream, str]:
+    """The checked rows with their lengths, and a fingerprint that a resumed run must find again. Rows of a stream are
+    checked when they are read, see `check_of_stream`."""
+    report_file = Path(args.output_dir) / BAD_ROWS_FILE
     rows = _open_on_main_first(args, lambda: open_rows(run_args), report_file)
-    if isinstance(rows, IterableDataset):
-        tokens = control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token)
-        rows = check_stream(rows, tokens, tokenize, run_args.bad_rows, report_file)
-        # From the start again at its end: Trainer begins a new epoch there, and could not resume in it.
-        return rows.repeat(None), stream_fingerprint(
-            run_args.dataset_name, run_args.dataset_config, run_args.dataset_train_split
-        )
+    if isinstance(rows, RowStream):
+        return rows, stream_fingerprint(run_args.dataset_name, run_args.dataset_config, run_args.dataset_train_split)
     return _check_rows(run_args, args, tokenize, rows, report_file)
+
+
+def check_of_stream(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> StreamCheck:
+    """What looks at the rows of a stream when they are read."""
+    return StreamCheck(
+        control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token),
+        tokenize,
+        run_args.bad_rows,
+        BadRowList(Path(args.output_dir) / BAD_ROWS_FILE),
+    )
 
 
 def read_held_out(
@@ -108,31 +113,21 @@ def deal_held_out(run_args: RunArguments, args: TrainingConfig, lengths: list[in
     return FixedBatchSampler(batches, args.world_size, args.process_index)
 
 
-def deal_rows(
-    run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset
-) -> tuple[Dataset | IterableDataset, BatchRebalanceSampler | None]:
-    """The rows, those of a stream packed if they are to be, and the sampler of others; sets the accumulation steps."""
-    if isinstance(rows, IterableDataset):
+def deal_rows(run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowStream) -> BatchRebalanceSampler | None:
+    """The sampler of rows, which a stream has none of; sets the accumulation steps."""
+    if isinstance(rows, RowStream):
         if run_args.packed_length is None:
             set_accumulation(args, run_args.global_batch_size)
-            return rows, None
-        packed = rows.map(
-            pack_window,
-            batched=True,
-            batch_size=PACKING_WINDOW,
-            remove_columns=["images", "image_folder", "conversations", "source", "length"],
-            fn_kwargs={"packed_length": run_args.packed_length},
-        )
-        return packed, None
+        return None
     lengths, seed = list(rows["length"]), args.seed if args.data_seed is None else args.data_seed
     if run_args.packed_length is None:
         set_accumulation(args, run_args.global_batch_size)
-        return rows, PaddedBatchSampler(
+        return PaddedBatchSampler(
             lengths, args.per_device_train_batch_size, args.world_size, args.process_index, seed,
             args.train_sampling_strategy, args.gradient_accumulation_steps,
         )  # fmt: skip
     assert run_args.global_batch_size is not None  # check_arguments
-    return rows, plan_packing(args, lengths, seed, run_args.global_batch_size, run_args.packed_length)
+    return plan_packing(args, lengths, seed, run_args.global_batch_size, run_args.packed_length)
 
 
 def plan_packing(

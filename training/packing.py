@@ -7,11 +7,11 @@ no process waits for another and there is no padding at all.
 
 import heapq
 from collections.abc import Iterator
-from typing import Any
 
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from typing_extensions import override
 
+from conversations.rows import Row
 from training.batching import shuffled
 from training.overrides import checks_overrides
 
@@ -139,17 +139,12 @@ def plan_accumulation(
     )
 
 
-def pack_window(window: dict[str, list[Any]], packed_length: int) -> dict[str, list[Any]]:
-    """Pack a window of a stream into as few rows as hold it. For `IterableDataset.map(batched=True)`.
+def pack_window(rows: list[Row], packed_length: int) -> list[list[Row]]:
+    """Pack rows of a stream, with their `length`, into as few packed rows as hold them.
 
-    Args:
-        window: Columns of the rows of the window, with their `length`.
-        packed_length: Longest packed row, in tokens.
-
-    Returns:
-        Columns `rows`, whose values are lists of rows, and `images`, empty: by its name TRL knows data with pictures.
+    Raises:
+        ValueError: if one is longer than a packed row.
     """
-    rows = [dict(zip(window, values, strict=True)) for values in zip(*window.values(), strict=True)]
     lengths = [row["length"] for row in rows]
     if max(lengths) > packed_length:
         longest = max(rows, key=lambda row: row["length"])
@@ -157,8 +152,4 @@ def pack_window(window: dict[str, list[Any]], packed_length: int) -> dict[str, l
             f"{longest['source']}: {longest['length']} tokens, more than packed_length {packed_length}; raise it, or "
             "set max_length to it and leave longer samples out with --bad_rows skip."
         )
-    packs = partition_fitting(lengths, packed_length)
-    return {
-        "rows": [[rows[member] for member in pack] for pack in packs],
-        "images": [None] * len(packs),
-    }
+    return [[rows[member] for member in pack] for pack in partition_fitting(lengths, packed_length)]

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from transformers import AutoProcessor, LlavaProcessor, TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
+from conversations.streams import RowStream
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.checkpoints import (
@@ -37,7 +38,7 @@ from training.checkpoints import (
     supersede,
 )
 from training.collator import VisionLanguageCollator
-from training.data import deal_held_out, deal_rows, open_rows, read_held_out, read_rows
+from training.data import check_of_stream, deal_held_out, deal_rows, open_rows, read_held_out, read_rows
 from training.environment import describe_environment
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
@@ -45,6 +46,7 @@ from training.loading import load_base, make_room
 from training.model_type import require_model_type
 from training.run import Run, check_same_run, describe_run
 from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
+from training.streams import StreamBatches
 from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
 
@@ -136,11 +138,19 @@ def check_delay(args: TrainingConfig, num_steps: int) -> None:
         raise ValueError(f"eval_delay {args.eval_delay:g}: the run ends before, after {end:g} {unit}.")
 
 
-def finish(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, num_steps: int) -> bool:
+def finish(
+    run_args: RunArguments,
+    args: TrainingConfig,
+    run: Run,
+    checkpoint: Path | None,
+    num_steps: int,
+    stream: StreamBatches | None = None,
+) -> bool:
     """Whether a run has taken all of its steps; then its model is published. What is to be gone on from is made ready.
 
     Raises:
-        ValueError: if the folder or the checkpoint is of another run, or there is nothing to go on from.
+        ValueError: if the folder or the checkpoint is of another run or has no place in the stream that fits, or there
+            is nothing to go on from.
     """
     output_dir, is_main_process = Path(args.output_dir), args.process_index == 0
     # A checkpoint that is named is gone on from, whatever came after it.
@@ -163,6 +173,8 @@ def finish(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: P
     if args.load_best_model_at_end and (ends or state["best_global_step"] is not None):
         result = best_checkpoint(state, output_dir)
     if not ends:
+        if stream is not None:
+            stream.go_on(checkpoint)
         if is_main_process:
             supersede(output_dir, checkpoint)
         return False
@@ -186,18 +198,30 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     )
     tokenize = RowTokenizer(processor, template, args.max_length)
     rows, data = read_rows(run_args, args, tokenize)
-    rows, sampler = deal_rows(run_args, args, rows)
+    sampler = deal_rows(run_args, args, rows)
+    collate = VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None)
+    stream = None
+    if isinstance(rows, RowStream):
+        stream = StreamBatches(
+            rows,
+            check_of_stream(run_args, args, tokenize),
+            collate,
+            args.per_device_train_batch_size,
+            run_args.packed_length,
+            args.process_index,
+            args.world_size,
+            args.dataloader_num_workers,
+        )
     held_out, held_out_data = read_held_out(run_args, args, tokenize)
     eval_sampler = None if held_out is None else deal_held_out(run_args, args, list(held_out["length"]))
     run = describe_run(run_args, args, data, environment, held_out_data)
 
     num_steps = count_steps(args, sampler)
     check_delay(args, num_steps)
-    if finish(run_args, args, run, checkpoint, num_steps):
+    if finish(run_args, args, run, checkpoint, num_steps, stream):
         return
 
     model, trained, groups = prepare_model(run_args, args)
-    collate = VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None)
     questions = None
     if held_out is not None and run_args.eval_samples > 0:
         rows_to_answer = held_out.select(range(min(run_args.eval_samples, len(held_out))))
@@ -217,12 +241,13 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         groups,
         run,
         sampler=sampler,
+        stream=stream,
         eval_sampler=eval_sampler,
         questions=questions,
         key_alignment=key_alignment,
         clip_by_module=run_args.clip_by_module,
         args=args,
-        train_dataset=rows,
+        train_dataset=rows.dataset if isinstance(rows, RowStream) else rows,
         eval_dataset=held_out,
         processing_class=processor,
         data_collator=collate,
@@ -252,9 +277,9 @@ def watch_dynamics(
     return DynamicsCallback(model, processor, questions, run_args.probe_steps, Path(args.output_dir) / FILE)
 
 
-def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:
+def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowStream) -> str:
     """The line that training prints: how many rows there are, and how many a step takes on how many processes."""
-    size = "a stream of" if isinstance(rows, IterableDataset) else f"{len(rows)}"
+    size = "a stream of" if isinstance(rows, RowStream) else f"{len(rows)}"
     steps = args.world_size * args.gradient_accumulation_steps
     if run_args.packed_length is None:
         batch = f"{args.per_device_train_batch_size} rows"

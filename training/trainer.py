@@ -39,6 +39,7 @@ from training.key_alignment import KeyAlignment
 from training.overrides import checks_overrides
 from training.run import Progress, Run
 from training.stages import ModuleGroup
+from training.streams import PLACE, StreamBatches
 from training.tokenization import IGNORED
 
 
@@ -71,6 +72,18 @@ class EpochSetter(TrainerCallback):
 
 
 @checks_overrides
+class StreamEpoch(TrainerCallback):
+    """Says how much of a run is done, for which Trainer counts from 0 again where it goes on without skipping."""
+
+    @override
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The part of the run's steps that is done, as Trainer calculates it in a run that was never stopped."""
+        state.epoch = state.global_step / state.max_steps
+
+
+@checks_overrides
 class NormLlavaTrainer(SFTTrainer):
     """[`SFTTrainer`] for a model that [`~training.stages.prepare_stage`] has prepared.
 
@@ -79,6 +92,7 @@ class NormLlavaTrainer(SFTTrainer):
         groups: What `prepare_stage` returned: learning rates and names of the modules.
         run: What the run is made of, written into each checkpoint and beside the result.
         sampler: Deals batches of padded or packed rows to the processes; `None` for a stream.
+        stream: The batches of a stream, which a run that goes on reads from where it was.
         eval_sampler: The same of held-out rows.
         questions: Held-out questions to answer at each evaluation.
         key_alignment: Losses on the decoder's keys.
@@ -92,6 +106,7 @@ class NormLlavaTrainer(SFTTrainer):
         groups: list[ModuleGroup],
         run: Run,
         sampler: BatchRebalanceSampler | None = None,
+        stream: StreamBatches | None = None,
         eval_sampler: BatchRebalanceSampler | None = None,
         questions: HeldOutQuestions | None = None,
         key_alignment: KeyAlignment | None = None,
@@ -102,6 +117,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
         self._run = run
         self._sampler, self._eval_sampler, self._questions = sampler, eval_sampler, questions
+        self._stream = stream
         self._clip_by_module = clip_by_module
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())
         held_out = kwargs.get("eval_dataset")
@@ -133,6 +149,9 @@ class NormLlavaTrainer(SFTTrainer):
         self.add_callback(self._console)
         if sampler is not None:
             self.add_callback(EpochSetter(sampler))
+        if stream is not None:
+            self.add_callback(StreamEpoch())
+            self.args.ignore_data_skip = True  # it begins where it was
 
     def _unwrapped(self) -> Any:
         model = self.accelerator.unwrap_model(self.model)
@@ -141,6 +160,11 @@ class NormLlavaTrainer(SFTTrainer):
     @override
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
         return self._sampler
+
+    @override
+    def get_train_dataloader(self) -> DataLoader:
+        """The loader of training; of a stream that of `StreamBatches`, which deals the rows to processes itself."""
+        return super().get_train_dataloader() if self._stream is None else self._stream.loader(self.args)
 
     @override
     def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
@@ -197,6 +221,8 @@ class NormLlavaTrainer(SFTTrainer):
         Raises:
             FloatingPointError: if the loss is not finite.
         """
+        if self._stream is not None:
+            self._stream.trained_on(inputs.pop(PLACE))
         # A batch without labels is one without rows.
         num_tokens = int(attended_tokens(inputs).sum() * (inputs["labels"] != IGNORED).any())
         loss = super().training_step(model, inputs, *args, **kwargs)
@@ -383,8 +409,10 @@ class NormLlavaTrainer(SFTTrainer):
         # Not one in the folder aside. The best one is known by its step, and no weights are loaded at the end.
         self.state.best_model_checkpoint = None
         self.accelerator.wait_for_everyone()
+        folder = aside / f"checkpoint-{self.state.global_step}"
+        if self._stream is not None:
+            self._stream.write_place(folder, self.is_world_process_zero())
         if self.is_world_process_zero():
-            folder = aside / f"checkpoint-{self.state.global_step}"
             self._run.write(folder, progress)
             self.state.save_to_json(str(folder / STATE_FILE))
             publish(folder, Path(output_dir) / folder.name)

@@ -1,13 +1,14 @@
 """Files of rows for tests, good ones and helpers that check them."""
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset
 from PIL import Image as PILImage
 
-from conversations.checks import keep_good_rows, measure_rows
+from conversations.checks import BadRowList, StreamCheck, keep_good_rows, measure_rows
 
 
 def turns(*values: str) -> list[dict[str, str]]:
@@ -37,6 +38,20 @@ def check_rows(
 ) -> tuple[Dataset, str]:
     measured = measure_rows(rows, control_tokens, tokenize, bad_rows == "skip", num_proc)
     return keep_good_rows(rows, measured, bad_rows, report_file)
+
+
+def check_stream(
+    rows: Iterable[dict[str, Any]],
+    control_tokens: frozenset[str],
+    tokenize: Any,
+    bad_rows: Literal["error", "skip"],
+    report_file: Path,
+    epochs: int = 1,
+) -> Iterator[dict[str, Any]]:
+    """The good rows of a stream, which is read that many times."""
+    check = StreamCheck(control_tokens, tokenize, bad_rows, BadRowList(report_file))
+    for _ in range(epochs):
+        yield from (row for row in map(check, rows) if row is not None)
 
 
 NO_TOKENS: frozenset[str] = frozenset()

@@ -14,10 +14,10 @@ import pytest
 from datasets import Dataset, Image
 from transformers import AutoProcessor
 
-from conversations.checks import _picture_references, check_stream, control_tokens
+from conversations.checks import _picture_references, control_tokens
 from conversations.loading import load_rows
 from conversations.rows import BadRowError
-from row_files import GOOD_ROWS, NO_TOKENS, check_rows, one_token, turns, write_json
+from row_files import GOOD_ROWS, NO_TOKENS, check_rows, check_stream, one_token, turns, write_json
 from training.collator import VisionLanguageCollator
 from training.tokenization import RowTokenizer
 
@@ -237,7 +237,7 @@ def test_rows_that_are_made_to_break_things_are_bad_rows(tmp_path: Path, message
     with pytest.raises(BadRowError, match=f"data.json, row 1: .*{message}"):
         check_rows(rows, NO_TOKENS, one_token, "error", tmp_path / "bad.jsonl")
     assert len(check_rows(rows, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl")[0]) == 1
-    stream = check_stream(rows.to_iterable_dataset(), NO_TOKENS, one_token, "skip", tmp_path / "out" / "bad.jsonl")
+    stream = check_stream(rows, NO_TOKENS, one_token, "skip", tmp_path / "out" / "bad.jsonl")
     assert len(list(stream)) == 1
     assert (tmp_path / "out" / "bad.jsonl").read_text() == (tmp_path / "bad.jsonl").read_text()
 
@@ -268,11 +268,9 @@ def test_a_stream_of_bad_rows_ends(tmp_path: Path) -> None:
     stream = load_rows(str(write_json(tmp_path, bad)), str(tmp_path / "pictures"), streaming=True)
     said = "row 0: no assistant turn.* All 2 rows of the stream are bad; mend the data, no row is left to train on"
     with pytest.raises(BadRowError, match=said):
-        list(check_stream(stream, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl").repeat(None).take(1))
+        list(check_stream(stream, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl", epochs=2))
     stream = load_rows(str(write_json(tmp_path, [*bad, GOOD_ROWS[1]])), streaming=True)
-    checked = check_stream(stream, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl").repeat(None)
-    for _ in range(2):
-        assert len(list(checked.take(3))) == 3
+    assert len(list(check_stream(stream, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl", epochs=3))) == 3
 
 
 def test_a_stream_lists_each_bad_row_once(tmp_path: Path) -> None:
@@ -286,7 +284,7 @@ def test_a_stream_lists_each_bad_row_once(tmp_path: Path) -> None:
     report.write_text(json.dumps(known) + '\n{"source": "torn by the ki')
 
     def read() -> None:
-        assert len(list(check_stream(stream, tokens, one_token, "skip", report).repeat(2))) == 40
+        assert len(list(check_stream(stream, tokens, one_token, "skip", report, epochs=2))) == 40
 
     readers = [multiprocessing.get_context("fork").Process(target=read) for _ in range(3)]
     for reader in readers:

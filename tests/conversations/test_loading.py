@@ -12,11 +12,10 @@ import pytest
 from datasets import Dataset, DatasetDict, Image, List, load_dataset
 from PIL import Image as PILImage
 
-from conversations.checks import check_stream
 from conversations.loading import load_rows, stream_fingerprint
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, row_images, to_messages
-from row_files import GOOD_ROWS, NO_TOKENS, check_rows, one_token, turns, write_json
+from row_files import GOOD_ROWS, NO_TOKENS, check_rows, check_stream, one_token, turns, write_json
 
 
 @pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
@@ -364,9 +363,12 @@ def test_rows_of_a_stream_are_named_by_shard_whoever_reads_it(tmp_path: Path) ->
         pq.write_table(table, tmp_path / "stored" / f"train-{shard:05d}.parquet")
     stream = load_rows(str(tmp_path / "stored"), streaming=True)
     assert stream.num_shards == 3
-    parts = [list(stream.shard(2, index)) for index in range(2)]
-    assert list(stream) == parts[0] + parts[1]
-    assert [len(part) for part in parts] == [5, 4]
+    parts = [list(stream.read(shard)) for shard in range(3)]
+    assert list(stream) == [row for part in parts for row in part]
+    assert [len(part) for part in parts] == [2, 3, 4]
+    for shard, part in enumerate(parts):
+        for start in range(len(part) + 1):
+            assert list(stream.read(shard, start)) == part[start:]
     for row in stream:
         shard, number = json.loads(row["conversations"])[1]["value"].split(".")
         assert row["source"] == f"{tmp_path / 'stored'}, shard {shard}, row {number}"
@@ -414,7 +416,7 @@ def test_the_fingerprint_of_a_stream_from_the_hub_is_its_commit(monkeypatch: pyt
     for commit in ("a" * 40, "b" * 40):
         files = {"train": [f"hf://datasets/me/data@{commit}/train.parquet"]}
         builder = SimpleNamespace(config=SimpleNamespace(data_files=files), hash="x")
-        monkeypatch.setattr("conversations.loading.load_dataset_builder", lambda *_, builder=builder: builder)
+        monkeypatch.setattr("conversations.loading.load_dataset_builder", lambda builder=builder, **_: builder)
         prints |= {stream_fingerprint("me/data", None, split) for split in ("train", "test")}
         prints |= {stream_fingerprint("me/data", "large", "train")}
     assert len(prints) == 6

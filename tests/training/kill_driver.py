@@ -3,9 +3,9 @@
     python kill_driver.py recipe.yaml output_dir point [point ...]
 
 A point is `event:N`, the N-th time that the run touches a file of its output folder after the first checkpoint is
-there, or `bytes:N`, the moment a file grows past N bytes after that. For each point a run is killed, resumed, and its
-folder left as `output_dir/<point>`. One process imports the libraries and forks for each run. With no point, it prints
-how many events there are.
+there, `bytes:N`, the moment a file grows past N bytes after that, or `checkpoint:N`, as soon as the checkpoint of step
+N is there. For each point a run is killed, resumed, and its folder left as `output_dir/<point>`. One process imports
+the libraries and forks for each run. With no point, it prints how many events there are.
 """
 
 import os
@@ -35,7 +35,9 @@ class Killer:
         if self.kind == "bytes" and self.count == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.number, self.number))
-        if self.kind == "event" and self.count == self.number:
+        if (self.kind == "event" and self.count == self.number) or (
+            self.kind == "checkpoint" and Path(self.folder, f"checkpoint-{self.number}").is_dir()
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def saved_once(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from script_runs import FAST, INSTRUCT, PACKED, ROOT, moved
+from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved
 
 
 pytest.importorskip("bitsandbytes")
@@ -23,6 +23,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 2": INSTRUCT,
     "stage 2, packed": {**INSTRUCT, **PACKED},
     "stage 2, streaming and packed": {**INSTRUCT, **PACKED, **STREAM},
+    "stage 2, streaming": {**INSTRUCT, **STREAM},
+    "stage 2, streaming with two workers": {**INSTRUCT, **STREAM, "dataloader_num_workers": 2},
+    "stage 2, streaming and packed with two workers": {**INSTRUCT, **PACKED, **STREAM, "dataloader_num_workers": 2},
     "QLoRA, packed": {**ADAPT, **PACKED},
     "MaLoRA-style, packed": {**ADAPT, **PACKED, "lora_dropout": 0.05, "key_mmd_weight": 0.1, "key_gram_weight": 0.1},
 }
@@ -30,11 +33,15 @@ KINDS: dict[str, dict[str, Any]] = {
 BYTES = ["bytes:4096", "bytes:60000", "bytes:150000", "bytes:300000"]
 
 
-def drive(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *points: str) -> str:
+def drive(
+    kind: str, composed: Callable[..., Path], data: Path, folder: Path, *points: str, save_steps: int = 3
+) -> str:
     recipe = folder / "recipe.yaml"
     start = composed(key_adapter_rank=4 if "key_mmd_weight" in KINDS[kind] else 0)
     fields = {**FAST, **KINDS[kind], "model_name_or_path": str(start), "dataset_name": str(data)}
-    recipe.write_text(yaml.safe_dump({**fields, "save_steps": 3, "output_dir": "given below"}))
+    recipe.write_text(
+        yaml.safe_dump({**fields, "save_steps": save_steps, "logging_steps": 1, "output_dir": "given below"})
+    )
     result = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("kill_driver.py")), str(recipe), str(folder), *points],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -68,3 +75,27 @@ def test_killed_at_many_points(kind: str, composed: Callable[..., Path], data: P
     step = 1 if kind == "stage 2, packed" else 4
     torn = BYTES if KINDS[kind]["stage"] == "instruct" else BYTES[:1]  # other optimizer states are small
     kill_at(kind, composed, data, tmp_path, lambda n: [f"event:{point}" for point in range(1, n + 1, step)] + torn)
+
+
+def kill_at_each_checkpoint(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *steps: int) -> None:
+    drive(kind, composed, data, folder, save_steps=1)
+    points = [f"checkpoint:{step}" for step in steps]
+    drive(kind, composed, data, folder, *points, save_steps=1)
+    *expected, _ = logged(folder / "unbroken")
+    assert len(expected) == 8  # which is more than the rows of an epoch
+    for point in points:
+        assert moved(folder / "unbroken", folder / point) == set(), point
+        *got, _ = logged(folder / point)
+        for name in ("step", "epoch", "loss", "num_tokens", "norm/visual"):
+            assert [line.get(name) for line in got] == [line.get(name) for line in expected], (point, name)
+
+
+def test_a_stream_goes_on_where_it_was_killed(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    kill_at_each_checkpoint("stage 2, streaming and packed with two workers", composed, data, tmp_path, 3, 7)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "streaming" in kind])
+def test_a_stream_goes_on_at_any_step(kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    kill_at_each_checkpoint(kind, composed, data, tmp_path, *range(1, 8))

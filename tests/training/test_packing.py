@@ -216,14 +216,14 @@ def test_plans_that_cannot_be_met() -> None:
 
 
 def test_a_window_of_a_stream_loses_nothing() -> None:
-    window = {"length": lengths_of(50), "images": [[]] * 50, "source": [f"row {n}" for n in range(50)]}
-    packs = pack_window(copy.deepcopy(window), 4000)["rows"]
-    assert sorted(row["source"] for pack in packs for row in pack) == sorted(window["source"])
+    rows = [{"length": length, "images": [], "source": f"row {n}"} for n, length in enumerate(lengths_of(50))]
+    packs = pack_window(copy.deepcopy(rows), 4000)
+    assert sorted(row["source"] for pack in packs for row in pack) == sorted(row["source"] for row in rows)
     totals = [sum(row["length"] for row in pack) for pack in packs]
     assert max(totals) <= 4000
     assert sum(totals) / (4000 * len(totals)) > 0.85
     with pytest.raises(ValueError, match=r"row 0: .* more than packed_length 10"):
-        pack_window({**window, "length": [11] + [1] * 49}, 10)
+        pack_window([{"length": 11, "source": "row 0"}, *({"length": 1, "source": "row"} for _ in range(49))], 10)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from datasets import Dataset
 from PIL import Image as PILImage
 
-from conversations.checks import keep_good_rows, measure_rows
+from conversations.measured import keep_good_rows, measure_rows
 
 
 def turns(*values: str) -> list[dict[str, str]]:

@@ -25,7 +25,7 @@ FEATURES = Features(
 )
 # Characters that are read at once.
 PIECE = 1 << 20
-# The decoder finds what is cut off at the end of a piece within so many characters of it: "-Infinity", "\ud83d\ude00".
+# What is cut off at the end of a piece shows within so many characters of it: "-Infinity", "1e+", "\ud83d\ude00".
 CUT = 16
 # Characters that a message shows on either side of an error.
 NEAR = 30
@@ -193,7 +193,7 @@ class _JsonText:
             except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
                 raise ValueError(f"{self._complaint}: {error}.") from error
             else:
-                if end < len(self._text) or not self._read(size):  # a number may go on
+                if end < len(self._text) - CUT or not self._read(size):  # a number may go on, as 1 in 1.5
                     self.position = end
                     return value
             size *= 2  # so that the time for one long value is not quadratic

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,19 @@ def _standardise(dataset: Any, name: str, image_folder: str | None) -> Any:
     info.features = features
     dataset = Dataset(dataset.data.cast(features.arrow_schema), info=info, split=dataset.split)
     dataset = dataset if column == "images" else dataset.rename_column(column, "images")
-    dataset = dataset.add_column("image_folder", [image_folder] * len(dataset))
-    return dataset.add_column("source", [f"{name}, row {number}" for number in range(len(dataset))])
+    if not len(dataset):
+        raise ValueError(f"{name} holds no row.")
+    # In datasets' cache folder, as all of a million names would take 100 MB in every process.
+    given = {"name": name, "image_folder": image_folder, "count": len(dataset)}
+    features = Features({"image_folder": Value("string"), "source": Value("string")})
+    key = hashlib.sha256(json.dumps(given).encode()).hexdigest()
+    names = Dataset.from_generator(_names, features=features, gen_kwargs=given, fingerprint=key)
+    return concatenate_datasets([dataset, names], axis=1)
+
+
+def _names(name: str, image_folder: str, count: int) -> Iterator[Row]:
+    for number in range(count):
+        yield {"image_folder": image_folder, "source": f"{name}, row {number}"}
 
 
 def _undecoded(feature: Any, name: str) -> Any:

@@ -295,7 +295,7 @@ def read_source(place: str, entry: Any) -> SourceArguments:
             raise ValueError(f"{place}: {name} must be {_describe(hints[name])}, got {value!r}.")
     if "path" not in entry:
         raise ValueError(f"{place}: path is missing: give a file or dataset.")
-    source = SourceArguments(**entry)
+    source = SourceArguments(**{**entry, "weight": float(entry.get("weight", 1))})
     if not (math.isfinite(source.weight) and source.weight > 0):
         raise ValueError(f"{place}: weight must be a finite number above 0, got {source.weight}.")
     return source

@@ -114,11 +114,11 @@ class _Fetch:
 
 def describe_sources(sources: Sequence[Source], seed: int) -> str:
     """The table that training prints of what is drawn."""
-    lines = [f"{'datasets':40}{'rows':>12}{'good':>12}{'weight':>9}{'drawn':>12}  content"]
+    lines = [f"{'rows':>12}{'good':>12}{'weight':>9}{'drawn':>12}  {'content':12}  datasets"]
     for source in sources:
         name = " ".join(filter(None, [source.path, source.name, source.split if source.split != "train" else None]))
         lines.append(
-            f"{name:40}{source.rows:>12,}{source.good_rows:>12,}{source.weight:>9g}{source.drawn:>12,}  "
-            f"{source.fingerprint[:12]}"
+            f"{source.rows:>12,}{source.good_rows:>12,}{source.weight:>9g}{source.drawn:>12,}  "
+            f"{source.fingerprint[:12]}  {name}"
         )
     return "\n".join([*lines, f"{sum(source.drawn for source in sources):,} rows an epoch, drawn with seed {seed}"])

@@ -40,6 +40,7 @@ def load_rows(
 ) -> Dataset | IterableDataset:
     """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub; the latter also as a stream.
 
+    Rows are mapped from files: those of a JSON file from datasets' cache folder, into which it is converted once.
     `image_folder` goes before the paths of pictures, which may not leave it. Without it they are relative to the
     folder of the file or dataset; the pictures of one on the Hub lie in its folder of the Hub's cache.
 

@@ -162,16 +162,16 @@ def _read_texts(
     )  # fmt: skip
     tables = []
     for start in range(0, len(dataset), PIECE):
-        piece = dataset.select(range(start, min(start + PIECE, len(dataset))))
+        piece = dataset.select(range(start, min(start + PIECE, len(dataset)))).select_columns("conversations")
         kept = None
         if identity is not None:
             code = [sha256(Path(str(module.__file__))) for module in (checks, rows)]
             key = [identity, sorted(control_tokens), code, sha256(Path(__file__))]
-            kept = _kept_file("text", [*key, _content(piece.data["conversations"])])
+            kept = _kept_file("text", [*key, _content(piece)])
         table = None if kept is None else _read_kept(kept, schema)
         if table is None:
             desc = f"Checking rows {start:,} to {start + len(piece):,} of {len(dataset):,}"
-            table = _map(piece.select_columns("conversations"), read, schema, num_proc, desc)
+            table = _map(piece, read, schema, num_proc, desc)
             if kept is not None:
                 _keep(kept, table)
         tables.append(table)
@@ -284,11 +284,12 @@ def _map(
     return pa.ipc.open_stream(sink.getvalue()).read_all()
 
 
-def _content(column: pa.ChunkedArray) -> str:
-    """Hash of what a column of text or of lists holds, whatever file it lies in."""
-    found = hashlib.sha256(str(column.type).encode())
-    for batch in pa.table({"": column}).to_batches(max_chunksize=BATCH):
-        found.update(batch.serialize())
+def _content(dataset: Dataset) -> str:
+    """Hash of what a dataset's columns hold, whatever file they lie in."""
+    found = hashlib.sha256(str(dataset.features).encode())
+    for table in dataset.with_format("arrow").iter(BATCH):
+        for batch in table.combine_chunks().to_batches():
+            found.update(batch.serialize())
     return found.hexdigest()
 
 

@@ -84,7 +84,7 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(data: Path, stored: Pat
         mix([entries[0], SourceArguments(str(stored), weight=0.01)], [30, 9], parts, seed=42)
 
 
-@pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
+@pytest.mark.parametrize("packing", [{}, {**PACKED, "dataloader_num_workers": 1}], ids=["padded", "packed"])
 def test_a_run_on_a_mixture_says_what_it_drew_and_goes_on_with_that_alone(
     composed: Callable[..., Path],
     data: Path,

@@ -3,8 +3,8 @@
     nice python -m benchmarks.data --rows 1000000 --output benchmarks/results/data_cpu.json
 
 The rows are synthetic, with the lengths of `benchmarks.synthetic`; pictures are files of eight bytes. Every figure is
-of a process of its own, without what it took before it began. `held_bytes` are those of this process alone,
-`Private_*` in /proc, which leaves out the pages of a mapped file that others may share. `cpu_seconds` depend less than
+of a process of its own, without what it took before it began. `held_bytes` are `RssAnon` of /proc, which leaves out the
+pages of mapped files; `peak_bytes` say how far the peak rose above that of importing. `cpu_seconds` depend less than
 `seconds` on what else the machine does. `parse` is what opening was before: the whole file through `json.loads`.
 """
 
@@ -35,6 +35,8 @@ from training.tokenization import RowTokenizer
 logger = logging.getLogger(__name__)
 
 FOLDERS = 100
+# Different texts; rows after these have them again.
+TEXTS = 20_000
 PARSED_ROWS = 100_000
 CHECKED_ROWS = 5_000
 
@@ -43,24 +45,28 @@ def write_rows(folder: Path, count: int, with_pictures: bool) -> Path:
     """A LLaVA JSON file of so many rows, written a row at a time; the files of its pictures if they are looked for."""
     path, rng = folder / f"{count}.json", np.random.default_rng(0)
     shares = np.array([thousands for thousands, _, _ in MIXTURE.values()], dtype=float)
-    names = rng.choice(list(MIXTURE), count, p=shares / shares.sum())
+    names = rng.choice(list(MIXTURE), min(count, TEXTS), p=shares / shares.sum())
     words = np.array([f"w{number}" for number in range(1000)])
+    texts = []
+    for name in names[:TEXTS]:
+        _, median, spread = MIXTURE[name]
+        length = int(np.clip(median * spread ** rng.normal(), 8, 2048))
+        halves = np.split(words[rng.integers(0, 1000, length)], [length // 2])
+        texts.append(["no picture" not in name, *map(" ".join, halves)])
     for number in range(FOLDERS):
         (folder / "pictures" / f"{number}").mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        for number, name in enumerate(names):
-            _, median, spread = MIXTURE[name]
-            length = int(np.clip(median * spread ** rng.normal(), 8, 2048))
-            question, answer = np.split(words[rng.integers(0, 1000, length)], [length // 2])
+        for number in range(count):
+            has_picture, question, answer = texts[number % TEXTS]
             row: dict[str, Any] = {"id": number}
             mark = ""
-            if "no picture" not in name:
+            if has_picture:
                 mark, row["image"] = "<image>\n", f"pictures/{number % FOLDERS}/{number:012d}.jpg"
                 if with_pictures:
                     (folder / row["image"]).write_bytes(b"8 bytes.")
             row["conversations"] = [
-                {"from": "human", "value": mark + " ".join(question)},
-                {"from": "gpt", "value": " ".join(answer)},
+                {"from": "human", "value": mark + question},
+                {"from": "gpt", "value": answer},
             ]
             file.write(("[" if number == 0 else ", ") + json.dumps(row))
         file.write("]")
@@ -68,9 +74,9 @@ def write_rows(folder: Path, count: int, with_pictures: bool) -> Path:
 
 
 def private_memory() -> int:
-    """Bytes that this process alone holds."""
-    with open("/proc/self/smaps_rollup", encoding="ascii") as file:
-        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith("Private_"))
+    """Bytes that this process alone holds: not the pages of mapped files, which the system may drop."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
 
 
 def parse(path: Path) -> Dataset:

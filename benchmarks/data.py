@@ -3,7 +3,7 @@
     nice python -m benchmarks.data --rows 1000000 --output benchmarks/results/data_cpu.json
 
 The rows are synthetic, with the lengths of `benchmarks.synthetic`; pictures are files of eight bytes. Every figure is
-of a process of its own, without what it took before it began. `held_bytes` are `RssAnon` of /proc, which leaves out the
+of a process of its own, without what it took before it began. `held_bytes` are `RssAnon` of /proc, without the
 pages of mapped files; `peak_bytes` say how far the peak rose above that of importing. `cpu_seconds` depend less than
 `seconds` on what else the machine does. `parse` is what opening was before: the whole file through `json.loads`.
 """

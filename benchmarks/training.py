@@ -35,8 +35,9 @@ import training.attention  # noqa: F401 - registers "varlen"
 from benchmarks.flops import step_flops
 from benchmarks.synthetic import SIZES, Size, synthetic_config, synthetic_processor, write_rows
 from conversations.chat_template import plain_template
-from conversations.checks import control_tokens, keep_good_rows, measure_rows
+from conversations.checks import control_tokens
 from conversations.loading import load_rows
+from conversations.measured import keep_good_rows, measure_rows, row_lengths
 from conversations.rows import picture_path, row_images, row_turns
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
@@ -80,7 +81,7 @@ def our_trainer(
     common: dict[str, Any],
 ) -> SFTTrainer:
     """NormLlavaTrainer on packed rows."""
-    lengths = list(rows["length"])
+    lengths = row_lengths(rows)
     frozen_dtype = torch.bfloat16 if common["bf16"] else torch.float32
     groups = prepare_stage(model, stage, LearningRates(1e-5, 2e-6, 1e-5), frozen_dtype)
     accumulation = plan_accumulation(lengths, size.samples_per_step, 1, SEED, 1, size.packed_length[stage])

@@ -1,24 +1,17 @@
-"""Every row is checked before training: what is wrong with it, how many tokens it has, and what all of them hold."""
+"""What is wrong with a row, and with those of a stream as they come."""
 
-import hashlib
 import json
 import logging
 import os
 import re
 import reprlib
 import stat
-import uuid
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-from datasets import Dataset
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
@@ -63,8 +56,13 @@ def row_problem(row: Row, control_tokens: frozenset[str] = frozenset(), needs_an
     Raises:
         BadRowError: if a picture lies outside the row's folder.
     """
+    return text_problem(row, control_tokens, needs_answer) or pictures_problem(row, count_marks(row))
+
+
+def text_problem(row: Row, control_tokens: frozenset[str], needs_answer: bool = True) -> str | None:
+    """Why a row can't be trained on, whatever its pictures are, or `None`. Arguments are those of `row_problem`."""
     try:
-        turns, images = row_turns(row), row_images(row)
+        turns = row_turns(row)
     except (ValueError, RecursionError):
         return "`conversations` is text that is not JSON"
     if not isinstance(turns, list) or not turns:
@@ -73,7 +71,7 @@ def row_problem(row: Row, control_tokens: frozenset[str] = frozenset(), needs_an
         role, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
             return f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {_brief.repr(turn)}'
-        problem = _text_problem(value, control_tokens)
+        problem = _value_problem(value, control_tokens)
         if problem is not None:
             return f"turn {number} holds {problem}"
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
@@ -81,7 +79,21 @@ def row_problem(row: Row, control_tokens: frozenset[str] = frozenset(), needs_an
         return "no assistant turn (`gpt`) with text, so there is nothing to learn"
     if any(IMAGE_MARK in answer for answer in answers):
         return f"an assistant turn holds {IMAGE_MARK}"
-    marks = sum(turn["value"].count(IMAGE_MARK) for turn in turns)
+    return None
+
+
+def count_marks(row: Row) -> int:
+    """The `<image>` marks of a row's text, in which there is no problem."""
+    return sum(turn["value"].count(IMAGE_MARK) for turn in row_turns(row))
+
+
+def pictures_problem(row: Row, marks: int) -> str | None:
+    """Why a row with so many `<image>` marks can't be trained on with its pictures, or `None`; opens none of them.
+
+    Raises:
+        BadRowError: if a picture lies outside the row's folder.
+    """
+    images = row_images(row)
     if marks != len(images):
         return f"{marks} {IMAGE_MARK} marks but {len(images)} images"
     for image in images:
@@ -91,7 +103,7 @@ def row_problem(row: Row, control_tokens: frozenset[str] = frozenset(), needs_an
     return None
 
 
-def _text_problem(text: str, control_tokens: frozenset[str]) -> str | None:
+def _value_problem(text: str, control_tokens: frozenset[str]) -> str | None:
     found = _find_token(text, control_tokens) if control_tokens else None
     if found is not None:
         return f"{found}, which this model's tokenizer reads as a control token"
@@ -140,92 +152,6 @@ def _picture_problem(row: Row, image: Picture) -> str | None:
     except OSError as error:
         return f"image file {_cut(path)} can't be read ({error.strerror})"
     return None if is_file else f"image file {_cut(path)} is missing: what has its name is no file"
-
-
-@dataclass(frozen=True)
-class MeasuredRows:
-    """What a look at every row found."""
-
-    problems: list[str]
-    """Why a row can't be trained on; empty for a good one."""
-    lengths: list[int]
-    """Tokens of each row."""
-    checksums: list[int]
-    """Of each row's conversation, and of the names and sizes of its pictures; 0 for a bad one."""
-
-
-def measure_rows(
-    dataset: Dataset,
-    control_tokens: frozenset[str],
-    tokenize: Tokenize,
-    open_pictures: bool,
-    num_proc: int | None = None,
-) -> MeasuredRows:
-    """Look at every row: at its text, at its pictures' files, and inside these only with `open_pictures`.
-
-    Raises:
-        BadRowError: if a picture lies outside its row's folder.
-    """
-
-    def measure(table: pa.Table) -> dict[str, list[Any]]:
-        columns = {name: table[name].to_pylist() for name in ("image_folder", "conversations", "source")}
-        columns["images"] = _picture_references(table["images"], with_bytes=open_pictures)
-        measured: dict[str, list[Any]] = {"problem": [], "length": [], "checksum": []}
-        for values in zip(*columns.values(), strict=True):
-            row = dict(zip(columns, values, strict=True))
-            problem, length = _measure_row(row, control_tokens, tokenize, open_pictures)
-            measured["problem"].append(problem)
-            measured["length"].append(length)
-            measured["checksum"].append(0 if problem else _checksum(row))
-        return measured
-
-    # Not from the cache: files may have come or gone since. As Arrow, since pictures of hundreds of gigabytes would be
-    # read otherwise.
-    measured = dataset.with_format("arrow").map(
-        measure,
-        batched=True,
-        num_proc=num_proc,
-        remove_columns=dataset.column_names,
-        load_from_cache_file=False,
-        new_fingerprint=uuid.uuid4().hex,
-        desc="Checking rows",
-    )
-    return MeasuredRows(
-        *(measured.with_format("arrow")[name].to_pylist() for name in ("problem", "length", "checksum"))
-    )
-
-
-def keep_good_rows(
-    dataset: Dataset, measured: MeasuredRows, bad_rows: Literal["error", "skip"], report_file: Path | None
-) -> tuple[Dataset, str]:
-    """The dataset without its bad rows and with a column `length`, in tokens; and a fingerprint of what it says.
-
-    Bad rows go to `report_file`, a line of JSON each; `None` for a process that should not write it.
-
-    Raises:
-        BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if there is no other.
-    """
-    bad = [number for number, problem in enumerate(measured.problems) if problem]
-    good = [number for number, problem in enumerate(measured.problems) if not problem]
-    if bad:
-        sources = dataset.select_columns("source")
-        examples = [{"source": sources[number]["source"], "problem": measured.problems[number]} for number in bad]
-        if bad_rows == "skip" and report_file is not None:
-            report_file.parent.mkdir(parents=True, exist_ok=True)
-            lines = [json.dumps(example) + "\n" for example in examples]
-            report_file.write_text("".join(lines), encoding="utf-8")
-            logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(dataset), report_file)
-        if bad_rows == "error" or not good:
-            first = examples[0]
-            advice = "leave them out with --bad_rows skip" if good else "no row is left to train on"
-            raise BadRowError(
-                f"{first['source']}: {first['problem']}. {len(bad)} of {len(dataset)} rows are bad; mend the data, "
-                f"{'or ' if good else ''}{advice}."
-            )
-    dataset = dataset.add_column("length", measured.lengths)
-    content = [(measured.lengths[number], measured.checksums[number]) for number in good]
-    fingerprint = hashlib.sha256(np.array(content, dtype=np.int64).tobytes()).hexdigest()
-    return (dataset.select(good) if bad else dataset), fingerprint
 
 
 @dataclass
@@ -307,45 +233,3 @@ def _measure_row(
         return "", len(tokenize(row)[0])
     except BadRowError as error:
         return str(error).removeprefix(f"{row['source']}: "), 0
-
-
-def _checksum(row: Row) -> int:
-    """Of a row's conversation and of its pictures' names and sizes; the same wherever its folder lies."""
-    folder, pictures = row["image_folder"], []
-    for image in row_images(row):
-        name = image["path"] if isinstance(image, dict) else image
-        if isinstance(image, dict) and is_embedded(image):
-            pictures.append((name, image["size"]))
-        else:
-            path = os.path.normpath(os.path.join(folder, name))
-            pictures.append((path.removeprefix(folder), os.path.getsize(path)))
-    return zlib.crc32(json.dumps([row["conversations"], pictures]).encode())
-
-
-def _picture_references(column: pa.ChunkedArray, with_bytes: bool) -> list[Any]:
-    """A column of pictures as Python values, with the size of encoded ones, whose bytes are left where they are unless
-    asked for."""
-    references: list[Any] = []
-    for chunk in column.chunks:
-        kind = chunk.type.value_type if pa.types.is_list(chunk.type) else chunk.type
-        if not pa.types.is_struct(kind):  # paths
-            references += chunk.to_pylist()
-            continue
-        pictures = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
-        encoded = pictures.field("bytes")
-        columns = {
-            "bytes": encoded.to_pylist() if with_bytes else [None] * len(encoded),
-            "path": pictures.field("path").to_pylist(),
-            "size": pc.binary_length(encoded).to_pylist(),
-        }
-        leaves = [
-            dict(zip(columns, values, strict=True)) if there else None
-            for there, *values in zip(pictures.is_valid().to_pylist(), *columns.values(), strict=True)
-        ]
-        if pa.types.is_list(chunk.type):
-            remaining = iter(leaves)
-            counts = chunk.value_lengths().fill_null(0).to_pylist()
-            references += [[next(remaining) for _ in range(count)] for count in counts]
-        else:
-            references += leaves
-    return references

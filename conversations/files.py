@@ -1,30 +1,35 @@
-"""Files: text that people give, read or refused; text that is written whole; hashes, empty folders, links followed."""
+"""Files: text that people give, opened or refused; text written whole; hashes, empty folders, links followed."""
 
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TextIO
 
 
-def read_text(path: Path) -> str:
-    """The text of a file that people give, without its byte order mark.
+@contextmanager
+def open_text(path: Path) -> Iterator[TextIO]:
+    """The text of a file that people give, without its byte order mark, to be read in the `with` block.
 
     Raises:
         OSError: if it is missing or can't be read.
-        ValueError: if it is a folder, empty, or not UTF-8.
+        ValueError: if it is a folder or, as far as it is read, not UTF-8.
     """
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give a file in it.")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8, see byte {error.start}; save it as UTF-8.") from error
-    if "\0" in text[:4]:  # UTF-16 or UTF-32 without a mark is UTF-8 to the letter, if its text is English
-        raise ValueError(f"{path} is not UTF-8, see the null bytes at its start; save it as UTF-8.")
-    if not text or text.isspace():
-        raise ValueError(f"{path} is empty.")
-    return text
+    with path.open(encoding="utf-8-sig") as file:
+        try:
+            if "\0" in file.read(4):  # UTF-16 or UTF-32 without a mark is UTF-8 to the letter, if its text is English
+                raise ValueError(f"{path} is not UTF-8, see the null bytes at its start; save it as UTF-8.")
+            file.seek(0)
+            yield file
+        except UnicodeDecodeError as error:
+            read = file.buffer.tell()  # type: ignore[attr-defined]
+            byte = read - len(error.object) + error.start
+            raise ValueError(f"{path} is not UTF-8, see byte {byte}; save it as UTF-8.") from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -4,6 +4,7 @@ import glob
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from datasets import (
     LargeList,
     List,
     Value,
+    concatenate_datasets,
     load_dataset,
     load_dataset_builder,
     load_from_disk,
@@ -26,8 +28,9 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.file_download import repo_folder_name
 from pyarrow import ArrowInvalid
 
-from conversations.files import lies_in, read_text, sha256
-from conversations.rows import picture_path
+from conversations.files import sha256
+from conversations.json_rows import open_json
+from conversations.rows import Row
 from conversations.streams import RowStream
 from conversations.tars import is_tars, stream_tars
 
@@ -46,6 +49,7 @@ def load_rows(
     """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub, also as a stream; a glob names
     parquet files or tars. Tars in WebDataset's layout are read as a stream alone.
 
+    Rows are mapped from files: those of a JSON file from datasets' cache folder, into which it is converted once.
     `image_folder` goes before the paths of pictures, which may not leave it. Without it they are relative to the
     folder of the file or dataset; the pictures of one on the Hub lie in its folder of the Hub's cache.
 
@@ -60,7 +64,9 @@ def load_rows(
     if (_is_json(path) or _is_saved(path) or _is_glob(name)) and config is not None:
         raise ValueError(f"{name} has no configurations, so there is no {config!r}; leave it out.")
     if _is_json(path):
-        rows = _load_json(path, os.path.abspath(image_folder or path.parent), split)
+        if split != "train":
+            raise ValueError(f"{path} has one split, train, so there is no {split!r}.")
+        rows = open_json(path, os.path.abspath(image_folder or path.parent))
     elif _is_saved(path):
         rows = _standardise(_load_saved(name, split), name, image_folder)
     elif path.is_file():
@@ -132,75 +138,6 @@ def _is_saved(path: Path) -> bool:
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
-def _load_json(path: Path, image_folder: str, split: str) -> Dataset:
-    if split != "train":
-        raise ValueError(f"{path} has one split, train, so there is no {split!r}.")
-    rows = _parse_json(path)
-    images: list[list[str]] = []
-    for number, row in enumerate(rows):
-        given = row.get("image") if row.get("images") is None else row["images"]
-        given = [] if given is None else given if isinstance(given, list) else [given]
-        images.append([_picture_name(image) for image in given])
-        for image in images[-1]:
-            # Links are followed, at the cost of a look at the disk, where the row is checked; here only to allow.
-            if not lies_in(os.path.normpath(os.path.join(image_folder, image)), image_folder):
-                picture_path({"image_folder": image_folder, "source": f"{path}, row {number}"}, image)
-    # Only the fields that are used: LLaVA's `id` is a number in some rows and a string in others, which Arrow refuses.
-    return Dataset.from_dict(
-        {
-            "images": images,
-            "image_folder": [image_folder] * len(rows),
-            "conversations": [json.dumps(row.get("conversations")) for row in rows],
-            "source": [f"{path}, row {number}" for number in range(len(rows))],
-        }
-    ).cast_column("images", List(Value("string")))
-
-
-def _parse_json(path: Path) -> list[dict[str, Any]]:
-    """The rows of a JSON file: those of a list, or one a line."""
-    text = read_text(path)
-    if path.suffix.lower() == ".json":
-        rows = _parse(text, f"{path} is not valid JSON")
-        if not isinstance(rows, list):
-            raise ValueError(
-                f'{path} is not a list of rows. LLaVA\'s layout is [{{"image": ..., "conversations": [...]}}].'
-            )
-        places = [f"row {number}" for number in range(len(rows))]
-    else:
-        # Split at line feeds alone: JSON allows other line breaks of Unicode inside a string.
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-        rows = [_parse(line, f"{path} is not valid JSONL: line {number}") for number, line in lines]
-        places = [f"line {number}" for number, _ in lines]
-    for place, row in zip(places, rows, strict=True):
-        if not isinstance(row, dict):
-            raise ValueError(
-                f'{path}, {place} is no row, which would be {{"image": ..., "conversations": [...]}}: '
-                f"{json.dumps(row)[:60]}"
-            )
-    return rows
-
-
-def _parse(text: str, complaint: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        near = text[max(error.pos - 30, 0) : error.pos + 30]
-        hint = " If each line is a row, name the file .jsonl." if error.msg == "Extra data" else ""
-        raise ValueError(f"{complaint}: {error}, near {near!r}.{hint}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
-        raise ValueError(f"{complaint}: {error}.") from error
-
-
-def _picture_name(image: Any) -> str:
-    """A picture's name. What is none stays as text that names no file, so that the row is found to be bad."""
-    try:
-        if isinstance(image, str) and image.encode():
-            return image
-    except UnicodeEncodeError:  # half of a surrogate pair, which Arrow does not hold
-        pass
-    return f"{json.dumps(image)} (not a path)"
-
-
 def _load_saved(name: str, split: str) -> Dataset:
     try:
         dataset = load_from_disk(name)
@@ -241,8 +178,19 @@ def _standardise(dataset: Any, name: str, image_folder: str | None) -> Any:
     info.features = features
     dataset = Dataset(dataset.data.cast(features.arrow_schema), info=info, split=dataset.split)
     dataset = dataset if column == "images" else dataset.rename_column(column, "images")
-    dataset = dataset.add_column("image_folder", [image_folder] * len(dataset))
-    return dataset.add_column("source", [f"{name}, row {number}" for number in range(len(dataset))])
+    if not len(dataset):
+        raise ValueError(f"{name} holds no row.")
+    # In datasets' cache folder, as all of a million names would take 100 MB in every process.
+    given = {"name": name, "image_folder": image_folder, "count": len(dataset)}
+    features = Features({"image_folder": Value("string"), "source": Value("string")})
+    key = hashlib.sha256(json.dumps(given).encode()).hexdigest()
+    names = Dataset.from_generator(_names, features=features, gen_kwargs=given, fingerprint=key)
+    return concatenate_datasets([dataset, names], axis=1)
+
+
+def _names(name: str, image_folder: str, count: int) -> Iterator[Row]:
+    for number in range(count):
+        yield {"image_folder": image_folder, "source": f"{name}, row {number}"}
 
 
 def _undecoded(feature: Any, name: str) -> Any:

@@ -11,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from diagnostics.report import with_interval
 from hub_cards.facts import Facts
 from hub_cards.licences import APACHE, Licence, known_licence
+from training.run import Source
 
 
 NOT_RECORDED = "not recorded"
@@ -141,6 +142,7 @@ def render_card(
         "recorded": lambda value: NOT_RECORDED if value is None else value,
         "significant": lambda value: NOT_RECORDED if value is None else f"{value:.3g}",
         "link": lambda name: NOT_RECORDED if name is None else f"[{name}](https://huggingface.co/{name})",
+        "source": describe_source,
         "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
         "interval": with_interval,
         "cell": lambda value: " ".join(str(value).split()).replace("|", r"\|").replace("<", "&lt;"),
@@ -168,6 +170,19 @@ def render_card(
     )
     metadata = build_metadata(facts, licence, name, prose.datasets, widgets)
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
+
+
+def describe_source(source: Source) -> str:
+    """What a stage took of a source of rows; of a file or folder of the machine the last part of its path alone."""
+    link = f"[{source.path}](https://huggingface.co/datasets/{source.path})"
+    name = Path(source.path).name if source.is_local else link
+    parts = [name, source.name, None if source.split == "train" else source.split]
+    text = f"{', '.join(filter(None, parts))}: {source.good_rows:,} rows"
+    if source.good_rows < source.rows:
+        text += f" (of {source.rows:,}; the others are bad)"
+    if source.weight != 1:
+        text += f", weight {source.weight:g}, {source.drawn:,} an epoch"
+    return f"{text}; content {source.fingerprint[:12]}"
 
 
 def attribute(facts: Facts) -> str:

@@ -16,7 +16,7 @@ from diagnostics.results import ModelReport, Report, from_json
 from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.weights import Weights, read_weights
 from training.environment import Environment
-from training.run import RUN_FILE, Run
+from training.run import RUN_FILE, Run, Source
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -50,6 +50,7 @@ class StageFacts:
         seconds: From `metrics.jsonl`; `None` for a resumed run, of which only the last session's time is there.
         arguments: Those that the card lists.
         environment: What it ran on, if it is recorded.
+        sources: Where its rows are from, if it is recorded.
     """
 
     stage: str | None
@@ -60,6 +61,7 @@ class StageFacts:
     seconds: float | None
     arguments: Arguments
     environment: Environment | None
+    sources: tuple[Source, ...]
 
 
 @dataclass(frozen=True)
@@ -279,6 +281,7 @@ def read_stage(folder: Path, run: Run | None) -> StageFacts:
             if name in arguments and is_listed(name, arguments)
         },
         environment=None if run is None else run.environment,
+        sources=() if run is None else run.sources,
     )
 
 

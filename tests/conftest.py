@@ -1,5 +1,14 @@
 """Small random backbones in ordinary checkpoint folders, made once a run: what the tests compose and train."""
 
+# ruff: noqa: E402 - the cache folder must be named before datasets is imported
+import os
+import tempfile
+
+
+# What is converted and checked is kept in datasets' cache folder: the tests' own goes when they end.
+_cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+os.environ["HF_DATASETS_CACHE"] = _cache.name
+
 import signal
 from collections.abc import Callable
 from pathlib import Path

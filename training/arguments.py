@@ -14,6 +14,7 @@ import yaml
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
+from training.mixture import SourceArguments
 from training.run import CHOOSING
 from training.stages import Stage
 
@@ -91,6 +92,8 @@ FIXED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 # Fields that concern held-out rows alone.
 HELD_OUT = (*CHOOSING, "eval_image_folder", "dataset_test_split", "eval_on_start", "per_device_eval_batch_size")
+# Fields that an entry of `datasets` has in their place.
+ONE_SOURCE = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
 # Kernels of the losses on keys, as the diagnostics measure MMD².
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 SAMPLING = ("random", "group_by_length", "sequential")
@@ -107,6 +110,10 @@ class RunArguments(DatasetArguments, ModelConfig):
     use_bnb_nested_quant: bool = field(default=True, metadata={"help": "Quantize the 4-bit weights' scales too."})
     stage: Literal["align", "instruct", "adapt"] | None = field(
         default=None, metadata={"help": "What to train; see training/stages.py."}
+    )
+    datasets: list[SourceArguments] | None = field(
+        default=None,
+        metadata={"help": "Several sources in place of dataset_name: each a path, and what SourceArguments has."},
     )
     image_folder: str | None = field(
         default=None, metadata={"help": "Goes before the image paths of a JSON file; its own folder by default."}
@@ -167,8 +174,18 @@ class RunArguments(DatasetArguments, ModelConfig):
         """The weights of the losses on keys that are not 0, by name."""
         return [name for name in ("key_mmd_weight", "key_gram_weight") if getattr(self, name)]
 
+    @property
+    def sources(self) -> list[SourceArguments]:
+        """Where the rows are from: the entries of `datasets`, or the one that `dataset_name` and its fields give."""
+        if self.datasets is not None:
+            return self.datasets
+        split = str(self.dataset_train_split)
+        return [SourceArguments(str(self.dataset_name), self.dataset_config, split, self.image_folder)]
+
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.datasets is not None:
+            self.datasets = [read_source(f"datasets, entry {n}", entry) for n, entry in enumerate(self.datasets, 1)]
         super().__post_init__()
 
 
@@ -262,6 +279,28 @@ def check_fields(args: Any) -> None:
             raise ValueError(f"{name} must stay {FIXED[name][0]!r}, got {value!r}: {FIXED[name][1]}.")
 
 
+def read_source(place: str, entry: Any) -> SourceArguments:
+    """An entry of `datasets` as a recipe has it. Raises `ValueError` that names its place and the field."""
+    if isinstance(entry, SourceArguments):
+        return entry
+    hints = typing.get_type_hints(SourceArguments)
+    if not isinstance(entry, dict):
+        raise ValueError(f"{place} must be a mapping of {', '.join(hints)}, got {entry!r}.")
+    for name, value in entry.items():
+        if name == "fraction":
+            raise ValueError(f"{place}: give weight, how often an epoch sees each row, in place of TRL's fraction.")
+        if name not in hints:
+            raise ValueError(f"{place}: {name} is no field of an entry; these are: {', '.join(hints)}.")
+        if not _fits(value, hints[name]):
+            raise ValueError(f"{place}: {name} must be {_describe(hints[name])}, got {value!r}.")
+    if "path" not in entry:
+        raise ValueError(f"{place}: path is missing: give a file or dataset.")
+    source = SourceArguments(**{**entry, "weight": float(entry.get("weight", 1))})
+    if not (math.isfinite(source.weight) and source.weight > 0):
+        raise ValueError(f"{place}: weight must be a finite number above 0, got {source.weight}.")
+    return source
+
+
 def _fits(value: object, hint: Any) -> bool:
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -291,8 +330,9 @@ def _describe(hint: Any) -> str:
 def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     """Refuse what does not go together. Raises `ValueError` that names the fields."""
     for name in ("model_name_or_path", "dataset_name", "stage"):
-        if getattr(run_args, name) is None:
+        if getattr(run_args, name) is None and not (name == "dataset_name" and run_args.datasets is not None):
             raise ValueError(f"{name} is missing; training/recipes/ has recipes to start from.")
+    _check_sources(run_args)
     _check_stage(run_args, args)
     _check_batches(run_args, args)
     _check_held_out(run_args, args)
@@ -307,6 +347,21 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError("probe_samples does nothing without probe_steps.")
     if run_args.resume_changed and args.resume_from_checkpoint is None:
         raise ValueError("resume_changed does nothing without resume_from_checkpoint.")
+
+
+def _check_sources(run_args: RunArguments) -> None:
+    if run_args.datasets is None:
+        return
+    if not run_args.datasets:
+        raise ValueError("datasets is empty: give an entry for each source, or dataset_name.")
+    for name in ONE_SOURCE:
+        if getattr(run_args, name) != getattr(RunArguments, name):
+            raise ValueError(f"Give either {name} or datasets, whose entries say it each for itself, not both.")
+    if run_args.dataset_streaming and [source.weight for source in run_args.datasets] != [1]:
+        raise ValueError(
+            "dataset_streaming reads one source as it is: leave it, or give dataset_name in place of datasets. "
+            "Without it rows are not held in memory either."
+        )
 
 
 def _check_stage(run_args: RunArguments, args: TrainingConfig) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler, get_length_grouped_indices
 from typing_extensions import override
@@ -9,9 +10,9 @@ from typing_extensions import override
 from training.overrides import checks_overrides
 
 
-def shuffled(count: int, seed: int) -> list[int]:
-    """The numbers below `count` in the order that accelerate's own sampler has for a seed."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+def shuffled(count: int, seed: int) -> np.ndarray:
+    """The numbers below `count` in the order that accelerate's own sampler has for a seed: int64 [count]."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 # Trainer takes this class of sampler as it is: one that deals batches to processes by itself. accelerate would repeat
@@ -21,7 +22,7 @@ class PaddedBatchSampler(BatchRebalanceSampler):
     """Yields the batches of one process, each a list of sample numbers; an empty one where there is none left for it.
 
     Args:
-        lengths: Tokens of each sample.
+        lengths: Tokens of each sample, integers [samples].
         batch_size: Samples of a batch, but for the last one of each process.
         num_processes, process_index: Who shares the work.
         seed: Of the order, together with the epoch.
@@ -31,7 +32,7 @@ class PaddedBatchSampler(BatchRebalanceSampler):
 
     def __init__(
         self,
-        lengths: Sequence[int],
+        lengths: np.ndarray,
         batch_size: int,
         num_processes: int,
         process_index: int,
@@ -40,27 +41,29 @@ class PaddedBatchSampler(BatchRebalanceSampler):
         accumulation_steps: int = 1,
     ) -> None:
         super().__init__(
-            list(lengths), batch_size * num_processes * accumulation_steps, num_processes, accumulation_steps,
+            [], batch_size * num_processes * accumulation_steps, num_processes, accumulation_steps,
             seed=seed, rank=process_index, drop_last=False,
         )  # fmt: skip
+        self.lengths = lengths  # as they are: a list of a million takes 36 MB in every process
         # Not `batch_size`, by which accelerate would know how to fill a last batch up.
         self.rows_per_batch, self.strategy = batch_size, strategy
 
-    def order(self) -> list[int]:
-        """All samples in the order of the epoch, the same on every process."""
+    def order(self) -> np.ndarray:
+        """All samples in the order of the epoch, the same on every process: int64 [samples]."""
         if self.strategy == "sequential":
-            return list(range(len(self.lengths)))
+            return np.arange(len(self.lengths))
         if self.strategy == "random":
             return shuffled(len(self.lengths), self.seed + self.epoch)
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return get_length_grouped_indices(self.lengths, self.rows_per_batch * self.grad_accum, generator=generator)
+        batch = self.rows_per_batch * self.grad_accum
+        return np.array(get_length_grouped_indices(self.lengths.tolist(), batch, generator=generator))
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
         per_pass = self.rows_per_batch * self.dp_size
         for start in range(0, len(order), per_pass):
-            samples = order[start : start + per_pass]
+            samples = order[start : start + per_pass].tolist()
             # A last pass that is not full is shared out evenly.
             size, longer = divmod(len(samples), self.dp_size)
             begin = self.rank * size + min(self.rank, longer)

@@ -1,20 +1,25 @@
 """The data of a run: its rows, checked, and who gets which of them when."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from conversations.checks import BadRowList, StreamCheck, control_tokens, keep_good_rows, measure_rows
+from conversations.checks import BadRowList, StreamCheck, control_tokens
 from conversations.loading import has_splits, load_rows, stream_fingerprint
+from conversations.measured import keep_good_rows, measure_rows, row_lengths
 from conversations.streams import RowStream
 from training.arguments import RunArguments, TrainingConfig, set_accumulation
 from training.batching import FixedBatchSampler, PaddedBatchSampler
+from training.mixture import mix
 from training.packing import PackedBatchSampler, check_longest, partition_fitting, plan_accumulation
+from training.run import Source
 from training.tokenization import RowTokenizer
 
 
@@ -22,25 +27,58 @@ from training.tokenization import RowTokenizer
 BAD_ROWS_FILE = "bad_rows.jsonl"
 
 
-def open_rows(run_args: RunArguments) -> Dataset | RowStream:
-    """The rows that a run names, unchecked."""
-    return load_rows(
-        str(run_args.dataset_name),
-        run_args.image_folder,
-        run_args.dataset_config,
-        run_args.dataset_train_split,
-        run_args.dataset_streaming,
-    )
+def open_rows(run_args: RunArguments) -> list[Any]:
+    """The rows of each source that a run names, unchecked: datasets, or one stream.
+
+    Raises:
+        ValueError: as `load_rows` does; of several sources the message names the entry.
+    """
+    rows = []
+    for number, source in enumerate(run_args.sources):
+        with _named_source(run_args, number):
+            rows.append(
+                load_rows(source.path, source.image_folder, source.name, source.split, run_args.dataset_streaming)
+            )
+    return rows
 
 
-def read_rows(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> tuple[Dataset | RowStream, str]:
-    """The checked rows with their lengths, and a fingerprint that a resumed run must find again. Rows of a stream are
-    checked when they are read, see `check_of_stream`."""
+def read_rows(
+    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
+) -> tuple[Dataset | RowStream, str, list[Source]]:
+    """The checked rows with their lengths, a fingerprint that a resumed run must find again, and what was taken of
+    each source; of a stream the last is not known, and its rows are checked when they are read (`check_of_stream`)."""
     report_file = Path(args.output_dir) / BAD_ROWS_FILE
-    rows = _open_on_main_first(args, lambda: open_rows(run_args), report_file)
-    if isinstance(rows, RowStream):
-        return rows, stream_fingerprint(run_args.dataset_name, run_args.dataset_config, run_args.dataset_train_split)
-    return _check_rows(run_args, args, tokenize, rows, report_file)
+    opened = _open_on_main_first(args, lambda: open_rows(run_args), report_file, run_args.dataset_streaming)
+    if run_args.dataset_streaming:
+        (rows,), (source,) = opened, run_args.sources
+        return rows, stream_fingerprint(source.path, source.name, source.split), []
+    checked = []
+    for number, rows in enumerate(opened):
+        with _named_source(run_args, number):
+            checked.append(_check_rows(run_args, args, tokenize, rows, report_file))
+    return mix(run_args.sources, [len(rows) for rows in opened], checked, sampling_seed(args))
+
+
+def sampling_seed(args: TrainingConfig) -> int:
+    """The seed of which rows are drawn, and of their order."""
+    return args.seed if args.data_seed is None else args.data_seed
+
+
+def _named_source(run_args: RunArguments, number: int) -> Any:
+    """A `with` block whose errors name the entry of `datasets`, if there are any."""
+    if run_args.datasets is None:
+        return nullcontext()
+    return _named(f"datasets, entry {number + 1}", "the entry's image_folder")
+
+
+@contextmanager
+def _named(field: str, image_folder: str) -> Iterator[None]:
+    """A `with` block whose errors name a field, and its own field of the folder of pictures."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        reason = str(error).replace("--image_folder", image_folder)
+        raise ValueError(f"{field}: {reason}") from error
 
 
 def check_of_stream(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> StreamCheck:
@@ -68,20 +106,19 @@ def read_held_out(
         split = "train"
     config = run_args.dataset_config if name == run_args.dataset_name else None
     report_file = Path(args.output_dir) / "bad_eval_rows.jsonl"
-    try:
+    with _named("eval_dataset_name", "--eval_image_folder"):
         rows = _open_on_main_first(
             args, lambda: load_rows(name, run_args.eval_image_folder, config, split), report_file
         )
         return _check_rows(run_args, args, tokenize, rows, report_file)
-    except (ValueError, OSError) as error:
-        reason = str(error).replace("--image_folder", "--eval_image_folder")
-        raise ValueError(f"eval_dataset_name: {reason}") from error
 
 
-def _open_on_main_first(args: TrainingConfig, load: Callable[[], Any], report_file: Path) -> Any:
+def _open_on_main_first(
+    args: TrainingConfig, load: Callable[[], Any], report_file: Path, is_stream: bool = False
+) -> Any:
     with args.main_process_first(desc="reading the data"):
-        if args.process_index == 0 and args.resume_from_checkpoint is None:
-            report_file.unlink(missing_ok=True)  # an earlier run's
+        if args.process_index == 0 and (args.resume_from_checkpoint is None or not is_stream):
+            report_file.unlink(missing_ok=True)  # an earlier run's, or what this run finds again
         return load()
 
 
@@ -93,7 +130,7 @@ def _check_rows(
     measured: list[Any] = [None]
     if is_main_process:
         open_pictures = run_args.bad_rows == "skip"
-        measured = [measure_rows(rows, tokens, tokenize, open_pictures, args.dataset_num_proc)]
+        measured = [measure_rows(rows, tokens, tokenize, open_pictures, args.dataset_num_proc, tokenize.identity())]
     broadcast_object_list(measured)
     return keep_good_rows(rows, measured[0], run_args.bad_rows, report_file if is_main_process else None)
 
@@ -119,7 +156,7 @@ def deal_rows(run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowS
         if run_args.packed_length is None:
             set_accumulation(args, run_args.global_batch_size)
         return None
-    lengths, seed = list(rows["length"]), args.seed if args.data_seed is None else args.data_seed
+    lengths, seed = row_lengths(rows), sampling_seed(args)
     if run_args.packed_length is None:
         set_accumulation(args, run_args.global_batch_size)
         return PaddedBatchSampler(
@@ -131,7 +168,7 @@ def deal_rows(run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowS
 
 
 def plan_packing(
-    args: TrainingConfig, lengths: list[int], seed: int, samples_per_step: int, packed_length: int
+    args: TrainingConfig, lengths: np.ndarray, seed: int, samples_per_step: int, packed_length: int
 ) -> PackedBatchSampler:
     """Sampler of packed rows; sets the accumulation steps that they take."""
     epochs = math.ceil(args.num_train_epochs)

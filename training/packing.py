@@ -8,6 +8,7 @@ no process waits for another and there is no padding at all.
 import heapq
 from collections.abc import Iterator
 
+import numpy as np
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from typing_extensions import override
 
@@ -34,7 +35,7 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
     return [sorted(members) for _, _, members in sorted(rows, key=lambda row: (-row[0], row[1]))]
 
 
-def check_longest(lengths: list[int], packed_length: int, name: str) -> None:
+def check_longest(lengths: list[int] | np.ndarray, packed_length: int, name: str) -> None:
     """Raises `ValueError`, with what the samples are called, if one is longer than a packed row."""
     if max(lengths) > packed_length:
         raise ValueError(
@@ -58,7 +59,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
     """Yields the packed rows of one process, each a list of sample numbers.
 
     Args:
-        lengths: Tokens of each sample.
+        lengths: Tokens of each sample, integers [samples].
         samples_per_step: Samples of an optimizer step over all processes.
         num_processes, process_index: Who shares the work.
         accumulation_steps: Rows of a process in an optimizer step.
@@ -67,7 +68,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def __init__(
         self,
-        lengths: list[int],
+        lengths: np.ndarray,
         samples_per_step: int,
         num_processes: int,
         process_index: int,
@@ -75,7 +76,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         seed: int,
     ) -> None:
         super().__init__(
-            lengths,
+            [],
             samples_per_step,
             num_processes,
             accumulation_steps,
@@ -83,21 +84,22 @@ class PackedBatchSampler(BatchRebalanceSampler):
             rank=process_index,
             drop_last=False,
         )
+        self.lengths = lengths
         self.samples_per_step = samples_per_step
 
-    def steps(self) -> list[list[int]]:
+    def steps(self) -> list[np.ndarray]:
         """The samples of each step of the epoch; fewer than there are processes join the step before them."""
         order = shuffled(len(self.lengths), self.seed + self.epoch)
         steps = [order[start : start + self.samples_per_step] for start in range(0, len(order), self.samples_per_step)]
         if len(steps) > 1 and len(steps[-1]) < self.dp_size:
-            steps[-2:] = [steps[-2] + steps[-1]]
+            steps[-2:] = [np.concatenate(steps[-2:])]
         return steps
 
-    def rows(self, step: list[int]) -> list[list[int]]:
+    def rows(self, step: np.ndarray) -> list[list[int]]:
         """The rows of a step for all processes: those of an accumulation step stand together."""
         accumulation_steps = min(self.grad_accum, len(step) // self.dp_size)
-        rows = partition([self.lengths[sample] for sample in step], accumulation_steps * self.dp_size)
-        return [[step[member] for member in row] for row in rows]
+        rows = partition(self.lengths[step].tolist(), accumulation_steps * self.dp_size)
+        return [step[row].tolist() for row in rows]
 
     @override
     def __iter__(self) -> Iterator[list[int]]:
@@ -111,13 +113,11 @@ class PackedBatchSampler(BatchRebalanceSampler):
 
     def fits(self, packed_length: int) -> bool:
         """Whether no row of the epoch has more tokens than that."""
-        return all(
-            sum(self.lengths[sample] for sample in self.rows(step)[0]) <= packed_length for step in self.steps()
-        )
+        return all(self.lengths[self.rows(step)[0]].sum() <= packed_length for step in self.steps())
 
 
 def plan_accumulation(
-    lengths: list[int], samples_per_step: int, num_processes: int, seed: int, num_epochs: int, packed_length: int
+    lengths: np.ndarray, samples_per_step: int, num_processes: int, seed: int, num_epochs: int, packed_length: int
 ) -> int:
     """The fewest accumulation steps with which no row of the run is longer than `packed_length`.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ if TYPE_CHECKING:  # who reads a record has no need of TRL, which takes seconds 
 RUN_FILE = "run.json"
 # Fields that the weights don't depend on. The data is compared by what it holds, wherever it lies.
 IMMATERIAL = (
-    "output_dir", "dataset_name", "image_folder", "bad_rows", "dataset_num_proc", "dataset_config",
+    "output_dir", "dataset_name", "datasets", "image_folder", "bad_rows", "dataset_num_proc", "dataset_config",
     "probe_steps", "probe_samples", "resume_changed", "resume_from_checkpoint", "logging_strategy",
     "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_level", "log_level_replica",
     "log_on_each_node", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id",
@@ -50,6 +51,30 @@ class Progress:
 
 
 @dataclass(frozen=True)
+class Source:
+    """What a run takes of a source.
+
+    Attributes:
+        path, name, split, weight: As given.
+        is_local: Whether `path` is a file or folder of the machine, and no dataset of the Hub.
+        rows: Rows that are there.
+        good_rows: Those that can be trained on.
+        drawn: Rows of an epoch that are of this source.
+        fingerprint: Of what the good rows say.
+    """
+
+    path: str
+    name: str | None
+    split: str
+    is_local: bool
+    rows: int
+    good_rows: int
+    weight: float
+    drawn: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
 class Run:
     """What a run is made of, and made with.
 
@@ -60,6 +85,7 @@ class Run:
         recipe: The YAML file that the run was started with, if there was one.
         environment: Devices, versions and commit.
         progress: Of a checkpoint; `None` in the folder of a finished run.
+        sources: What was taken of each source of rows; nothing of a stream.
     """
 
     data: str
@@ -68,6 +94,13 @@ class Run:
     recipe: str | None
     environment: Environment
     progress: Progress | None = None
+    sources: tuple[Source, ...] = ()
+
+    @property
+    def weights(self) -> list[float]:
+        """How often an epoch sees the rows of each source; of one that is seen once, nothing."""
+        weights = [source.weight for source in self.sources]
+        return [] if weights == [1] else weights
 
     def write(self, folder: Path, progress: Progress | None = None) -> None:
         """Write `run.json` into a folder."""
@@ -94,6 +127,7 @@ def describe_run(
     data: str,
     environment: Environment,
     held_out: str | None = None,
+    sources: Sequence[Source] = (),
 ) -> Run:
     """The record of a run that is about to start; `held_out` is the fingerprint of its held-out rows."""
     values = {**vars(run_args), **args.to_dict(), "model_name_or_path": local_path(str(run_args.model_name_or_path))}
@@ -110,6 +144,7 @@ def describe_run(
         arguments=json.loads(json.dumps(arguments, default=str)),  # as it is read again
         recipe=None if run_args.recipe is None else str(Path(run_args.recipe).resolve()),
         environment=environment,
+        sources=tuple(sources),
     )
 
 
@@ -125,7 +160,7 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
         ValueError: if they differ; the message lists how.
     """
     before, now = (
-        {"data": made.data, "num_processes": made.num_processes, **made.arguments}
+        {"data": made.data, "num_processes": made.num_processes, "weights": made.weights, **made.arguments}
         for made in (Run.read(checkpoint), run)
     )
     differences = [

@@ -23,6 +23,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
+from conversations.measured import row_lengths
 from conversations.streams import RowStream
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
@@ -38,11 +39,20 @@ from training.checkpoints import (
     supersede,
 )
 from training.collator import VisionLanguageCollator
-from training.data import check_of_stream, deal_held_out, deal_rows, open_rows, read_held_out, read_rows
+from training.data import (
+    check_of_stream,
+    deal_held_out,
+    deal_rows,
+    open_rows,
+    read_held_out,
+    read_rows,
+    sampling_seed,
+)
 from training.environment import describe_environment
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, make_room
+from training.mixture import describe_sources
 from training.model_type import require_model_type
 from training.run import Run, check_same_run, describe_run
 from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
@@ -197,7 +207,9 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
     )
     tokenize = RowTokenizer(processor, template, args.max_length)
-    rows, data = read_rows(run_args, args, tokenize)
+    rows, data, sources = read_rows(run_args, args, tokenize)
+    if run_args.datasets is not None and sources:
+        logger.info("%s", describe_sources(sources, sampling_seed(args)))
     sampler = deal_rows(run_args, args, rows)
     collate = VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None)
     stream = None
@@ -213,8 +225,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
             args.dataloader_num_workers,
         )
     held_out, held_out_data = read_held_out(run_args, args, tokenize)
-    eval_sampler = None if held_out is None else deal_held_out(run_args, args, list(held_out["length"]))
-    run = describe_run(run_args, args, data, environment, held_out_data)
+    eval_sampler = None if held_out is None else deal_held_out(run_args, args, row_lengths(held_out).tolist())
+    run = describe_run(run_args, args, data, environment, held_out_data, sources)
 
     num_steps = count_steps(args, sampler)
     check_delay(args, num_steps)
@@ -273,7 +285,8 @@ def watch_dynamics(
     from training.dynamics import DynamicsCallback
 
     assert run_args.probe_steps is not None
-    questions = take_questions(open_rows(run_args), run_args.probe_samples, run_args.dataset_name).questions
+    rows, source = open_rows(run_args)[0], run_args.sources[0]
+    questions = take_questions(rows, run_args.probe_samples, source.path).questions
     return DynamicsCallback(model, processor, questions, run_args.probe_steps, Path(args.output_dir) / FILE)
 
 

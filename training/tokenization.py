@@ -1,9 +1,16 @@
 """From a row to the token ids and labels of a sample, pictures unopened: their number of tokens is known."""
 
+import hashlib
+import json
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import tokenizers
+import transformers
 from transformers import LlavaProcessor
 
+from conversations.files import sha256
 from conversations.rows import BadRowError, Row, to_messages
 
 
@@ -32,6 +39,17 @@ class RowTokenizer:
         size = self.processor.image_processor.crop_size
         counts = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])])
         (self.tokens_per_image,) = counts.num_image_tokens
+
+    def identity(self) -> str:
+        """Hash of all that a row's tokens depend on beside the row: tokenizer as it is saved, template, versions."""
+        with tempfile.TemporaryDirectory() as folder:
+            self.processor.tokenizer.save_pretrained(folder)
+            files = [(path.name, sha256(path)) for path in sorted(Path(folder).iterdir())]
+        parts = [
+            files, self.chat_template, self.max_length, self.tokens_per_image, self.processor.image_token_id,
+            transformers.__version__, tokenizers.__version__, sha256(Path(__file__)),
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def __call__(self, row: Row) -> tuple[list[int], list[int]]:
         """Tokenize a row. Raises `BadRowError` if it is too long or has nothing to learn."""

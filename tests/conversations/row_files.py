@@ -8,7 +8,8 @@ from typing import Any, Literal
 from datasets import Dataset
 from PIL import Image as PILImage
 
-from conversations.checks import BadRowList, StreamCheck, keep_good_rows, measure_rows
+from conversations.checks import BadRowList, StreamCheck
+from conversations.measured import keep_good_rows, measure_rows
 
 
 def turns(*values: str) -> list[dict[str, str]]:

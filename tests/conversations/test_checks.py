@@ -14,8 +14,9 @@ import pytest
 from datasets import Dataset, Image
 from transformers import AutoProcessor
 
-from conversations.checks import _picture_references, control_tokens
+from conversations.checks import control_tokens
 from conversations.loading import load_rows
+from conversations.measured import _picture_references
 from conversations.rows import BadRowError
 from row_files import GOOD_ROWS, NO_TOKENS, check_rows, check_stream, one_token, turns, write_json
 from training.collator import VisionLanguageCollator

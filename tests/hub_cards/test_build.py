@@ -32,7 +32,7 @@ from hub_cards.fresh_load import ask, fixed_picture
 from hub_cards.manifest import MANIFEST
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import WEIGHTS, put, shard, tensors
-from training.run import Run
+from training.run import Run, Source
 
 
 ROOT = Path(__file__).parents[2]
@@ -348,6 +348,23 @@ def test_a_composed_model_is_where_training_begins(trained: Path, prose: Path, t
     text = (build(run, tmp_path / "stage", "me/Mine", prose, **OWN) / "README.md").read_text()
     assert "Training took 30 s in all" in text
     assert "Training before" not in text
+
+
+def test_the_card_says_what_was_drawn_of_which_data(trained: Path, prose: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    sources = (
+        Source("/home/someone/rows.json", None, "train", True, 1000, 1000, 1.0, 1000, "a" * 64),
+        Source("owner/rows", "large", "dev", False, 1000, 990, 2.5, 2475, "b" * 64),
+    )
+    replace(Run.read(run), sources=sources).write(run)
+    stage = build(run, tmp_path / "stage", "me/Mine", prose, **OWN)
+    assert check(stage) == []
+    text = (stage / "README.md").read_text()
+    assert f"| data | rows.json: 1,000 rows; content {'a' * 12} |\n" in text
+    link = "[owner/rows](https://huggingface.co/datasets/owner/rows)"
+    drawn = "990 rows (of 1,000; the others are bad), weight 2.5, 2,475 an epoch"
+    assert f"| data | {link}, large, dev: {drawn}; content {'b' * 12} |\n" in text
+    assert "someone" not in text
 
 
 def test_a_resumed_run_counts_all_tokens_and_times_none(trained: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Padded batches: every row once an epoch, whoever shares the work, and an upstream that keeps its names."""
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -11,7 +12,7 @@ from training.batching import PaddedBatchSampler
 from training.overrides import checks_overrides
 
 
-LENGTHS = [(37 * number) % 23 + 2 for number in range(30)]
+LENGTHS = (37 * np.arange(30)) % 23 + 2
 
 
 @pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
@@ -46,7 +47,7 @@ def test_one_process_gets_the_batches_of_torch_and_transformers() -> None:
 
     orders = {
         "random": RandomSampler(LENGTHS, generator=seeded()),
-        "group_by_length": LengthGroupedSampler(8, lengths=LENGTHS, generator=seeded()),
+        "group_by_length": LengthGroupedSampler(8, lengths=LENGTHS.tolist(), generator=seeded()),
         "sequential": SequentialSampler(LENGTHS),
     }
     for strategy, order in orders.items():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -37,9 +38,9 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def lengths_of(count: int, seed: int = 0) -> list[int]:
+def lengths_of(count: int, seed: int = 0) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
-    return (700 + 300 * torch.rand(count, generator=generator) ** 4 * 10).long().tolist()
+    return (700 + 300 * torch.rand(count, generator=generator) ** 4 * 10).long().numpy()
 
 
 def backward(model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]) -> float:
@@ -154,7 +155,7 @@ def test_varlen_refuses_padded_batches(composed: Callable[..., Path], rows: list
 
 def test_rows_are_even() -> None:
     lengths = lengths_of(128)
-    rows = partition(lengths, 8)
+    rows = partition(lengths.tolist(), 8)
     totals = [sum(lengths[member] for member in row) for row in rows]
     assert sorted(member for row in rows for member in row) == list(range(128))
     assert totals == sorted(totals, reverse=True)
@@ -208,15 +209,15 @@ def test_the_fewest_accumulation_steps_that_fit() -> None:
 
 def test_plans_that_cannot_be_met() -> None:
     with pytest.raises(ValueError, match="longest sample has 900 tokens, a packed row 800"):
-        plan_accumulation([100, 900], 2, 1, 42, 1, 800)
+        plan_accumulation(np.array([100, 900]), 2, 1, 42, 1, 800)
     with pytest.raises(ValueError, match="2 samples a step can't be shared by 4 processes"):
-        plan_accumulation([100, 100, 100, 100], 2, 4, 42, 1, 800)
+        plan_accumulation(np.full(4, 100), 2, 4, 42, 1, 800)
     with pytest.raises(ValueError, match="fits the last samples of an epoch"):
-        plan_accumulation([400] * 9, 4, 4, 42, 1, 700)
+        plan_accumulation(np.full(9, 400), 4, 4, 42, 1, 700)
 
 
 def test_a_window_of_a_stream_loses_nothing() -> None:
-    rows = [{"length": length, "images": [], "source": f"row {n}"} for n, length in enumerate(lengths_of(50))]
+    rows = [{"length": length, "images": [], "source": f"row {n}"} for n, length in enumerate(lengths_of(50).tolist())]
     packs = pack_window(copy.deepcopy(rows), 4000)
     assert sorted(row["source"] for pack in packs for row in pack) == sorted(row["source"] for row in rows)
     totals = [sum(row["length"] for row in pack) for pack in packs]

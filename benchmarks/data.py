@@ -1,0 +1,196 @@
+"""Time and memory of opening and checking the rows of a large LLaVA JSON file.
+
+    nice python -m benchmarks.data --rows 1000000 --output benchmarks/results/data_cpu.json
+
+The rows are synthetic, with the lengths of `benchmarks.synthetic`; pictures are files of eight bytes. Every figure is
+of a process of its own, without what it took before it began. `held_bytes` are `RssAnon` of /proc, without the
+pages of mapped files; `peak_bytes` say how far the peak rose above that of importing. `cpu_seconds` depend less than
+`seconds` on what else the machine does. `parse` is what opening was before: the whole file through `json.loads`.
+"""
+
+import argparse
+import json
+import logging
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, List, Value
+
+from benchmarks.synthetic import MIXTURE, SIZES, synthetic_processor
+from conversations.checks import control_tokens
+from conversations.loading import load_rows
+from conversations.measured import keep_good_rows, measure_rows, row_lengths
+from training.tokenization import RowTokenizer
+
+
+logger = logging.getLogger(__name__)
+
+FOLDERS = 100
+# Different texts; rows after these have them again.
+TEXTS = 20_000
+PARSED_ROWS = 100_000
+CHECKED_ROWS = 5_000
+
+
+def write_rows(folder: Path, count: int, with_pictures: bool) -> Path:
+    """A LLaVA JSON file of so many rows, written a row at a time; the files of its pictures if they are looked for."""
+    path, rng = folder / f"{count}.json", np.random.default_rng(0)
+    shares = np.array([thousands for thousands, _, _ in MIXTURE.values()], dtype=float)
+    names = rng.choice(list(MIXTURE), min(count, TEXTS), p=shares / shares.sum())
+    words = np.array([f"w{number}" for number in range(1000)])
+    texts = []
+    for name in names[:TEXTS]:
+        _, median, spread = MIXTURE[name]
+        length = int(np.clip(median * spread ** rng.normal(), 8, 2048))
+        halves = np.split(words[rng.integers(0, 1000, length)], [length // 2])
+        texts.append(["no picture" not in name, *map(" ".join, halves)])
+    for number in range(FOLDERS):
+        (folder / "pictures" / f"{number}").mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            has_picture, question, answer = texts[number % TEXTS]
+            row: dict[str, Any] = {"id": number}
+            mark = ""
+            if has_picture:
+                mark, row["image"] = "<image>\n", f"pictures/{number % FOLDERS}/{number:012d}.jpg"
+                if with_pictures:
+                    (folder / row["image"]).write_bytes(b"8 bytes.")
+            row["conversations"] = [
+                {"from": "human", "value": mark + question},
+                {"from": "gpt", "value": answer},
+            ]
+            file.write(("[" if number == 0 else ", ") + json.dumps(row))
+        file.write("]")
+    return path
+
+
+def private_memory() -> int:
+    """Bytes that this process alone holds: not the pages of mapped files, which the system may drop."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
+
+
+def parse(path: Path) -> Dataset:
+    """Rows as they were opened before: all of the text, all of its values, and lists of these."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return Dataset.from_dict(
+        {
+            "images": [[row["image"]] if "image" in row else [] for row in rows],
+            "image_folder": [str(path.parent)] * len(rows),
+            "conversations": [json.dumps(row["conversations"]) for row in rows],
+            "source": [f"{path}, row {number}" for number in range(len(rows))],
+        }
+    ).cast_column("images", List(Value("string")))
+
+
+def check(path: Path, num_proc: int) -> Callable[[], Any]:
+    """What checks the rows as training does, and keeps them with their lengths."""
+    processor = synthetic_processor(SIZES["Qwen2.5-7B"])
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    tokens = control_tokens(processor.tokenizer, processor.image_token)
+    rows = load_rows(str(path))
+
+    def look() -> tuple[Dataset, np.ndarray]:
+        measured = measure_rows(rows, tokens, tokenize, False, num_proc, tokenize.identity())
+        good, _ = keep_good_rows(rows, measured, "error", None)
+        return good, row_lengths(good)
+
+    return look
+
+
+def cpu_seconds() -> float:
+    """Time of the processor that this process and those that it has started have had."""
+    return sum(
+        used.ru_utime + used.ru_stime
+        for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    )
+
+
+def peak_memory() -> int:
+    """The most bytes that were resident at once in this process, mapped files included."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def run_task(name: str, path: Path, num_proc: int) -> dict[str, float]:
+    """Seconds and bytes of a task, in this process."""
+    tasks = {"parse": lambda: parse(path), "open": lambda: load_rows(str(path))}
+    task = check(path, num_proc) if name == "check" else tasks[name]
+    held, peak, cpu, started = private_memory(), peak_memory(), cpu_seconds(), time.perf_counter()
+    result = task()
+    figures = {
+        "seconds": time.perf_counter() - started,
+        "cpu_seconds": cpu_seconds() - cpu,
+        "peak_bytes": peak_memory() - peak,
+        "held_bytes": private_memory() - held,
+    }
+    assert result is not None  # and so is held until here
+    return figures
+
+
+def in_process(name: str, path: Path, cache: Path, num_proc: int = 1) -> dict[str, float]:
+    """The same in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.data", "--task", name, "--file", str(path)]
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    result = subprocess.run(
+        [*command, "--num_proc", str(num_proc)], env=environment, stdout=subprocess.PIPE, check=True, text=True
+    )
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def measure_checks(path: Path, cache: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
+    """First checks by one process and by two, and those of texts that are known, `repeats` of each."""
+    found: dict[str, list[dict[str, float]]] = {"by_1_process": [], "by_2_processes": [], "again": []}
+    for repeat in range(repeats):
+        found["by_2_processes"].append(in_process("check", path, cache / f"{repeat}-2", 2))
+        found["by_1_process"].append(in_process("check", path, cache / f"{repeat}-1"))
+        found["again"].append(in_process("check", path, cache / f"{repeat}-1"))
+    return found
+
+
+def main() -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where the rows are written and removed again")
+    parser.add_argument("--task", choices=("parse", "open", "check"), help=argparse.SUPPRESS)
+    parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--num_proc", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.task:
+        sys.stdout.write(json.dumps(run_task(args.task, args.file, args.num_proc)) + "\n")
+        return
+    if args.output is None:
+        parser.error("--output is missing")
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        folder, cache = Path(name), Path(name) / "cache"
+        checks = measure_checks(write_rows(folder, CHECKED_ROWS, with_pictures=True), cache, args.repeats)
+        parsed = in_process("parse", write_rows(folder, PARSED_ROWS, with_pictures=False), cache)
+        path = write_rows(folder, args.rows, with_pictures=False)
+        result = {
+            "parse": {"rows": PARSED_ROWS, **parsed},
+            "rows": args.rows,
+            "file_bytes": path.stat().st_size,
+            "first_open": in_process("open", path, cache),
+            "second_open": [in_process("open", path, cache) for _ in range(args.repeats)],
+            "checks": {"rows": CHECKED_ROWS, **checks},
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+        }
+    args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    logger.info("%s", json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

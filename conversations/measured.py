@@ -1,0 +1,373 @@
+"""Every row is checked before training: what is wrong with it, how many tokens it has, and what all of them hold.
+
+What a row's text says is kept between runs, by its content and all that it is read with. Of the pictures' files names
+and sizes are looked at in every run; those that are opened are opened again where name, size or time has changed.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import uuid
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from datasets import Dataset
+
+from conversations import checks, pictures, rows
+from conversations.checks import Tokenize, count_marks, pictures_problem, text_problem
+from conversations.files import sha256
+from conversations.pictures import open_images
+from conversations.rows import BadRowError, Row, is_embedded, picture_path, row_images
+
+
+logger = logging.getLogger(__name__)
+
+# Rows whose check is kept together: what a run that is killed has to do again.
+PIECE = 50_000
+# Rows of which Arrow writes the content at once.
+BATCH = 1000
+
+
+@dataclass(frozen=True)
+class MeasuredRows:
+    """What a look at every row found."""
+
+    problems: dict[int, str]
+    """Why a row can't be trained on, by the number of the row; good ones are not there."""
+    lengths: np.ndarray
+    """Tokens of each row, 0 for a bad one: int32 [rows]."""
+    checksums: np.ndarray
+    """Of each row's conversation, and of the names and sizes of its pictures; 0 for a bad one: uint32 [rows]."""
+
+
+def measure_rows(
+    dataset: Dataset,
+    control_tokens: frozenset[str],
+    tokenize: Tokenize,
+    open_pictures: bool,
+    num_proc: int | None = None,
+    identity: str | None = None,
+) -> MeasuredRows:
+    """Look at every row: at its text, at its pictures' files, and inside these only with `open_pictures`.
+
+    Args:
+        dataset: Rows of `conversations.rows`.
+        control_tokens: What the model's tokenizer gives a meaning of its own; text must not hold it.
+        tokenize: Makes tokens of a row's `conversations`, the one column that it gets.
+        open_pictures: Whether to decode the pictures too.
+        num_proc: Processes that share the work.
+        identity: Hash of all that `tokenize` depends on. With it what is found is kept in datasets' cache folder, and
+            found again for as long as nothing has changed.
+
+    Raises:
+        BadRowError: if a picture lies outside its row's folder.
+    """
+    texts = _read_texts(dataset, control_tokens, tokenize, num_proc, identity)
+    files = _look_at_files(dataset, texts, open_pictures, num_proc)
+    problems = _non_empty(texts["problem"]) | _non_empty(files["problem"])
+    if open_pictures:
+        problems |= _open_pictures(dataset, files, set(problems), num_proc, identity is not None)
+    problems = _non_empty(texts["token_problem"]) | problems
+    lengths, checksums = texts["length"].to_numpy().copy(), files["checksum"].to_numpy().copy()
+    bad = np.fromiter(problems, dtype=np.int64, count=len(problems))
+    lengths[bad] = checksums[bad] = 0
+    return MeasuredRows(dict(sorted(problems.items())), lengths, checksums)
+
+
+def keep_good_rows(
+    dataset: Dataset, measured: MeasuredRows, bad_rows: Literal["error", "skip"], report_file: Path | None
+) -> tuple[Dataset, str]:
+    """The dataset without its bad rows and with a column `length`, in tokens; and a fingerprint of what it says.
+
+    Bad rows are added to `report_file`, a line of JSON each; `None` for a process that should not write it.
+
+    Raises:
+        BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if there is no other.
+    """
+    problems = measured.problems
+    is_good = np.ones(len(dataset), dtype=bool)
+    is_good[list(problems)] = False
+    if problems:
+        sources = dataset.select_columns("source")
+        if bad_rows == "skip" and report_file is not None:
+            report_file.parent.mkdir(parents=True, exist_ok=True)
+            with report_file.open("a", encoding="utf-8") as file:
+                for number, problem in problems.items():
+                    file.write(json.dumps({"source": sources[number]["source"], "problem": problem}) + "\n")
+            logger.warning(
+                "Left out %d of %d rows; listed with reasons in %s", len(problems), len(dataset), report_file
+            )
+        if bad_rows == "error" or not is_good.any():
+            number, problem = next(iter(problems.items()))
+            advice = "leave them out with --bad_rows skip" if is_good.any() else "no row is left to train on"
+            raise BadRowError(
+                f"{sources[number]['source']}: {problem}. {len(problems)} of {len(dataset)} rows are bad; mend the "
+                f"data, {'or ' if is_good.any() else ''}{advice}."
+            )
+    dataset = dataset.add_column("length", measured.lengths)
+    content = np.stack([measured.lengths, measured.checksums], axis=1, dtype=np.int64)[is_good]
+    fingerprint = hashlib.sha256(content.tobytes()).hexdigest()
+    return (dataset.select(np.flatnonzero(is_good)) if problems else dataset), fingerprint
+
+
+def row_lengths(dataset: Dataset) -> np.ndarray:
+    """The column `length` of rows that are checked: int64 [rows]."""
+    return dataset.with_format("numpy", columns=["length"])["length"][:]
+
+
+def _non_empty(column: pa.ChunkedArray) -> dict[int, str]:
+    numbers = np.flatnonzero(pc.not_equal(column, "").to_numpy())
+    return dict(zip(numbers.tolist(), column.take(numbers).to_pylist(), strict=True))
+
+
+def _read_texts(
+    dataset: Dataset,
+    control_tokens: frozenset[str],
+    tokenize: Tokenize,
+    num_proc: int | None,
+    identity: str | None,
+) -> pa.Table:
+    """What each row's conversation alone says: `problem`, `token_problem` (empty for none), `marks` (its `<image>`s),
+    `length`, and `checksum`, which the names and sizes of its pictures go on."""
+
+    def read(table: pa.Table) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {name: [] for name in schema.names}
+        for conversations in table["conversations"].to_pylist():
+            row = {"conversations": conversations, "images": [], "source": ""}
+            problem, token_problem, marks, length = text_problem(row, control_tokens) or "", "", 0, 0
+            if not problem:
+                marks = count_marks(row)
+                try:
+                    length = len(tokenize(row)[0])
+                except BadRowError as error:
+                    token_problem = str(error).removeprefix(": ")
+            checksum = 0 if problem else zlib.crc32(f"[{json.dumps(conversations)}, ".encode())
+            for name, value in zip(schema.names, (problem, token_problem, marks, length, checksum), strict=True):
+                found[name].append(value)
+        return found
+
+    schema = pa.schema(
+        {"problem": pa.string(), "token_problem": pa.string(), "marks": pa.int32(), "length": pa.int32(),
+         "checksum": pa.uint32()}
+    )  # fmt: skip
+    tables = []
+    for start in range(0, len(dataset), PIECE):
+        piece = dataset.select(range(start, min(start + PIECE, len(dataset)))).select_columns("conversations")
+        kept = None
+        if identity is not None:
+            code = [sha256(Path(str(module.__file__))) for module in (checks, rows)]
+            key = [identity, sorted(control_tokens), code, sha256(Path(__file__))]
+            kept = _kept_file("text", [*key, _content(piece)])
+        table = None if kept is None else _read_kept(kept, schema)
+        if table is None:
+            desc = f"Checking rows {start:,} to {start + len(piece):,} of {len(dataset):,}"
+            table = _map(piece, read, schema, num_proc, desc)
+            if kept is not None:
+                _keep(kept, table)
+        tables.append(table)
+    return pa.concat_tables(tables)
+
+
+def _look_at_files(dataset: Dataset, texts: pa.Table, with_state: bool, num_proc: int | None) -> pa.Table:
+    """What each row's pictures are: `problem`, the row's `checksum`, and `state`, a hash that changes with them.
+
+    Never kept: files may have come or gone since.
+    """
+    has_text_problem = pc.not_equal(texts["problem"], "").to_numpy()
+    marks, checksums = texts["marks"].to_numpy(), texts["checksum"].to_numpy()
+
+    def look(table: pa.Table, numbers: list[int]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {name: [] for name in schema.names}
+        images = _picture_references(table["images"], with_bytes=with_state)
+        folders, sources = table["image_folder"].to_pylist(), table["source"].to_pylist()
+        for number, *values in zip(numbers, images, folders, sources, strict=True):
+            row = dict(zip(("images", "image_folder", "source"), values, strict=True))
+            problem, checksum, state = "", 0, 0
+            if not has_text_problem[number]:
+                problem = pictures_problem(row, int(marks[number])) or ""
+                if not problem:
+                    checksum = _checksum(row, int(checksums[number]))
+                    state = _state(row) if with_state else 0
+            for name, value in zip(schema.names, (problem, checksum, state), strict=True):
+                found[name].append(value)
+        return found
+
+    schema = pa.schema({"problem": pa.string(), "checksum": pa.uint32(), "state": pa.int64()})
+    columns = dataset.select_columns(["images", "image_folder", "source"])
+    return _map(columns, look, schema, num_proc, "Looking for pictures", with_indices=True)
+
+
+def _open_pictures(
+    dataset: Dataset, files: pa.Table, bad: set[int], num_proc: int | None, is_kept: bool
+) -> dict[int, str]:
+    """Open the pictures of rows that are not bad, but for those whose state is one in which they were opened before.
+
+    Returns:
+        The rows with a picture that can't be opened, and why.
+    """
+
+    def open_all(table: pa.Table) -> dict[str, list[str]]:
+        columns = {name: table[name].to_pylist() for name in ("images", "image_folder", "source")}
+        found = []
+        for values in zip(*columns.values(), strict=True):
+            row = dict(zip(columns, values, strict=True))
+            try:
+                open_images(row)
+                found.append("")
+            except BadRowError as error:
+                found.append(str(error).removeprefix(f"{row['source']}: "))
+        return {"problem": found}
+
+    schema = pa.schema({"state": pa.int64(), "problem": pa.string()})
+    columns = dataset.select_columns(["images", "image_folder", "source"])
+    problems: dict[int, str] = {}
+    for start in range(0, len(dataset), PIECE):
+        states = files["state"].slice(start, PIECE)
+        stop = start + len(states)
+        found = pa.array([""] * len(states))
+        is_due = np.array([number not in bad for number in range(start, stop)], dtype=bool)
+        kept = None
+        if is_kept:
+            code = [sha256(Path(str(module.__file__))) for module in (pictures, rows)]
+            kept = _kept_file("pictures", [columns[start]["source"], start, stop, code])
+            before = _read_kept(kept, schema)
+            if before is not None and len(before) == len(states):
+                is_known = pc.equal(before["state"], states).to_numpy()
+                found = pc.if_else(pa.array(is_known), before["problem"].combine_chunks(), "")
+                is_due &= ~is_known
+        due = np.flatnonzero(is_due)
+        if len(due):
+            desc = f"Opening pictures of rows {start:,} to {stop:,} of {len(dataset):,}"
+            opened = _map(columns.select(due + start), open_all, pa.schema({"problem": pa.string()}), num_proc, desc)
+            found = pc.replace_with_mask(found, pa.array(is_due), opened["problem"].combine_chunks())
+            if kept is not None:
+                _keep(kept, pa.table({"state": states, "problem": found}, schema=schema))
+        problems |= {start + number: problem for number, problem in _non_empty(pa.chunked_array([found])).items()}
+    return {number: problem for number, problem in problems.items() if number not in bad}
+
+
+def _map(
+    dataset: Dataset,
+    function: Callable[..., Any],
+    schema: pa.Schema,
+    num_proc: int | None,
+    desc: str,
+    with_indices: bool = False,
+) -> pa.Table:
+    """What a function makes of a dataset's batches as Arrow, since encoded pictures would be read otherwise."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = dataset.with_format("arrow").map(
+            function,
+            batched=True,
+            with_indices=with_indices,
+            num_proc=num_proc,
+            remove_columns=dataset.column_names,
+            features=datasets.Features.from_arrow_schema(schema),
+            cache_file_name=os.path.join(folder, "found.arrow"),
+            new_fingerprint=uuid.uuid4().hex,
+            desc=desc,
+        )
+        # Out of the files before they go.
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, schema) as stream:
+            stream.write_table(found.with_format("arrow")[:].cast(schema))
+    return pa.ipc.open_stream(sink.getvalue()).read_all()
+
+
+def _content(dataset: Dataset) -> str:
+    """Hash of what a dataset's columns hold, whatever file they lie in."""
+    found = hashlib.sha256(str(dataset.features).encode())
+    for table in dataset.with_format("arrow").iter(BATCH):
+        for batch in table.combine_chunks().to_batches():
+            found.update(batch.serialize())
+    return found.hexdigest()
+
+
+def _kept_file(kind: str, key: list[Any]) -> Path:
+    name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    return Path(datasets.config.HF_DATASETS_CACHE) / "normllava" / f"{kind}-{name}.parquet"
+
+
+def _read_kept(path: Path, schema: pa.Schema) -> pa.Table | None:
+    """What was kept, if it was; nothing of what a crash of the machine has left of a file."""
+    try:
+        return pq.read_table(path, memory_map=True).cast(schema)
+    except (OSError, ValueError):
+        return None
+
+
+def _keep(path: Path, table: pa.Table) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent)
+    os.close(handle)
+    try:
+        pq.write_table(table, aside)
+        os.replace(aside, path)
+    finally:
+        Path(aside).unlink(missing_ok=True)
+
+
+def _checksum(row: Row, checksum: int) -> int:
+    """Of a row's conversation, whose own is given, and of its pictures' names and sizes; the same wherever its folder
+    lies."""
+    folder, described = row["image_folder"], []
+    for image in row_images(row):
+        name = image["path"] if isinstance(image, dict) else image
+        if isinstance(image, dict) and is_embedded(image):
+            described.append((name, image["size"]))
+        else:
+            path = os.path.normpath(os.path.join(folder, name))
+            described.append((path.removeprefix(folder), os.path.getsize(path)))
+    return zlib.crc32(f"{json.dumps(described)}]".encode(), checksum)
+
+
+def _state(row: Row) -> int:
+    """Hash of where a row's pictures lie, of each file's size and time, and of bytes that the row itself holds."""
+    state = hashlib.blake2b(digest_size=8)
+    for image in row_images(row):
+        path = picture_path(row, image)
+        if path is None and isinstance(image, dict):
+            state.update(image["bytes"])
+        else:
+            found = os.stat(str(path))
+            state.update(f"{path}\0{found.st_size}\0{found.st_mtime_ns}\0".encode(errors="surrogateescape"))
+    return int.from_bytes(state.digest(), "big", signed=True)
+
+
+def _picture_references(column: pa.ChunkedArray, with_bytes: bool) -> list[Any]:
+    """A column of pictures as Python values, with the size of encoded ones, whose bytes are left where they are unless
+    asked for."""
+    references: list[Any] = []
+    for chunk in column.chunks:
+        kind = chunk.type.value_type if pa.types.is_list(chunk.type) else chunk.type
+        if not pa.types.is_struct(kind):  # paths
+            references += chunk.to_pylist()
+            continue
+        pictures = chunk.flatten() if pa.types.is_list(chunk.type) else chunk
+        encoded = pictures.field("bytes")
+        columns = {
+            "bytes": encoded.to_pylist() if with_bytes else [None] * len(encoded),
+            "path": pictures.field("path").to_pylist(),
+            "size": pc.binary_length(encoded).to_pylist(),
+        }
+        leaves = [
+            dict(zip(columns, values, strict=True)) if there else None
+            for there, *values in zip(pictures.is_valid().to_pylist(), *columns.values(), strict=True)
+        ]
+        if pa.types.is_list(chunk.type):
+            remaining = iter(leaves)
+            counts = chunk.value_lengths().fill_null(0).to_pylist()
+            references += [[next(remaining) for _ in range(count)] for count in counts]
+        else:
+            references += leaves
+    return references

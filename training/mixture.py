@@ -1,0 +1,124 @@
+"""Rows from several sources: how often an epoch sees those of each, and a record of what was drawn."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+
+from conversations.measured import row_lengths
+from training.run import Source
+
+
+@dataclass(frozen=True)
+class SourceArguments:
+    """An entry of the recipe's `datasets`; `path`, `name` and `split` are named as in TRL's `DatasetConfig`.
+
+    Attributes:
+        path: A file or dataset, as for `dataset_name`.
+        name: Its configuration, as for `dataset_config`.
+        split: Its split.
+        image_folder: Goes before the paths of its pictures.
+        weight: How often an epoch sees each of its rows: 2 is twice, 0.1 a tenth of them, 2.5 all twice and half of
+            them once more.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    image_folder: str | None = None
+    weight: float = 1.0
+
+
+def draw(count: int, weight: float, seed: Sequence[int]) -> np.ndarray:
+    """The rows of an epoch that are of a source with `count` rows: int64 [drawn].
+
+    Each comes as often as the whole part of the weight says. For what is left of it a share is drawn without
+    replacement: by the seed, so that all epochs, processes and later starts of a run have the same rows.
+    """
+    times = math.floor(weight)
+    share = round((weight - times) * count)
+    drawn = np.sort(np.random.default_rng(seed).choice(count, share, replace=False))
+    return np.concatenate([np.tile(np.arange(count), times), drawn])
+
+
+def mix(
+    entries: Sequence[SourceArguments],
+    counts: Sequence[int],
+    checked: Sequence[tuple[Dataset, str]],
+    seed: int,
+) -> tuple[Dataset, str, list[Source]]:
+    """The rows of an epoch, a fingerprint of what they say, and what was taken of each source.
+
+    Args:
+        entries: The sources.
+        counts: Rows of each, bad ones included.
+        checked: Good rows of each, with their `length`, and a fingerprint of them.
+        seed: Of what is drawn.
+
+    Raises:
+        ValueError: if no row of a source is drawn.
+    """
+    numbers, sources = [], []
+    for place, (entry, count, (rows, fingerprint)) in enumerate(zip(entries, counts, checked, strict=True)):
+        numbers.append(draw(len(rows), entry.weight, (seed, place)))
+        if not len(numbers[-1]):
+            raise ValueError(
+                f"datasets, entry {place + 1} ({entry.path}): a weight of {entry.weight:g} draws none of its "
+                f"{len(rows)} rows; raise it, or leave the entry out."
+            )
+        is_local = os.path.exists(entry.path)
+        sources.append(
+            Source(entry.path, entry.name, entry.split, is_local, count, len(rows), entry.weight, len(numbers[-1]),
+                   fingerprint)
+        )  # fmt: skip
+    if [entry.weight for entry in entries] == [1]:
+        return *checked[0], sources
+    fingerprint = hashlib.sha256(json.dumps([[s.fingerprint, s.weight] for s in sources]).encode()).hexdigest()
+    return _join([rows for rows, _ in checked], numbers), fingerprint, sources
+
+
+def _join(parts: Sequence[Dataset], numbers: Sequence[np.ndarray]) -> Dataset:
+    """Rows of several datasets, which stay as they are: their columns may be of different types.
+
+    What this holds of a row is where it lies and its `length`; the rest is fetched when the row is asked for.
+    """
+    places = np.repeat(np.arange(len(parts), dtype=np.int16), [len(rows) for rows in numbers])
+    lengths = [row_lengths(part) for part in parts]
+    table = pa.table(
+        {
+            "part": places,
+            "row": np.concatenate(numbers),
+            "length": np.concatenate([of_part[rows] for of_part, rows in zip(lengths, numbers, strict=True)]),
+        }
+    )
+    return Dataset(table).with_transform(_Fetch(parts))
+
+
+class _Fetch:
+    """Rows by the number of a dataset and their number in it."""
+
+    def __init__(self, parts: Sequence[Dataset]) -> None:
+        self._parts = parts
+
+    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        rows = [self._parts[part][row] for part, row in zip(batch["part"], batch["row"], strict=True)]
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def describe_sources(sources: Sequence[Source], seed: int) -> str:
+    """The table that training prints of what is drawn."""
+    lines = [f"{'rows':>12}{'good':>12}{'weight':>9}{'drawn':>12}  {'content':12}  datasets"]
+    for source in sources:
+        name = " ".join(filter(None, [source.path, source.name, source.split if source.split != "train" else None]))
+        lines.append(
+            f"{source.rows:>12,}{source.good_rows:>12,}{source.weight:>9g}{source.drawn:>12,}  "
+            f"{source.fingerprint[:12]}  {name}"
+        )
+    return "\n".join([*lines, f"{sum(source.drawn for source in sources):,} rows an epoch, drawn with seed {seed}"])

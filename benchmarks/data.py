@@ -47,12 +47,12 @@ def write_rows(folder: Path, count: int, with_pictures: bool) -> Path:
     shares = np.array([thousands for thousands, _, _ in MIXTURE.values()], dtype=float)
     names = rng.choice(list(MIXTURE), min(count, TEXTS), p=shares / shares.sum())
     words = np.array([f"w{number}" for number in range(1000)])
-    texts = []
+    texts: list[tuple[bool, str, str]] = []
     for name in names[:TEXTS]:
         _, median, spread = MIXTURE[name]
         length = int(np.clip(median * spread ** rng.normal(), 8, 2048))
         halves = np.split(words[rng.integers(0, 1000, length)], [length // 2])
-        texts.append(["no picture" not in name, *map(" ".join, halves)])
+        texts.append(("no picture" not in name, " ".join(halves[0]), " ".join(halves[1])))
     for number in range(FOLDERS):
         (folder / "pictures" / f"{number}").mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:

@@ -59,11 +59,11 @@ def write_rows(folder: Path, count: int, with_pictures: bool) -> Path:
         for number in range(count):
             has_picture, question, answer = texts[number % TEXTS]
             row: dict[str, Any] = {"id": number}
-            mark = ""
+            mark, name = "", f"pictures/{number % FOLDERS}/{number:012d}.jpg"
             if has_picture:
-                mark, row["image"] = "<image>\n", f"pictures/{number % FOLDERS}/{number:012d}.jpg"
+                mark, row["image"] = "<image>\n", name
                 if with_pictures:
-                    (folder / row["image"]).write_bytes(b"8 bytes.")
+                    (folder / name).write_bytes(b"8 bytes.")
             row["conversations"] = [
                 {"from": "human", "value": mark + question},
                 {"from": "gpt", "value": answer},

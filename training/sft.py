@@ -54,6 +54,7 @@ from training.key_alignment import KeyAlignment
 from training.loading import load_base, make_room
 from training.mixture import describe_sources
 from training.model_type import require_model_type
+from training.phases import phase, with_size
 from training.run import Run, check_same_run, describe_run
 from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
 from training.streams import StreamBatches
@@ -207,7 +208,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
     )
     tokenize = RowTokenizer(processor, template, args.max_length)
-    rows, data, sources = read_rows(run_args, args, tokenize)
+    with phase("Reading and checking " + ", ".join(with_size(source.path) for source in run_args.sources)):
+        rows, data, sources = read_rows(run_args, args, tokenize)
     if run_args.datasets is not None and sources:
         logger.info("%s", describe_sources(sources, sampling_seed(args)))
     sampler = deal_rows(run_args, args, rows)
@@ -233,7 +235,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if finish(run_args, args, run, checkpoint, num_steps, stream):
         return
 
-    model, trained, groups = prepare_model(run_args, args)
+    with phase("Loading the weights of " + with_size(str(run_args.model_name_or_path), "*.safetensors")):
+        model, trained, groups = prepare_model(run_args, args)
     questions = None
     if held_out is not None and run_args.eval_samples > 0:
         rows_to_answer = held_out.select(range(min(run_args.eval_samples, len(held_out))))
@@ -268,6 +271,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         trainer.add_callback(watch_dynamics(run_args, args, model, processor))
     logger.info("%s", describe_stage(stage, groups))
     logger.info("%s", describe_batch(run_args, args, rows))
+    if args.world_size > 1:
+        logger.info("Handing the model out to %d processes ...", args.world_size)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     trainer.save_model()
     logger.info("Saved to %s", args.output_dir)

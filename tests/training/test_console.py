@@ -21,7 +21,9 @@ def test_the_console_shows_a_table(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level("INFO")
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "disable_tqdm": True}
     run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
@@ -35,6 +37,10 @@ def test_the_console_shows_a_table(
     assert rows[-1][-1] == "0:00:00"
     assert max(map(len, lines[header : header + 5])) < 100
     assert "grad_norm/" not in printed.err + printed.out
+    size = (composed() / "model.safetensors").stat().st_size / 1e6
+    for phase in (f"Reading and checking {data} (0.0 MB)", f"Loading the weights of {composed()} ({size:.1f} MB)"):
+        said = caplog.messages.index(f"{phase} ...")
+        assert re.fullmatch(r"    done in \d+\.\d s", caplog.messages[said + 1])
 
 
 def test_ctrl_c_ends_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:

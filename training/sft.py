@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset, IterableDataset
-from transformers import AutoProcessor, LlavaProcessor, PreTrainedModel, TrainerCallback
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers import AutoProcessor, LlavaProcessor, TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import training.attention  # noqa: F401 - registers "varlen"
@@ -42,9 +40,10 @@ from training.data import deal_held_out, deal_rows, open_rows, read_held_out, re
 from training.environment import describe_environment
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
+from training.loading import load_base, prepare_model
 from training.model_type import require_model_type
 from training.run import Run, check_same_run, describe_run
-from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
+from training.stages import Stage, describe_stage
 from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
 
@@ -75,85 +74,6 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
             "choose another folder."
         )
     return checkpoint
-
-
-def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model to start from: float32, but for a language model in 4 bits."""
-    # ZeRO-3 would share the weights out while loading, before the stage has looked at them.
-    unset_hf_deepspeed_config()
-    options: dict[str, Any] = {"dtype": torch.float32}
-    if run_args.load_in_4bit:
-        from training.adapters import quantization_config  # needs the extra "qlora"
-
-        dtype = torch.bfloat16 if args.bf16 else torch.float32
-        quantization = quantization_config(dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
-        options = {"dtype": dtype, "quantization_config": quantization, "device_map": {"": args.device}}
-    model = NormLlavaForConditionalGeneration.from_pretrained(
-        run_args.model_name_or_path,
-        revision=run_args.model_revision,
-        # Packing concerns the language model alone.
-        attn_implementation={"text_config": run_args.attn_implementation, "vision_config": "sdpa"},
-        **options,
-    )
-    for module in model.modules():
-        # bitsandbytes would rewrite 4-bit weights on a CPU, and round their scales, wherever they run out of training.
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-    name_sharding_units(model)
-    return model
-
-
-def name_sharding_units(model: PreTrainedModel) -> None:
-    """Leave the names of modules that the model has in `_no_split_modules`, which FSDP2 shards one by one.
-
-    A vision encoder names its whole family's, text encoder included, and accelerate refuses names that it can't find.
-    """
-    present = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
-
-
-def prepare_model(
-    run_args: RunArguments, args: TrainingConfig
-) -> tuple[NormLlavaForConditionalGeneration, Any, list[ModuleGroup]]:
-    """The model, what Trainer trains of it (the model or the `PeftModel` around it), and its parts.
-
-    Raises:
-        ValueError: if there is no norm that `norm_learning_rate` could be of, or no key adapters for the losses on
-            keys, or key adapters where they can't run.
-    """
-    model = load_base(run_args, args)
-    if run_args.key_losses and not model.config.key_adapter_rank:
-        raise ValueError(
-            f"key_mmd_weight and key_gram_weight need key adapters, and {run_args.model_name_or_path} has none. Add "
-            "them: python training/compose.py --normllava_model <folder> --key_adapter_rank 16 --output_dir <folder>"
-        )
-    if run_args.norm_learning_rate is not None and model.config.projector_norm == "none":
-        raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
-    if model.config.key_adapter_rank and getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
-        raise ValueError(
-            "ZeRO-3 hands modules copies of their inputs, without the mask that key adapters read: use FSDP2 or DDP."
-        )
-    trained: Any = model
-    stage = Stage(str(run_args.stage))
-    if stage is Stage.ADAPT:
-        from training.adapters import add_adapters  # needs the extra "qlora"
-
-        torch.manual_seed(args.seed)
-        trained = add_adapters(
-            model,
-            run_args.lora_r,
-            run_args.lora_alpha,
-            run_args.lora_dropout,
-            use_rslora=run_args.use_rslora,
-            use_dora=run_args.use_dora,
-        )
-    rates = LearningRates(
-        common=args.learning_rate,
-        vision=run_args.vision_learning_rate or 0.0,
-        norm=run_args.norm_learning_rate or args.learning_rate,
-    )
-    groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
-    return model, trained, groups
 
 
 def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> int:
@@ -230,7 +150,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if finish(run_args, args, run, checkpoint, num_steps):
         return
 
-    model, trained, groups = prepare_model(run_args, args)
+    model = load_base(run_args, args)
+    trained, groups = prepare_model(model, run_args, args)
     collate = VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None)
     questions = None
     if held_out is not None and run_args.eval_samples > 0:

@@ -218,7 +218,7 @@ def sharded_step(rank: int, folder: str, store: str) -> None:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
     from training.callbacks import total_norm
-    from training.sft import name_sharding_units
+    from training.loading import name_sharding_units
     from training.stages import LearningRates, Stage, prepare_stage
     from training.trainer import write_class_files
 

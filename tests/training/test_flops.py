@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.flops import step_flops
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.flops import step_flops
 from training.stages import LearningRates, Stage, prepare_stage
 
 

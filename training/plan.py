@@ -10,6 +10,7 @@ need inside, CUDA's context, communication libraries, what the allocator loses b
 """
 
 import contextlib
+import dataclasses
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +42,7 @@ from training.stages import ModuleGroup
 from training.tokenization import IGNORED
 
 
-SHARDINGS = ("none", "ddp", "fsdp2", "zero3")
+SHARDINGS = ("none", "ddp", "fsdp2")
 KINDS = ("weights", "gradients", "optimizer states", "gathered", "activations", "temporary")
 """What memory is of. "activations" are what the forward pass makes, "temporary" what the backward pass and the
 optimizer do, layers that are run again among it; "gathered" are whole weights and gradients on their way between
@@ -114,11 +116,13 @@ class Ledger(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local tensors come here by themselves
         kwargs = kwargs or {}
+        if active_fake_mode() is not None:  # DTensor works out a shape
+            return func(*args, **kwargs)
         if func is torch.ops.aten.index.Tensor:  # the size of what a mask chooses is known: masks are real
             places = [place.nonzero().unbind(1) if _is_mask(place) else (place,) for place in args[1]]
             args = (args[0], [place for group in places for place in group])
         from_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
-        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        dtype = kwargs.get("dtype") or (torch.int64 if "arange" in str(func) else torch.get_default_dtype())
         with self.fake if from_nothing and dtype.is_floating_point else contextlib.nullcontext():
             output = func(*args, **kwargs)
         # What is sharded is gathered into flat buffers.
@@ -245,13 +249,16 @@ def plan_step(
         cuda: Whether memory is to be that of CUDA's kernels, or a CPU's.
 
     Raises:
-        ValueError: if the optimizer's memory is not known.
+        ValueError: if the optimizer's memory is not known, or 4-bit weights are to be sharded.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, no_init_weights():
-        model = _build(config, run_args, args, cuda)
+    if sharding == "fsdp2" and run_args.load_in_4bit:
+        raise ValueError("load_in_4bit is planned for DDP and single devices, as its recipes run: no sharding.")
+    with torch.device("meta"), no_init_weights():
+        model = _build(config, run_args, args)
         trained, groups = prepare_model(model, run_args, args)
-    _arm(model, trained, args)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    _to_fake(trained, fake)
+    arm(model, trained, args)
     key_alignment = None
     if run_args.key_losses:
         key_alignment = _PlannedKeyAlignment(
@@ -263,10 +270,9 @@ def plan_step(
         batch["pixel_values"] = torch.empty(num_images, config.vision_config.num_channels, size, size)
     ledger = Ledger(fake)
     with contextlib.ExitStack() as stack:
-        if sharding in ("fsdp2", "zero3") and num_processes > 1:
+        if sharding == "fsdp2" and num_processes > 1:
             stack.enter_context(_fake_processes(num_processes))
-            with fake:
-                shard(trained, args)
+            shard(trained, args)
             ledger.sharded = True
         if cuda:
             stack.enter_context(_like_cuda())
@@ -274,28 +280,29 @@ def plan_step(
         ledger.book([*trained.parameters(), *trained.buffers()], "weights")
         ledger.book(batch.values(), "activations")
         parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
-        optimizer = _Optimizer(trained, parameters, args, cuda)
-        for number in range(2):  # the first makes the optimizer's states
-            for _ in range(min(accumulation_steps, 2) if number else 1):
-                ledger.phase = "activations"
-                loss = forward(trained, batch, args, key_alignment)
-                ledger.phase = "temporary"
-                loss.backward()
-                del loss
-                ledger.book((parameter.grad for parameter in parameters), "gradients")
-            optimizer.step(ledger)
-            for parameter in parameters:
-                parameter.grad = None
+        optimizer = Optimizer(trained, parameters, args, cuda)
+        for parameter in parameters:  # a step before, for the optimizer's states
+            parameter.grad = torch.zeros_like(parameter)
+        ledger.book((parameter.grad for parameter in parameters), "gradients")
+        ledger.book(optimizer.step(), "optimizer states")
+        for parameter in parameters:
+            parameter.grad = None
+        for _ in range(min(accumulation_steps, 2)):
+            ledger.phase = "activations"
+            loss = forward(trained, batch, args, key_alignment)
+            ledger.phase = "temporary"
+            loss.backward()
+            del loss
+            ledger.book((parameter.grad for parameter in parameters), "gradients")
+        optimizer.step()
     peak = ledger.peak()
     if sharding == "ddp" and num_processes > 1:  # the reducer's copies of all gradients
         peak["gathered"] += sum(parameter.numel() * parameter.element_size() for parameter in parameters)
-    if sharding == "zero3" and num_processes > 1:
-        peak |= _zero3_states(groups, num_processes)
     return StepPlan(peak, model, groups)
 
 
 def _build(
-    config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig, cuda: bool
+    config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig
 ) -> NormLlavaForConditionalGeneration:
     """The model as `load_base` loads it."""
     attention = {"text_config": run_args.attn_implementation, "vision_config": "sdpa"}
@@ -314,13 +321,30 @@ def _build(
     return model
 
 
-def _arm(model: NormLlavaForConditionalGeneration, trained: Any, args: TrainingConfig) -> None:
+def _to_fake(model: nn.Module, fake: FakeTensorMode) -> None:
+    """Put tensors on "the CPU" in the place of those on the meta device, where nothing mixes with real ids."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if tensor not in made:
+                    with fake:
+                        new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                tensors[name] = made[tensor]
+
+
+def arm(model: NormLlavaForConditionalGeneration, trained: Any, args: TrainingConfig) -> None:
     """What TRL and Trainer do to a model before they train it."""
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
         if trained is not model:
             model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs or None)
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable(args.gradient_checkpointing_kwargs or None)
     trained.train()
 
 
@@ -422,7 +446,7 @@ def shard(trained: Any, args: TrainingConfig) -> None:
     fsdp2_prepare_model(accelerator, trained)
 
 
-class _Optimizer:
+class Optimizer:
     """The optimizer of the arguments; bitsandbytes' 8-bit AdamW by what it holds: two states of a byte, a scale of
     four bytes for 256 of them."""
 
@@ -440,32 +464,32 @@ class _Optimizer:
             options["foreach"] = True  # torch's choice on CUDA, whose temporary copies count
         self.optimizer = kind(parameters, **options)
 
-    def step(self, ledger: Ledger) -> None:
-        """Update the parameters."""
+    def step(self) -> list[torch.Tensor]:
+        """Update the parameters; returns the states."""
         if self.optimizer is not None:
             self.optimizer.step()
-            states = [value for state in self.optimizer.state.values() for value in state.values()]
-            ledger.book(states, "optimizer states")
-        elif not self.states:
+            return [value for state in self.optimizer.state.values() for value in state.values()]
+        if not self.states:
             for parameter in self.parameters:
                 local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
                 for _ in range(2):
                     size = (local.numel() * (256 + 4) + 255) // 256
                     self.states.append(local.new_empty(size, dtype=torch.uint8))
-            ledger.book(self.states, "optimizer states")
+        return self.states
 
 
-def _zero3_states(groups: list[ModuleGroup], num_processes: int) -> dict[str, int]:
-    """What DeepSpeed holds of weights and optimizer with bfloat16, by its defaults: bfloat16 weights, float32 ones,
-    gradients in both and Adam's states of what is trained, all shared out; 10⁹ weights gathered at most, 5·10⁷
-    ahead, and a bucket of 5·10⁸ gradients."""
-    sizes = [
-        (parameter.numel(), group.learning_rate is not None) for group in groups for parameter in group.parameters.values()
-    ]
-    whole, trained = sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-    return {
+def as_zero3(sharded: StepPlan, num_processes: int) -> StepPlan:
+    """The plan under DeepSpeed's ZeRO-3 with bfloat16: the activations of FSDP2's, and by DeepSpeed's defaults bfloat16
+    weights, float32 ones, gradients in both and Adam's states of what is trained, all shared out; 10⁹ weights that are
+    gathered at most and 5·10⁷ ahead, a bucket of 5·10⁸ gradients."""
+    whole = trained = 0
+    for group in sharded.groups:
+        count = sum(parameter.numel() for parameter in group.parameters.values())
+        whole, trained = whole + count, trained + count * (group.learning_rate is not None)
+    states = {
         "weights": (2 * whole + 4 * trained) // num_processes,
         "gradients": (2 + 4) * trained // num_processes,
         "optimizer states": 8 * trained // num_processes,
         "gathered": 2 * min(whole, 10**9 + 5 * 10**7) + 2 * min(trained, 5 * 10**8),
     }
+    return dataclasses.replace(sharded, peak=sharded.peak | states)

@@ -185,6 +185,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if run_args.probe_steps is not None:
         trainer.add_callback(watch_dynamics(run_args, args, model, processor))
     logger.info("%s", describe_stage(stage, groups))
+    del groups  # whole parameters, which sharding replaces
     logger.info("%s", describe_batch(run_args, args, rows))
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     trainer.save_model()

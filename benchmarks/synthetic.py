@@ -136,7 +136,6 @@ def synthetic_config(size: Size, processor: LlavaProcessor, ours: bool) -> Llava
     fields = {
         "vision_config": SiglipVisionConfig(**size.vision, vision_use_head=False),
         "text_config": size.text_config(**text),
-        "tie_word_embeddings": text["tie_word_embeddings"],
         "image_token_index": processor.image_token_id,
         "vision_feature_select_strategy": "full",
     }

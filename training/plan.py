@@ -1,9 +1,9 @@
 """What memory a training step takes on a device, from the model's config alone.
 
 The step is run as training runs it - stage, dtypes, loss, gradient checkpointing, packed or padded rows, optimizer,
-sharding - on tensors that have shapes and no data, while every piece of memory is booked when it is made and when it is
-given back. Token ids and masks are real, as what is computed depends on them. Tensors are on the CPU for autograd's
-sake; where CUDA's way of computing holds other memory, that one is taken (`_like_cuda`).
+sharding - on tensors that have shapes and no data, while every piece of memory is booked when it is made and when it
+is given back. Token ids and masks are real, as what is computed depends on them. Tensors are on the CPU for
+autograd's sake; where CUDA's way of computing holds other memory, that one is taken (`_like_cuda`).
 
 By formula alone: 4-bit weights, `adamw_bnb_8bit`, DDP's buckets and all of ZeRO-3's states. Not counted: what kernels
 need inside, CUDA's context, communication libraries, what the allocator loses between blocks.
@@ -175,7 +175,9 @@ def _like_cuda() -> Iterator[None]:
     def in_float32(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return layer_norm(states.float() if torch.is_autocast_enabled("cpu") else states, *args, **kwargs)
 
-    nothing = dict.fromkeys(("_forward_tile", "_backward_tile", "_addmm_fp32"), lambda *args, **kwargs: None)
+    nothing: dict[str, Any] = dict.fromkeys(
+        ("_forward_tile", "_backward_tile", "_addmm_fp32"), lambda *args, **kwargs: None
+    )
     flash = mock.patch.object(attention, "runs_flash", lambda query: query.dtype in (torch.float16, torch.bfloat16))
     norms = mock.patch.object(nn.functional, "layer_norm", in_float32)
     with mock.patch.multiple(chunked_logprob, **nothing), flash, norms:
@@ -262,7 +264,12 @@ def plan_step(
     key_alignment = None
     if run_args.key_losses:
         key_alignment = _PlannedKeyAlignment(
-            model, None, run_args.key_mmd_weight, run_args.key_gram_weight, run_args.key_bandwidths, run_args.key_layers
+            model,
+            None,
+            run_args.key_mmd_weight,
+            run_args.key_gram_weight,
+            run_args.key_bandwidths,
+            run_args.key_layers,
         )
     batch = make_batch(model, rows, packed=run_args.packed_length is not None)
     size, num_images = config.vision_config.image_size, sum(sample.pictures for row in rows for sample in row)
@@ -271,7 +278,7 @@ def plan_step(
     ledger = Ledger(fake)
     with contextlib.ExitStack() as stack:
         if sharding == "fsdp2" and num_processes > 1:
-            stack.enter_context(_fake_processes(num_processes))
+            stack.enter_context(fake_processes(num_processes))
             shard(trained, args)
             ledger.sharded = True
         if cuda:
@@ -301,9 +308,7 @@ def plan_step(
     return StepPlan(peak, model, groups)
 
 
-def _build(
-    config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig
-) -> NormLlavaForConditionalGeneration:
+def _build(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
     """The model as `load_base` loads it."""
     attention = {"text_config": run_args.attn_implementation, "vision_config": "sdpa"}
     half = run_args.load_in_4bit and args.bf16
@@ -323,8 +328,9 @@ def _build(
 
 def _to_fake(model: nn.Module, fake: FakeTensorMode) -> None:
     """Put tensors on "the CPU" in the place of those on the meta device, where nothing mixes with real ids."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    made: dict[torch.Tensor, Any] = {}
     for module in model.modules():
+        tensors: Any
         for tensors in (module._parameters, module._buffers):
             for name, tensor in tensors.items():
                 if tensor is None:
@@ -343,9 +349,22 @@ def arm(model: NormLlavaForConditionalGeneration, trained: Any, args: TrainingCo
     if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
         if trained is not model:
             model.enable_input_require_grads()
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable: Any = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable(args.gradient_checkpointing_kwargs or None)
     trained.train()
+
+
+def shape_of(config: NormLlavaConfig) -> NormLlavaForConditionalGeneration:
+    """The model on the meta device, where it takes no memory."""
+    with torch.device("meta"), no_init_weights():
+        return NormLlavaForConditionalGeneration._from_config(config)
+
+
+def picture_tokens(config: NormLlavaConfig) -> int:
+    """Tokens of a picture."""
+    vision = config.vision_config
+    pixel_values = torch.empty(1, vision.num_channels, vision.image_size, vision.image_size, device="meta")
+    return len(shape_of(config).model.get_image_features(pixel_values).pooler_output[0])
 
 
 def make_batch(
@@ -353,10 +372,7 @@ def make_batch(
 ) -> dict[str, Any]:
     """A batch of such samples in the shapes that [`~training.collator.VisionLanguageCollator`] gives it, without
     `pixel_values`: pictures first, text behind them, its end supervised."""
-    ids, config = token_ids(model), model.config
-    vision = config.vision_config
-    per_picture = (vision.image_size // vision.patch_size) ** 2
-    per_picture += config.vision_feature_select_strategy != "default" and hasattr(vision, "projection_dim")  # CLIP's
+    ids, config, per_picture = token_ids(model), model.config, picture_tokens(model.config)
     text = next(number for number in range(config.text_config.vocab_size) if number not in {ids.image, *ids.special})
     tokens, labels = [], []
     for row in rows:
@@ -413,7 +429,7 @@ def forward(
 
 
 @contextlib.contextmanager
-def _fake_processes(count: int) -> Iterator[None]:
+def fake_processes(count: int) -> Iterator[None]:
     """A group of processes of which this is one, and the others do not exist."""
     import torch.distributed._tools.fake_collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -451,7 +467,8 @@ class Optimizer:
     four bytes for 256 of them."""
 
     def __init__(self, model: Any, parameters: list[nn.Parameter], args: TrainingConfig, cuda: bool) -> None:
-        self.parameters, self.optimizer, self.states = parameters, None, []
+        self.parameters, self.optimizer = parameters, None
+        self.states: list[torch.Tensor] = []
         name = str(getattr(args.optim, "value", args.optim))
         if name in ("adamw_bnb_8bit", "adamw_8bit"):
             return
@@ -479,9 +496,9 @@ class Optimizer:
 
 
 def as_zero3(sharded: StepPlan, num_processes: int) -> StepPlan:
-    """The plan under DeepSpeed's ZeRO-3 with bfloat16: the activations of FSDP2's, and by DeepSpeed's defaults bfloat16
-    weights, float32 ones, gradients in both and Adam's states of what is trained, all shared out; 10⁹ weights that are
-    gathered at most and 5·10⁷ ahead, a bucket of 5·10⁸ gradients."""
+    """The plan under DeepSpeed's ZeRO-3 with bfloat16: the activations of FSDP2's, and by DeepSpeed's defaults
+    bfloat16 weights, float32 ones, gradients in both and Adam's states of what is trained, all shared out; at most
+    10⁹ weights gathered and 5·10⁷ ahead, a bucket of 5·10⁸ gradients."""
     whole = trained = 0
     for group in sharded.groups:
         count = sum(parameter.numel() for parameter in group.parameters.values())

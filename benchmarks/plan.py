@@ -225,10 +225,9 @@ def describe(planner: Planner, report: dict[str, Any]) -> str:
     host = {name: size * options.num_processes / GIB for name, size in report["host memory"].items()}
     lines += ["", "host memory for all processes: " + ", ".join(
         f"{size:.1f} GiB {name.removesuffix(', a process')}" for name, size in host.items())]  # fmt: skip
-    parts = ", ".join(
-        f"{name} {flops / report['flops']['step']:.0%}" for name, flops in report["flops"].items() if name != "step"
-    )
-    lines.append(f"{report['flops']['step']:.3g} FLOPs a step: {parts}")
+    step = sum(report["flops a step"].values())
+    parts = ", ".join(f"{name} {flops / step:.0%}" for name, flops in report["flops a step"].items())
+    lines.append(f"{step:.3g} FLOPs a step: {parts}")
     time = f"{report['seconds a step']:.1f} s a step at an MFU of {options.mfu:.0%} of {options.device}'s"
     if report["steps"] is not None:
         time += f"; {report['steps']} steps, {report['hours']:.1f} hours"

@@ -322,6 +322,7 @@ def _build(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig
             base = model.model.language_model.get_submodule(name)
             quantized = _FourBitLinear(base, run_args.use_bnb_nested_quant, compute_dtype)
             model.model.language_model.set_submodule(name, quantized)
+    model.tie_weights()  # which is part of the initialization that is left out
     name_sharding_units(model)
     return model
 
@@ -357,7 +358,9 @@ def arm(model: NormLlavaForConditionalGeneration, trained: Any, args: TrainingCo
 def shape_of(config: NormLlavaConfig) -> NormLlavaForConditionalGeneration:
     """The model on the meta device, where it takes no memory."""
     with torch.device("meta"), no_init_weights():
-        return NormLlavaForConditionalGeneration._from_config(config)
+        model = NormLlavaForConditionalGeneration._from_config(config)
+        model.tie_weights()
+    return model
 
 
 def picture_tokens(config: NormLlavaConfig) -> int:

@@ -66,7 +66,7 @@ def load(rank: int, folder: str, way: str) -> None:
     if way != "DDP, DeepSpeed":
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = str(way == "FSDP2").lower()
-    from training.sft import prepare_model
+    from training.loading import load_base, make_room, prepare_model
 
     run_args, args = parse_arguments(
         f"--model_name_or_path {folder} --output_dir {folder} --dataset_name none --stage instruct "
@@ -74,7 +74,9 @@ def load(rank: int, folder: str, way: str) -> None:
     )
     assert args.world_size == NUM_PROCESSES
     peak = Peak()
-    model, _, _ = prepare_model(run_args, args)
+    model = load_base(run_args, args)
+    trained, _ = prepare_model(model, run_args, args)
+    make_room(trained)
     taken = peak.stop()
     size = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**30
     (Path(folder) / f"rank{rank}.json").write_text(json.dumps({"taken": taken, "weights": size}))

@@ -9,13 +9,16 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    LlamaConfig,
     LlavaConfig,
     LlavaProcessor,
+    PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
     SiglipImageProcessor,
@@ -32,15 +35,18 @@ class Size:
     """A model of random weights and the batches that it is trained on."""
 
     vision: dict[str, int]
-    text: dict[str, int]
+    text: dict[str, Any]
     text_scale: int
     """Texts are this many times shorter than real ones."""
     samples_per_step: int
     rows_per_batch: int
     """Of the padded arm."""
     packed_length: dict[Stage, int]
+    text_config: type[PreTrainedConfig] = Qwen2Config
 
 
+SIGLIP_SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
+                 "image_size": 384, "patch_size": 14}  # fmt: skip
 SIZES = {
     # Shows that code runs, and no more.
     "tiny": Size(
@@ -58,11 +64,18 @@ SIZES = {
         text_scale=9, samples_per_step=16, rows_per_batch=8, packed_length={Stage.ALIGN: 2048, Stage.INSTRUCT: 2560},
     ),
     "Qwen2.5-7B": Size(
-        vision={"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
-                "image_size": 384, "patch_size": 14},
+        vision=SIGLIP_SO400M,
         text={"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
               "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 32768},
         text_scale=1, samples_per_step=32, rows_per_batch=4, packed_length={Stage.ALIGN: 16384, Stage.INSTRUCT: 8192},
+    ),
+    "Llama-3.2-3B": Size(
+        vision=SIGLIP_SO400M,
+        text={"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24,
+              "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 131072,
+              "tie_word_embeddings": True},
+        text_scale=1, samples_per_step=32, rows_per_batch=4, packed_length={Stage.ALIGN: 16384, Stage.INSTRUCT: 8192},
+        text_config=LlamaConfig,
     ),
 }  # fmt: skip
 
@@ -127,9 +140,10 @@ def synthetic_processor(size: Size) -> LlavaProcessor:
 
 def synthetic_config(size: Size, processor: LlavaProcessor, ours: bool) -> LlavaConfig:
     """The configuration of NormLlava or of plain Llava."""
+    text = {"tie_word_embeddings": False, **size.text}
     fields = {
         "vision_config": SiglipVisionConfig(**size.vision, vision_use_head=False),
-        "text_config": Qwen2Config(**size.text, tie_word_embeddings=False),
+        "text_config": size.text_config(**text),
         "image_token_index": processor.image_token_id,
         "vision_feature_select_strategy": "full",
     }

@@ -5,7 +5,7 @@
 
 Each arm runs in a process of its own, the arms in turn, several times; the result is the ratio of their speeds in a
 repeat. Both train alike: the same weights and dtypes, samples a step, optimizer and checkpointing. What differs is
-what a user gets: padded batches of rows as they come and sdpa, or packed rows and "varlen". See benchmarks/flops.py
+what a user gets: padded batches of rows as they come and sdpa, or packed rows and "varlen". See training/flops.py
 for MFU, whose peak is measured beside each run, and benchmarks/synthetic.py for the rows.
 """
 
@@ -32,7 +32,6 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor, TrainerC
 from trl import SFTConfig, SFTTrainer
 
 import training.attention  # noqa: F401 - registers "varlen"
-from benchmarks.flops import step_flops
 from benchmarks.synthetic import SIZES, Size, synthetic_config, synthetic_processor, write_rows
 from conversations.chat_template import plain_template
 from conversations.checks import control_tokens
@@ -43,6 +42,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
 from training.collator import VisionLanguageCollator
 from training.environment import describe_environment
+from training.flops import step_flops
 from training.packing import PackedBatchSampler, plan_accumulation
 from training.run import Run
 from training.stages import LearningRates, Stage, prepare_stage

@@ -13,6 +13,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 
+def runs_flash(query: torch.Tensor) -> bool:
+    """Whether FlashAttention takes such tensors."""
+    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+
+
 def varlen_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -49,7 +54,7 @@ def varlen_attention_forward(
         return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, **kwargs)
     # Under autocast the rotary embedding makes float32 of queries and keys, which FlashAttention does not take.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    if query.is_cuda and value.dtype in (torch.float16, torch.bfloat16):
+    if runs_flash(query):
         if dropout:
             raise ValueError(
                 'Attention "varlen" has no dropout; use "sdpa" or set the model\'s attention_dropout to 0.'

@@ -1,4 +1,4 @@
-"""Loading the model to start from: weights are read once, by the main process, and sent to the others."""
+"""The model of a run: loaded, by the main process for all, and prepared for its stage."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig
+from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
@@ -87,3 +88,49 @@ def name_sharding_units(model: PreTrainedModel) -> None:
     """
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
+
+
+def prepare_model(
+    model: NormLlavaForConditionalGeneration, run_args: RunArguments, args: TrainingConfig
+) -> tuple[Any, list[ModuleGroup]]:
+    """Prepare a loaded model, in place, for the stage of the run.
+
+    Returns:
+        What Trainer trains (the model or the `PeftModel` around it), and its parts.
+
+    Raises:
+        ValueError: if there is no norm that `norm_learning_rate` could be of, or no key adapters for the losses on
+            keys, or key adapters where they can't run.
+    """
+    if run_args.key_losses and not model.config.key_adapter_rank:
+        raise ValueError(
+            f"key_mmd_weight and key_gram_weight need key adapters, and {run_args.model_name_or_path} has none. Add "
+            "them: python training/compose.py --normllava_model <folder> --key_adapter_rank 16 --output_dir <folder>"
+        )
+    if run_args.norm_learning_rate is not None and model.config.projector_norm == "none":
+        raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
+    if model.config.key_adapter_rank and getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
+        raise ValueError(
+            "ZeRO-3 hands modules copies of their inputs, without the mask that key adapters read: use FSDP2 or DDP."
+        )
+    trained: Any = model
+    stage = Stage(str(run_args.stage))
+    if stage is Stage.ADAPT:
+        from training.adapters import add_adapters  # needs the extra "qlora"
+
+        torch.manual_seed(args.seed)
+        trained = add_adapters(
+            model,
+            run_args.lora_r,
+            run_args.lora_alpha,
+            run_args.lora_dropout,
+            use_rslora=run_args.use_rslora,
+            use_dora=run_args.use_dora,
+        )
+    rates = LearningRates(
+        common=args.learning_rate,
+        vision=run_args.vision_learning_rate or 0.0,
+        norm=run_args.norm_learning_rate or args.learning_rate,
+    )
+    groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
+    return trained, groups

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from transformers import AutoProcessor, LlavaProcessor, TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -51,12 +50,12 @@ from training.data import (
 from training.environment import describe_environment
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
-from training.loading import load_base, make_room
+from training.loading import load_base, make_room, prepare_model
 from training.mixture import describe_sources
 from training.model_type import require_model_type
 from training.phases import phase, with_size
 from training.run import Run, check_same_run, describe_run
-from training.stages import LearningRates, ModuleGroup, Stage, describe_stage, prepare_stage
+from training.stages import Stage, describe_stage
 from training.streams import StreamBatches
 from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
@@ -88,51 +87,6 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
             "choose another folder."
         )
     return checkpoint
-
-
-def prepare_model(
-    run_args: RunArguments, args: TrainingConfig
-) -> tuple[NormLlavaForConditionalGeneration, Any, list[ModuleGroup]]:
-    """The model, what Trainer trains of it (the model or the `PeftModel` around it), and its parts.
-
-    Raises:
-        ValueError: if there is no norm that `norm_learning_rate` could be of, or no key adapters for the losses on
-            keys, or key adapters where they can't run.
-    """
-    model = load_base(run_args, args)
-    if run_args.key_losses and not model.config.key_adapter_rank:
-        raise ValueError(
-            f"key_mmd_weight and key_gram_weight need key adapters, and {run_args.model_name_or_path} has none. Add "
-            "them: python training/compose.py --normllava_model <folder> --key_adapter_rank 16 --output_dir <folder>"
-        )
-    if run_args.norm_learning_rate is not None and model.config.projector_norm == "none":
-        raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
-    if model.config.key_adapter_rank and getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
-        raise ValueError(
-            "ZeRO-3 hands modules copies of their inputs, without the mask that key adapters read: use FSDP2 or DDP."
-        )
-    trained: Any = model
-    stage = Stage(str(run_args.stage))
-    if stage is Stage.ADAPT:
-        from training.adapters import add_adapters  # needs the extra "qlora"
-
-        torch.manual_seed(args.seed)
-        trained = add_adapters(
-            model,
-            run_args.lora_r,
-            run_args.lora_alpha,
-            run_args.lora_dropout,
-            use_rslora=run_args.use_rslora,
-            use_dora=run_args.use_dora,
-        )
-    rates = LearningRates(
-        common=args.learning_rate,
-        vision=run_args.vision_learning_rate or 0.0,
-        norm=run_args.norm_learning_rate or args.learning_rate,
-    )
-    groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
-    make_room(trained)
-    return model, trained, groups
 
 
 def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> int:
@@ -236,7 +190,9 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         return
 
     with phase("Loading the weights of " + with_size(str(run_args.model_name_or_path), "*.safetensors")):
-        model, trained, groups = prepare_model(run_args, args)
+        model = load_base(run_args, args)
+    trained, groups = prepare_model(model, run_args, args)
+    make_room(trained)
     questions = None
     if held_out is not None and run_args.eval_samples > 0:
         rows_to_answer = held_out.select(range(min(run_args.eval_samples, len(held_out))))
@@ -270,6 +226,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if run_args.probe_steps is not None:
         trainer.add_callback(watch_dynamics(run_args, args, model, processor))
     logger.info("%s", describe_stage(stage, groups))
+    del groups  # whole parameters, which sharding replaces
     logger.info("%s", describe_batch(run_args, args, rows))
     if args.world_size > 1:
         logger.info("Handing the model out to %d processes ...", args.world_size)

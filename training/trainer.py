@@ -113,7 +113,8 @@ class NormLlavaTrainer(SFTTrainer):
         clip_by_module: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._groups = {name: group for group in groups for name in group.parameters}
+        # Names alone: sharding replaces parameters, and whole ones that are held here would stay on the device.
+        self._modules = {name: group.name for group in groups for name in group.parameters}
         self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
         self._run = run
         self._sampler, self._eval_sampler, self._questions = sampler, eval_sampler, questions
@@ -208,7 +209,7 @@ class NormLlavaTrainer(SFTTrainer):
             if parameter.requires_grad:
                 for prefix in WRAPPER_PREFIXES:
                     name = name.replace(prefix, "")
-                named.append((self._groups[name].name, parameter))
+                named.append((self._modules[name], parameter))
         return named
 
     @override

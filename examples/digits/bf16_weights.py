@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from training import sft
+from training import loading, sft
 from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
 
 
@@ -29,5 +29,5 @@ def prepare_in_bfloat16(model: Any, stage: Stage, rates: LearningRates, **dtypes
 
 if __name__ == "__main__":
     # Here and not by an option: training itself has no use for weights that lose what they learn.
-    sft.prepare_stage = prepare_in_bfloat16  # type: ignore[assignment]
+    loading.prepare_stage = prepare_in_bfloat16  # type: ignore[assignment]
     sft.main()

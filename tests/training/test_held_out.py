@@ -276,7 +276,7 @@ def test_options_that_do_nothing_are_refused(
 def test_a_run_that_ends_before_its_first_evaluation_is_refused(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sft, "prepare_model", lambda *args: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
     for wrong in ({**EVERY_TWO, "max_steps": 4}, {"eval_strategy": "epoch", "save_strategy": "no"}):
         with pytest.raises(ValueError, match="eval_delay 50: the run ends before"):
             run(monkeypatch, tmp_path, **fields, **INSTRUCT, **wrong, eval_delay=50, output_dir=str(tmp_path / "out"))

@@ -26,8 +26,8 @@ from training import arguments  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
 from training.key_alignment import KeyAlignment, _key_norm, gram_distance, mmd  # noqa: E402
+from training.loading import load_base, prepare_model  # noqa: E402
 from training.merge import merge  # noqa: E402
-from training.sft import prepare_model  # noqa: E402
 from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 from training.tokenization import RowTokenizer  # noqa: E402
 
@@ -552,9 +552,9 @@ def test_zero3_is_refused(composed: Callable[..., Path], data: Path, tmp_path: P
     run_args, args = arguments.parse_arguments(given)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3)  # DeepSpeed is not among what the tests install
     with pytest.raises(ValueError, match="ZeRO-3 hands modules copies of their inputs"):
-        prepare_model(run_args, args)
+        prepare_model(load_base(run_args, args), run_args, args)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
-    prepare_model(run_args, args)
+    prepare_model(load_base(run_args, args), run_args, args)
 
 
 def test_losses_need_key_adapters(

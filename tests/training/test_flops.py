@@ -4,14 +4,17 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.flops import step_flops
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.adapters import add_adapters
+from training.flops import step_flops
 from training.stages import LearningRates, Stage, prepare_stage
 
 
-@pytest.mark.parametrize("stage", [Stage.ALIGN, Stage.INSTRUCT])
+@pytest.mark.parametrize("stage", list(Stage))
 def test_counted_as_torch_counts_it(model: NormLlavaForConditionalGeneration, stage: Stage) -> None:
     model.train()
+    if stage is Stage.ADAPT:
+        add_adapters(model, rank=4, alpha=8)
     prepare_stage(model, stage, LearningRates(1e-3, 1e-3, 1e-3))
     model.set_attn_implementation("eager")  # of which torch counts every product, masked or not
     input_ids = torch.tensor([[*[model.config.image_token_id] * 4, *range(5, 25)]])

@@ -8,7 +8,8 @@ one that is read don't count. With N weights in matrix products and t tokens, a 
     gradient of its input      2 N t    if anything before it is trained
     gradient of its weights    2 N t    if it is trained itself
 
-so a frozen language model costs 4 N t in stage 1, not 6 N t, and a frozen vision encoder 2 N t. The head sees only the
+so a frozen language model costs 4 N t in stage 1, not 6 N t, LoRA beside it 6 N t, and a frozen vision encoder 2 N t.
+Key adapters and the losses on keys, which are small, are left out. The head sees only the
 supervised tokens. Attention over a sample of L tokens costs 4 L² d a layer forward (d = heads x head size), half of
 that where it is causal, and twice the forward again in the backward pass.
 """
@@ -18,11 +19,16 @@ from collections.abc import Sequence
 from torch import nn
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from training.stages import Stage
+from training.stages import Stage, trained_projector
 
 
-def _matrix_weights(module: nn.Module) -> int:
-    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d))
+def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
+    """Weights in matrix products; those in 4 bits count whole, though they are held in half a byte."""
+    return sum(
+        m.in_features * m.out_features if isinstance(m, nn.Linear) else m.weight.numel()
+        for m in module.modules()
+        if isinstance(m, nn.Linear | nn.Conv2d) and (m.weight.requires_grad or not trained_alone)
+    )
 
 
 def step_flops(
@@ -35,8 +41,9 @@ def step_flops(
     """Model FLOPs of a step, by part.
 
     Args:
-        model: The model; its vision encoder must have layers in `encoder.layers`, as SigLIP and CLIP do.
-        stage: What is trained: `Stage.ALIGN` or `Stage.INSTRUCT`.
+        model: The model, prepared for the stage; its vision encoder must have layers in `encoder.layers`, as SigLIP
+            and CLIP do.
+        stage: What is trained.
         lengths: Tokens of each sample.
         num_images: Pictures in all samples.
         num_supervised: Supervised tokens in all samples.
@@ -50,7 +57,8 @@ def step_flops(
     encoder = model.model.vision_tower.encoder.layers[:num_layers]
     read = sum(_matrix_weights(module) for module in encoder)
     read += _matrix_weights(model.model.vision_tower.embeddings)
-    projector = model.model.multi_modal_projector
+    projector = trained_projector(model)
+    decoder = model.model.language_model
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = text.num_attention_heads * head_size
     per_picture = patches // max(num_images, 1)
@@ -59,11 +67,13 @@ def step_flops(
     return {
         "vision_tower": 2.0 * read * patches * (3 if tune_all else 1),
         "vision attention": vision_attention * (3 if tune_all else 1),
-        # In stage 1 nothing before the first of its two layers is trained.
+        # With the encoder frozen nothing before the first of its two layers is trained.
         "multi_modal_projector": 2.0
         * patches
         * (3 * _matrix_weights(projector) - (0 if tune_all else _matrix_weights(projector.linear_1))),
-        "language_model": 2.0 * _matrix_weights(model.model.language_model) * sum(lengths) * (3 if tune_all else 2),
+        "language_model": 2.0
+        * sum(lengths)
+        * (2 * _matrix_weights(decoder) + _matrix_weights(decoder, trained_alone=True)),
         "language attention": text_attention * 3,
         "lm_head": 2.0 * model.lm_head.weight.numel() * num_supervised * (3 if tune_all else 2),
     }

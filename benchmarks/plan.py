@@ -1,0 +1,279 @@
+"""Will a run fit, and how long will it take? From its recipe and the model's config, without weights, data or a GPU.
+
+    python -m benchmarks.plan --config training/recipes/Qwen2.5-7B-Instruct/stage2.yaml --size Qwen2.5-7B \
+        --num_processes 8 --device_memory 80
+
+Fields of the recipe can be given too, as for training/sft.py. The model is the recipe's checkpoint, or
+`--model_config`, or a known `--size`. Memory is that of training/plan.py's step (see there for what is counted, and
+what by formula alone), FLOPs those of training/flops.py; benchmarks/plan_check.py compares plans with runs on CPU.
+"""
+
+import argparse
+import json
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor
+from benchmarks.training import PEAK_FLOPS
+from modeling_normllava import NormLlavaConfig
+from training.arguments import RunArguments, TrainingConfig, parse_arguments
+from training.flops import step_flops
+from training.model_type import require_model_type
+from training.plan import KINDS, Sample, StepPlan, as_zero3, picture_tokens, plan_step, shape_of
+from training.stages import Stage
+
+
+GIB = 2**30
+# Rows of the data that the recipes name.
+NUM_ROWS = {"LLaVA-Pretrain": 558_128, "LLaVA-NeXT-Data": 779_289}
+# Text of a sample and how much of it is supervised, in tokens: a caption; benchmarks/synthetic.py's mixture.
+TEXT_TOKENS = {Stage.ALIGN: (30, 25), Stage.INSTRUCT: (350, 175), Stage.ADAPT: (350, 175)}
+# Batches that each worker of a data loader holds ready.
+PREFETCH = 2
+STEP = 512
+"""Lengths that are tried for packed rows are multiples of it."""
+
+
+def find_config(args: argparse.Namespace, run_args: RunArguments) -> NormLlavaConfig:
+    """The model's config.
+
+    Raises:
+        ValueError: if there is none, or it is no NormLlava's.
+    """
+    if args.size is not None:
+        size = SIZES[args.size]
+        config = synthetic_config(size, synthetic_processor(size), ours=True)
+        assert isinstance(config, NormLlavaConfig)
+        config.key_adapter_rank = 16 if run_args.key_losses else 0  # as malora.yaml's compose command has it
+        return config
+    name = args.model_config or str(run_args.model_name_or_path)
+    name = str(Path(name).parent) if name.endswith("config.json") else name
+    try:
+        require_model_type(name, "normllava", run_args.model_revision)
+    except ValueError as error:
+        raise ValueError(f"{error} Or give --model_config <folder or Hub id>, or --size.") from error
+    return NormLlavaConfig.from_pretrained(name, revision=run_args.model_revision)
+
+
+def fill_rows(run_args: RunArguments, args: TrainingConfig, sample: Sample, text_share: float) -> list[list[Sample]]:
+    """What a device gets in a pass: a packed row that is full, what is left of it text alone, or padded rows.
+
+    Raises:
+        ValueError: if not one sample fits a row.
+    """
+    if run_args.packed_length is None:
+        return [[sample]] * args.per_device_train_batch_size
+    count, rest = divmod(run_args.packed_length, sample.tokens)
+    if not count:
+        raise ValueError(f"packed_length {run_args.packed_length} is below the {sample.tokens} tokens of a sample.")
+    text = [Sample(rest, 0, round(rest * text_share))] if rest else []
+    return [[sample] * count + text]
+
+
+class Planner:
+    """Plans one recipe on one kind of device, spread in several ways."""
+
+    def __init__(self, options: argparse.Namespace, fields: Sequence[str]) -> None:
+        given = ["--config", str(options.config), *fields, "--use_cpu", "true", "--report_to", "none"]
+        self.options, self.run_args, self.args = options, *parse_arguments(given)
+        self.stage = Stage(str(self.run_args.stage))
+        self.config = find_config(options, self.run_args)
+        text, supervised = TEXT_TOKENS[self.stage]
+        text = text if options.text_tokens is None else options.text_tokens
+        self.supervised = min(supervised, text) if options.supervised_tokens is None else options.supervised_tokens
+        self.text_share = self.supervised / text
+        self.sample = Sample(options.pictures * picture_tokens(self.config) + text, options.pictures, self.supervised)
+        self.shardings = ["none"] if options.num_processes == 1 else options.sharding
+        if self.run_args.load_in_4bit and options.num_processes > 1:
+            self.shardings = ["ddp"]
+        elif self.config.key_adapter_rank:  # which ZeRO-3 refuses
+            self.shardings = [sharding for sharding in self.shardings if sharding != "zero3"]
+        self._planned: dict[tuple[str, int | None], StepPlan] = {}
+
+    def plan(self, sharding: str, packed_length: int | None) -> StepPlan:
+        """The plan of a step with rows of such a length."""
+        if (sharding, packed_length) not in self._planned:
+            if sharding == "zero3":
+                planned = as_zero3(self.plan("fsdp2", packed_length), self.options.num_processes)
+            else:
+                self.run_args.packed_length, before = packed_length, self.run_args.packed_length
+                planned = plan_step(
+                    self.config, self.run_args, self.args,
+                    fill_rows(self.run_args, self.args, self.sample, self.text_share),
+                    self.options.num_processes, sharding, self.passes(),
+                )  # fmt: skip
+                self.run_args.packed_length = before
+            self._planned[sharding, packed_length] = planned
+        return self._planned[sharding, packed_length]
+
+    def samples_per_step(self) -> int:
+        """Over all devices."""
+        per_pass = self.args.per_device_train_batch_size * self.options.num_processes
+        return self.run_args.global_batch_size or per_pass * self.args.gradient_accumulation_steps
+
+    def passes(self) -> int:
+        """Forward passes of a device in a step."""
+        if self.run_args.packed_length is None:
+            per_device = self.args.per_device_train_batch_size
+        else:
+            per_device = self.run_args.packed_length // self.sample.tokens
+        return math.ceil(self.samples_per_step() / (per_device * self.options.num_processes))
+
+    def longest(self, sharding: str) -> int | None:
+        """About the longest packed row that fits, itself planned, at most a device's share of a step; `None` if not
+        even a row of one sample does.
+
+        Memory is close to linear in the length, so each guess is where the line through two plans meets the limit.
+        """
+        limit = self.options.device_memory * 10**9
+        share = math.ceil(self.samples_per_step() / self.options.num_processes)
+        low, high = (math.ceil(count * self.sample.tokens / STEP) * STEP for count in (1, share))
+        if self.plan(sharding, high).total <= limit:
+            return high
+        if self.plan(sharding, low).total > limit:
+            return None
+        for _ in range(4):
+            little, much = self.plan(sharding, low).total, self.plan(sharding, high).total
+            guess = int(low + (limit - little) / (much - little) * (high - low)) // STEP * STEP
+            if guess in (low, high):
+                break
+            low, high = (guess, high) if self.plan(sharding, guess).total <= limit else (low, guess)
+        return low
+
+    def report(self) -> dict[str, Any]:
+        """Everything, as it goes into JSON."""
+        options, length = self.options, self.run_args.packed_length
+        planned = {sharding: self.plan(sharding, length) for sharding in self.shardings}
+        model = next(iter(planned.values())).model
+        samples, passes = self.samples_per_step(), self.passes()
+        rows = fill_rows(self.run_args, self.args, self.sample, self.text_share)
+        parts = step_flops(
+            model,
+            self.stage,
+            [self.sample.tokens] * samples,
+            samples * self.sample.pictures,
+            samples * self.supervised,
+        )
+        flops = sum(parts.values())
+        seconds = flops / (options.num_processes * PEAK_FLOPS[options.device] * options.mfu)
+        num_rows = options.rows or next(
+            (count for name, count in NUM_ROWS.items() if name in str(self.run_args.dataset_name)), None
+        )
+        epochs = self.args.num_train_epochs
+        steps = self.args.max_steps if self.args.max_steps > 0 else None
+        if steps is None and num_rows is not None:
+            steps = math.ceil(epochs * math.ceil(num_rows / samples))
+        num_weights = sum(parameter.numel() for parameter in shape_of(self.config).parameters())
+        pictures = max(1, sum(sample.pictures for row in rows for sample in row))
+        side, channels = self.config.vision_config.image_size, self.config.vision_config.num_channels
+        return {
+            "recipe": str(options.config),
+            "stage": self.stage.value,
+            "packed_length": length,
+            "rows": [[vars(sample) for sample in row] for row in rows],
+            "passes": passes,
+            "memory": {
+                sharding: {
+                    **plan.peak,
+                    "total": plan.total,
+                    "fits": plan.total <= options.device_memory * 10**9,
+                    "longest packed_length": None if length is None else self.longest(sharding),
+                }
+                for sharding, plan in planned.items()
+            },
+            "host memory": {
+                # By the main process alone, but for what is quantized, bfloat16 then.
+                "weights while loading": num_weights
+                * (2 * options.num_processes if self.run_args.load_in_4bit else 4),
+                "pictures ready": options.num_processes
+                * self.args.dataloader_num_workers
+                * PREFETCH
+                * pictures
+                * channels
+                * side**2
+                * 4,
+            },
+            "flops a step": parts,
+            "seconds a step": seconds,
+            "steps": steps,
+            "hours": None if steps is None else steps * seconds / 3600,
+        }
+
+
+def describe(planner: Planner, report: dict[str, Any]) -> str:
+    """The report as text."""
+    options, sample = planner.options, planner.sample
+    limit = options.device_memory * 10**9 / GIB
+    rows = f"packed rows of {report['packed_length']} tokens" if report["packed_length"] else "padded rows"
+    lines = [
+        f"{report['recipe']}: stage {report['stage']}, {rows}, {options.num_processes} x {options.device_memory:g} GB "
+        f"({limit:.1f} GiB)",
+        f"assumed: a sample has {sample.pictures} picture(s) and {sample.tokens} tokens, {sample.supervised} of them "
+        f"supervised; {report['passes']} pass(es) a step",
+        "",
+        f"{'GiB a device':24}" + "".join(f"{sharding:>10}" for sharding in report["memory"]),
+    ]
+    for kind in (*KINDS, "total"):
+        lines.append(f"{kind:24}" + "".join(f"{memory[kind] / GIB:10.1f}" for memory in report["memory"].values()))
+    lines.append(f"{'fits':24}" + "".join(f"{'yes' if m['fits'] else 'no':>10}" for m in report["memory"].values()))
+    if report["packed_length"] is not None:
+        longest = [memory["longest packed_length"] for memory in report["memory"].values()]
+        lines.append(f"{'longest packed_length':24}" + "".join(f"{length or 'none':>10}" for length in longest))
+    if "zero3" in report["memory"]:
+        lines.append("zero3: states by formula, activations as fsdp2's.")
+    if planner.run_args.load_in_4bit:
+        lines.append("4-bit weights: by formula.")
+    host = ", ".join(f"{size / GIB:.1f} GiB {name}" for name, size in report["host memory"].items())
+    lines += ["", f"host memory of all processes: {host}"]
+    step = sum(report["flops a step"].values())
+    parts = ", ".join(f"{name} {flops / step:.0%}" for name, flops in report["flops a step"].items())
+    lines.append(f"{step:.3g} FLOPs a step: {parts}")
+    time = f"{report['seconds a step']:.1f} s a step at an MFU of {options.mfu:.0%} of {options.device}'s"
+    if report["steps"] is not None:
+        time += f"; {report['steps']} steps, {report['hours']:.1f} hours"
+    return "\n".join([*lines, time])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(
+        description="Plan memory and time of a run.", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--config", type=Path, required=True, help="recipe; its fields can be given too")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--model_config", help="folder, config.json or Hub id of the NormLlava to train")
+    model.add_argument("--size", choices=SIZES, help="shapes of a known model to train instead")
+    parser.add_argument("--num_processes", type=int, default=8, help="devices")
+    ways = ("ddp", "fsdp2", "zero3")
+    parser.add_argument(
+        "--sharding", nargs="+", choices=ways, default=ways, help="how several devices share the model"
+    )
+    parser.add_argument(
+        "--device_memory", type=float, default=80, help="of a device, in GB of 10^9 bytes. A card has some 6%% more "
+        "than it is sold by, which is left to CUDA, communication and what the allocator loses",
+    )  # fmt: skip
+    parser.add_argument("--device", choices=PEAK_FLOPS, default="H100", help="whose peak the time is of")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that training reaches")
+    parser.add_argument("--pictures", type=int, default=1, help="of a sample")
+    parser.add_argument("--text_tokens", type=int, help="of a sample; 30 in stage align, 350 else")
+    parser.add_argument("--supervised_tokens", type=int, help="of a sample; 25 in stage align, 175 else")
+    parser.add_argument("--rows", type=int, help="of the data; known for the recipes' own")
+    parser.add_argument("--output", type=Path, help="JSON file to write")
+    options, fields = parser.parse_known_args(argv)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    planner = Planner(options, fields)
+    report = planner.report()
+    sys.stdout.write(describe(planner, report) + "\n")
+    if options.output is not None:
+        options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

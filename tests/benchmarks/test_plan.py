@@ -1,0 +1,110 @@
+"""Plans of memory and time, against runs and against numbers that follow from the config alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plan import main
+from benchmarks.plan_check import ALIGN, BF16, CHECKPOINTED, FLOAT32, INSTRUCT, PACKED, RUNS, compare, config_of, parse
+from benchmarks.synthetic import SIZES, synthetic_processor
+from training.plan import KINDS, Sample, StepPlan, as_zero3, plan_step
+
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "training" / "recipes"
+ROW = [[Sample(tokens=121, pictures=1, supervised=20)] * 4]
+
+
+def plan(folder: Path, fields: dict, **options: object) -> StepPlan:
+    fields = {**PACKED, **CHECKPOINTED, **fields}
+    run_args, args = parse(fields, folder)
+    return plan_step(config_of(fields, synthetic_processor(SIZES["small"])), run_args, args, ROW, **options)
+
+
+def test_a_plan_is_what_a_run_allocates() -> None:
+    fields = {**ALIGN, **PACKED, **CHECKPOINTED, **FLOAT32, "packed_length": 768}
+    assert compare(fields, "none")["ratio"] == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(RUNS)))
+def test_plans_are_what_runs_allocate(number: int) -> None:
+    assert compare(*RUNS[number])["ratio"] == pytest.approx(1, abs=0.1)
+
+
+def test_the_written_check_holds() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "plan_cpu.json").read_text())
+    assert len(report["runs"]) == len(RUNS)
+    assert 0.9 < report["ratio"][0] <= report["ratio"][1] < 1.1
+
+
+def test_states_follow_from_the_config(tmp_path: Path) -> None:
+    whole = plan(tmp_path, {**INSTRUCT, **BF16})
+    groups = [(group, sum(p.numel() for p in group.parameters.values())) for group in whole.groups]
+    trained = sum(count for group, count in groups if group.learning_rate is not None)
+    assert whole.peak["gradients"] == 4 * trained
+    assert whole.peak["optimizer states"] == pytest.approx(8 * trained, rel=1e-3)
+    assert whole.peak["weights"] == pytest.approx(4 * sum(count for _, count in groups), rel=1e-3)
+    # DDP's buckets are as large as the gradients; nothing else changes.
+    shared = plan(tmp_path, {**INSTRUCT, **BF16}, num_processes=2, sharding="ddp")
+    assert {kind: shared.peak[kind] - whole.peak[kind] for kind in KINDS} == {
+        **dict.fromkeys(KINDS, 0),
+        "gathered": 4 * trained,
+    }
+    sharded = plan(tmp_path, {**INSTRUCT, **BF16}, num_processes=2, sharding="fsdp2")
+    for kind in ("weights", "gradients", "optimizer states"):
+        assert sharded.peak[kind] == pytest.approx(whole.peak[kind] / 2, rel=0.02)
+    zero3 = as_zero3(sharded, 2)
+    assert zero3.peak["optimizer states"] == 8 * trained // 2
+    assert zero3.peak["activations"] == sharded.peak["activations"]
+
+
+def test_memory_of_varlen_is_linear_in_the_length(tmp_path: Path) -> None:
+    run_args, args = parse({**ALIGN, **PACKED, **CHECKPOINTED, **BF16}, tmp_path)
+    config = config_of(ALIGN, synthetic_processor(SIZES["small"]))
+    totals = [
+        plan_step(config, run_args, args, [[Sample(length, 0, 20), ROW[0][0]]]).total for length in (4096, 8192, 16384)
+    ]
+    assert (totals[2] - totals[1]) / (totals[1] - totals[0]) == pytest.approx(2, rel=0.02)
+
+
+def test_four_bits_are_half_a_byte(tmp_path: Path) -> None:
+    adapt = {"stage": "adapt", "learning_rate": 2e-4, "lora_r": 16, "lora_alpha": 32, **BF16}
+    whole, packed = (plan(tmp_path, {**adapt, "load_in_4bit": four}).peak["weights"] for four in (False, True))
+    linear = SIZES["small"].text["num_hidden_layers"] * (512 * (512 + 2 * 128 + 512) + 3 * 512 * 1408)
+    # From bfloat16 to half a byte, a byte of scale for 64 weights, and one of four bytes for 256 of these.
+    assert whole - packed == pytest.approx(linear * (2 - 0.5 - 1 / 64 - 4 / 64 / 256), rel=1e-3)
+
+
+def test_an_optimizer_of_unknown_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="optim 'adafactor': its memory is not known"):
+        plan(tmp_path, {**ALIGN, **BF16, "optim": "adafactor"})
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "plan.json"
+    recipe = RECIPES / "Qwen2.5-7B-Instruct" / "stage1.yaml"
+    common = ["--config", str(recipe), "--num_processes", "2", "--sharding", "ddp", "--output", str(output)]
+    main([*common, "--size", "small", "--device_memory", "1", "--packed_length", "1024", "--text_tokens", "40"])
+    printed, report = capsys.readouterr().out, json.loads(output.read_text())
+    assert "stage align, packed rows of 1024 tokens, 2 x 1 GB (0.9 GiB)" in printed
+    assert report["memory"]["ddp"]["total"] == sum(report["memory"]["ddp"][kind] for kind in KINDS)
+    assert report["memory"]["ddp"]["total"] > 0
+    assert 512 <= report["memory"]["ddp"]["longest packed_length"] <= 128 * 121 + 512
+    assert report["steps"] == 2181  # 558,128 rows by 256
+    assert report["hours"] == pytest.approx(2181 * sum(report["flops a step"].values()) / (2 * 0.4 * 989e12) / 3600)
+    with pytest.raises(ValueError, match="Or give --model_config <folder or Hub id>, or --size"):
+        main(common)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe", sorted(RECIPES.glob("*-Instruct/[!c]*.yaml")), ids=lambda path: str(path.parent.name + path.name)
+)
+def test_recipes_fit_their_devices(recipe: Path, tmp_path: Path) -> None:
+    size = "Qwen2.5-7B" if "Qwen" in str(recipe) else "Llama-3.2-3B"
+    sharding = "fsdp2" if recipe.stem == "stage2" else "ddp"
+    output = tmp_path / "plan.json"
+    main(["--config", str(recipe), "--size", size, "--sharding", sharding, "--output", str(output)])
+    assert all(memory["fits"] for memory in json.loads(output.read_text())["memory"].values())

@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor
-from benchmarks.training import PEAK_FLOPS
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
-from training.flops import step_flops
+from training.flops import PEAK_FLOPS, step_flops
 from training.model_type import require_model_type
-from training.plan import KINDS, Sample, StepPlan, as_zero3, picture_tokens, plan_step, shape_of
+from training.plan import GIB, KINDS, Sample, StepPlan, as_zero3, picture_tokens, plan_step, shape_of
 from training.stages import Stage
 
 
-GIB = 2**30
 # Rows of the data that the recipes name.
 NUM_ROWS = {"LLaVA-Pretrain": 558_128, "LLaVA-NeXT-Data": 779_289}
 # Text of a sample and how much of it is supervised, in tokens: a caption; benchmarks/synthetic.py's mixture.

@@ -25,14 +25,12 @@ import trl
 from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaProcessor, set_seed
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor, write_rows
 from conversations.chat_template import plain_template
 from conversations.checks import control_tokens
 from conversations.loading import load_rows
 from conversations.measured import keep_good_rows, measure_rows
-from conversations.rows import row_images
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.collator import VisionLanguageCollator
@@ -40,10 +38,11 @@ from training.data import deal_rows
 from training.environment import describe_environment
 from training.key_alignment import KeyAlignment
 from training.loading import name_sharding_units, prepare_model
+from training.memory import largest_batch
 from training.plan import Optimizer, Sample, arm, fake_processes, forward, make_batch, plan_step, shard
 from training.run import Run
 from training.stages import ModuleGroup, Stage
-from training.tokenization import IGNORED, RowTokenizer
+from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
 
 
@@ -103,23 +102,6 @@ def make_rows(fields: dict[str, Any], folder: Path, processor: LlavaProcessor) -
     tokens = control_tokens(processor.tokenizer, processor.image_token)
     rows, _ = keep_good_rows(rows, measure_rows(rows, tokens, tokenize, open_pictures=False), "error", None)
     return rows.select([number % ROWS_PER_BATCH for number in range(len(rows))]), tokenize
-
-
-def largest_batch(
-    rows: Dataset, tokenize: RowTokenizer, sampler: BatchRebalanceSampler, packed: bool
-) -> list[list[Sample]]:
-    """What the batch with the most tokens, padding included, holds."""
-
-    def size(batch: list[int]) -> int:
-        lengths = [rows[row]["length"] for row in batch]
-        return sum(lengths) if packed else len(lengths) * max(lengths)
-
-    samples = []
-    for row in max(sampler, key=size):
-        input_ids, labels = tokenize(rows[row])
-        supervised = sum(label != IGNORED for label in labels)
-        samples.append(Sample(len(input_ids), len(row_images(rows[row])), supervised))
-    return [samples] if packed else [[sample] for sample in samples]
 
 
 def train(

@@ -42,7 +42,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
 from training.collator import VisionLanguageCollator
 from training.environment import describe_environment
-from training.flops import step_flops
+from training.flops import device_peak, step_flops
 from training.packing import PackedBatchSampler, plan_accumulation
 from training.run import Run
 from training.stages import LearningRates, Stage, prepare_stage
@@ -52,8 +52,6 @@ from training.trainer import NormLlavaTrainer
 
 logger = logging.getLogger(__name__)
 
-# Dense bfloat16 FLOP/s by the vendors' data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # The first steps build caches and compile kernels.
 WARM_UP_STEPS = 2
 SEED = 42
@@ -196,11 +194,11 @@ def peak_flops() -> float:
     """Peak FLOP/s of the device: on a GPU the data sheet's, dense bfloat16; on a CPU the best of ten products of
     2048 x 2048 matrices, float32, at this moment and with this process's threads."""
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name()
-        known = [peak for part, peak in PEAK_FLOPS.items() if part in name]
-        if not known:
+        known = device_peak(torch.device("cuda"))
+        if known is None:
+            name = torch.cuda.get_device_name()
             raise ValueError(f"No peak FLOP/s known for {name}; add it to PEAK_FLOPS from its data sheet.")
-        return known[0]
+        return known
     a = torch.randn(2048, 2048)
     best = float("inf")
     for _ in range(10):

@@ -159,7 +159,8 @@ class ConsoleTable(TrainerCallback):
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
     NUM_ANSWERS = 4
 
-    def __init__(self) -> None:
+    def __init__(self, shows_mfu: bool) -> None:
+        self.shows_mfu = shows_mfu
         self.answers: list[Answer] = []
         """To the held-out questions, filled in by the trainer before it logs an evaluation."""
         self.tokens_before = 0
@@ -180,7 +181,8 @@ class ConsoleTable(TrainerCallback):
                 total=state.max_steps, initial=state.global_step, leave=False, unit="step",
                 disable=args.disable_tqdm or None,  # and where there is no terminal
             )  # fmt: skip
-            self._write("".join(f"{name:>15}" for name in self.COLUMNS))
+            columns = (*self.COLUMNS, "MFU") if self.shows_mfu else self.COLUMNS
+            self._write("".join(f"{name:>15}" for name in columns))
 
     @override
     def on_step_end(
@@ -207,14 +209,16 @@ class ConsoleTable(TrainerCallback):
         seconds = time.monotonic() - self._started - self.seconds_evaluating
         left = round(seconds / (state.global_step - self._steps_before) * (state.max_steps - state.global_step))
         ratio = logs.get("norm/ratio")
-        cells = (
+        cells = [
             f"{state.global_step}/{state.max_steps}",
             f"{logs['loss']:.4f}",
             f"{logs['learning_rate']:.3g}",
             "no picture" if ratio is None else f"{ratio:.3f}",
             f"{(logs['num_tokens'] - self.tokens_before) / seconds:,.0f}",
             f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
-        )
+        ]
+        if self.shows_mfu:
+            cells.append(f"{logs['mfu']:.1%}")
         self._write("".join(f"{cell:>15}" for cell in cells))
 
     def _write_held_out(self, logs: dict[str, float]) -> None:

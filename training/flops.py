@@ -14,12 +14,76 @@ supervised tokens. Attention over a sample of L tokens costs 4 L² d a layer for
 that where it is causal, and twice the forward again in the backward pass.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
+from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from training.stages import Stage, trained_projector
+from training.stages import Stage, trained_projector, unread_parameters
+from training.tokenization import IGNORED
+
+
+# Dense bfloat16 FLOP/s by the vendors' data sheets.
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+
+
+def device_peak(device: torch.device) -> float | None:
+    """FLOP/s of a device by its data sheet; `None` if that is not known here, or the device is no GPU."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+class MfuMeter:
+    """The share of the devices' peak that training reaches, measured without waiting for them.
+
+    Args:
+        model: The model, prepared for the stage and not yet sharded.
+        stage: What is trained.
+        peak: FLOP/s of a device.
+    """
+
+    def __init__(self, model: NormLlavaForConditionalGeneration, stage: Stage, peak: float) -> None:
+        def flops(lengths: Sequence[int], num_images: int, num_supervised: int) -> float:
+            return sum(step_flops(model, stage, lengths, num_images, num_supervised).values())
+
+        # FLOPs are a sum of what tokens, their squared lengths, pictures and supervised tokens cost, each by itself.
+        square = (flops([2], 0, 0) - 2 * flops([1], 0, 0)) / 2
+        costs = [flops([1], 0, 0) - square, square, flops([], 1, 0), flops([], 0, 1)]
+        self._costs = torch.tensor(costs, dtype=torch.float64)
+        self._peak, self._work = peak, torch.zeros(4, dtype=torch.float64)
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        """Start the clock, unless it runs."""
+        self._since = time.monotonic() if self._since is None else self._since
+
+    def add(self, inputs: Inputs) -> None:
+        """Count a batch in a collator's layout, on whatever device it is."""
+        packed = "cu_seq_lens_q" in inputs
+        lengths = inputs["cu_seq_lens_q"].diff() if packed else inputs["attention_mask"].sum(1)
+        supervised = (inputs["labels"][:, 1:] != IGNORED).sum()
+        pictures = torch.full_like(supervised, len(inputs["pixel_values"]))
+        lengths = lengths.double()
+        work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])
+        self._work = self._work.to(work.device) + work
+
+    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int, idle: float) -> float:
+        """The MFU since the last call, or since the clock was started. All processes must call this.
+
+        Args:
+            reduce: Sums a tensor over processes.
+            num_processes: Devices that share the work.
+            idle: Seconds since then in which nothing was trained.
+        """
+        flops = (reduce(self._work).cpu() * self._costs).sum().item()  # the device is done with them here
+        now = time.monotonic()
+        assert self._since is not None
+        seconds, self._since = now - self._since - idle, now
+        self._work.zero_()
+        return flops / (seconds * self._peak * num_processes)
 
 
 def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
@@ -41,8 +105,7 @@ def step_flops(
     """Model FLOPs of a step, by part.
 
     Args:
-        model: The model, prepared for the stage; its vision encoder must have layers in `encoder.layers`, as SigLIP
-            and CLIP do.
+        model: The model, prepared for the stage.
         stage: What is trained.
         lengths: Tokens of each sample.
         num_images: Pictures in all samples.
@@ -54,9 +117,12 @@ def step_flops(
     patches = (vision.image_size // vision.patch_size) ** 2 * num_images
     layer = config.vision_feature_layer
     num_layers = layer if layer >= 0 else vision.num_hidden_layers + layer + 1
-    encoder = model.model.vision_tower.encoder.layers[:num_layers]
-    read = sum(_matrix_weights(module) for module in encoder)
-    read += _matrix_weights(model.model.vision_tower.embeddings)
+    unread = unread_parameters(model)
+    read = sum(
+        _matrix_weights(module)
+        for name, module in model.model.vision_tower.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and f"model.vision_tower.{name}.weight" not in unread
+    )
     projector = trained_projector(model)
     decoder = model.model.language_model
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -43,6 +43,7 @@ from training.stages import ModuleGroup
 from training.tokenization import IGNORED
 
 
+GIB = 2**30
 SHARDINGS = ("none", "ddp", "fsdp2")
 KINDS = ("weights", "gradients", "optimizer states", "gathered", "activations", "temporary")
 """What memory is of. "activations" are what the forward pass makes, "temporary" what the backward pass and the

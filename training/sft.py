@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from transformers import AutoProcessor, LlavaProcessor, TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -48,9 +49,11 @@ from training.data import (
     sampling_seed,
 )
 from training.environment import describe_environment
+from training.flops import MfuMeter, device_peak
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, make_room, prepare_model
+from training.memory import describe_plan, finish_plan, largest_batch, start_plan
 from training.mixture import describe_sources
 from training.model_type import require_model_type
 from training.phases import phase, with_size
@@ -189,6 +192,11 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if finish(run_args, args, run, checkpoint, num_steps, stream):
         return
 
+    planning = None
+    if args.device.type == "cuda" and args.process_index == 0 and sampler is not None and isinstance(rows, Dataset):
+        planning = start_plan(
+            run_args, args, largest_batch(rows, tokenize, sampler, run_args.packed_length is not None)
+        )
     with phase("Loading the weights of " + with_size(str(run_args.model_name_or_path), "*.safetensors")):
         model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
@@ -207,6 +215,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
             run_args.key_bandwidths,
             run_args.key_layers,
         )
+    peak = device_peak(args.device)
     trainer = NormLlavaTrainer(
         trained,
         groups,
@@ -216,6 +225,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         eval_sampler=eval_sampler,
         questions=questions,
         key_alignment=key_alignment,
+        mfu=None if peak is None else MfuMeter(model, stage, peak),
         clip_by_module=run_args.clip_by_module,
         args=args,
         train_dataset=rows.dataset if isinstance(rows, RowStream) else rows,
@@ -228,6 +238,9 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     logger.info("%s", describe_stage(stage, groups))
     del groups  # whole parameters, which sharding replaces
     logger.info("%s", describe_batch(run_args, args, rows))
+    if planning is not None:
+        available = torch.cuda.get_device_properties(args.device).total_memory
+        logger.info("%s", describe_plan(finish_plan(planning), available))
     if args.world_size > 1:
         logger.info("Handing the model out to %d processes ...", args.world_size)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)

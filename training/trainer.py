@@ -34,6 +34,7 @@ from training.checkpoints import (
     publish_files,
     write_sharded_weights,
 )
+from training.flops import MfuMeter
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.overrides import checks_overrides
@@ -96,6 +97,7 @@ class NormLlavaTrainer(SFTTrainer):
         eval_sampler: The same of held-out rows.
         questions: Held-out questions to answer at each evaluation.
         key_alignment: Losses on the decoder's keys.
+        mfu: Measures how much of the devices' peak is reached.
         clip_by_module: Clip the gradient of each module to `max_grad_norm` rather than that of all together.
         kwargs: As for [`SFTTrainer`].
     """
@@ -110,6 +112,7 @@ class NormLlavaTrainer(SFTTrainer):
         eval_sampler: BatchRebalanceSampler | None = None,
         questions: HeldOutQuestions | None = None,
         key_alignment: KeyAlignment | None = None,
+        mfu: MfuMeter | None = None,
         clip_by_module: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -119,7 +122,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._run = run
         self._sampler, self._eval_sampler, self._questions = sampler, eval_sampler, questions
         self._stream = stream
-        self._clip_by_module = clip_by_module
+        self._clip_by_module, self._mfu, self._idle = clip_by_module, mfu, 0.0
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())
         held_out = kwargs.get("eval_dataset")
         self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
@@ -146,7 +149,7 @@ class NormLlavaTrainer(SFTTrainer):
             self.add_callback(self._answers)
         for printer in (ProgressCallback, PrinterCallback):
             self.remove_callback(printer)
-        self._console = ConsoleTable()
+        self._console = ConsoleTable(shows_mfu=mfu is not None)
         self.add_callback(self._console)
         if sampler is not None:
             self.add_callback(EpochSetter(sampler))
@@ -226,6 +229,8 @@ class NormLlavaTrainer(SFTTrainer):
             self._stream.trained_on(inputs.pop(PLACE))
         # A batch without labels is one without rows.
         num_tokens = int(attended_tokens(inputs).sum() * (inputs["labels"] != IGNORED).any())
+        if self._mfu is not None:
+            self._mfu.begin()
         loss = super().training_step(model, inputs, *args, **kwargs)
         if not math.isfinite(loss.item()):
             raise FloatingPointError(
@@ -235,6 +240,8 @@ class NormLlavaTrainer(SFTTrainer):
         if self._key_alignment is not None:
             loss = loss - self._penalty
         self._seen += torch.tensor([loss.item(), num_tokens], dtype=torch.float64)
+        if self._mfu is not None:
+            self._mfu.add(inputs)
         return loss
 
     @override
@@ -373,6 +380,13 @@ class NormLlavaTrainer(SFTTrainer):
                     logs |= measures.collect(
                         lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
                     )
+            if self._mfu is not None:
+                idle, self._idle = self._console.seconds_evaluating - self._idle, self._console.seconds_evaluating
+                logs["mfu"] = self._mfu.collect(
+                    lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum"),
+                    self.accelerator.num_processes,
+                    idle,
+                )
             # TRL's own count starts at 0 again with every resume.
             self._metrics["train"]["num_tokens"] = [self._progress().num_tokens]
         if "train_loss" in logs:

@@ -8,11 +8,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from transformers import AutoProcessor
 
-from script_runs import FAST, INSTRUCT, ROOT, logged, run
+from conversations.loading import load_rows
+from conversations.rows import row_images
+from modeling_normllava import NormLlavaForConditionalGeneration
+from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, run
+from training import flops, sft
+from training.flops import step_flops
+from training.stages import LearningRates, Stage, prepare_stage
+from training.tokenization import RowTokenizer
 
 
 def test_the_console_shows_a_table(
@@ -41,6 +50,35 @@ def test_the_console_shows_a_table(
     for phase in (f"Reading and checking {data} (0.0 MB)", f"Loading the weights of {composed()} ({size:.1f} MB)"):
         said = caplog.messages.index(f"{phase} ...")
         assert re.fullmatch(r"    done in \d+\.\d s", caplog.messages[said + 1])
+
+
+def test_the_share_of_the_peak_is_that_of_the_tokens_trained_on(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sft, "device_peak", lambda device: 1e9)
+    for name, packing in (("padded", {}), ("packed", PACKED)):
+        clock = iter(range(1000))  # a second from each look to the next
+        monkeypatch.setattr(flops, "time", SimpleNamespace(monotonic=lambda clock=clock: next(clock)))
+        fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "dataset_name": str(data)}
+        fields |= {"disable_tqdm": True, "max_steps": 1, "global_batch_size": 30, "logging_steps": 1}
+        run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / name))
+        mfu = logged(tmp_path / name)[0]["mfu"]
+        model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+        prepare_stage(model, Stage.INSTRUCT, LearningRates(1e-3, 2e-4, 1e-3))
+        processor = AutoProcessor.from_pretrained(composed())
+        rows = load_rows(str(data))
+        read = [RowTokenizer(processor, processor.chat_template)(row) for row in rows]
+        supervised = sum(label != -100 for _, labels in read for label in labels)
+        pictures = sum(len(row_images(row)) for row in rows)
+        lengths = [len(input_ids) for input_ids, _ in read]
+        expected = sum(step_flops(model, Stage.INSTRUCT, lengths, pictures, supervised).values())
+        # Batches without a picture get a blank one, which is computed too.
+        assert mfu * 1e9 == pytest.approx(expected, rel=0.02)
+        assert f"{mfu:.1%}" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""The memory that a run is about to take on a device, beside what the device has.
+
+It is planned (`training/plan.py`) in a process of its own, while the weights are loaded.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from conversations.rows import row_images
+from modeling_normllava import NormLlavaConfig
+from training.arguments import RunArguments, TrainingConfig
+from training.plan import GIB, Sample, as_zero3, plan_step
+from training.tokenization import IGNORED, RowTokenizer
+
+
+# What tells a process that it is one of several, or to look for a GPU.
+NOT_HANDED_ON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "ACCELERATE_", "FSDP_", "TORCHELASTIC_", "GROUP_")
+
+
+def largest_batch(
+    rows: Dataset, tokenize: RowTokenizer, sampler: BatchRebalanceSampler, packed: bool
+) -> list[list[Sample]]:
+    """What the batch with the most tokens of an epoch holds, padding included."""
+    lengths = sampler.lengths
+
+    def size(batch: list[int]) -> int:
+        counts = [lengths[row] for row in batch]
+        return sum(counts) if packed else len(counts) * max(counts, default=0)
+
+    samples = []
+    for row in max(sampler, key=size):
+        input_ids, labels = tokenize(rows[row])
+        supervised = sum(label != IGNORED for label in labels)
+        samples.append(Sample(len(input_ids), len(row_images(rows[row])), supervised))
+    return [samples] if packed else [[sample] for sample in samples]
+
+
+def start_plan(run_args: RunArguments, args: TrainingConfig, rows: list[list[Sample]]) -> subprocess.Popen[bytes]:
+    """Begin to plan a run whose devices get at most these rows in a pass."""
+    sharding = "none" if args.world_size == 1 else "ddp"
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        sharding = "fsdp2"
+    elif getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
+        sharding = "zero3"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(NOT_HANDED_ON)}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "training.memory"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps((run_args, args, rows, args.world_size, sharding)))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def finish_plan(process: subprocess.Popen[bytes]) -> dict[str, int] | str:
+    """What `start_plan` found: bytes by kind at the peak of a step; or why it failed, which stops no run."""
+    output, errors = process.communicate()
+    if process.returncode:
+        return (errors.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
+    return pickle.loads(output)
+
+
+def describe_plan(found: dict[str, int] | str, available: int) -> str:
+    """What was found, in a line, beside the bytes that a device has."""
+    if isinstance(found, str):
+        return f"memory a device: not planned ({found})"
+    total = sum(found.values())
+    parts = ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in found.items())
+    line = f"memory a device: {total / GIB:.1f} GiB by plan ({parts}), of {available / GIB:.1f} GiB"
+    if total > available:
+        line += ". IT WILL NOT FIT: lower packed_length or per_device_train_batch_size; see benchmarks/plan.py"
+    return line
+
+
+def plan(
+    run_args: RunArguments, args: TrainingConfig, rows: list[list[Sample]], num_processes: int, sharding: str
+) -> dict[str, int]:
+    """Bytes on a device by kind, at the peak of a step."""
+    config: Any = NormLlavaConfig.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
+    as_planned = "fsdp2" if sharding == "zero3" else sharding
+    planned = plan_step(config, run_args, args, rows, num_processes, as_planned, args.gradient_accumulation_steps)
+    return (as_zero3(planned, num_processes) if sharding == "zero3" else planned).peak
+
+
+if __name__ == "__main__":
+    found = plan(*pickle.load(sys.stdin.buffer))
+    sys.stdout.buffer.write(pickle.dumps(found))

@@ -230,7 +230,7 @@ def describe(planner: Planner, report: dict[str, Any]) -> str:
     lines += ["", f"host memory of all processes: {host}"]
     step = sum(report["flops a step"].values())
     parts = ", ".join(f"{name} {flops / step:.0%}" for name, flops in report["flops a step"].items())
-    lines.append(f"{step:.3g} FLOPs a step: {parts}")
+    lines += [f"{step:.3g} FLOPs a step:", f"    {parts}"]
     time = f"{report['seconds a step']:.1f} s a step at an MFU of {options.mfu:.0%} of {options.device}'s"
     if report["steps"] is not None:
         time += f"; {report['steps']} steps, {report['hours']:.1f} hours"

@@ -189,8 +189,7 @@ def measure(fields: dict[str, Any], sharding: str) -> dict[str, Any]:
 
 
 def compare(fields: dict[str, Any], sharding: str) -> dict[str, Any]:
-    """Measure a run in processes of its own, plan the same, and set one beside the other."""
-    num_processes = 1 if sharding == "none" else 2
+    """Measure a run in processes of its own, and set the plan of the same beside it."""
     command = [sys.executable, "-m", "benchmarks.plan_check", "--measure", json.dumps([fields, sharding])]
     if sharding == "ddp":
         command[1:2] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
@@ -199,6 +198,12 @@ def compare(fields: dict[str, Any], sharding: str) -> dict[str, Any]:
     if result.returncode:
         raise RuntimeError(f"The run {fields} failed:\n{result.stderr[-3000:]}")
     measured = json.loads(next(line for line in result.stdout.splitlines() if line.startswith('{"bytes"')))
+    return set_beside(fields, sharding, measured)
+
+
+def set_beside(fields: dict[str, Any], sharding: str, measured: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, and the plan of it."""
+    num_processes = 1 if sharding == "none" else 2
     rows = [[Sample(**sample) for sample in row] for row in measured["rows"]]
     with tempfile.TemporaryDirectory() as name:
         run_args, args = parse(fields, Path(name))

@@ -72,6 +72,8 @@ def prepare_stage(
     freeze(groups)
     cast(groups, stage, frozen_dtype)
     skip_unread_layers(model.model.vision_tower, groups)
+    if stage is not Stage.INSTRUCT:
+        run_without_gradients(model.model.vision_tower)
     if stage is Stage.ALIGN:  # in which they are frozen
         for module in model.modules():
             if isinstance(module, KeyAdapter):
@@ -167,6 +169,12 @@ def skip_unread_layers(vision_tower: nn.Module, groups: Iterable[ModuleGroup]) -
             parameters = list(layer.parameters())
             if parameters and all(id(parameter) in unread for parameter in parameters):
                 _skip_in_training(layer)
+
+
+def run_without_gradients(vision_tower: nn.Module) -> None:
+    """Let a frozen vision encoder run without a graph: where checkpointing is on transformers makes the patches ask for
+    gradients, and the encoder would be run again and back for nothing."""
+    vision_tower.forward = torch.no_grad()(vision_tower.forward)
 
 
 def _skip_in_training(layer: nn.Module) -> None:

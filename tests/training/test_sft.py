@@ -373,3 +373,31 @@ def test_what_is_no_normllava_is_refused(
     fields = {"stage": "align", "model_name_or_path": str(backbones("qwen2")), "dataset_name": str(data)}
     with pytest.raises(ValueError, match=r"has model_type 'qwen2', 'normllava' is needed. Give it a vision encoder"):
         run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("stage", [Stage.ALIGN, Stage.INSTRUCT])
+def test_a_frozen_encoder_is_run_once_though_layers_are_checkpointed(
+    model: NormLlavaForConditionalGeneration, stage: Stage
+) -> None:
+    inputs = {
+        "input_ids": torch.tensor([[*[model.config.image_token_id] * 4, 5, 6, 7, 8]]),
+        "pixel_values": torch.rand(1, 3, 28, 28),
+        "labels": torch.tensor([[-100] * 5 + [6, 7, 8]]),
+    }
+    prepare_stage(model, stage, LearningRates(1e-3, 2e-4, 1e-3))
+    model.train()
+    gradients, runs = [], 0
+
+    def count(*args: object) -> None:
+        nonlocal runs
+        runs += 1
+
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.model.vision_tower.encoder.layers[0].self_attn.register_forward_hook(count)
+        model(**inputs).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+    assert runs == (1 if stage is Stage.ALIGN else 2)
+    torch.testing.assert_close(gradients[1], gradients[0])

@@ -37,16 +37,19 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import set_seed
 
 from benchmarks import norm as norm_benchmark
-from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor, write_rows
-from benchmarks.training import SEED, Comparison, common_arguments, compare, run_arm
+from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor, write_rows
+from benchmarks.training import SEED, Comparison, common_arguments, compare, pack, run_arm
 from conversations.files import write_whole
 from diagnostics.model_report import spread_layers
 from diagnostics.parts import decoder_layers
 from diagnostics.probe import Probe
 from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.arguments import parse_arguments
 from training.attention import varlen_attention_forward
 from training.environment import describe_environment
+from training.memory import largest_batch
+from training.plan import GIB, plan_step
 from training.stages import LearningRates, Stage, prepare_stage
 
 
@@ -166,7 +169,28 @@ def measure_training(scale: Scale, model: str, stage: Stage, optim: str = "adamw
     """Ours against TRL's plain trainer on the same rows, as the recipe of the stage trains: tokens/s, MFU, memory."""
     common = common_arguments(scale.device == "cuda", gradient_checkpointing=True, optim=optim)
     comparison = Comparison(model, scale.steps, scale.repeats)
-    return {"settings": common, **compare(stage, comparison, common)}
+    planned = {"planned_memory_gib": plan_memory(model, stage, scale.steps, common)}
+    return {"settings": common, **planned, **compare(stage, comparison, common)}
+
+
+def plan_memory(model: str, stage: Stage, steps: int, common: dict[str, Any]) -> float:
+    """What training/plan.py says of the peak of ours, in GiB."""
+    size, processor = SIZES[model], synthetic_processor(SIZES[model])
+    fields = {
+        "stage": stage.value, "packed_length": size.packed_length[stage], "attn_implementation": "varlen",
+        "per_device_train_batch_size": 1, "global_batch_size": size.samples_per_step, "use_cpu": True,
+        "model_name_or_path": "none", "dataset_name": "none", "output_dir": "none",
+        **{name: common[name] for name in ("bf16", "gradient_checkpointing", "optim", "learning_rate")},
+    } | ({"vision_learning_rate": 2e-6} if stage is Stage.INSTRUCT else {})  # fmt: skip
+    words = [word for field, value in fields.items() for word in (f"--{field}", str(value))]
+    run_args, args = parse_arguments(words)
+    with tempfile.TemporaryDirectory() as name:
+        rows, tokenize = checked_rows(Path(name), stage, size, steps * size.samples_per_step, processor)
+        sampler = pack(rows, stage, size)
+        samples = largest_batch(rows, tokenize, sampler, packed=True)
+    config: Any = synthetic_config(size, processor, ours=True)
+    planned = plan_step(config, run_args, args, samples, accumulation_steps=sampler.grad_accum, cuda=common["bf16"])
+    return planned.total / GIB
 
 
 def measure_optimizer(scale: Scale, model: str, optim: str) -> dict[str, Any]:

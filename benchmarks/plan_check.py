@@ -26,11 +26,7 @@ from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaProcessor, set_seed
 
-from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor, write_rows
-from conversations.chat_template import plain_template
-from conversations.checks import control_tokens
-from conversations.loading import load_rows
-from conversations.measured import keep_good_rows, measure_rows
+from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.collator import VisionLanguageCollator
@@ -95,12 +91,7 @@ def config_of(fields: dict[str, Any], processor: LlavaProcessor) -> NormLlavaCon
 
 def make_rows(fields: dict[str, Any], folder: Path, processor: LlavaProcessor) -> tuple[Dataset, RowTokenizer]:
     """Checked rows of the stage, the same eight over and over: whichever pass holds most must hold a largest batch."""
-    stage = Stage(fields["stage"])
-    plain = plain_template(processor.tokenizer, processor.image_token)
-    tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
-    rows = load_rows(str(write_rows(folder, stage, SIZE, 2 * SAMPLES_PER_STEP)))
-    tokens = control_tokens(processor.tokenizer, processor.image_token)
-    rows, _ = keep_good_rows(rows, measure_rows(rows, tokens, tokenize, open_pictures=False), "error", None)
+    rows, tokenize = checked_rows(folder, Stage(fields["stage"]), SIZE, 2 * SAMPLES_PER_STEP, processor)
     return rows.select([number % ROWS_PER_BATCH for number in range(len(rows))]), tokenize
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -25,9 +26,13 @@ from transformers import (
     SiglipVisionConfig,
 )
 
-from conversations.chat_template import chat_template
+from conversations.chat_template import chat_template, plain_template
+from conversations.checks import control_tokens
+from conversations.loading import load_rows
+from conversations.measured import keep_good_rows, measure_rows
 from modeling_normllava import NormLlavaConfig
 from training.stages import Stage
+from training.tokenization import RowTokenizer
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,18 @@ def write_rows(folder: Path, stage: Stage, size: Size, count: int) -> Path:
         rows.append({"conversations": turns, **({"image": pictures[number % 64]} if has_picture else {})})
     (folder / "rows.json").write_text(json.dumps(rows))
     return folder / "rows.json"
+
+
+def checked_rows(
+    folder: Path, stage: Stage, size: Size, count: int, processor: LlavaProcessor
+) -> tuple[Dataset, RowTokenizer]:
+    """Such rows as training has them: checked, with their `length`; and what tokenizes them."""
+    plain = plain_template(processor.tokenizer, processor.image_token)
+    tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
+    rows = load_rows(str(write_rows(folder, stage, size, count)))
+    tokens = control_tokens(processor.tokenizer, processor.image_token)
+    measured = measure_rows(rows, tokens, tokenize, open_pictures=False)
+    return keep_good_rows(rows, measured, "error", report_file=None)[0], tokenize
 
 
 def synthetic_processor(size: Size) -> LlavaProcessor:

@@ -32,11 +32,8 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor, TrainerC
 from trl import SFTConfig, SFTTrainer
 
 import training.attention  # noqa: F401 - registers "varlen"
-from benchmarks.synthetic import SIZES, Size, synthetic_config, synthetic_processor, write_rows
-from conversations.chat_template import plain_template
-from conversations.checks import control_tokens
-from conversations.loading import load_rows
-from conversations.measured import keep_good_rows, measure_rows, row_lengths
+from benchmarks.synthetic import SIZES, Size, checked_rows, synthetic_config, synthetic_processor
+from conversations.measured import row_lengths
 from conversations.rows import picture_path, row_images, row_turns
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
@@ -70,6 +67,13 @@ class StepTimes(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
+def pack(rows: Dataset, stage: Stage, size: Size) -> PackedBatchSampler:
+    """The packed rows of one process."""
+    lengths = row_lengths(rows)
+    accumulation = plan_accumulation(lengths, size.samples_per_step, 1, SEED, 1, size.packed_length[stage])
+    return PackedBatchSampler(lengths, size.samples_per_step, 1, 0, accumulation, SEED)
+
+
 def our_trainer(
     model: NormLlavaForConditionalGeneration,
     stage: Stage,
@@ -79,16 +83,15 @@ def our_trainer(
     common: dict[str, Any],
 ) -> SFTTrainer:
     """NormLlavaTrainer on packed rows."""
-    lengths = row_lengths(rows)
+    sampler = pack(rows, stage, size)
     frozen_dtype = torch.bfloat16 if common["bf16"] else torch.float32
     groups = prepare_stage(model, stage, LearningRates(1e-5, 2e-6, 1e-5), frozen_dtype)
-    accumulation = plan_accumulation(lengths, size.samples_per_step, 1, SEED, 1, size.packed_length[stage])
     return NormLlavaTrainer(
         model,
         groups,
         Run(data="synthetic", num_processes=1, arguments={}, recipe=None, environment=describe_environment(1, False)),
-        sampler=PackedBatchSampler(lengths, size.samples_per_step, 1, 0, accumulation, SEED),
-        args=TrainingConfig(**common, per_device_train_batch_size=1, gradient_accumulation_steps=accumulation),
+        sampler=sampler,
+        args=TrainingConfig(**common, per_device_train_batch_size=1, gradient_accumulation_steps=sampler.grad_accum),
         train_dataset=rows,
         processing_class=tokenize.processor,
         data_collator=VisionLanguageCollator(tokenize, packed=True),
@@ -142,12 +145,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
     set_seed(SEED)
     with tempfile.TemporaryDirectory() as name:
         processor = synthetic_processor(size)
-        plain = plain_template(processor.tokenizer, processor.image_token)
-        tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
-        rows = load_rows(str(write_rows(Path(name), stage, size, steps * size.samples_per_step)))
-        tokens = control_tokens(processor.tokenizer, processor.image_token)
-        measured = measure_rows(rows, tokens, tokenize, open_pictures=False)
-        rows, _ = keep_good_rows(rows, measured, "error", report_file=None)
+        rows, tokenize = checked_rows(Path(name), stage, size, steps * size.samples_per_step, processor)
         supervised = sum(label != -100 for row in rows for label in tokenize(row)[1])
         num_images = sum(len(row_images(row)) for row in rows)
 

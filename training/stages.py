@@ -172,8 +172,8 @@ def skip_unread_layers(vision_tower: nn.Module, groups: Iterable[ModuleGroup]) -
 
 
 def run_without_gradients(vision_tower: nn.Module) -> None:
-    """Let a frozen vision encoder run without a graph: where checkpointing is on transformers makes the patches ask for
-    gradients, and the encoder would be run again and back for nothing."""
+    """Let a frozen vision encoder run without a graph: where checkpointing is on, transformers makes the patches ask
+    for gradients, and the encoder would be run again and back for nothing."""
     vision_tower.forward = torch.no_grad()(vision_tower.forward)
 
 

@@ -63,6 +63,7 @@ def test_an_eight_bit_optimizer_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["training-tiny-align", "training-tiny-instruct"])
 def test_training_is_compared_with_plain_trl(name: str, tmp_path: Path) -> None:
     figures = rehearse(name, tmp_path)
+    assert 0 < figures["planned_memory_gib"] < 1
     assert figures["ours"]["padding_share"] == 0 < figures["plain"]["padding_share"]
     assert figures["ours"]["train_loss"] == pytest.approx(figures["plain"]["train_loss"], rel=0.05)
 

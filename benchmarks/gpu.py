@@ -5,16 +5,18 @@
     python -m benchmarks.gpu --parts norm qlora-Qwen2.5-7B
 
 Each part runs in a process of its own and writes its figures at once to `<results>/<part>.json`, by default below
-`benchmarks/results/<device>/`. A part that has figures there is not run again. What a part needs and is not installed
-is said, and the part left out. Weights are random and rows synthetic (benchmarks/synthetic.py): speed and memory are
-those of real ones, losses are not.
+`benchmarks/results/<device>/`, or `<device>-quick/`. A part that has figures there is not run again. What a part needs
+and is not installed is said, and the part left out. Weights are random and rows synthetic (benchmarks/synthetic.py):
+speed and memory are those of real ones, losses are not.
 """
 
 import argparse
 import importlib.util
 import json
 import logging
+import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import set_seed
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks import norm as norm_benchmark
 from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor, write_rows
@@ -76,8 +79,8 @@ class Scale:
     """Of a row, where no recipe says it."""
 
 
-FULL = Scale("cuda", MODELS, steps=8, repeats=3, layers=8, tokens=8192)
-QUICK = Scale("cuda", MODELS[:1], steps=5, repeats=1, layers=4, tokens=8192)
+FULL = Scale("cuda", MODELS, steps=8, repeats=3, layers=4, tokens=4096)
+QUICK = Scale("cuda", MODELS[:1], steps=5, repeats=1, layers=4, tokens=4096)
 REHEARSAL = Scale("cpu", ("tiny",), steps=3, repeats=1, layers=2, tokens=48)
 
 
@@ -123,22 +126,24 @@ def measure_attention(scale: Scale) -> dict[str, Any]:
         return torch.cat([_sdpa(*part, is_causal=True) for part in parts], dim=1)
 
     def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return _sdpa(query, key, value, attn_mask=mask)
+        return sdpa_attention_forward(module, query, key, value, mask[None, None])[0]
 
-    def run(attend: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        states = [tensor.to(dtype).requires_grad_() for tensor in exact]
-        output = attend(*states)
-        return [output.detach(), *torch.autograd.grad(output, states, gradient.to(dtype))]
+    def run(attend: Callable[..., torch.Tensor], *states: torch.Tensor) -> list[torch.Tensor]:
+        output = attend(*states[:3])
+        return [output.detach(), *torch.autograd.grad(output, states[:3], states[3])]
 
-    reference = run(by_sample, torch.float64)
+    def given(dtype: torch.dtype) -> list[torch.Tensor]:
+        return [*(tensor.to(dtype).requires_grad_() for tensor in exact), gradient.to(dtype)]
+
+    reference, half = run(by_sample, *given(torch.float64)), given(torch.bfloat16)
     report: dict[str, Any] = {"lengths": lengths, "relative_error": {}}
     for name, attend in (("varlen", varlen), ("sdpa", by_sample)):
         errors = [
             ((found.double() - true).norm() / true.norm()).item()
-            for found, true in zip(run(attend, torch.bfloat16), reference, strict=True)
+            for found, true in zip(run(attend, *half), reference, strict=True)
         ]
         report["relative_error"][name] = dict(zip(("output", "query", "key", "value"), errors, strict=True))
-    seconds = {name: _seconds(partial(run, attend, torch.bfloat16), scale) for name, attend in
+    seconds = {name: _seconds(partial(run, attend, *half), scale) for name, attend in
                (("varlen", varlen), ("masked sdpa", masked))}  # fmt: skip
     return report | {"seconds": seconds, "speed_ratio": seconds["masked sdpa"] / seconds["varlen"]}
 
@@ -261,7 +266,8 @@ class HandLoop:
         processor = synthetic_processor(self.size)
         config = synthetic_config(self.size, processor, ours=True)
         config.text_config.num_hidden_layers = scale.layers
-        config.text_config.layer_types = config.text_config.layer_types[: scale.layers]
+        if hasattr(config.text_config, "layer_types"):
+            config.text_config.layer_types = config.text_config.layer_types[: scale.layers]
         set_seed(SEED)
         with torch.device(scale.device):
             self.model = NormLlavaForConditionalGeneration._from_config(
@@ -323,9 +329,8 @@ def _measure_precision(scale: Scale, way: str) -> dict[str, Any]:
         masters = parameters = [parameter for parameter in loop.model.parameters() if parameter.requires_grad]
     elif way == "masters in the optimizer":
         masters = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-        for parameter in parameters:
+        for parameter in loop.model.parameters():  # what is not read too; buffers stay float32, as in the other ways
             parameter.data = parameter.data.to(torch.bfloat16)
-        loop.model.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=scale.device == "cuda")
 
     def step(batch: dict[str, Any]) -> torch.Tensor:
@@ -379,7 +384,7 @@ def measure_compile(scale: Scale, compiled: bool) -> dict[str, Any]:
 
 
 def measure_waits(scale: Scale) -> dict[str, Any]:
-    """How often a step of ours waits for the device, by the line of Python that does."""
+    """How often a run of ours waits for the device, its start included, by the line of Python that does."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if scale.device == "cuda":
@@ -442,11 +447,13 @@ def measure_resume(scale: Scale) -> dict[str, Any]:
             arguments = recipe_arguments(scale, "tiny", "stage2.yaml", folder, "--output_dir", str(folder / run))
             arguments += ["--save_steps", "2", "--max_steps", "6", "--learning_rate", "1e-3"]
             command = [sys.executable, str(ROOT / "training" / "sft.py"), *arguments]
-            with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+            with subprocess.Popen(command, cwd=ROOT) as process:
                 while killed and process.poll() is None and not (folder / run / "checkpoint-2").exists():
                     time.sleep(0.01)
                 if killed:
                     process.kill()
+            if not killed and process.returncode:
+                raise RuntimeError(f"the run {run!r} failed with status {process.returncode}")
             if killed:
                 subprocess.run([*command, "--resume_from_checkpoint", "true"], cwd=ROOT, check=True)
         weights = {run: load_file(folder / run / "model.safetensors") for run in runs}
@@ -470,18 +477,22 @@ def parts(scale: Scale) -> dict[str, Part]:
     """All parts by name, those first that tell most."""
     found = {"norm": Part(measure_norm), "attention": Part(measure_attention)}
     for model in scale.models:
-        for stage in (Stage.ALIGN, Stage.INSTRUCT):
-            found[f"training-{model}-{stage}"] = Part(partial(measure_training, model=model, stage=stage))
+        found[f"training-{model}-align"] = Part(partial(measure_training, model=model, stage=Stage.ALIGN))
+        # One card holds no float32 states of the largest.
+        optim = "adamw_bnb_8bit" if model == MODELS[-1] else "adamw_torch_fused"
+        found[f"training-{model}-instruct"] = Part(
+            partial(measure_training, model=model, stage=Stage.INSTRUCT, optim=optim),
+            ("bitsandbytes",) if "bnb" in optim else (),
+        )
         found[f"qlora-{model}"] = Part(partial(measure_qlora, model=model), ("bitsandbytes", "peft"))
     found["waits"] = Part(measure_waits)
     for way in ("autocast", "fsdp2", "masters in the optimizer"):
         found[f"precision-{way.replace(' ', '_')}"] = Part(partial(measure_precision, way=way))
     for name, compiled in (("eager", False), ("compiled", True)):
         found[f"compile-{name}"] = Part(partial(measure_compile, compiled=compiled))
-    for model in scale.models:
-        found[f"adamw_bnb_8bit-{model}"] = Part(
-            partial(measure_optimizer, model=model, optim="adamw_bnb_8bit"), ("bitsandbytes",)
-        )
+    found["adamw_bnb_8bit"] = Part(
+        partial(measure_optimizer, model=scale.models[0], optim="adamw_bnb_8bit"), ("bitsandbytes",)
+    )
     return found | {"probe": Part(measure_probe), "resume": Part(measure_resume)}
 
 
@@ -514,14 +525,28 @@ def run_all(names: list[str], scale: Scale, results: Path, options: list[str]) -
         else:
             started = time.perf_counter()
             command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--results", str(results), *options]
-            try:
-                ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
-                why = "" if ended.returncode == 0 else (ended.stderr.strip().splitlines() or ["no word"])[-1]
-            except subprocess.TimeoutExpired:
-                why = f"took more than {LIMIT} s"
+            why = run_process(command, results / f"{name}.log")
             logger.info("%-36s %s, %.0f s", name, f"FAILED: {why}" if why else "done", time.perf_counter() - started)
             if why:
                 yield name
+
+
+def run_process(command: list[str], log: Path) -> str:
+    """Run a command with all that it starts, for `LIMIT` seconds at most; why it failed, if it did. What it says stays
+    in `log` then."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        try:
+            status = process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return f"took more than {LIMIT} s, see {log}"
+    if status:
+        return f"{(log.read_text(errors='replace').strip().splitlines() or ['no word'])[-1]}, see {log}"
+    log.unlink()
+    return ""
 
 
 def main() -> None:
@@ -538,7 +563,8 @@ def main() -> None:
     if scale.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --rehearsal runs every part on the CPU, at a tiny size")
     device = torch.cuda.get_device_name() if scale.device == "cuda" else "rehearsal"
-    results = args.results or RESULTS / re.sub(r"\W+", "-", device)
+    device += " quick" if args.quick else ""
+    results = (args.results or RESULTS / re.sub(r"\W+", "-", device)).resolve()
     if args.part is not None:
         run_part(args.part, scale, results)
         return

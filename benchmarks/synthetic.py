@@ -7,7 +7,7 @@ pictures have 81 tokens in place of 729, and texts are a ninth as long.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,10 @@ SIZES = {
         text_config=LlamaConfig,
     ),
 }  # fmt: skip
+
+SIZES["tiny Llama"] = replace(
+    SIZES["tiny"], text={**SIZES["tiny"].text, "tie_word_embeddings": True}, text_config=LlamaConfig
+)
 
 # Thousands of rows; then, estimated, the median of a row's text in tokens and its spread as exp(sigma).
 MIXTURE = {

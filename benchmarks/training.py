@@ -195,7 +195,7 @@ def peak_flops() -> float:
         known = device_peak(torch.device("cuda"))
         if known is None:
             name = torch.cuda.get_device_name()
-            raise ValueError(f"No peak FLOP/s known for {name}; add it to PEAK_FLOPS from its data sheet.")
+            raise ValueError(f"No peak FLOP/s known for {name}; add it to training/flops.py from its data sheet.")
         return known
     a = torch.randn(2048, 2048)
     best = float("inf")
@@ -269,6 +269,8 @@ def compare(stage: Stage, comparison: Comparison, common: dict[str, Any]) -> dic
             command += ["--steps", str(comparison.steps)]
             command += ["--arm", arm, "--stage", stage.value, "--common", json.dumps(common)]
             result = subprocess.run(command, capture_output=True, text=True)
+            if "OutOfMemoryError" in result.stderr:
+                raise torch.OutOfMemoryError(f"arm {arm!r} of stage {stage.value!r}. {result.stderr[-300:]}")
             if result.returncode:
                 raise RuntimeError(f"arm {arm!r} of stage {stage.value!r} failed:\n{result.stderr[-3000:]}")
             measured[arm].append(json.loads(result.stdout.splitlines()[-1]))

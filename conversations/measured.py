@@ -307,14 +307,17 @@ def _read_kept(path: Path, schema: pa.Schema) -> pa.Table | None:
 
 
 def _keep(path: Path, table: pa.Table) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent)
-    os.close(handle)
     try:
-        pq.write_table(table, aside)
-        os.replace(aside, path)
-    finally:
-        Path(aside).unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=path.parent)
+        os.close(handle)
+        try:
+            pq.write_table(table, aside)
+            os.replace(aside, path)
+        finally:
+            Path(aside).unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("What was found of the rows can't be kept for the next run: %s", error)
 
 
 def _checksum(row: Row, checksum: int) -> int:

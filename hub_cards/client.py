@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 from huggingface_hub import set_client_factory
 from huggingface_hub.utils import httpx, parse_ratelimit_headers  # the HTTP library that is installed with it
 from huggingface_hub.utils._http import hf_request_event_hook  # keeps HF_HUB_OFFLINE
+from huggingface_hub.utils._runtime import is_xet_available
 
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,12 @@ logger = logging.getLogger(__name__)
 MAX_WAIT = 600
 # What stops a question to the Hub: errors of the HTTP library and of the machine, and answers of another shape.
 HUB_ERRORS = (httpx.HTTPError, OSError, ValueError, LookupError, TypeError)
-# Whether Ctrl-C was pressed where requests look out for it.
-_interrupted = threading.Event()
+
+
+class _Interrupt:
+    """Whether Ctrl-C was pressed where requests look out for it. No event: a handler may not wait for its lock."""
+
+    pressed = False
 
 
 class PatientClient(httpx.Client):
@@ -54,8 +58,7 @@ class PatientClient(httpx.Client):
                 return response
             logger.warning("%s: the Hub asks to wait for %d s", name, seconds)
             response.close()
-            _interrupted.wait(seconds)
-            stop_if_interrupted()
+            wait(seconds)
             waited += seconds
         if response.is_success and ("/api/" in name or name.endswith("/objects/batch")) and not options.get("stream"):
             content = response.text.strip()
@@ -90,9 +93,9 @@ def interrupts_at_requests() -> Iterator[None]:
     """
 
     def note(signum: int, frame: Any) -> None:
-        if _interrupted.is_set():
+        if _Interrupt.pressed or is_xet_available():  # whose uploads are no requests, and end by themselves
             raise KeyboardInterrupt
-        _interrupted.set()
+        _Interrupt.pressed = True
         os.write(2, b"\nStopping at the next request. Ctrl-C again stops at once.\n")  # logging is not safe here
 
     before = signal.signal(signal.SIGINT, note)
@@ -106,13 +109,20 @@ def interrupts_at_requests() -> Iterator[None]:
 
 def stop_if_interrupted() -> None:
     """Raises `KeyboardInterrupt` if Ctrl-C was pressed within [`interrupts_at_requests`]."""
-    if _interrupted.is_set():
+    if _Interrupt.pressed:
         raise KeyboardInterrupt
+
+
+def wait(seconds: int) -> None:
+    """Wait, but not beyond Ctrl-C."""
+    for _ in range(seconds):
+        stop_if_interrupted()
+        time.sleep(1)
 
 
 def forget_interrupt() -> None:
     """Let requests be made again."""
-    _interrupted.clear()
+    _Interrupt.pressed = False
 
 
 def seconds_to_wait(headers: Mapping[str, str]) -> int:

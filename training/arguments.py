@@ -331,7 +331,10 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     """Refuse what does not go together. Raises `ValueError` that names the fields."""
     for name in ("model_name_or_path", "dataset_name", "stage"):
         if getattr(run_args, name) is None and not (name == "dataset_name" and run_args.datasets is not None):
-            raise ValueError(f"{name} is missing; training/recipes/ has recipes to start from.")
+            raise ValueError(
+                f"{name} is missing; training/recipes/ has recipes to start from."
+                + (" Or name several sources in datasets." if name == "dataset_name" else "")
+            )
     _check_sources(run_args)
     _check_stage(run_args, args)
     _check_batches(run_args, args)

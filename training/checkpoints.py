@@ -136,7 +136,6 @@ def write_sharded_weights(model: nn.Module, folder: Path, is_main_process: bool)
     They are gathered file by file, so that no more than one file's bytes are held at once.
     """
     weights: dict[str, Any] = dict(model.named_parameters())  # tied ones once
-    weights |= {name: tensor for name, tensor in model.state_dict().items() if name in dict(model.named_buffers())}
     split = split_state_dict_into_shards_factory(
         weights, get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
         filename_pattern="model{suffix}.safetensors", max_shard_size=BYTES_PER_FILE,

@@ -28,12 +28,17 @@ from training.tokenization import IGNORED
 
 # Dense bfloat16 FLOP/s by the vendors' data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
+# As CUDA names them. Other cards of these names, such as the H100 PCIe, are slower.
+NAMES = {
+    "NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-40GB": "A100",
+    "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA A100-PCIE-40GB": "A100", "NVIDIA A100 80GB PCIe": "A100",
+}  # fmt: skip
 
 
 def device_peak(device: torch.device) -> float | None:
     """FLOP/s of a device by its data sheet; `None` if that is not known here, or the device is no GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return PEAK_FLOPS[NAMES[name]] if name in NAMES else None
 
 
 class MfuMeter:

@@ -44,7 +44,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
             model = NormLlavaForConditionalGeneration._from_config(
                 NormLlavaConfig.from_pretrained(**source), **options
             )
-    if args.world_size > 1:
+    if args.world_size > 1 and not run_args.load_in_4bit:  # then each has loaded all, onto its own device
         _send_what_is_no_parameter(model)
     for module in model.modules():
         # bitsandbytes would rewrite 4-bit weights on a CPU, and round their scales, wherever they run out of training.

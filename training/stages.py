@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaModel
+from modeling_normllava import NormLlavaForConditionalGeneration
 from modeling_normllava.modeling_normllava import KeyAdapter
 
 
@@ -150,7 +150,7 @@ def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     layers is known here; its config has to name `num_channels` and `image_size`, as composing sees to."""
     vision = model.config.vision_config
     with torch.device("meta"):
-        shape = NormLlavaModel(model.config)
+        shape: Any = type(model.model)(model.config)  # plain Llava's too
         pixel_values = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
     parameters = dict(shape.vision_tower.named_parameters(prefix="model.vision_tower"))
     features = shape.get_image_features(pixel_values).pooler_output[0]

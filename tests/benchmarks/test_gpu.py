@@ -2,6 +2,9 @@
 
 import json
 import math
+import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,9 @@ def test_varlen_is_as_exact_as_sdpa(tmp_path: Path) -> None:
         assert 0 < error < 2 * errors["sdpa"][name] < 0.05, name
 
 
-def test_ways_of_mixing_precision_learn_alike(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["tiny", "tiny Llama"])
+def test_ways_of_mixing_precision_learn_alike(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "REHEARSAL", replace(gpu.REHEARSAL, models=(model,)))
     losses = [rehearse(name, tmp_path)["losses"] for name in gpu.parts(gpu.REHEARSAL) if "precision" in name]
     assert len(losses) == 3
     for found in losses:
@@ -56,7 +61,7 @@ def test_qlora_trains_by_its_recipe(tmp_path: Path) -> None:
 
 
 def test_an_eight_bit_optimizer_trains(tmp_path: Path) -> None:
-    assert math.isfinite(rehearse("adamw_bnb_8bit-tiny", tmp_path)["train_loss"])
+    assert math.isfinite(rehearse("adamw_bnb_8bit", tmp_path)["train_loss"])
 
 
 @pytest.mark.slow
@@ -90,6 +95,17 @@ def test_a_part_runs_once_and_says_what_it_lacks(
     assert list(gpu.run_all(["norm", "qlora-tiny"], gpu.REHEARSAL, tmp_path, ["--rehearsal"])) == []
     assert "norm                                 has figures" in caplog.text
     assert "left out: needs bitsandbytes, peft" in caplog.text
+
+
+def test_a_part_that_takes_too_long_ends_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "LIMIT", 2)
+    child = f"import time; time.sleep(4); open({str(tmp_path / 'late')!r}, 'w')"
+    code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert "took more than 2 s" in gpu.run_process([sys.executable, "-c", code], tmp_path / "log")
+    time.sleep(4)
+    assert not (tmp_path / "late").exists()
 
 
 def test_too_little_memory_is_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -435,7 +435,7 @@ def test_an_answer_429_is_waited_out_wherever_it_comes(
     asked: str, staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
-    for wait in ("time.sleep", "hub_cards.client._interrupted.wait"):
+    for wait in ("time.sleep", "hub_cards.client.wait"):
         monkeypatch.setattr(wait, waits.append)
     monkeypatch.setenv("HF_TOKEN", hub.token)
     if asked == "date":
@@ -452,7 +452,7 @@ def test_an_answer_429_is_waited_out_wherever_it_comes(
 
 def test_waiting_has_an_end_that_is_said(staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
-    for wait in ("time.sleep", "hub_cards.client._interrupted.wait"):
+    for wait in ("time.sleep", "hub_cards.client.wait"):
         monkeypatch.setattr(wait, waits.append)
     monkeypatch.setenv("HF_TOKEN", hub.token)
     for asked, most in (("86400", 0), ("100", MAX_WAIT)):

@@ -1,13 +1,34 @@
 """The arithmetic that MFU is read from, against torch's own count of what a step really does."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training import flops
 from training.adapters import add_adapters
 from training.flops import step_flops
 from training.stages import LearningRates, Stage, prepare_stage
+
+
+def test_time_without_training_is_left_out(
+    model: NormLlavaForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 1e-3, 1e-3))
+    clock = iter([0.0, 10.0])
+    monkeypatch.setattr(flops, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    meter = flops.MfuMeter(model, Stage.ALIGN, peak=1e9)
+    meter.begin()
+    batch = {
+        "labels": torch.full((2, 5), 1),
+        "attention_mask": torch.ones(2, 5),
+        "pixel_values": torch.zeros(2, 3, 28, 28),
+    }
+    meter.add(batch)
+    expected = sum(step_flops(model, Stage.ALIGN, [5, 5], 2, 8).values())
+    assert meter.collect(lambda sums: 3 * sums, num_processes=3, idle=6.0) == pytest.approx(expected / 4e9)
 
 
 @pytest.mark.parametrize("stage", list(Stage))

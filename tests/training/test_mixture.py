@@ -33,6 +33,16 @@ def test_a_weight_is_how_often_a_row_comes(weight: float, total: int) -> None:
     assert (draw(10, weight, (42, 0)) == drawn).all()
 
 
+def test_sources_of_one_size_have_draws_of_their_own(tmp_path: Path) -> None:
+    rows = Dataset.from_dict({"conversations": ["a"] * 100, "length": np.ones(100, dtype=np.int32)})
+    entries = [SourceArguments(name, weight=0.5) for name in ("one", "another")]
+    mixed, _, _ = mix(entries, [100, 100], [(rows, "same"), (rows, "same")], seed=0)
+    drawn = mixed.with_format("numpy")[:]
+    one, another = (drawn["row"][drawn["part"] == part].tolist() for part in (0, 1))
+    assert len(one) == len(another) == 50
+    assert one != another
+
+
 def test_a_share_is_drawn_by_the_seed_and_evenly() -> None:
     draws = [draw(20, 0.25, (seed, 1)) for seed in range(400)]
     counts = np.bincount(np.concatenate(draws), minlength=20)

@@ -264,10 +264,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, help="of the data; known for the recipes' own")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options, fields = parser.parse_known_args(argv)
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    planner = Planner(options, fields)
-    report = planner.report()
+    logging.disable(logging.WARNING)  # libraries say what is of no use here
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            planner = Planner(options, fields)
+            report = planner.report()
+    finally:
+        logging.disable(logging.NOTSET)
     sys.stdout.write(describe(planner, report) + "\n")
     if options.output is not None:
         options.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -35,12 +35,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import set_seed
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks import norm as norm_benchmark
-from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor, write_rows
+from benchmarks.plan_check import parse
+from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor, write_model, write_rows
 from benchmarks.training import SEED, Comparison, common_arguments, compare, pack, run_arm
 from conversations.files import write_whole
 from diagnostics.model_report import spread_layers
@@ -48,7 +48,6 @@ from diagnostics.parts import decoder_layers
 from diagnostics.probe import Probe
 from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.arguments import parse_arguments
 from training.attention import varlen_attention_forward
 from training.environment import describe_environment
 from training.memory import largest_batch
@@ -123,7 +122,7 @@ def measure_attention(scale: Scale) -> dict[str, Any]:
 
     def by_sample(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-        return torch.cat([_sdpa(*part, is_causal=True) for part in parts], dim=1)
+        return torch.cat([sdpa_attention_forward(module, *part, None, is_causal=True)[0] for part in parts], dim=1)
 
     def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return sdpa_attention_forward(module, query, key, value, mask[None, None])[0]
@@ -146,10 +145,6 @@ def measure_attention(scale: Scale) -> dict[str, Any]:
     seconds = {name: _seconds(partial(run, attend, *half), scale) for name, attend in
                (("varlen", varlen), ("masked sdpa", masked))}  # fmt: skip
     return report | {"seconds": seconds, "speed_ratio": seconds["masked sdpa"] / seconds["varlen"]}
-
-
-def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-    return scaled_dot_product_attention(query, key, value, enable_gqa=True, **options).transpose(1, 2)
 
 
 def _synchronise() -> None:
@@ -183,13 +178,11 @@ def plan_memory(model: str, stage: Stage, steps: int, common: dict[str, Any]) ->
     size, processor = SIZES[model], synthetic_processor(SIZES[model])
     fields = {
         "stage": stage.value, "packed_length": size.packed_length[stage], "attn_implementation": "varlen",
-        "per_device_train_batch_size": 1, "global_batch_size": size.samples_per_step, "use_cpu": True,
-        "model_name_or_path": "none", "dataset_name": "none", "output_dir": "none",
+        "per_device_train_batch_size": 1, "global_batch_size": size.samples_per_step,
         **{name: common[name] for name in ("bf16", "gradient_checkpointing", "optim", "learning_rate")},
     } | ({"vision_learning_rate": 2e-6} if stage is Stage.INSTRUCT else {})  # fmt: skip
-    words = [word for field, value in fields.items() for word in (f"--{field}", str(value))]
-    run_args, args = parse_arguments(words)
     with tempfile.TemporaryDirectory() as name:
+        run_args, args = parse(fields, Path(name))
         rows, tokenize = checked_rows(Path(name), stage, size, steps * size.samples_per_step, processor)
         sampler = pack(rows, stage, size)
         samples = largest_batch(rows, tokenize, sampler, packed=True)
@@ -202,18 +195,6 @@ def measure_optimizer(scale: Scale, model: str, optim: str) -> dict[str, Any]:
     """Stage 2 of ours with an optimizer: speed and peak memory."""
     common = common_arguments(scale.device == "cuda", gradient_checkpointing=True, optim=optim)
     return run_arm("ours", Stage.INSTRUCT, model, scale.steps, common)
-
-
-def write_model(scale: Scale, name: str, folder: Path) -> None:
-    """A composed model of random weights, as a checkpoint in bfloat16."""
-    processor = synthetic_processor(SIZES[name])
-    set_seed(SEED)
-    with torch.device(scale.device):
-        model = NormLlavaForConditionalGeneration._from_config(
-            synthetic_config(SIZES[name], processor, ours=True), dtype=torch.bfloat16
-        )
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
 
 
 def recipe_arguments(scale: Scale, name: str, recipe: str, folder: Path, *changes: str) -> list[str]:
@@ -239,7 +220,7 @@ def measure_qlora(scale: Scale, model: str) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as name:
         folder, size = Path(name), SIZES[model]
-        write_model(scale, model, folder / "model")
+        write_model(folder / "model", size, scale.device)
         write_rows(folder, Stage.INSTRUCT, size, scale.steps * size.samples_per_step)
         if scale.device == "cuda":
             torch.cuda.empty_cache()
@@ -268,7 +249,6 @@ class HandLoop:
         config.text_config.num_hidden_layers = scale.layers
         if hasattr(config.text_config, "layer_types"):
             config.text_config.layer_types = config.text_config.layer_types[: scale.layers]
-        set_seed(SEED)
         with torch.device(scale.device):
             self.model = NormLlavaForConditionalGeneration._from_config(
                 config, attn_implementation={"text_config": "varlen", "vision_config": "sdpa"}, dtype=torch.float32
@@ -440,7 +420,7 @@ def measure_resume(scale: Scale) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_model(scale, "tiny", folder / "model")
+        write_model(folder / "model", SIZES["tiny"], scale.device)
         write_rows(folder, Stage.INSTRUCT, SIZES["tiny"], 6 * SIZES["tiny"].samples_per_step)
         runs = {"one": False, "another": False, "killed": True}
         for run, killed in runs.items():
@@ -499,6 +479,7 @@ def parts(scale: Scale) -> dict[str, Part]:
 def run_part(name: str, scale: Scale, results: Path) -> None:
     """Measure a part and write its figures; that it needs more memory than there is, is a figure too."""
     started = time.perf_counter()
+    set_seed(SEED)
     try:
         figures = parts(scale)[name].measure(scale)
     except torch.OutOfMemoryError as error:

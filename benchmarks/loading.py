@@ -10,18 +10,16 @@ import argparse
 import json
 import logging
 import os
-import re
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.multiprocessing as mp
 from torch import distributed as dist
 
-from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor
-from modeling_normllava import NormLlavaForConditionalGeneration
+from benchmarks.data import private_memory
+from benchmarks.synthetic import SIZES, write_model
 from training.arguments import parse_arguments
 from training.environment import describe_environment
 
@@ -32,31 +30,24 @@ NUM_PROCESSES = 2
 WAYS = ("each process loads", "FSDP2", "DDP, DeepSpeed")
 
 
-def own_memory() -> float:
-    """Memory of this process that no file backs, in GiB."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 2**20
-
-
 class Peak:
     """The most memory that this process takes, looked at every 5 ms."""
 
     def __init__(self) -> None:
-        self.before = self.most = own_memory()
+        self.before = self.most = private_memory()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._done.wait(0.005):
-            self.most = max(self.most, own_memory())
+            self.most = max(self.most, private_memory())
 
     def stop(self) -> float:
         """What was taken since the start, at most, in GiB."""
         self._done.set()
         self._thread.join()
-        return max(self.most, own_memory()) - self.before
+        return (max(self.most, private_memory()) - self.before) / 2**30
 
 
 def load(rank: int, folder: str, way: str) -> None:
@@ -106,13 +97,7 @@ def main() -> None:
     size = SIZES["Qwen2.5-7B"]
     size.text["num_hidden_layers"], size.text["vocab_size"], size.vision["num_hidden_layers"] = args.layers, 2048, 2
     with tempfile.TemporaryDirectory() as name:
-        processor = synthetic_processor(size)
-        model = NormLlavaForConditionalGeneration._from_config(
-            synthetic_config(size, processor, True), dtype=torch.bfloat16
-        )
-        model.save_pretrained(name)  # in the dtype that language models are published in
-        processor.save_pretrained(name)
-        del model
+        write_model(Path(name), size, "cpu")
         report = measure(Path(name))
     if args.output is not None:
         environment = vars(describe_environment(NUM_PROCESSES, resumed=False))

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -30,7 +31,7 @@ from conversations.chat_template import chat_template, plain_template
 from conversations.checks import control_tokens
 from conversations.loading import load_rows
 from conversations.measured import keep_good_rows, measure_rows
-from modeling_normllava import NormLlavaConfig
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.stages import Stage
 from training.tokenization import RowTokenizer
 
@@ -157,6 +158,17 @@ def synthetic_processor(size: Size) -> LlavaProcessor:
         vision_feature_select_strategy="full", num_additional_image_tokens=0, image_token="<|image_pad|>",
         chat_template=chat_template(tokenizer, "<|image_pad|>"),
     )  # fmt: skip
+
+
+def write_model(folder: Path, size: Size, device: str) -> None:
+    """A composed model of random weights with its processor, in bfloat16, in which language models are published."""
+    processor = synthetic_processor(size)
+    with torch.device(device):
+        model = NormLlavaForConditionalGeneration._from_config(
+            synthetic_config(size, processor, ours=True), dtype=torch.bfloat16
+        )
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
 
 
 def synthetic_config(size: Size, processor: LlavaProcessor, ours: bool) -> LlavaConfig:

@@ -160,14 +160,12 @@ def _read_texts(
         {"problem": pa.string(), "token_problem": pa.string(), "marks": pa.int32(), "length": pa.int32(),
          "checksum": pa.uint32()}
     )  # fmt: skip
+    code = [sha256(Path(str(module.__file__))) for module in (checks, rows)]
+    key = [identity, sorted(control_tokens), code, sha256(Path(__file__))]
     tables = []
     for start in range(0, len(dataset), PIECE):
         piece = dataset.select(range(start, min(start + PIECE, len(dataset)))).select_columns("conversations")
-        kept = None
-        if identity is not None:
-            code = [sha256(Path(str(module.__file__))) for module in (checks, rows)]
-            key = [identity, sorted(control_tokens), code, sha256(Path(__file__))]
-            kept = _kept_file("text", [*key, _content(piece)])
+        kept = None if identity is None else _kept_file("text", [*key, _content(piece)])
         table = None if kept is None else _read_kept(kept, schema)
         if table is None:
             desc = f"Checking rows {start:,} to {start + len(piece):,} of {len(dataset):,}"
@@ -230,6 +228,7 @@ def _open_pictures(
 
     schema = pa.schema({"state": pa.int64(), "problem": pa.string()})
     columns = dataset.select_columns(["images", "image_folder", "source"])
+    code = [sha256(Path(str(module.__file__))) for module in (pictures, rows)]
     problems: dict[int, str] = {}
     for start in range(0, len(dataset), PIECE):
         states = files["state"].slice(start, PIECE)
@@ -238,7 +237,6 @@ def _open_pictures(
         is_due = np.array([number not in bad for number in range(start, stop)], dtype=bool)
         kept = None
         if is_kept:
-            code = [sha256(Path(str(module.__file__))) for module in (pictures, rows)]
             kept = _kept_file("pictures", [columns[start]["source"], start, stop, code])
             before = _read_kept(kept, schema)
             if before is not None and len(before) == len(states):

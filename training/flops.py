@@ -26,6 +26,8 @@ from training.stages import Stage, trained_projector, unread_parameters
 from training.tokenization import IGNORED
 
 
+# What FLOPs go with.
+UNITS = ("token", "squared length", "picture", "supervised token")
 # Dense bfloat16 FLOP/s by the vendors' data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 # As CUDA names them. Other cards of these names, such as the H100 PCIe, are slower.
@@ -51,14 +53,11 @@ class MfuMeter:
     """
 
     def __init__(self, model: NormLlavaForConditionalGeneration, stage: Stage, peak: float) -> None:
-        def flops(lengths: Sequence[int], num_images: int, num_supervised: int) -> float:
-            return sum(step_flops(model, stage, lengths, num_images, num_supervised).values())
-
-        # FLOPs are a sum of what tokens, their squared lengths, pictures and supervised tokens cost, each by itself.
-        square = (flops([2], 0, 0) - 2 * flops([1], 0, 0)) / 2
-        costs = [flops([1], 0, 0) - square, square, flops([], 1, 0), flops([], 0, 1)]
-        self._costs = torch.tensor(costs, dtype=torch.float64)
-        self._peak, self._work = peak, torch.zeros(4, dtype=torch.float64)
+        costs = dict.fromkeys(UNITS, 0.0)
+        for unit, cost in unit_flops(model, stage).values():
+            costs[unit] += cost
+        self._costs = torch.tensor(list(costs.values()), dtype=torch.float64)
+        self._peak, self._work = peak, torch.zeros(len(UNITS), dtype=torch.float64)
         self._since: float | None = None
 
     def begin(self) -> None:
@@ -72,7 +71,7 @@ class MfuMeter:
         supervised = (inputs["labels"][:, 1:] != IGNORED).sum()
         pictures = torch.full_like(supervised, len(inputs["pixel_values"]))
         lengths = lengths.double()
-        work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])
+        work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])  # as UNITS
         self._work = self._work.to(work.device) + work
 
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int, idle: float) -> float:
@@ -100,6 +99,43 @@ def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
     )
 
 
+def unit_flops(model: NormLlavaForConditionalGeneration, stage: Stage) -> dict[str, tuple[str, float]]:
+    """Model FLOPs by part: the unit that they go with, of `UNITS`, and what one of it costs.
+
+    Args:
+        model: The model, prepared for the stage.
+        stage: What is trained.
+    """
+    config: NormLlavaConfig = model.config
+    vision, text = config.vision_config, config.text_config
+    tune_all = stage is Stage.INSTRUCT
+    patches = (vision.image_size // vision.patch_size) ** 2
+    layer = config.vision_feature_layer
+    num_layers = layer if layer >= 0 else vision.num_hidden_layers + layer + 1
+    unread = unread_parameters(model)
+    read = sum(
+        _matrix_weights(module)
+        for name, module in model.model.vision_tower.named_modules()
+        if isinstance(module, nn.Linear | nn.Conv2d) and f"model.vision_tower.{name}.weight" not in unread
+    )
+    projector = trained_projector(model)
+    # With the encoder frozen nothing before the first of its two layers is trained.
+    projected = 3 * _matrix_weights(projector) - (0 if tune_all else _matrix_weights(projector.linear_1))
+    decoder = model.model.language_model
+    decoded = 2 * _matrix_weights(decoder) + _matrix_weights(decoder, trained_alone=True)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = text.num_attention_heads * head_size
+    vision_passes, head_passes = (3, 3) if tune_all else (1, 2)
+    return {
+        "vision_tower": ("picture", 2.0 * read * patches * vision_passes),
+        "vision attention": ("picture", 4.0 * patches**2 * vision.hidden_size * num_layers * vision_passes),
+        "multi_modal_projector": ("picture", 2.0 * patches * projected),
+        "language_model": ("token", 2.0 * decoded),
+        "language attention": ("squared length", 2.0 * width * text.num_hidden_layers * 3),
+        "lm_head": ("supervised token", 2.0 * model.lm_head.weight.numel() * head_passes),
+    }
+
+
 def step_flops(
     model: NormLlavaForConditionalGeneration,
     stage: Stage,
@@ -116,35 +152,6 @@ def step_flops(
         num_images: Pictures in all samples.
         num_supervised: Supervised tokens in all samples.
     """
-    config: NormLlavaConfig = model.config
-    vision, text = config.vision_config, config.text_config
-    tune_all = stage is Stage.INSTRUCT
-    patches = (vision.image_size // vision.patch_size) ** 2 * num_images
-    layer = config.vision_feature_layer
-    num_layers = layer if layer >= 0 else vision.num_hidden_layers + layer + 1
-    unread = unread_parameters(model)
-    read = sum(
-        _matrix_weights(module)
-        for name, module in model.model.vision_tower.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and f"model.vision_tower.{name}.weight" not in unread
-    )
-    projector = trained_projector(model)
-    decoder = model.model.language_model
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    width = text.num_attention_heads * head_size
-    per_picture = patches // max(num_images, 1)
-    vision_attention = 4.0 * num_images * per_picture**2 * vision.hidden_size * num_layers
-    text_attention = 2.0 * sum(length**2 for length in lengths) * width * text.num_hidden_layers
-    return {
-        "vision_tower": 2.0 * read * patches * (3 if tune_all else 1),
-        "vision attention": vision_attention * (3 if tune_all else 1),
-        # With the encoder frozen nothing before the first of its two layers is trained.
-        "multi_modal_projector": 2.0
-        * patches
-        * (3 * _matrix_weights(projector) - (0 if tune_all else _matrix_weights(projector.linear_1))),
-        "language_model": 2.0
-        * sum(lengths)
-        * (2 * _matrix_weights(decoder) + _matrix_weights(decoder, trained_alone=True)),
-        "language attention": text_attention * 3,
-        "lm_head": 2.0 * model.lm_head.weight.numel() * num_supervised * (3 if tune_all else 2),
-    }
+    squares = sum(length**2 for length in lengths)
+    amounts = dict(zip(UNITS, (sum(lengths), squares, num_images, num_supervised), strict=True))
+    return {part: cost * amounts[unit] for part, (unit, cost) in unit_flops(model, stage).items()}

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -41,6 +40,7 @@ from training.key_alignment import KeyAlignment
 from training.loading import name_sharding_units, prepare_model
 from training.stages import ModuleGroup
 from training.tokenization import IGNORED
+from training.trainer import gather_head, supervised_positions
 
 
 GIB = 2**30
@@ -416,8 +416,7 @@ def forward(
     trained: Any, batch: dict[str, Any], args: TrainingConfig, key_alignment: KeyAlignment | None = None
 ) -> torch.Tensor:
     """The loss as [`~training.trainer.NormLlavaTrainer`] computes it: the head on supervised positions alone."""
-    labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    scored = labels != IGNORED
+    scored, shift_labels = supervised_positions(batch["labels"])
 
     def keep_scored(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state[scored][None]
@@ -425,9 +424,8 @@ def forward(
 
     base = trained.get_base_model() if hasattr(trained, "get_base_model") else trained
     hook = base.model.register_forward_hook(keep_scored)
-    if isinstance(base.get_output_embeddings(), FSDPModule):
-        base.get_output_embeddings().unshard()
-    inputs = {**batch, "shift_labels": labels[scored][None]}
+    gather_head(base)
+    inputs = {**batch, "shift_labels": shift_labels}
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=args.bf16):
         output = trained(**inputs, fused_lm_head=True)
     hook.remove()

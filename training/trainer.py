@@ -48,6 +48,22 @@ from training.tokenization import IGNORED
 WRAPPER_PREFIXES = ("base_model.model.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
+def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a next token is supervised, a mask `(batch_size, sequence_length)`, and these tokens,
+    `(1, num_supervised)`."""
+    following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    scored = following != IGNORED
+    return scored, following[scored][None]
+
+
+def gather_head(model: NormLlavaForConditionalGeneration) -> None:
+    """Let FSDP2 gather a sharded head: its gradient is then the mean over processes. TRL gathers one by itself, and
+    each process keeps its own gradient."""
+    head = model.get_output_embeddings()
+    if isinstance(head, FSDPModule):
+        head.unshard()
+
+
 def write_class_files(folder: Path) -> None:
     """Name the model's class in a saved folder's config, and put its files there.
 
@@ -252,12 +268,9 @@ class NormLlavaTrainer(SFTTrainer):
 
         TRL does so by itself where it has Triton; elsewhere it scores every position, the pictures' included.
         """
-        labels = nn.functional.pad(inputs["labels"][:, 1:], (0, 1), value=IGNORED)  # of the next token
-        self._scored = labels != IGNORED
-        shift_labels = labels[self._scored][None]  # [1, num_supervised]
-        head = self._unwrapped().get_output_embeddings()
-        if model.training and isinstance(head, FSDPModule):
-            head.unshard()  # TRL gathers it by itself, and each process would keep its own gradient, not the mean
+        self._scored, shift_labels = supervised_positions(inputs["labels"])
+        if model.training:
+            gather_head(self._unwrapped())
         try:
             loss = super().compute_loss(model, {**inputs, "shift_labels": shift_labels}, *args, **kwargs)
         finally:
@@ -305,7 +318,7 @@ class NormLlavaTrainer(SFTTrainer):
                 sums[number] += loss.item()
             sums[2] += (inputs["labels"] != IGNORED).sum().item()
         if self.accelerator.num_processes > 1:
-            sums = self.accelerator.reduce(sums.to(self.args.device), "sum")
+            sums = self._sum_over_processes(sums)
         total, total_blank, num_tokens = sums.tolist()
         metrics = {"loss": total / num_tokens} | ({"loss_blank": total_blank / num_tokens} if has_pictures else {})
         self._metrics["eval"].clear()  # TRL's, which are means of batches, and of tokens since the last resume
@@ -357,11 +370,14 @@ class NormLlavaTrainer(SFTTrainer):
             )
         return norm
 
+    def _sum_over_processes(self, sums: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
+
     def _progress(self) -> Progress:
         """Tokens and losses of the run since its first start. Every process must call this."""
         seen = self._seen
         if self.accelerator.num_processes > 1:
-            seen = self.accelerator.reduce(seen.to(self.accelerator.device), "sum")
+            seen = self._sum_over_processes(seen)
         loss_sum, num_tokens = seen.tolist()
         return Progress(
             num_tokens=self._seen_before.num_tokens + round(num_tokens),
@@ -377,16 +393,10 @@ class NormLlavaTrainer(SFTTrainer):
             logs |= {f"learning_rate/{name}": rate * scale for name, rate in self._rates.items()}
             for measures in (self._monitor, self._key_alignment):
                 if measures is not None:
-                    logs |= measures.collect(
-                        lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
-                    )
+                    logs |= measures.collect(self._sum_over_processes)
             if self._mfu is not None:
                 idle, self._idle = self._console.seconds_evaluating - self._idle, self._console.seconds_evaluating
-                logs["mfu"] = self._mfu.collect(
-                    lambda sums: self.accelerator.reduce(sums.to(self.accelerator.device), "sum"),
-                    self.accelerator.num_processes,
-                    idle,
-                )
+                logs["mfu"] = self._mfu.collect(self._sum_over_processes, self.accelerator.num_processes, idle)
             # TRL's own count starts at 0 again with every resume.
             self._metrics["train"]["num_tokens"] = [self._progress().num_tokens]
         if "train_loss" in logs:

@@ -41,7 +41,7 @@ from diagnostics.loading import load_model, load_questions
 from diagnostics.samples import prepare_samples
 from modeling_normllava import NormLlavaForConditionalGeneration
 from modeling_normllava.modeling_normllava import Float32LayerNorm
-from training import sft
+from training import loading, sft
 from training.compose import compose, measure_target
 from training.merge import merge
 from training.run import Run
@@ -212,7 +212,7 @@ def make_stage2(place: Workplace, job: Job, stage1: Path, folder: Path) -> Path:
     """Train on questions; where the model is, with adapters merged."""
     variant, rate = VARIANTS[job.variant], job.rates[1]
     changes = {"vision_learning_rate": rate * VISION_SHARE, **dict(variant.stage2)}
-    with swapped(sft, "prepare_stage", prepare_projector, variant.projector_alone):
+    with swapped(loading, "prepare_stage", prepare_projector, variant.projector_alone):
         train_stage(place, job, "stage2", stage1, folder, changes)
     if changes.get("stage") != Stage.ADAPT:
         return folder

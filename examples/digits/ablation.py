@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quickstart import LAUNCH, ROOT, RUN
+from quickstart import ROOT, RUN, launch
 from report import accuracy, answer, load_scene_questions, with_image, with_text
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -89,7 +89,7 @@ def commands(arm: Arm, seed: int, folder: Path) -> list[tuple[Path, list[str]]]:
     steps = [(folder / "composed" / "processor_config.json", [*compose, "--output_dir", str(folder / "composed")])]
     before = "composed"
     for stage in ("stage1", "stage2")[: arm.stages]:
-        train = [*LAUNCH, arm.script, "--config", f"training/recipes/digits/{stage}.yaml"]
+        train = [*launch(1), arm.script, "--config", f"training/recipes/digits/{stage}.yaml"]
         train += ["--model_name_or_path", str(folder / before), "--output_dir", str(folder / stage)]
         train += ["--seed", str(seed), "--resume_from_checkpoint", "true", *arm.train]
         if stage == "stage1":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ablation import GWC, SEEDS, Arm, arm_folder, check_parts, evaluate, read_folder, run_arm, run_steps
-from quickstart import LAUNCH
+from quickstart import launch
 from tqdm import tqdm
 
 
@@ -53,7 +53,7 @@ def commands(arm: Adaptation, seed: int, base: Path) -> list[tuple[Path, list[st
         keys = ["training/compose.py", "--normllava_model", str(base / "stage1"), "--key_adapter_rank", "16"]
         keys += ["--seed", str(seed), "--output_dir", str(base / arm.start)]
         steps.append((base / arm.start / "processor_config.json", keys))
-    train = [*LAUNCH, "training/sft.py", "--config", RECIPE, "--model_name_or_path", str(base / arm.start)]
+    train = [*launch(1), "training/sft.py", "--config", RECIPE, "--model_name_or_path", str(base / arm.start)]
     train += ["--output_dir", str(adapter), "--seed", str(seed), "--resume_from_checkpoint", "true"]
     train += ["--key_mmd_weight", str(arm.mmd_weight), "--key_gram_weight", str(arm.gram_weight)]
     merge = ["training/merge.py", "--adapter", str(adapter), "--output_dir", str(merged)]

@@ -18,10 +18,25 @@ logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = Path("runs/digits")  # relative to ROOT, as in the recipes
-LAUNCH = [
-    *("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--cpu"),
-    *("--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", str(os.cpu_count())),
-]
+# Processes gain more than threads on models this small.
+PROCESSES = min(2, os.cpu_count() or 1)
+
+
+def launch(num_processes: int) -> list[str]:
+    """How training is started on the cores of this machine."""
+    threads = (os.cpu_count() or 1) // num_processes
+    return [
+        *("-m", "accelerate.commands.launch", "--config_file", "training/accelerate/cpu_ddp.yaml"),
+        *("--num_processes", str(num_processes), "--num_cpu_threads_per_process", str(threads)),
+    ]
+
+
+def train(stage: str, global_batch_size: int) -> list[str]:
+    """The command of a stage, with the rows of a step divided among the processes."""
+    rows = ("--per_device_train_batch_size", str(global_batch_size // PROCESSES))
+    return [*launch(PROCESSES), "training/sft.py", "--config", f"training/recipes/digits/{stage}.yaml", *rows]
+
+
 # Title, the file that a step writes last, and the command.
 STEPS: list[tuple[str, Path, list[str]]] = [
     (
@@ -45,12 +60,12 @@ STEPS: list[tuple[str, Path, list[str]]] = [
     (
         "Stage 1: projector and norm, on captions",
         RUN / "stage1" / "trainer_state.json",
-        [*LAUNCH, "training/sft.py", "--config", "training/recipes/digits/stage1.yaml"],
+        train("stage1", 32),
     ),
     (
         "Stage 2: everything, on questions",
         RUN / "stage2" / "trainer_state.json",
-        [*LAUNCH, "training/sft.py", "--config", "training/recipes/digits/stage2.yaml"],
+        train("stage2", 16),
     ),
     (
         "Questions about unseen handwriting",

@@ -67,8 +67,7 @@ def iterate_rows(name: str, image_folder: str, content: str) -> Iterator[Row]:
     for number, (place, row) in enumerate(read_json(path)):
         if not isinstance(row, dict):
             raise ValueError(
-                f'{path}, {place} is not a row like {{"image": ..., "conversations": [...]}}: '
-                f"{json.dumps(row)[:60]}"
+                f'{path}, {place} is not a row like {{"image": ..., "conversations": [...]}}: {json.dumps(row)[:60]}'
             )
         source = f"{path}, row {number}"
         given = row.get("image") if row.get("images") is None else row["images"]

@@ -54,7 +54,7 @@ def row_problem(row: Row, control_tokens: frozenset[str] = frozenset(), needs_an
         needs_answer: Whether a row without an answer is a problem, as it is for training.
 
     Raises:
-        BadRowError: if a picture lies outside the row's folder.
+        BadRowError: if a picture is outside the row's folder.
     """
     return text_problem(row, control_tokens, needs_answer) or pictures_problem(row, count_marks(row))
 
@@ -73,12 +73,12 @@ def text_problem(row: Row, control_tokens: frozenset[str], needs_answer: bool = 
             return f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {_brief.repr(turn)}'
         problem = _value_problem(value, control_tokens)
         if problem is not None:
-            return f"turn {number} holds {problem}"
+            return f"turn {number} contains {problem}"
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
     if needs_answer and not any(answer.strip() for answer in answers):
         return "no assistant turn (`gpt`) with text, so there is nothing to learn"
     if any(IMAGE_MARK in answer for answer in answers):
-        return f"an assistant turn holds {IMAGE_MARK}"
+        return f"an assistant turn contains {IMAGE_MARK}"
     return None
 
 
@@ -91,7 +91,7 @@ def pictures_problem(row: Row, marks: int) -> str | None:
     """Why the pictures of a row with this many `<image>` marks can't be trained on, or `None`; doesn't open them.
 
     Raises:
-        BadRowError: if a picture lies outside the row's folder.
+        BadRowError: if a picture is outside the row's folder.
     """
     images = row_images(row)
     if marks != len(images):

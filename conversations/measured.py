@@ -70,7 +70,7 @@ def measure_rows(
             and reused as long as nothing has changed.
 
     Raises:
-        BadRowError: if a picture lies outside its row's folder.
+        BadRowError: if a picture is outside its row's folder.
     """
     texts = _read_texts(dataset, control_tokens, tokenize, num_proc, identity)
     files = _look_at_files(dataset, texts, open_pictures, num_proc)

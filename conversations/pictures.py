@@ -17,7 +17,7 @@ def open_images(row: Row) -> list[PILImage.Image]:
     first frame is taken. The content decides the format, not the file's name.
 
     Raises:
-        BadRowError: if one can't be read, or lies outside the row's folder.
+        BadRowError: if one can't be read, or is outside the row's folder.
     """
     return [_open_image(image, row) for image in row_images(row)]
 

@@ -319,7 +319,7 @@ class Lens:
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """The loss, and norms of its gradient where there is one."""
+    """The loss, and norms of its gradient if there is one."""
 
     loss: float
     projector_input: float | None = None
@@ -466,7 +466,7 @@ def from_json(kind: type[T], value: Any, source: object) -> T:
 
 
 def _read(kind: Any, value: Any, place: str) -> Any:
-    """`place` says where in the file the value stands."""
+    """`place` is the value's path in the file."""
     if get_origin(kind) in (Union, UnionType):
         (inner,) = set(get_args(kind)) - {NoneType}
         return None if value is None else _read(inner, value, place)
@@ -496,7 +496,7 @@ def _read_fields(kind: Any, entries: dict[str, object], place: str) -> Any:
 
 def _expect(kind: Any, value: Any, place: str) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{place.removesuffix('.') or 'what it holds'} is {value!r:.40}")
+        raise TypeError(f"{place.removesuffix('.') or 'its content'} is {value!r:.40}")
     return value
 
 

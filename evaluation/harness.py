@@ -53,7 +53,7 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
     """The harness's command line."""
     launcher = [sys.executable, "-m"]
     if settings.num_processes > 1:
-        # Not `accelerate launch`, which fails beside timm without torchvision.
+        # Not `accelerate launch`, which fails with timm but without torchvision.
         launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(settings.num_processes), "-m"]
     arguments = f"pretrained={model},dtype={settings.dtype}"
     if benchmark.harness == "lmms-eval":

@@ -186,7 +186,7 @@ def measure(run_dir: Path, probe: Path) -> dict[str, DynamicsPoint]:
 
 
 def draw_answers(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
-    """A few pictures with question and answer, a wrong one among them where there is one."""
+    """A few pictures with question and answer, including a wrong one if there is one."""
     wrong = [number for number, row in enumerate(questions) if answers[number] != row.answer]
     chosen = [*range(0, 28, 4), *(wrong[:1] or [28])]
     figure, axes = plt.subplots(2, 4, figsize=(11, 6.4))

@@ -31,8 +31,8 @@ BAD_ROWS = {
     "empty or not a list": {"image": "a.png", "conversations": []},
     "empty or not a list of": {"image": "a.png"},
     "turn 0 is not": {"conversations": [{"from": "robot", "value": "Hi."}]},
-    "an assistant turn holds <image>": {"image": "a.png", "conversations": turns("What?", "<image>")},
-    r"turn 1 holds <\|image_pad\|>": {"conversations": turns("What?", "I say <|image_pad|>.")},
+    "an assistant turn contains <image>": {"image": "a.png", "conversations": turns("What?", "<image>")},
+    r"turn 1 contains <\|image_pad\|>": {"conversations": turns("What?", "I say <|image_pad|>.")},
 }
 
 
@@ -206,8 +206,8 @@ HOSTILE_ROWS: dict[str, dict[str, Any]] = {
     r"turn 0 is not .{1,2000}1 of 2 rows": {"conversations": [{"from": "human", "value": [LONG] * 50, LONG: 1}]},
     "empty or not a list of turns": {"conversations": 7},
     "empty or not a list of turns.": {"conversations": "null"},
-    r"turn 1 holds '\\ud800', which is an unpaired surrogate": {"conversations": turns("Hi.", "A \ud800 dog.")},
-    r"turn 0 holds '\\udc80'": {"conversations": turns("\udc80", "A dog.")},
+    r"turn 1 contains '\\ud800', which is an unpaired surrogate": {"conversations": turns("Hi.", "A \ud800 dog.")},
+    r"turn 0 contains '\\udc80'": {"conversations": turns("\udc80", "A dog.")},
     r"image file .*xxx\.\.\.xxx.* can't be read \(File name too long\)": {"image": LONG},
     r'image file .*/"\\+ud800.png" \(not a path\) is missing': {"image": "\ud800.png"},
     r'image file .*"" \(not a path\) is missing': {"image": ""},

@@ -5,7 +5,7 @@ EVALUATION_VENV ?= .venv-evaluation
 VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 
-.PHONY: install quickstart ablation malora depth test test-slow quality
+.PHONY: install quickstart ablation malora depth test test-slow quality docs
 
 install: $(VENV)/installed
 
@@ -60,3 +60,7 @@ quality: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/python docs/reference.py
+	$(BIN)/mkdocs build --strict

@@ -49,7 +49,7 @@ def _norm_as(model: PreTrainedModel, compensated: bool) -> Iterator[None]:
 
 def measure_gradients(model: PreTrainedModel, batch: Sequence[Answered], title: str | None = None) -> Gradients | None:
     """The numbers of `DEFINITIONS` under `"compensated"` and `"plain"`; for a model whose projector does not end in a
-    norm, under `"no norm"`; `None` if no sample has a token to predict.
+    LayerNorm, under `"no norm"` or its `projector_norm`; `None` if no sample has a token to predict.
 
     Weights are not changed and have no gradient afterwards. Quantized encoder weights have no gradients: then
     `vision_encoder` is left out. With a `title`, progress is shown.
@@ -57,7 +57,10 @@ def measure_gradients(model: PreTrainedModel, batch: Sequence[Answered], title: 
     batch = [sample for sample in batch if len(_targets(sample))]
     if not batch:
         return None
-    arms = {"no norm": None} if find_norm(model) is None else {"compensated": True, "plain": False}
+    arm = getattr(model.config, "projector_norm", "none")
+    arms: dict[str, bool | None] = {"no norm" if arm == "none" else arm: None}
+    if arm in ("gwc", "layernorm"):  # one can stand in for the other
+        arms = {"compensated": True, "plain": False}
     norms = {}
     with tqdm(total=len(arms) * len(batch), desc=title, unit="sample", disable=title is None) as progress:
         for name, compensated in arms.items():

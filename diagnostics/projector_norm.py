@@ -29,7 +29,8 @@ def measure_projector_norm(model: PreTrainedModel) -> ProjectorNorm | None:
     if norm is None:
         return None
     with align_module_device(norm):  # offloaded weights are on the meta device otherwise
-        gain, bias = norm.weight.detach().double().cpu(), norm.bias.detach().double().cpu()
+        gain = norm.weight.detach().double().cpu()
+        bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double().cpu()
     target = getattr(model.config, "projector_norm_target", None)
     start = 1.0 if target is None else target / sqrt(len(gain))
     drift = torch.linalg.vector_norm(gain - start).item()

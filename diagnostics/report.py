@@ -27,6 +27,7 @@ from diagnostics.results import (
     ByLayer,
     Curve,
     Estimate,
+    Gaze,
     LanguageModel,
     ModelReport,
     Prompted,
@@ -322,7 +323,7 @@ def write_chapters(report: Report) -> list[Chapter]:
     base = [] if report.base is None else [report.base]
     over = f"Means over {_count(report.num_pictures, 'picture')} of {report.data}"
     about = f"{over}; {'bands are 95% intervals' if report.num_pictures > 1 else 'one picture has no intervals'}."
-    gain = compare(models, {WORDS[name]: f"projector_norm.{name}" for name in projector_norm.DEFINITIONS})
+    gain = compare(models, {_word(name): f"projector_norm.{name}" for name in projector_norm.DEFINITIONS})
     kinds = dict.fromkeys(kind for model in models if model.gradients for kind in model.gradients.norms)
     gradient = compare(
         models,
@@ -334,7 +335,7 @@ def write_chapters(report: Report) -> list[Chapter]:
         | {"answers": "gradients.num_samples", "target tokens": "gradients.num_targets"},
         "loss, and norm of its gradient",
     )
-    attracted = {WORDS[field.name]: f"attraction.{field.name}" for field in fields(Attractions)}
+    attracted = {_word(field.name): f"attraction.{field.name}" for field in fields(Attractions)}
     chapters: list[Chapter] = [
         ("Norms up to the decoder", _write_interface(models)),
         ("Norm and turning by layer", _write_layers(models, about)),
@@ -360,12 +361,12 @@ def write_chapters(report: Report) -> list[Chapter]:
 
 
 def _write_interface(models: Sequence[ModelReport]) -> list[Block]:
-    norms: dict[str, Quantity] = {WORDS[place]: f"interface.{place}" for place in interface.DEFINITIONS}
+    norms: dict[str, Quantity] = {_word(place): f"interface.{place}" for place in interface.DEFINITIONS}
     norms[WORDS["vocabulary"]] = "interface.vocabulary.mean"  # the same for all pictures
     ratios = {"visual over text": "interface.ratio", "visual over vocabulary": "interface.ratio_to_vocabulary"}
     details = []
     for model in models:
-        found = {WORDS[place]: getattr(model.interface, place) for place in interface.DEFINITIONS}
+        found = {_word(place): getattr(model.interface, place) for place in interface.DEFINITIONS}
         rows = [
             [name, *map(number, (norm.std, norm.median, norm.p95, norm.num_tokens, norm.width, norm.rms))]
             for name, norm in found.items()
@@ -421,10 +422,10 @@ def _write_layers(models: Sequence[ModelReport], about: str) -> list[Block]:
 
 def _write_attention(models: Sequence[ModelReport], over: str, about: str) -> list[Block]:
     means = {
-        f"{name.replace('_', ' ')}, {kind.replace('_', ' ')}{', evenly spread' if even else ''}": (
-            f"attention.{kind}.{even}{name}"
+        f"{_word(field.name)}, {kind.replace('_', ' ')}{', evenly spread' if even else ''}": (
+            f"attention.{kind}.{even}{field.name}"
         )
-        for name in ("mass", "entropy", "bottom_third")
+        for field in fields(Gaze)
         for kind in ("with_sinks", "without_sinks")
         for even in ("", "evenly_spread.")
     }
@@ -559,7 +560,11 @@ def _write_excluded(report: Report) -> list[Block]:
 
 
 def _in_words(texts: Mapping[str, str]) -> dict[str, str]:
-    return {WORDS.get(name, name.replace("_", " ")): text for name, text in texts.items()}
+    return {_word(name): text for name, text in texts.items()}
+
+
+def _word(name: str) -> str:
+    return WORDS.get(name, name.replace("_", " "))
 
 
 def _overview(report: Report) -> Figure:

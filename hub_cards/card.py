@@ -160,7 +160,7 @@ def render_card(
         plots=plots,
         code_lines=code_lines,
         trained="trained here" if facts.stages else NOT_RECORDED,
-        norm_sentence=NORMS[facts.projector_norm],
+        norm_sentence=NORMS.get(facts.projector_norm, f"a norm (`projector_norm: {facts.projector_norm}`)"),
         key_adapter_sentence=KEY_ADAPTERS.format(rank=facts.key_adapter_rank) if facts.key_adapter_rank else None,
         question=widgets[0].question if widgets else "What is in the picture?",
         commands=sorted({" ".join(row.command.split()) for row in facts.evaluations}),

@@ -7,6 +7,10 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlavaConfig
 
 
+# The arms of the norm, which `NormLlavaMultiModalProjector` builds.
+ProjectorNorm = Literal["gwc", "layernorm", "none"]
+
+
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
@@ -36,7 +40,7 @@ class NormLlavaConfig(LlavaConfig):
 
     model_type = "normllava"
 
-    projector_norm: Literal["gwc", "layernorm", "none"] = "gwc"
+    projector_norm: ProjectorNorm = "gwc"
     projector_norm_target: float | int | None = None
     projector_norm_eps: float = 1e-5
     key_adapter_rank: int = 0

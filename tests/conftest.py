@@ -10,6 +10,8 @@ _cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 os.environ["HF_DATASETS_CACHE"] = _cache.name
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,6 +209,16 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
         return path
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def harness_python() -> Path:
+    """Python of the harnesses' environment, which is made where it is missing, in some minutes."""
+    root = Path(__file__).parents[1]
+    make = ["make", ".venv-evaluation/installed", f"PYTHON={sys.executable}"]
+    installed = subprocess.run(make, cwd=root, capture_output=True, text=True)
+    assert installed.returncode == 0, f"the environment could not be made:\n{installed.stderr[-3000:]}"
+    return root / ".venv-evaluation/bin/python"
 
 
 @pytest.fixture

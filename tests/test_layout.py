@@ -15,7 +15,7 @@ LEVELS = (
     ("training",),
     ("evaluation",),
     ("hub_cards",),
-    ("examples", "benchmarks"),
+    ("examples", "benchmarks", "docs"),
 )
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 

@@ -40,6 +40,7 @@ from conversations.chat_template import chat_format, chat_template
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import embedding_norms, text_norm_target, token_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.checkpoints import copy_record
 from training.model_type import require_model_type
 
@@ -64,7 +65,7 @@ class ComposeArguments:
     normllava_model: str | None = field(
         default=None, metadata={"help": "NormLlava to add key adapters to: folder or Hub id."}
     )
-    projector_norm: Literal["gwc", "layernorm", "none"] = field(
+    projector_norm: ProjectorNorm = field(
         default="gwc", metadata={"help": "Norm after the projector: compensated, ordinary, or none (plain Llava)."}
     )
     align_norm: bool = field(

@@ -130,7 +130,7 @@ class Study:
 
     Attributes:
         main: Decoder of the comparison that decides.
-        depths, deepest: Other decoders; the deepest come last.
+        depths, wide, deepest: Other decoders; the deepest come last.
         few: How many of `seeds` secondary comparisons take.
         extensions: How often a grid goes on beyond an end where the best rate lies.
         epochs: Of both stages.
@@ -142,7 +142,8 @@ class Study:
 
     name: str = "depth"
     main: str = "12x128"
-    depths: tuple[str, ...] = ("3x128", "6x128", "3x256")
+    depths: tuple[str, ...] = ("3x128", "6x128")
+    wide: tuple[str, ...] = ("3x256",)
     deepest: tuple[str, ...] = ("24x128",)
     tuning_seeds: tuple[int, ...] = (42, 1)
     seeds: tuple[int, ...] = tuple(range(11, 19))
@@ -162,6 +163,7 @@ QUICK = Study(
     name="depth-quick",
     main="3x128",
     depths=("2x128",),
+    wide=(),
     deepest=(),
     tuning_seeds=(42,),
     seeds=(11, 12),
@@ -326,9 +328,10 @@ def lines(study: Study) -> list[Line]:
         Line("rate of stage 2", lambda plan: [job for arm in PAIR for job in plan.stage2_search(main, arm).jobs]),
         Line("rate of stage 1", lambda plan: [job for arm in PAIR for job in plan.stage1_search(arm).jobs]),
         Line("the comparison that decides", Plan.deciding),
-        compared("twice the steps", variants("doubled")),
         *searched("depth", decoders(*study.depths), decoders=study.depths),
+        compared("twice the steps", variants("doubled"), few=True),
         *searched("the dial and other starts", others, few=True),
+        *searched("width", decoders(*study.wide), few=True, decoders=study.wide),
         compared("clipping and warm-up", variants("unclipped", "warmup"), few=True),
         *searched("what stage 2 trains", variants("adapters", "projector"), few=True),
         *searched("deepest", decoders(*study.deepest), few=True, decoders=study.deepest),

@@ -50,8 +50,9 @@ class Results:
         # Case and whether it takes the fewer seeds, in the order of the protocol.
         self.pairs: list[tuple[str, str, bool]] = [
             (main, "plain", False),
-            (main, "doubled", False),
             *((decoder, "plain", False) for decoder in study.depths),
+            (main, "doubled", few),
+            *((decoder, "plain", few) for decoder in study.wide),
             *((main, variant, few) for variant in VARIANTS if variant not in ("plain", "doubled")),
             *((decoder, "plain", few) for decoder in study.deepest),
         ]
@@ -130,7 +131,7 @@ def gate_table(results: Results) -> str:
     """Language models on descriptions in words."""
     models = results.records["language_models"]
     rows = []
-    for decoder in (results.study.main, *results.study.depths, *results.study.deepest):
+    for decoder in (results.study.main, *results.study.depths, *results.study.wide, *results.study.deepest):
         if decoder not in models:
             rows.append([decoder, "not run yet", *[""] * len(KINDS)])
             continue

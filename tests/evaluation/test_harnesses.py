@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from math import sqrt
@@ -30,16 +29,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    """Python of the harnesses' environment, which is made where it is missing, in some minutes."""
-    make = ["make", ".venv-evaluation/installed", f"PYTHON={sys.executable}"]
-    installed = subprocess.run(make, cwd=ROOT, capture_output=True, text=True)
-    assert installed.returncode == 0, f"the environment could not be made:\n{installed.stderr[-3000:]}"
-    return ROOT / ".venv-evaluation/bin/python"
-
-
-@pytest.fixture(scope="module")
-def run(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(harness_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a module of the harnesses' environment, offline, in a folder."""
     home = tmp_path_factory.mktemp("home")
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home), "OPENAI_API_KEY": "none"}
@@ -47,7 +37,7 @@ def run(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     def run_module(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         return subprocess.run(
-            [python, "-m", *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True
+            [harness_python, "-m", *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True
         )
 
     return run_module
@@ -71,9 +61,9 @@ def read_rows(folder: Path) -> dict[str, Evaluation]:
 
 
 def test_the_nine_tasks_give_what_is_known_on_paper(
-    run: Run, always_a: Callable[..., Path], python: Path, tmp_path: Path
+    run: Run, always_a: Callable[..., Path], harness_python: Path, tmp_path: Path
 ) -> None:
-    benchmark_rows.write_all(tmp_path, mmlu_subjects(python))
+    benchmark_rows.write_all(tmp_path, mmlu_subjects(harness_python))
     model = Path(shutil.copytree(always_a(), tmp_path / "model"))
     evaluate = partial(run, tmp_path, "evaluation", model)
     done = evaluate()

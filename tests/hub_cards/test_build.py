@@ -25,7 +25,7 @@ from diagnostics.report import with_interval
 from diagnostics.results import ProjectorNorm, Report, from_json
 from hub_cards.__main__ import main
 from hub_cards.build import build
-from hub_cards.card import read_prose
+from hub_cards.card import NORMS, read_prose
 from hub_cards.check import check
 from hub_cards.facts import HUB_ID, collect_facts
 from hub_cards.fresh_load import ask, fixed_picture
@@ -145,6 +145,14 @@ def test_the_card_says_where_the_norm_started(
         tensors(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
     text = (build(run, tmp_path / "stage", "me/Bare", prose, **OWN) / "README.md").read_text()
     assert sentence in text
+
+
+def test_an_arm_that_the_card_has_no_words_for_is_named(
+    trained: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(NORMS, "gwc")
+    text = (build(trained, tmp_path / "stage", "me/Bare", prose, **OWN) / "README.md").read_text()
+    assert "stands a norm (`projector_norm: gwc`) ([The Unseen Bias]" in text
 
 
 def test_the_first_question_is_asked_and_may_hold_quotes(trained: Path, prose: Path, tmp_path: Path) -> None:

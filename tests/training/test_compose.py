@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma2ForCausalLM,
+    HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -34,6 +35,7 @@ from transformers import (
 )
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.compose import (
     ComposeArguments,
     add_key_adapters,
@@ -386,6 +388,13 @@ def test_a_decoder_that_keeps_arguments_from_its_layers_gets_none(backbones: Cal
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ComposeArguments(output_dir="out", **options)
+
+
+@pytest.mark.parametrize("arm", get_args(ProjectorNorm))
+def test_the_command_line_takes_every_arm_of_the_config(arm: str) -> None:
+    options = ["--output_dir", "out", "--llava_model", "x", "--projector_norm", arm]
+    (args,) = HfArgumentParser(ComposeArguments).parse_args_into_dataclasses(options)
+    assert NormLlavaConfig(projector_norm=args.projector_norm).projector_norm == arm
 
 
 PEAK_MEMORY = """

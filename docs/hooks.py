@@ -1,0 +1,59 @@
+"""For MkDocs: the README as the first page, and the pages and pictures outside `docs/` that a page links to.
+
+Links stay those of the repository, so that every page reads on a forge too; here they are made those of the site.
+"""
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+
+ROOT = Path(__file__).resolve().parents[1]
+HOME = ("README.md", "index.md")  # in the repository, on the site
+LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the README, and every file of the repository that a page links to."""
+    waiting = [HOME[0], *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
+    seen = set(waiting)
+    while waiting:
+        path = waiting.pop()
+        if not path.startswith("docs/"):
+            files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
+        if path.endswith(".md"):
+            found = {target for target in linked(path) if (ROOT / target).is_file()} - seen
+            waiting += sorted(found)
+            seen |= found
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Make a page's links those of the site."""
+    uri = page.file.src_uri
+    source = HOME[0] if uri == HOME[1] else f"docs/{uri}" if (ROOT / "docs" / uri).exists() else uri
+
+    def on_site(match: re.Match[str]) -> str:
+        return posixpath.relpath(site_path(resolve(source, match[0])), posixpath.dirname(uri) or ".")
+
+    return LINK.sub(on_site, markdown)
+
+
+def linked(path: str) -> Iterator[str]:
+    """The paths that a page of the repository links to."""
+    return (resolve(path, target) for target in LINK.findall((ROOT / path).read_text(encoding="utf-8")))
+
+
+def resolve(page: str, target: str) -> str:
+    """A link's target, as a path in the repository."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+
+
+def site_path(path: str) -> str:
+    """Where a file of the repository is on the site."""
+    return HOME[1] if path == HOME[0] else path.removeprefix("docs/")

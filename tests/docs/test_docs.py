@@ -1,0 +1,168 @@
+"""README and docs: what they name is there, their commands take the options that they give, and run."""
+
+import argparse
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import reference
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+# Why a block is not run here: its first line says so to the reader.
+NOT_HERE = ("# needs the Hub", "# needs a GPU", "# takes hours", "# two terminals")
+# Lines that are not run as part of a block: by CI, or because they would change this environment.
+ELSEWHERE = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
+EVALUATION = ROOT / ".venv-evaluation"
+# What a fragment takes for granted.
+PRELUDE = {
+    "README.md": """
+from pathlib import Path
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+model = AutoModelForImageTextToText.from_pretrained("runs/digits/stage2", trust_remote_code=True)
+processor = AutoProcessor.from_pretrained("runs/digits/stage2", trust_remote_code=True)
+pictures = [Image.open(path) for path in sorted(Path("runs/digits/data/images/test").iterdir())[:4]]
+"""
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code on a page."""
+
+    page: str
+    number: int
+    language: str
+    text: str
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it can run on a CPU without the Hub."""
+        return not self.text.startswith(NOT_HERE)
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """Its command lines, each as a list of words."""
+        lines = self.text.replace("\\\n", " ").splitlines()
+        found = [shlex.split(line, comments=True) for line in lines]
+        return [[word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)] for words in found if words]
+
+    def __str__(self) -> str:
+        return f"{self.page}-{self.number}"
+
+
+def blocks(*languages: str) -> Iterator[Block]:
+    """All blocks of code in these languages; `extend.md` has tests of its own."""
+    for page in PAGES:
+        fences = re.finditer(r"^( *)```(\w+)\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+        for number, fence in enumerate(fences, 1):
+            if fence[2] in languages and page.name != "extend.md":
+                yield Block(page.name, number, fence[2], textwrap.dedent(fence[3]))
+
+
+SHELL = list(blocks("bash"))
+
+
+def module_of(words: list[str]) -> tuple[str, list[str]] | None:
+    """The module of ours that a command line starts, and its arguments."""
+    if words[:2] == ["accelerate", "launch"]:
+        at = words.index("training/sft.py")
+        return "training.sft", words[at + 1 :]
+    if not words[0].endswith("python"):
+        return None
+    if words[1] != "-m":
+        return words[1].removesuffix(".py").replace("/", "."), words[2:]
+    package = words[2]
+    return (f"{package}.__main__" if (ROOT / package / "__main__.py").exists() else package), words[3:]
+
+
+COMMANDS = sorted({shlex.join(words) for block in SHELL for words in block.commands})
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
+
+
+def test_the_reference_is_that_of_the_code() -> None:
+    """If this fails: python docs/reference.py"""
+    assert reference.PAGE.read_text(encoding="utf-8") == reference.render()
+
+
+def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Links and anchors among them: MkDocs warns of one that leads nowhere."""
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
+    with caplog.at_level("WARNING", logger="mkdocs"):
+        build(config)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("mkdocs")] == []
+    assert "Two commands" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "examples" / "digits" / "norms.png").exists()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_takes_the_options_that_a_page_gives(command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert words[1] in re.findall(r"^([\w./()$-]+):", makefile(), re.MULTILINE)
+        return
+    started = module_of(words)
+    if started is None or not (ROOT / started[0].split(".")[0]).is_dir():
+        return  # another project's command
+    module, arguments = started
+    parser = reference.parser_of(module)
+    if "--config" in arguments:
+        at = arguments.index("--config")
+        assert (ROOT / arguments[at + 1]).exists()
+        if module == "training.sft":  # whose parser reads the recipe's fields elsewhere
+            del arguments[at : at + 2]
+    _, unknown = argparse.ArgumentParser.parse_known_args(parser, arguments)
+    assert unknown == []
+
+
+def makefile() -> str:
+    """The Makefile, with the names of its environments filled in."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for name, value in re.findall(r"^(\w+) \?= (.*)$", text, re.MULTILINE):
+        text = text.replace(f"$({name})", value)
+    return text
+
+
+@pytest.fixture(scope="module")
+def workplace() -> Path:
+    """The repository, with the quickstart done and what earlier tests of this module left cleared away."""
+    subprocess.run([sys.executable, "examples/digits/quickstart.py"], cwd=ROOT, check=True, capture_output=True)
+    for folder in ("runs/docs", "runs/digits/stage2/release"):
+        shutil.rmtree(ROOT / folder, ignore_errors=True)
+    return ROOT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("block", [block for block in SHELL if block.is_run], ids=str)
+def test_a_block_of_commands_runs(block: Block, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if EVALUATION.name in block.text and not EVALUATION.exists():
+        pytest.skip(f"needs {EVALUATION.name}: make .venv-evaluation/installed")
+    lines = [line for line in block.text.splitlines() if not line.startswith(ELSEWHERE)]
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
+    run = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", "\n".join(lines)], cwd=workplace, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", list(blocks("python")), ids=str)
+def test_a_block_of_python_runs(block: Block, workplace: Path, tmp_path: Path) -> None:
+    code = PRELUDE.get(block.page, "") + block.text.replace('save("report")', f'save("{tmp_path}/report")')
+    run = subprocess.run([sys.executable, "-c", code], cwd=workplace, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]

@@ -184,7 +184,7 @@ def test_text_that_would_become_a_control_token_is_a_bad_row(
     for token in tokens:
         for number, row in enumerate((turns(f"Say {token}.", "No."), turns("Say it.", f"It is{token}"))):
             rows = load_rows(str(write_json(tmp_path, [{"conversations": row}, GOOD_ROWS[1]])))
-            said = rf"row 0: turn {number} contains {re.escape(token)}, which this model's tokenizer reads as a control"
+            said = rf"row 0: turn {number} contains {re.escape(token)}, which this model's tokenizer reads as a"
             with pytest.raises(BadRowError, match=said):
                 check_rows(rows, tokens, tokenize, "error", tmp_path / "bad.jsonl")
             assert len(check_rows(rows, tokens, tokenize, "skip", tmp_path / "bad.jsonl")[0]) == 1

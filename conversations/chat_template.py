@@ -1,7 +1,7 @@
-"""Chat templates: the turn format that a language model knows, with pictures and with the spans that are trained.
+"""Chat templates: a language model's own turn format, with pictures, and with the trained spans marked.
 
 Every template marks what the assistant says, end-of-turn token included, with `{% generation %}`, so one collator
-serves both stages. The parts of a message stand on lines of their own, as in LLaVA's "<image>\\nquestion".
+serves both stages. Each part of a message is on a line of its own, as in LLaVA's "<image>\\nquestion".
 """
 
 import json
@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 class ChatFormat:
     """How a family of language models writes a conversation.
 
-    A user turn is `user[0] + content + user[1]`, a system turn likewise; `system=None` puts the system message at the
-    head of the next user turn. An assistant turn is `assistant + answer_start + content + end_of_turn + separator`,
-    of which answer_start, content and end_of_turn are trained.
+    A user turn is `user[0] + content + user[1]`, a system turn likewise; with `system=None` the system message is
+    prepended to the next user turn. An assistant turn is `assistant + answer_start + content + end_of_turn +
+    separator`, of which answer_start, content and end_of_turn are trained.
     """
 
     name: str
@@ -90,7 +90,7 @@ _CHAT_TEMPLATE = """\
 {{- @ASSISTANT@ if add_generation_prompt else "" -}}
 """
 
-# LLaVA's stage 1: the pictures, the caption, a line break. What the human says is a mere pretext there and left out.
+# LLaVA's stage 1: the pictures, the caption, a line break. The human's text has no content there and is left out.
 _PLAIN_TEMPLATE = """\
 {{- @BOS@ -}}
 {%- for message in messages -%}
@@ -108,7 +108,7 @@ _PLAIN_TEMPLATE = """\
 
 
 def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-    """The format whose end-of-turn token the tokenizer has; LLaVA-1.5's own (Vicuna) where it has none of them.
+    """The format whose end-of-turn token the tokenizer has; LLaVA-1.5's (Vicuna) if it has none of them.
 
     Raises:
         ValueError: if the tokenizer has no known end-of-turn token and no `eos_token` either.
@@ -119,7 +119,7 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
             return known
     if tokenizer.eos_token is None:
         raise ValueError(
-            "The tokenizer has no `eos_token`, so an answer could not end. Set it in tokenizer_config.json."
+            "The tokenizer has no `eos_token`, so answers have no end token. Set it in tokenizer_config.json."
         )
     return ChatFormat(
         name="Vicuna",

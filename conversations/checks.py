@@ -1,4 +1,4 @@
-"""What is wrong with a row, and with those of a stream as they come."""
+"""Checks of a row, and of a stream's rows as they are read."""
 
 import json
 import logging
@@ -31,16 +31,16 @@ from conversations.rows import (
 
 logger = logging.getLogger(__name__)
 
-# What makes token ids and labels of a row.
+# Turns a row into token ids and labels.
 Tokenize = Callable[[Row], tuple[list[int], list[int]]]
 
-# What messages quote, cut in the middle.
+# Shortens what messages quote, in the middle.
 _brief = reprlib.Repr()
 _brief.maxstring = _brief.maxother = 200
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> frozenset[str]:
-    """Text that a tokenizer reads as a token of its own meaning: the special ones, and what stands for a picture."""
+    """Texts that a tokenizer reads as control tokens: its special tokens and the image token."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return frozenset({*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""})
 
@@ -50,17 +50,17 @@ def row_problem(row: Row, control_tokens: frozenset[str] = frozenset(), needs_an
 
     Args:
         row: A row of `conversations.rows`.
-        control_tokens: What the model's tokenizer gives a meaning of its own; text must not hold it.
-        needs_answer: Whether a row without an answer is a problem; it is where the row is to be trained on.
+        control_tokens: Control tokens of the model's tokenizer; text must not contain them.
+        needs_answer: Whether a row without an answer is a problem, as it is for training.
 
     Raises:
-        BadRowError: if a picture lies outside the row's folder.
+        BadRowError: if a picture is outside the row's folder.
     """
     return text_problem(row, control_tokens, needs_answer) or pictures_problem(row, count_marks(row))
 
 
 def text_problem(row: Row, control_tokens: frozenset[str], needs_answer: bool = True) -> str | None:
-    """Why a row can't be trained on, whatever its pictures are, or `None`. Arguments are those of `row_problem`."""
+    """Why a row's text can't be trained on, or `None`. Arguments are those of `row_problem`."""
     try:
         turns = row_turns(row)
     except (ValueError, RecursionError):
@@ -73,25 +73,25 @@ def text_problem(row: Row, control_tokens: frozenset[str], needs_answer: bool = 
             return f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {_brief.repr(turn)}'
         problem = _value_problem(value, control_tokens)
         if problem is not None:
-            return f"turn {number} holds {problem}"
+            return f"turn {number} contains {problem}"
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
     if needs_answer and not any(answer.strip() for answer in answers):
         return "no assistant turn (`gpt`) with text, so there is nothing to learn"
     if any(IMAGE_MARK in answer for answer in answers):
-        return f"an assistant turn holds {IMAGE_MARK}"
+        return f"an assistant turn contains {IMAGE_MARK}"
     return None
 
 
 def count_marks(row: Row) -> int:
-    """The `<image>` marks of a row's text, in which there is no problem."""
+    """Number of `<image>` marks in a row whose text has no problem."""
     return sum(turn["value"].count(IMAGE_MARK) for turn in row_turns(row))
 
 
 def pictures_problem(row: Row, marks: int) -> str | None:
-    """Why a row with so many `<image>` marks can't be trained on with its pictures, or `None`; opens none of them.
+    """Why the pictures of a row with this many `<image>` marks can't be trained on, or `None`; doesn't open them.
 
     Raises:
-        BadRowError: if a picture lies outside the row's folder.
+        BadRowError: if a picture is outside the row's folder.
     """
     images = row_images(row)
     if marks != len(images):
@@ -110,7 +110,7 @@ def _value_problem(text: str, control_tokens: frozenset[str]) -> str | None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return f"{text[error.start]!a}, which is half a character; write its text as UTF-8 again"
+        return f"{text[error.start]!a}, which is an unpaired surrogate; save the text as UTF-8 again"
     return None
 
 
@@ -125,7 +125,7 @@ def _first_characters_and_lengths(tokens: frozenset[str]) -> tuple[re.Pattern[st
 
 
 def _find_token(text: str, tokens: frozenset[str]) -> str | None:
-    # Not one pattern of all tokens: some tokenizers have thousands, and each would be tried wherever a `<` stands.
+    # Not one regex of all tokens: some tokenizers have thousands, and each would be tried at every `<`.
     first, lengths = _first_characters_and_lengths(tokens)
     for start in (match.start() for match in first.finditer(text)):
         for length in lengths:
@@ -151,26 +151,26 @@ def _picture_problem(row: Row, image: Picture) -> str | None:
         return f"image file {_cut(path)} is missing"
     except OSError as error:
         return f"image file {_cut(path)} can't be read ({error.strerror})"
-    return None if is_file else f"image file {_cut(path)} is missing: what has its name is no file"
+    return None if is_file else f"image file {_cut(path)} is not a regular file"
 
 
 @dataclass
 class BadRowList:
-    """A file that lists bad rows, each once: several processes may meet a row, and each does in every epoch."""
+    """A file that lists each bad row once, although several processes may find it, in every epoch."""
 
     path: Path
     _listed: set[str] = field(default_factory=set)
     _size: int = 0
 
     def add(self, source: str, problem: str) -> None:
-        """List a row, unless it is there."""
+        """Add a row, unless it is listed already."""
         if source in self._listed:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self.path.with_name(f".{self.path.name}.lock")), self.path.open("a+b") as file:
-            file.seek(self._size)  # past what is known
+            file.seek(self._size)  # skip what was read before
             lines = file.read().splitlines(keepends=True)
-            if lines and not lines[-1].endswith(b"\n"):  # torn, where a run that goes on was killed
+            if lines and not lines[-1].endswith(b"\n"):  # incomplete: the run was killed here and resumed
                 file.truncate(file.tell() - len(lines.pop()))
             self._listed |= {json.loads(line)["source"] for line in lines}
             if source not in self._listed:
@@ -181,13 +181,13 @@ class BadRowList:
 
 @dataclass
 class StreamCheck:
-    """The same for data that is read as it comes: a row is looked at when it is reached.
+    """Checks a stream's rows, each when it is read.
 
     Args:
         control_tokens, tokenize: As for `measure_rows`.
-        bad_rows: `"error"` raises `BadRowError` at a bad row. `"skip"` does only where all are bad, which shows where
-            one is met again and no good one was met in between.
-        report: Where bad rows are listed as they are met.
+        bad_rows: `"error"` raises `BadRowError` at a bad row. `"skip"` raises only if all rows are bad, that is, if a
+            bad row comes again without a good one in between.
+        report: Where bad rows are listed as they are found.
     """
 
     control_tokens: frozenset[str]
@@ -195,10 +195,10 @@ class StreamCheck:
     bad_rows: Literal["error", "skip"]
     report: BadRowList
     _num_good: int = 0
-    _met: dict[str, int] = field(default_factory=dict)  # by source of a bad row the number of good rows before it
+    _met: dict[str, int] = field(default_factory=dict)  # source of a bad row: number of good rows before it
 
     def __call__(self, row: Row) -> Row | None:
-        """The row with its `length`, in tokens; `None` if it is a bad one, which is listed."""
+        """The row with its `length`, in tokens; `None` for a bad row, which is listed."""
         problem, length = _measure_row(row, self.control_tokens, self.tokenize, open_pictures=self.bad_rows == "skip")
         if not problem:
             self._num_good += 1
@@ -209,7 +209,7 @@ class StreamCheck:
         if self._met.get(source) == self._num_good:
             num_bad = sum(number == self._num_good for number in self._met.values())
             raise BadRowError(
-                f"{source}: {problem}. All {num_bad} rows of the stream are bad; mend the data, no row is left to "
+                f"{source}: {problem}. All {num_bad} rows of the stream are bad; fix the data, no row is left to "
                 "train on."
             )
         self._met[source] = self._num_good
@@ -223,7 +223,7 @@ def _measure_row(
     tokenize: Tokenize,
     open_pictures: bool,
 ) -> tuple[str, int]:
-    """Why a row can't be trained on, or nothing; and its length in tokens."""
+    """Why a row can't be trained on, or an empty string; and its length in tokens."""
     problem = row_problem(row, control_tokens)
     if problem is not None:
         return problem, 0

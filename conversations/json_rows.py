@@ -1,4 +1,4 @@
-"""Rows of LLaVA's JSON files: read a piece at a time, once, and kept as Arrow files that every process maps."""
+"""Rows of LLaVA's JSON files: read once, in chunks, and cached as Arrow files that every process memory-maps."""
 
 import hashlib
 import json
@@ -23,20 +23,20 @@ FEATURES = Features(
         "source": Value("string"),
     }
 )
-# Characters that are read at once.
+# Characters that are read at a time.
 PIECE = 1 << 20
-# What is cut off at the end of a piece shows within so many characters of it: "-Infinity", "1e+", "\ud83d\ude00".
+# An error this close to the end of a chunk may be a token cut in two: "-Infinity", "1e+", "\ud83d\ude00".
 CUT = 16
 # Characters that a message shows on either side of an error.
 NEAR = 30
 
 
 def open_json(path: Path, image_folder: str) -> Dataset:
-    """The rows of a JSON or JSONL file, mapped from datasets' cache folder.
+    """The rows of a JSON or JSONL file, memory-mapped from datasets' cache folder.
 
-    They are written there by the first process that asks; others wait. What was written is found again by the file's
-    content and name, the image folder and this code. It is renamed into place when it is complete, so a process that
-    is killed leaves nothing that would be taken, and the next one starts over.
+    The first process writes them there; others wait. The cache key is the file's content and name, the image folder
+    and this code. The cache file is renamed into place when it is complete, so a killed process leaves nothing that
+    would be used, and the next one starts over.
 
     Raises:
         ValueError: if the file is not UTF-8, not JSON or not a list of rows.
@@ -58,55 +58,54 @@ def open_json(path: Path, image_folder: str) -> Dataset:
 
 
 def iterate_rows(name: str, image_folder: str, content: str) -> Iterator[Row]:
-    """The rows of a file with the columns of `conversations.rows`, of which only a piece is held at a time.
+    """The rows of a file with the columns of `conversations.rows`; only a chunk of the file is in memory at a time.
 
     Raises:
-        ValueError, BadRowError: as `open_json` does; and if `content`, a hash, is no longer the file's.
+        ValueError, BadRowError: as `open_json` does; and if the file's hash is no longer `content`.
     """
     path, number = Path(name), -1
     for number, (place, row) in enumerate(read_json(path)):
         if not isinstance(row, dict):
             raise ValueError(
-                f'{path}, {place} is no row, which would be {{"image": ..., "conversations": [...]}}: '
-                f"{json.dumps(row)[:60]}"
+                f'{path}, {place} is not a row like {{"image": ..., "conversations": [...]}}: {json.dumps(row)[:60]}'
             )
         source = f"{path}, row {number}"
         given = row.get("image") if row.get("images") is None else row["images"]
         given = [] if given is None else given if isinstance(given, list) else [given]
         images = [_picture_name(image) for image in given]
         for image in images:
-            # Links are followed, at the cost of a look at the disk, where the row is checked; here only to allow.
+            # Resolving links takes disk access, so it waits for the row's check; here only if the path looks outside.
             if not lies_in(os.path.normpath(os.path.join(image_folder, image)), image_folder):
                 picture_path({"image_folder": image_folder, "source": source}, image)
         # Only the fields that are used: LLaVA's `id` is a number in some rows and a string in others, which Arrow
-        # refuses.
+        # rejects.
         conversations = json.dumps(row.get("conversations"))
         yield {"images": images, "image_folder": image_folder, "conversations": conversations, "source": source}
     if number < 0:
-        raise ValueError(f"{path} holds no row.")
+        raise ValueError(f"{path} has no rows.")
     if sha256(path) != content:
         raise ValueError(f"{path} changed while it was read; start again when it is complete.")
 
 
 def _picture_name(image: Any) -> str:
-    """A picture's name. What is none stays as text that names no file, so that the row is found to be bad."""
+    """A picture's path. Anything else becomes text that names no file, so that the row's check reports it."""
     try:
         if isinstance(image, str) and image.encode():
             return image
-    except UnicodeEncodeError:  # half of a surrogate pair, which Arrow does not hold
+    except UnicodeEncodeError:  # an unpaired surrogate, which Arrow can't store
         pass
     return f"{json.dumps(image)} (not a path)"
 
 
 def read_json(path: Path) -> Iterator[tuple[str, Any]]:
-    """The values of a JSON file and the place of each: those of a list, or one a line."""
+    """The values of a JSON list or of JSON lines, each with its place in the file."""
     with open_text(path) as file:
         if path.suffix.lower() == ".json":
             for number, row in enumerate(_read_list(_JsonText(file, f"{path} is not valid JSON"), path)):
                 yield f"row {number}", row
             return
         is_empty = True
-        for number, line in enumerate(file, 1):  # split at line feeds alone: strings may hold Unicode's others
+        for number, line in enumerate(file, 1):  # line feeds only: strings may contain Unicode line separators
             if line.strip():
                 is_empty = False
                 text = _JsonText(file, f"{path} is not valid JSONL: line {number}", line.removesuffix("\n"))
@@ -120,7 +119,7 @@ def _read_list(text: "_JsonText", path: Path) -> Iterator[Any]:
     if not character:
         raise ValueError(f"{path} is empty.")
     if character != "[":
-        text.only_value()  # which may be none, or several; that is the better message then
+        text.only_value()  # if there is no value, or several, its error says more
         raise ValueError(
             f'{path} is not a list of rows. LLaVA\'s layout is [{{"image": ..., "conversations": [...]}}].'
         )
@@ -139,14 +138,14 @@ def _read_list(text: "_JsonText", path: Path) -> Iterator[Any]:
 
 
 class _JsonText:
-    """JSON text that is read as it is needed, and forgotten behind the place where reading stands.
+    """JSON text that is read on demand; text before the current position is dropped.
 
     Args:
-        file: Where more of the text comes from, unless `text` is all of it.
-        complaint: What messages begin with.
-        text: All of the text.
+        file: Where more text is read from, unless `text` is given.
+        complaint: What error messages start with.
+        text: The whole text.
 
-    Messages are those of `json`, and give places in the whole of the text.
+    Error messages are those of `json`, with positions in the whole text.
     """
 
     _decode = json.JSONDecoder().raw_decode
@@ -157,11 +156,11 @@ class _JsonText:
         self._complaint = complaint
         self._text = text or ""
         self.position = 0
-        # Of what is forgotten: characters, line feeds, and characters since the last of these.
+        # Of the dropped text: characters, line feeds, and characters after the last line feed.
         self._characters = self._lines = self._since_line = 0
 
     def _read(self, size: int) -> bool:
-        """Read more; whether there was more."""
+        """Read more; returns whether there was any."""
         piece = "" if self._file is None else self._file.read(size)
         if not piece:
             return False
@@ -174,14 +173,14 @@ class _JsonText:
         return True
 
     def next_character(self) -> str:
-        """The next character that is not blank, where reading then stands; nothing at the end."""
+        """Move to the next character that is not blank and return it; an empty string at the end."""
         while True:
             self.position = self._blanks.match(self._text, self.position).end()  # type: ignore[union-attr]
             if self.position < len(self._text) or not self._read(PIECE):
                 return self._text[self.position : self.position + 1]
 
     def value(self) -> Any:
-        """The value that begins here."""
+        """The value at the current position."""
         size = PIECE
         while True:
             try:
@@ -190,7 +189,7 @@ class _JsonText:
                 is_cut = error.msg.startswith("Unterminated string") or error.pos >= len(self._text) - CUT
                 if not (is_cut and self._read(size)):
                     self.fail(error.msg, error.pos)
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets in brackets
+            except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
                 raise ValueError(f"{self._complaint}: {error}.") from error
             else:
                 if end < len(self._text) - CUT or not self._read(size):  # a number may go on, as 1 in 1.5
@@ -199,7 +198,7 @@ class _JsonText:
             size *= 2  # so that the time for one long value is not quadratic
 
     def only_value(self) -> Any:
-        """The value that is all of the text."""
+        """The text's only value; raises `ValueError` if there is more."""
         self.next_character()
         value = self.value()
         self.end()
@@ -211,7 +210,7 @@ class _JsonText:
             self.fail("Extra data", self.position)
 
     def fail(self, cause: str, position: int) -> NoReturn:
-        """Raise `ValueError` with the cause and the place, here given within what is held of the text."""
+        """Raise `ValueError` with the cause and the position, given within the text in memory."""
         before = self.position
         self._read(NEAR)
         position += self.position - before

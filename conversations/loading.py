@@ -1,4 +1,4 @@
-"""Rows from where the field keeps them: a LLaVA JSON file, a dataset on disk or on the Hub, or a stream of these."""
+"""Load rows from a LLaVA JSON file, a dataset on disk or on the Hub, or a stream of these."""
 
 import glob
 import hashlib
@@ -35,7 +35,7 @@ from conversations.streams import RowStream
 from conversations.tars import is_tars, stream_tars
 
 
-# What a glob names, by the ending of its files: `datasets`' name for the kind.
+# File extension of a glob: `datasets`' name for the format.
 KINDS = {".parquet": "parquet", ".tar": "webdataset"}
 
 
@@ -46,12 +46,12 @@ def load_rows(
     split: str = "train",
     streaming: bool = False,
 ) -> Dataset | RowStream:
-    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub, also as a stream; a glob names
-    parquet files or tars. Tars in WebDataset's layout are read as a stream alone.
+    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub, also as a stream; a glob selects
+    parquet files or tars. Tars in WebDataset's layout can only be streamed.
 
-    Rows are mapped from files: those of a JSON file from datasets' cache folder, into which it is converted once.
-    `image_folder` goes before the paths of pictures, which may not leave it. Without it they are relative to the
-    folder of the file or dataset; the pictures of one on the Hub lie in its folder of the Hub's cache.
+    Rows are memory-mapped; a JSON file is converted once, into datasets' cache folder. Picture paths are relative to
+    `image_folder` and may not leave it. Its default is the folder of the file or dataset; for a dataset on the Hub,
+    its folder in the Hub's cache.
 
     Raises:
         ValueError: if the file is not a list of rows, there is no such split, there are no rows, or columns are
@@ -60,7 +60,7 @@ def load_rows(
     """
     path = Path(name)
     if image_folder is not None and not Path(image_folder).is_dir():
-        raise ValueError(f"The image folder {image_folder} is not there; mend --image_folder.")
+        raise ValueError(f"The image folder {image_folder} does not exist; fix --image_folder.")
     if (_is_json(path) or _is_saved(path) or _is_glob(name)) and config is not None:
         raise ValueError(f"{name} has no configurations, so there is no {config!r}; leave it out.")
     if _is_json(path):
@@ -70,11 +70,11 @@ def load_rows(
     elif _is_saved(path):
         rows = _standardise(_load_saved(name, split), name, image_folder)
     elif path.is_file():
-        raise ValueError(f"{name} is no file of rows: give .json, .jsonl or .ndjson, or the folder of a dataset.")
+        raise ValueError(f"{name} is not a file of rows: give .json, .jsonl or .ndjson, or the folder of a dataset.")
     else:
         try:
             rows = _stream(name, config, split) if streaming else _load_dataset(name, config, split)
-        except ValueError as error:  # of a configuration or split that is not there; it names those that are
+        except ValueError as error:  # unknown configuration or split; the message lists the known ones
             raise ValueError(f"{name}: {error}") from error
         except DatasetGenerationError as error:
             raise ValueError(f"{name} can't be read: {error.__cause__}") from error
@@ -85,12 +85,12 @@ def load_rows(
     except ArrowInvalid as error:
         raise ValueError(f"{name} can't be read: {error}") from error
     if first is None:
-        raise ValueError(f"{name} holds no row.")
+        raise ValueError(f"{name} has no rows.")
     return RowStream(rows.to_iterable_dataset(), name, name) if streaming and isinstance(rows, Dataset) else rows
 
 
 def has_splits(name: str) -> bool:
-    """Whether a dataset may have splits by name; a JSON file and a dataset saved by itself are "train" as a whole."""
+    """Whether a dataset may have named splits; a JSON file or a single saved dataset only has "train"."""
     path = Path(name)
     return not _is_json(path) and (not _is_saved(path) or (path / "dataset_dict.json").exists())
 
@@ -104,7 +104,7 @@ def _is_glob(name: str) -> bool:
 
 
 def _source(name: str, config: str | None) -> dict[str, Any]:
-    """What `datasets` is to read, as arguments of `load_dataset` and `load_dataset_builder`."""
+    """Arguments of `load_dataset` and `load_dataset_builder`."""
     if not _is_glob(name):
         return {"path": name, "name": config}
     kind = KINDS.get(Path(name).suffix.lower())
@@ -120,8 +120,8 @@ def _find(name: str, config: str | None) -> DatasetBuilder:
 def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
     if is_tars(_find(name, config)):
         raise ValueError(
-            "tars are read as a stream alone: give --dataset_streaming true and max_steps. Held-out rows must come as "
-            "JSON, parquet or a saved dataset."
+            "tars can only be streamed: set --dataset_streaming true and max_steps. Held-out rows must come as JSON, "
+            "parquet or a saved dataset."
         )
     return load_dataset(**_source(name, config), split=split)
 
@@ -141,8 +141,8 @@ def _is_saved(path: Path) -> bool:
 def _load_saved(name: str, split: str) -> Dataset:
     try:
         dataset = load_from_disk(name)
-    except IndexError as error:  # all that datasets says of a folder without a shard
-        raise ValueError(f"{name} holds no row.") from error
+    except IndexError as error:  # what datasets raises for a folder without shards
+        raise ValueError(f"{name} has no rows.") from error
     if isinstance(dataset, DatasetDict):
         if split not in dataset:
             raise ValueError(f"{name} has no split {split!r}; give one of {', '.join(dataset)}.")
@@ -153,7 +153,7 @@ def _load_saved(name: str, split: str) -> Dataset:
 
 
 def _standardise(dataset: Any, name: str, image_folder: str | None) -> Any:
-    """Give a dataset of `conversations` and `images` or `image` the columns of this module, pictures undecoded.
+    """Convert a dataset with `conversations` and `images` or `image` to our columns, pictures undecoded.
 
     Columns are renamed and cast, never rewritten: the pictures of a dataset can take hundreds of gigabytes.
     """
@@ -173,14 +173,14 @@ def _standardise(dataset: Any, name: str, image_folder: str | None) -> Any:
     features = Features({**dataset.features, column: _undecoded(dataset.features[column], name)})
     if isinstance(dataset, IterableDataset):
         return RowStream(dataset.cast(features), name, image_folder)
-    # `Dataset.cast` writes all of a list's pictures anew; casting the table moves no byte of them.
+    # `Dataset.cast` rewrites all pictures of a list column; casting the table copies none.
     info = dataset.info.copy()
     info.features = features
     dataset = Dataset(dataset.data.cast(features.arrow_schema), info=info, split=dataset.split)
     dataset = dataset if column == "images" else dataset.rename_column(column, "images")
     if not len(dataset):
-        raise ValueError(f"{name} holds no row.")
-    # In datasets' cache folder, as all of a million names would take 100 MB in every process.
+        raise ValueError(f"{name} has no rows.")
+    # In datasets' cache folder, because a million names would take 100 MB in every process.
     given = {"name": name, "image_folder": image_folder, "count": len(dataset)}
     features = Features({"image_folder": Value("string"), "source": Value("string")})
     key = hashlib.sha256(json.dumps(given).encode()).hexdigest()
@@ -194,7 +194,7 @@ def _names(name: str, image_folder: str, count: int) -> Iterator[Row]:
 
 
 def _undecoded(feature: Any, name: str) -> Any:
-    """The type of a column of pictures, one or a list a row, given as pictures, their bytes or their paths."""
+    """The undecoded type of a column with a picture, or a list, per row, as pictures, their bytes or their paths."""
     picture = feature.feature if isinstance(feature, (List, LargeList)) else feature
     is_struct = isinstance(picture, dict) and picture.keys() <= {"bytes", "path"}
     is_value = isinstance(picture, Value) and picture.dtype.removeprefix("large_") in ("binary", "string", "null")
@@ -204,8 +204,8 @@ def _undecoded(feature: Any, name: str) -> Any:
 
 
 def stream_fingerprint(name: str, config: str | None, split: str) -> str:
-    """A fingerprint of what a stream reads: of local files the names and sizes, of the Hub's the commit; of both the
-    configuration and the split. The content of a JSON file counts too, as it is read whole anyway."""
+    """A fingerprint of what a stream reads: names and sizes of local files, or the commit on the Hub, with the
+    configuration and the split. Of a JSON file, which is read completely anyway, the content."""
     path = Path(name)
     if _is_json(path):
         files: Any = [sha256(path)]

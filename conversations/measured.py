@@ -1,7 +1,7 @@
-"""Every row is checked before training: what is wrong with it, how many tokens it has, and what all of them hold.
+"""Checks every row before training: its problems, its length in tokens, and a checksum.
 
-What a row's text says is kept between runs, by its content and all that it is read with. Of the pictures' files names
-and sizes are looked at in every run; those that are opened are opened again where name, size or time has changed.
+Results for a row's text are cached between runs, keyed by its content and everything that it is read with. Names and
+sizes of picture files are checked in every run; pictures are opened again only if path, size or time has changed.
 """
 
 import hashlib
@@ -32,22 +32,22 @@ from conversations.rows import BadRowError, Row, is_embedded, picture_path, row_
 
 logger = logging.getLogger(__name__)
 
-# Rows whose check is kept together: what a run that is killed has to do again.
+# Rows per cache file: what a killed run has to repeat.
 PIECE = 50_000
-# Rows of which Arrow writes the content at once.
+# Rows that are serialized at a time for a hash.
 BATCH = 1000
 
 
 @dataclass(frozen=True)
 class MeasuredRows:
-    """What a look at every row found."""
+    """Results of checking every row."""
 
     problems: dict[int, str]
-    """Why a row can't be trained on, by the number of the row; good ones are not there."""
+    """Why a row can't be trained on, by row number; good rows are absent."""
     lengths: np.ndarray
     """Tokens of each row, 0 for a bad one: int32 [rows]."""
     checksums: np.ndarray
-    """Of each row's conversation, and of the names and sizes of its pictures; 0 for a bad one: uint32 [rows]."""
+    """Of each row's conversation and its pictures' names and sizes, 0 for a bad one: uint32 [rows]."""
 
 
 def measure_rows(
@@ -58,19 +58,19 @@ def measure_rows(
     num_proc: int | None = None,
     identity: str | None = None,
 ) -> MeasuredRows:
-    """Look at every row: at its text, at its pictures' files, and inside these only with `open_pictures`.
+    """Check every row: its text, its picture files, and with `open_pictures` the pictures themselves.
 
     Args:
         dataset: Rows of `conversations.rows`.
-        control_tokens: What the model's tokenizer gives a meaning of its own; text must not hold it.
-        tokenize: Makes tokens of a row's `conversations`, the one column that it gets.
+        control_tokens: Control tokens of the model's tokenizer; text must not contain them.
+        tokenize: Tokenizes a row's `conversations`, the only column that it gets.
         open_pictures: Whether to decode the pictures too.
         num_proc: Processes that share the work.
-        identity: Hash of all that `tokenize` depends on. With it what is found is kept in datasets' cache folder, and
-            found again for as long as nothing has changed.
+        identity: Hash of everything that `tokenize` depends on. If given, results are cached in datasets' cache folder
+            and reused as long as nothing has changed.
 
     Raises:
-        BadRowError: if a picture lies outside its row's folder.
+        BadRowError: if a picture is outside its row's folder.
     """
     texts = _read_texts(dataset, control_tokens, tokenize, num_proc, identity)
     files = _look_at_files(dataset, texts, open_pictures, num_proc)
@@ -87,12 +87,12 @@ def measure_rows(
 def keep_good_rows(
     dataset: Dataset, measured: MeasuredRows, bad_rows: Literal["error", "skip"], report_file: Path | None
 ) -> tuple[Dataset, str]:
-    """The dataset without its bad rows and with a column `length`, in tokens; and a fingerprint of what it says.
+    """The dataset without its bad rows and with a column `length`, in tokens; and a fingerprint of its content.
 
     Bad rows are added to `report_file`, a line of JSON each; `None` for a process that should not write it.
 
     Raises:
-        BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if there is no other.
+        BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if all are bad.
     """
     problems = measured.problems
     is_good = np.ones(len(dataset), dtype=bool)
@@ -111,7 +111,7 @@ def keep_good_rows(
             number, problem = next(iter(problems.items()))
             advice = "leave them out with --bad_rows skip" if is_good.any() else "no row is left to train on"
             raise BadRowError(
-                f"{sources[number]['source']}: {problem}. {len(problems)} of {len(dataset)} rows are bad; mend the "
+                f"{sources[number]['source']}: {problem}. {len(problems)} of {len(dataset)} rows are bad; fix the "
                 f"data, {'or ' if is_good.any() else ''}{advice}."
             )
     dataset = dataset.add_column("length", measured.lengths)
@@ -121,7 +121,7 @@ def keep_good_rows(
 
 
 def row_lengths(dataset: Dataset) -> np.ndarray:
-    """The column `length` of rows that are checked: int64 [rows]."""
+    """The column `length` of checked rows: int64 [rows]."""
     return dataset.with_format("numpy", columns=["length"])["length"][:]
 
 
@@ -137,8 +137,8 @@ def _read_texts(
     num_proc: int | None,
     identity: str | None,
 ) -> pa.Table:
-    """What each row's conversation alone says: `problem`, `token_problem` (empty for none), `marks` (its `<image>`s),
-    `length`, and `checksum`, which the names and sizes of its pictures go on."""
+    """Checks of each row's conversation: `problem`, `token_problem` (empty for none), `marks` (its `<image>`s),
+    `length`, and `checksum`, to be extended by the names and sizes of its pictures."""
 
     def read(table: pa.Table) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {name: [] for name in schema.names}
@@ -177,9 +177,9 @@ def _read_texts(
 
 
 def _look_at_files(dataset: Dataset, texts: pa.Table, with_state: bool, num_proc: int | None) -> pa.Table:
-    """What each row's pictures are: `problem`, the row's `checksum`, and `state`, a hash that changes with them.
+    """Checks of each row's picture files: `problem`, the row's `checksum`, and `state`, a hash that changes with them.
 
-    Never kept: files may have come or gone since.
+    Never cached: files may have been added or removed since.
     """
     has_text_problem = pc.not_equal(texts["problem"], "").to_numpy()
     marks, checksums = texts["marks"].to_numpy(), texts["checksum"].to_numpy()
@@ -208,7 +208,7 @@ def _look_at_files(dataset: Dataset, texts: pa.Table, with_state: bool, num_proc
 def _open_pictures(
     dataset: Dataset, files: pa.Table, bad: set[int], num_proc: int | None, is_kept: bool
 ) -> dict[int, str]:
-    """Open the pictures of rows that are not bad, but for those whose state is one in which they were opened before.
+    """Open the pictures of rows that are not bad, except those whose state is unchanged since they were opened before.
 
     Returns:
         The rows with a picture that can't be opened, and why.
@@ -262,7 +262,7 @@ def _map(
     desc: str,
     with_indices: bool = False,
 ) -> pa.Table:
-    """What a function makes of a dataset's batches as Arrow, since encoded pictures would be read otherwise."""
+    """Map a function over a dataset's batches in Arrow format; other formats would read the encoded pictures."""
     with tempfile.TemporaryDirectory() as folder:
         found = dataset.with_format("arrow").map(
             function,
@@ -275,7 +275,7 @@ def _map(
             new_fingerprint=uuid.uuid4().hex,
             desc=desc,
         )
-        # Out of the files before they go.
+        # Copied into memory before the files are deleted.
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, schema) as stream:
             stream.write_table(found.with_format("arrow")[:].cast(schema))
@@ -283,7 +283,7 @@ def _map(
 
 
 def _content(dataset: Dataset) -> str:
-    """Hash of what a dataset's columns hold, whatever file they lie in."""
+    """Hash of a dataset's content, independent of the file that it is in."""
     found = hashlib.sha256(str(dataset.features).encode())
     for table in dataset.with_format("arrow").iter(BATCH):
         for batch in table.combine_chunks().to_batches():
@@ -297,7 +297,7 @@ def _kept_file(kind: str, key: list[Any]) -> Path:
 
 
 def _read_kept(path: Path, schema: pa.Schema) -> pa.Table | None:
-    """What was kept, if it was; nothing of what a crash of the machine has left of a file."""
+    """A cached table; `None` if there is none, or if a crash left the file damaged."""
     try:
         return pq.read_table(path, memory_map=True).cast(schema)
     except (OSError, ValueError):
@@ -315,12 +315,12 @@ def _keep(path: Path, table: pa.Table) -> None:
         finally:
             Path(aside).unlink(missing_ok=True)
     except OSError as error:
-        logger.warning("What was found of the rows can't be kept for the next run: %s", error)
+        logger.warning("The checks of the rows can't be cached for the next run: %s", error)
 
 
 def _checksum(row: Row, checksum: int) -> int:
-    """Of a row's conversation, whose own is given, and of its pictures' names and sizes; the same wherever its folder
-    lies."""
+    """The checksum of a row's conversation, extended by its pictures' names and sizes; independent of where the folder
+    is."""
     folder, described = row["image_folder"], []
     for image in row_images(row):
         name = image["path"] if isinstance(image, dict) else image
@@ -333,7 +333,7 @@ def _checksum(row: Row, checksum: int) -> int:
 
 
 def _state(row: Row) -> int:
-    """Hash of where a row's pictures lie, of each file's size and time, and of bytes that the row itself holds."""
+    """Hash of the paths, sizes and modification times of a row's picture files, and of embedded bytes."""
     state = hashlib.blake2b(digest_size=8)
     for image in row_images(row):
         path = picture_path(row, image)
@@ -346,8 +346,8 @@ def _state(row: Row) -> int:
 
 
 def _picture_references(column: pa.ChunkedArray, with_bytes: bool) -> list[Any]:
-    """A column of pictures as Python values, with the size of encoded ones, whose bytes are left where they are unless
-    asked for."""
+    """A column of pictures as Python values, with the size of encoded ones; their bytes are read only
+    `with_bytes`."""
     references: list[Any] = []
     for chunk in column.chunks:
         kind = chunk.type.value_type if pa.types.is_list(chunk.type) else chunk.type

@@ -11,13 +11,13 @@ from conversations.rows import BadRowError, Picture, Row, picture_path, row_imag
 
 
 def open_images(row: Row) -> list[PILImage.Image]:
-    """The row's pictures, decoded, in RGB, as people see them.
+    """The row's pictures, decoded to RGB.
 
-    The camera's orientation is applied, 16-bit grey is scaled to 8, transparency is dropped, and an animation gives
-    its first frame. The content decides the format, not the file's name.
+    The EXIF orientation is applied, 16-bit grey is scaled to 8 bits, transparency is dropped, and of an animation the
+    first frame is taken. The content decides the format, not the file's name.
 
     Raises:
-        BadRowError: if one can't be read, or lies outside the row's folder.
+        BadRowError: if one can't be read, or is outside the row's folder.
     """
     return [_open_image(image, row) for image in row_images(row)]
 
@@ -28,7 +28,7 @@ def _open_image(image: Picture, row: Row) -> PILImage.Image:
         file = BytesIO(image["bytes"])
     try:
         with PILImage.open(file) as opened:
-            if opened.mode.startswith("I;16"):  # converted as it is, everything above 255 would be white
+            if opened.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
                 return PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
             if opened.mode in ("I", "F"):
                 raise OSError(f"pixels of mode {opened.mode} have no known range")

@@ -1,8 +1,8 @@
 """Rows of pictures and conversations, as LLaVA ships them.
 
-A row has `images` (paths, or what `datasets.Image(decode=False)` gives), `image_folder` (the folder that paths start
-from and may not leave), `conversations` (LLaVA's turns with `from` and `value`) and `source` (file or dataset and
-number, for messages to people).
+A row has `images` (paths, or what `datasets.Image(decode=False)` gives), `image_folder` (the folder that paths are
+relative to and may not leave), `conversations` (LLaVA's turns with `from` and `value`) and `source` (file or dataset
+and row number, for messages).
 """
 
 import json
@@ -13,7 +13,7 @@ from conversations.files import lies_in, real_file, real_folder
 
 
 IMAGE_MARK = "<image>"
-# A row's columns by name; rows of others may be malformed, so no type is promised of what they hold.
+# A row's columns by name; users' rows may be malformed, so the values have no fixed type.
 Row = dict[str, Any]
 # A path, or what `datasets.Image(decode=False)` gives: `bytes` and `path`.
 Picture = str | dict[str, Any]
@@ -31,15 +31,15 @@ def row_images(row: Row) -> list[Picture]:
 
 
 def is_embedded(image: Picture) -> bool:
-    """Whether a row holds a picture's bytes, or did before they were left out and their number noted as `size`."""
+    """Whether a picture's bytes are in its row, or were before only their number was kept, as `size`."""
     return isinstance(image, dict) and (image["bytes"] is not None or image.get("size") is not None)
 
 
 def picture_path(row: Row, image: Picture) -> str | None:
-    """Where a picture of a row lies, links followed; `None` if the row holds it itself.
+    """Path of a row's picture, links resolved; `None` if it is embedded in the row.
 
     Raises:
-        BadRowError: if that is outside the row's folder: data from elsewhere must not read any file there is.
+        BadRowError: if it is outside the row's folder: downloaded data must not read arbitrary files.
     """
     if is_embedded(image):
         return None
@@ -49,14 +49,14 @@ def picture_path(row: Row, image: Picture) -> str | None:
     path = real_file(os.path.normpath(os.path.join(row["image_folder"], name)))
     if not lies_in(path, real_folder(row["image_folder"])):
         raise BadRowError(
-            f"{row['source']}: image {name} lies outside the image folder {row['image_folder']}, itself or by a link; "
-            "give --image_folder."
+            f"{row['source']}: image {name} is outside the image folder {row['image_folder']}, directly or by a link; "
+            "set --image_folder."
         )
     return path
 
 
 def row_turns(row: Row) -> list[dict[str, str]]:
-    """The row's turns in LLaVA's layout, which JSON files keep as text since their rows may be malformed."""
+    """The row's turns in LLaVA's layout; rows of JSON files store them as text, since they may be malformed."""
     turns = row["conversations"]
     return json.loads(turns) if isinstance(turns, str) else turns
 
@@ -64,8 +64,8 @@ def row_turns(row: Row) -> list[dict[str, str]]:
 def to_messages(row: Row) -> list[dict[str, Any]]:
     """The row's turns as chat messages: each `<image>` mark becomes an image part.
 
-    The template puts parts on lines of their own, so the line break that LLaVA writes beside a mark is taken out
-    here. What the assistant says stays a string, trimmed as LLaVA does.
+    The template puts each part on its own line, so the line break that LLaVA writes next to a mark is removed here.
+    What the assistant says stays a string, stripped as LLaVA does.
     """
     messages: list[dict[str, Any]] = []
     for turn in row_turns(row):

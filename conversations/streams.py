@@ -1,4 +1,4 @@
-"""Rows that are read shard by shard as they are needed, from any row on."""
+"""Rows that are read on demand, shard by shard, starting at any row."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class RowStream:
 
     Attributes:
         dataset: `conversations`, `images` or `image`, undecoded; perhaps `image_folder` and `source` too.
-        name: What rows that have no `source` are called, with the numbers of shard and row.
-        image_folder: Where the paths of their pictures start.
+        name: With the numbers of shard and row, the `source` of rows that have none.
+        image_folder: What their picture paths are relative to.
     """
 
     dataset: IterableDataset
@@ -24,13 +24,13 @@ class RowStream:
 
     @property
     def num_shards(self) -> int:
-        """How many parts can be read one by one."""
+        """Number of parts that can be read separately."""
         return self.dataset.num_shards
 
     def read(self, shard: int, start: int = 0) -> Iterator[Row]:
-        """The rows of a shard from a number on. Those before are passed over, in tables where they come in tables."""
+        """The rows of a shard from number `start` on. Earlier ones are skipped, whole tables at a time if possible."""
         part = self.dataset.shard(self.num_shards, shard)
-        # By `iter`, since a dataset shares its shards among the workers of a data loader where it is iterated over.
+        # With `iter`: iterating over the dataset itself would split its shards among a data loader's workers.
         for number, batch in enumerate((part.skip(start) if start else part).iter(batch_size=1), start):
             row = {column: values[0] for column, values in batch.items()}
             yield row if "source" in row else self._named(row, shard, number)
@@ -40,7 +40,7 @@ class RowStream:
             yield from self.read(shard)
 
     def _named(self, row: Row, shard: int, number: int) -> Row:
-        """Its place by shard, which is the same whoever reads it."""
+        """The row with a `source` that is the same in every process."""
         place = f"{self.name}, shard {shard}" if self.num_shards > 1 else self.name
         return {
             "images": row["images"] if "images" in row else row["image"],

@@ -1,4 +1,4 @@
-"""Rows from tars in WebDataset's layout: the members of a sample share a key and lie side by side."""
+"""Rows from tars in WebDataset's layout: the members of a sample share a key and are adjacent."""
 
 import json
 import os
@@ -19,12 +19,12 @@ LAYOUT = (
     "key.0.jpg, key.1.jpg and so on."
 )
 RECORDS = ("json", "jsn")
-# Short texts that some sets keep beside the json, which says the same.
+# Short texts that some datasets add and that repeat what is in the json.
 LABELS = ("txt", "text", "cls", "id", "index")
 
 
 def is_tars(builder: DatasetBuilder) -> bool:
-    """Whether what `datasets` found are tars."""
+    """Whether `datasets` found tars."""
     return isinstance(builder, WebDataset)
 
 
@@ -32,12 +32,11 @@ def stream_tars(builder: DatasetBuilder, split: str) -> IterableDataset:
     """The rows of the tars that `datasets` found, as a stream with a shard for each tar.
 
     Raises:
-        ValueError: if there is no such split, or a tar on this disk is torn; while it is read, if one is of another
-            layout.
+        ValueError: if there is no such split, or a local tar is truncated; during reading, if one has another layout.
     """
     for tar in (builder.config.data_files or {}).get(split, ()):
         if os.path.isfile(tar) and _is_torn(tar):
-            raise ValueError(f"{tar} is torn: it has no end mark; write or download it again.")
+            raise ValueError(f"{tar} is truncated: it has no end-of-archive marker; write or download it again.")
     tars = ConversationTars(
         dataset_name=builder.dataset_name,
         config_name=builder.config.name,
@@ -51,7 +50,7 @@ def stream_tars(builder: DatasetBuilder, split: str) -> IterableDataset:
 
 
 def _is_torn(tar: str) -> bool:
-    """Whether a tar has no end mark, at which `tarfile` stops as if all were well where a header is torn."""
+    """Whether a tar has no end-of-archive marker; `tarfile` doesn't report this if the cut is in a header."""
     with open(tar, "rb") as file:
         is_plain = file.read(tarfile.BLOCKSIZE)[257:262] == b"ustar"  # not compressed
         file.seek(-min(tarfile.BLOCKSIZE, file.seek(0, os.SEEK_END)), os.SEEK_END)
@@ -59,12 +58,12 @@ def _is_torn(tar: str) -> bool:
 
 
 class ConversationTars(WebDataset):
-    """`datasets`' reader of such tars, which gives `conversations.rows` instead of a column for each kind of member.
+    """`datasets`' WebDataset reader, but with `conversations.rows` instead of a column for each kind of member.
 
-    Its columns are guessed from the first five samples, so that rows with other numbers of pictures are refused.
+    The original infers columns from the first five samples and so rejects rows with another number of pictures.
     """
 
-    DECODERS: ClassVar[dict[str, Callable[[bytes], Any]]] = {}  # members are decoded where their names are at hand
+    DECODERS: ClassVar[dict[str, Callable[[bytes], Any]]] = {}  # members are decoded where their names are known
 
     def _info(self) -> DatasetInfo:
         text = Value("string")
@@ -86,7 +85,7 @@ def to_row(sample: dict[str, Any], tar: str) -> Row:
     """A row from the members of a sample, by their extensions.
 
     Raises:
-        ValueError: if a member is none of the layout, or one is missing; the message names tar and member.
+        ValueError: if a member is not part of the layout, or one is missing; the message names tar and member.
     """
     key = sample["__key__"]
     pictures, records = [], []
@@ -101,8 +100,8 @@ def to_row(sample: dict[str, Any], tar: str) -> Row:
     if len(records) != 1:
         members = ", ".join(f"{key}.{member}" for member in sorted(sample.keys() - {"__key__", "__url__"}))
         raise ValueError(
-            f"{tar}: {len(records)} json files for {members}, which lie side by side. {LAYOUT} Members of a sample "
-            "must follow each other."
+            f"{tar}: {len(records)} json files for {members}, which are adjacent. {LAYOUT} Members of a sample must "
+            "be adjacent."
         )
     names = {member: f"{key}.{member}" for member in pictures}
     return {
@@ -127,7 +126,7 @@ def _in_order(names: dict[str, str], tar: str) -> list[str]:
 
 
 def _conversations(data: bytes, place: str) -> str:
-    """The turns, as text of JSON; nothing where there is no JSON, which makes the row a bad one."""
+    """The turns as JSON text; empty if the member is not valid JSON, which makes the row a bad one."""
     try:
         record = json.loads(data)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Measurements of a vision-language model: norms at the modality interface, and what the decoder makes of them."""
+"""Measurements of a vision-language model: norms at the modality interface, and how the decoder treats them."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ __all__ = ["Comparison", "compare", "measure"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: training uses this package without the extra "diagnostics"."""
+    """Lazy imports: training uses this package without the extra "diagnostics"."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from diagnostics import comparison

@@ -39,18 +39,18 @@ def parse_arguments() -> argparse.Namespace:
     add_arguments(parser, num_samples=32)
     add = parser.add_argument
     add("--model", nargs="+", required=True, help="folders or Hub ids, compared side by side; the first is the base")
-    add("--names", nargs="+", help="what the report calls them; by default what --model says")
-    add("--base_model", help="language model whose embeddings are set beside: folder or Hub id")
-    add("--output_dir", type=Path, required=True, help="folder for the report; written over if it holds one")
-    add("--layers", type=int, nargs="+", help="layers to draw attention and compare keys of; 6 by default")
-    add("--heads", type=int, nargs="+", help="heads whose mean attention is drawn; all by default")
-    add("--query", type=int, default=-1, help="query that is drawn: -1 is where the answer begins, -2 the word before")
-    kinds = "checkpoints: one model through its training, whose keys are set against the first one's components"
+    add("--names", nargs="+", help="their names in the report (default: as given in --model)")
+    add("--base_model", help="language model to compare embeddings with: folder or Hub id")
+    add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
+    add("--layers", type=int, nargs="+", help="layers whose attention is drawn and keys are compared (default: 6)")
+    add("--heads", type=int, nargs="+", help="heads whose mean attention is drawn (default: all)")
+    add("--query", type=int, default=-1, help="query to draw: -1 is where the answer begins, -2 the word before")
+    kinds = "checkpoints: one model during training; all use the first one's principal components of keys"
     add("--compare", choices=["models", "checkpoints"], default="models", help=kinds)
     args = parser.parse_args()
     names = args.names or args.model
     if len(set(names)) < len(names):
-        parser.error(f"two models have one name, give others with --names: {' '.join(names)}")
+        parser.error(f"two models have the same name, set --names: {' '.join(names)}")
     if not -MAX_QUERIES <= args.query < 0:
         parser.error(f"--query is between -{MAX_QUERIES} and -1, got {args.query}")
     if args.names is not None and len(args.names) != len(args.model):
@@ -67,16 +67,16 @@ def measure_base(name: str, trust_remote_code: bool) -> LanguageModel:
 
 @contextmanager
 def naming(option: str, value: str) -> Iterator[None]:
-    """Leave the command with one line that names the option, if what it names can't be loaded."""
+    """Exit with one line that names the option if its value can't be loaded."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
-        # transformers goes on to list every class that it knows
+        # the first line only: transformers goes on to list all its classes
         raise SystemExit(f"{option} {value}: {str(error).strip().splitlines()[0]}") from error
 
 
 def check_closeup(args: argparse.Namespace) -> None:
-    """Leave the command if a model lacks a layer or a head that was asked for, before weights are loaded."""
+    """Exit, before weights are loaded, if a model lacks a requested layer or head."""
     if args.layers is None and args.heads is None:
         return
     for path in args.model:
@@ -85,7 +85,7 @@ def check_closeup(args: argparse.Namespace) -> None:
 
 
 def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, Any]]:
-    """Name, model and processor, one after the other; none is held here."""
+    """Name, model and processor, one after the other; no reference is kept here."""
     for path, name in zip(args.model, args.names or args.model, strict=True):
         with naming("--model", path):
             loaded = load_model(path, **model_options(args))
@@ -97,7 +97,7 @@ def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.set_verbosity_error()
-    logging.getLogger("fontTools").setLevel(logging.WARNING)  # it tells of every table of a PDF's fonts
+    logging.getLogger("fontTools").setLevel(logging.WARNING)  # it logs every font table of a PDF
     plt.switch_backend("agg")
     args = parse_arguments()
     try:

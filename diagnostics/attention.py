@@ -1,4 +1,4 @@
-"""Where text looks in the picture (App. G of "The Unseen Bias", arXiv 2512.08374)."""
+"""Attention of text to the picture (App. G of "The Unseen Bias", arXiv 2512.08374)."""
 
 from collections.abc import Sequence
 
@@ -12,17 +12,17 @@ from diagnostics.tokens import Tokens
 
 
 DEFINITIONS = {
-    "queries": "the last ordinary text tokens past the last picture, 15 at most, and the position that the answer "
+    "queries": "the last ordinary text tokens after the last picture, 15 at most, and the position that the answer "
     "begins from; numbers are means over queries and heads",
     "mass": "share of a query's attention that falls on visual tokens",
-    "evenly spread": "the same if a query looked alike at every token that the mask lets it see",
-    "entropy": "entropy of the attention over visual tokens alone, made to sum to 1, over its largest value log2(n), "
-    "n the visual tokens that the query sees: 1 is evenly spread, 0 is all on one token. Heads and queries that look "
-    "at no visual token are left out",
+    "evenly spread": "the same for uniform attention over all tokens that the mask allows",
+    "entropy": "entropy of the attention over visual tokens, renormalised to sum to 1, over its maximum log2(n), n "
+    "the visual tokens that the query sees: 1 is uniform, 0 is all on one token. Heads and queries without attention "
+    "to visual tokens are left out",
     "bottom_third": "share of the attention on visual tokens that falls on the lowest third of the picture's rows, "
-    "of the same queries",
-    "without_sinks": "the same with sink, special and newline tokens taken out of the keys and the rest made to sum "
-    "to 1; `with_sinks` leaves everything in",
+    "for the same queries",
+    "without_sinks": "the same without sink, special and newline tokens among the keys, renormalised to sum to 1; "
+    "`with_sinks` includes all keys",
 }
 
 
@@ -39,16 +39,16 @@ def attention_numbers(
     """`mass`, `entropy` and, if the layout is known, `bottom_third` of one layer of one sample; see `DEFINITIONS`.
 
     Args:
-        attention: `(num_heads, num_queries, S)`, of any scale: it is made to sum to 1 over the keys that count.
+        attention: `(num_heads, num_queries, S)`, of any scale: normalised to sum to 1 over the counted keys.
         visible: Which keys the mask lets each query see, `(num_queries, S)`.
-        tokens: Which position is what.
-        counted: Keys that count, `(S,)`.
+        tokens: Type of each position.
+        counted: Keys to count, `(S,)`.
         bottom: Positions of visual tokens in the lowest third, `(S,)`.
     """
     attention = attention.double() * counted
     attention = attention / attention.sum(-1, keepdim=True).clamp(min=1e-30)
     mass = attention[..., tokens.visual].sum(-1)
-    # Where nothing of the picture is looked at, there is no way of looking: 0 / 0 is NaN, and left out.
+    # Without attention to the picture this is 0 / 0 = NaN, and left out.
     within = attention[..., tokens.visual] / mass[..., None]
     seen = visible[:, tokens.visual].sum(-1).clamp(min=2)  # [num_queries]
     entropy = torch.special.entr(within).sum(-1) / seen.log()
@@ -61,7 +61,7 @@ def attention_numbers(
 def measure_attention(records: Sequence[Record], pictures: np.ndarray) -> Attention | None:
     """The numbers of `DEFINITIONS` by layer, `None` where the model's attention was not recorded.
 
-    `bottom_third` is there if every picture's layout is known.
+    `bottom_third` is included if every picture's layout is known.
 
     Args:
         records: One for each sample.
@@ -93,7 +93,7 @@ def _compare(
     layers: Sequence[int],
     with_sinks: bool,
 ) -> ComparedGaze:
-    """Where text looks, with everything among the keys or with ordinary tokens alone."""
+    """Attention of text to the picture, over all keys or over ordinary tokens only."""
     seen, even = [], []
     for record, bottom in zip(records, bottoms, strict=True):
         tokens, counted = record.tokens, record.tokens.visual | record.tokens.text
@@ -117,7 +117,7 @@ def _bottom_positions(record: Record) -> torch.Tensor | None:
 
 
 def _by_layer(samples: list[list[dict[str, float]]], pictures: np.ndarray) -> dict[str, ByLayer]:
-    """By name the curve over the layers, from a dict for each layer of each sample."""
+    """Curves over the layers by name, from a dict for each layer of each sample."""
     return {
         name: by_layer(by_picture(np.array([[numbers[name] for numbers in sample] for sample in samples]), pictures))
         for name in samples[0][0]
@@ -131,9 +131,9 @@ def attention_map(
 
     Args:
         record: Of one sample.
-        layer: One of the layers that were recorded.
-        heads: Heads to take the mean of; all by default.
-        query: Number of the query among those recorded; the last one is where the answer begins.
+        layer: A recorded layer.
+        heads: Heads to average; all by default.
+        query: Index into the recorded queries; the last one is where the answer begins.
     """
     if record.grid is None:
         return None

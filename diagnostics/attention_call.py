@@ -1,7 +1,7 @@
-"""What each layer's attention gets, taken from the call itself: probabilities of chosen queries, keys and values.
+"""Records each layer's attention call: probabilities of chosen queries, keys and values.
 
-Keys are those before rotary embedding. The call has them after it, and rotation keeps the inner products of a token's
-heads; so they are looked for among what the layer's modules returned, and what has other inner products is not taken.
+Keys are recorded before rotary embedding, but the call gets them after it. Rotation keeps the inner products between a
+token's heads, so the unrotated keys are found by these products among the outputs of the layer's modules.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-NO_MODULE = "no module of the layer returns what its attention gets, but for rotation"
-ROTATED_BEFORE = "they are normed after their rotation, so there are none before it"
-NO_CALL = "the layer makes no call of attention over the sample"
+NO_MODULE = "no module of the layer returns the keys that its attention gets, before rotation"
+ROTATED_BEFORE = "they are normed after their rotation, so they don't exist before it"
+NO_CALL = "the layer never calls attention over the sample"
 
 
 class KeysNotFoundError(Exception):
-    """The keys before rotation are not among what a layer's modules returned; the message says why."""
+    """The keys before rotation are not among the outputs of a layer's modules; the message says why."""
 
 
 class AttentionCalls:
@@ -29,8 +29,8 @@ class AttentionCalls:
     Attributes:
         attention: By layer, probabilities of the queries, `(num_heads, num_queries, S)`.
         visible: By layer, which keys the mask lets each query see, `(num_queries, S)`.
-        keys: By layer, before rotation, in float32, `(num_key_value_heads, num_kept, head_dim)`; of multi-head latent
-            attention the part that is never rotated.
+        keys: By layer, before rotation, in float32, `(num_key_value_heads, num_kept, head_dim)`; for multi-head latent
+            attention, the part that is never rotated.
         values: By layer, in float32, `(num_key_value_heads, num_kept, value_head_dim)`.
 
     Args:
@@ -54,8 +54,8 @@ class AttentionCalls:
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
         self._queries, self._key_positions, self._length, self._layers = queries, key_positions, length, layers
-        self._without_keys: dict[str, list[int]] = {}  # numbers of layers by reason
-        # What the modules of a layer were given and returned so far, until its attention is called.
+        self._without_keys: dict[str, list[int]] = {}  # reason: layer numbers
+        # Inputs and outputs of a layer's modules so far, until its attention is called.
         self._seen: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         self._handles: list[RemovableHandle] = []
         self._before: Any = ALL_ATTENTION_FUNCTIONS._local_mapping.get("sdpa")
@@ -63,11 +63,11 @@ class AttentionCalls:
         if self._implementation == "sdpa":
             for number, layer in layers.items():
                 self._watch_modules(number, layer)
-            # Under its own name: transformers chooses masks, and torch kernels, by it.
+            # Under the same name, by which transformers chooses masks and torch kernels.
             ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attend(ALL_ATTENTION_FUNCTIONS["sdpa"])
 
     def remove(self) -> None:
-        """Take the hooks out of the model, and put the attention function back."""
+        """Remove the hooks and restore the attention function."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -146,30 +146,30 @@ def _numbers(layers: list[int]) -> str:
 
 
 def count_repeats(key: torch.Tensor) -> int:
-    """How often each key head stands in a call's keys `(num_heads, S, head_dim)`: some families repeat them first."""
+    """How often each key head is repeated in a call's keys `(num_heads, S, head_dim)`, as some families do."""
     count = len(key)
     sizes = (size for size in range(count, 1, -1) if count % size == 0)
     return next((size for size in sizes if torch.equal(key, key[::size].repeat_interleave(size, dim=0))), 1)
 
 
 def find_keys(key: torch.Tensor, value: torch.Tensor, seen: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
-    """The keys before rotation: the last that a module returned with the inner products between heads, token by
-    token, of those that attention gets, times the factor that some kinds of rotary embedding (YaRN) put on all.
+    """The keys before rotation: the last module output that has, token by token, the same inner products between heads
+    as the keys that attention gets, times the scale that some rotary embeddings (YaRN) apply to all keys.
 
     Args:
         key, value: What attention gets, `(num_key_value_heads, S, head_dim)`.
-        seen: What the layer's modules were given first and what they returned, in order.
+        seen: First input and output of the layer's modules, in order.
 
     Returns:
         `(num_key_value_heads, S, head_dim)`.
 
     Raises:
-        KeysNotFoundError: if there is none, or only what was rotated before.
+        KeysNotFoundError: if there is none, or only one that is already rotated.
     """
     products = _head_products(key)
     scale = products.diagonal(dim1=1, dim2=2).sqrt()  # norms, [S, num_heads]
     tolerance = max(4 * torch.finfo(key.dtype).eps, 1e-4)
-    limit = tolerance * scale[:, :, None] * scale[:, None] + 1e-12 * products.max()  # keys of length 0 tell nothing
+    limit = tolerance * scale[:, :, None] * scale[:, None] + 1e-12 * products.max()  # for zero keys
     reason = NO_MODULE
     for number in range(len(seen) - 1, 0, -1):
         given, returned = seen[number]
@@ -186,11 +186,11 @@ def find_keys(key: torch.Tensor, value: torch.Tensor, seen: list[tuple[Any, torc
 
 
 def find_latent_keys(key: torch.Tensor, size: int, seen: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
-    """Of multi-head latent attention, the part of the keys that is never rotated.
+    """The part of the keys that multi-head latent attention never rotates.
 
     Args:
         key: What attention gets, `(num_heads, S, head_dim)`.
-        size: Of the part, which stands first or last in the key.
+        size: Width of the part, which comes first or last in the key.
         seen: As for [`find_keys`]; a module returns the part before the values of each head.
 
     Returns:
@@ -212,14 +212,14 @@ def find_latent_keys(key: torch.Tensor, size: int, seen: list[tuple[Any, torch.T
 
 
 def _comes_from(given: Any, outputs: list[torch.Tensor], shape: torch.Size) -> bool:
-    """Is what a module was given what an earlier one returned? What isn't was changed in between: rotated."""
+    """Whether a module's input is an earlier module's output; if not, it was changed in between: rotated."""
     taken = _in_heads(given, shape) if isinstance(given, torch.Tensor) else []
     found = [states for output in outputs for states in _in_heads(output, shape)]
     return not taken or any(torch.equal(states, other) for states in taken for other in found)
 
 
 def _in_heads(states: torch.Tensor, shape: torch.Size) -> list[torch.Tensor]:
-    """A tensor in each layout, tokens or heads first, in which it could be one of `(num_heads, S, size)`."""
+    """A tensor as `(num_heads, S, size)`, for each layout (tokens or heads first) that its shape allows."""
     num_heads, length, size = shape
     if states.numel() != shape.numel():
         return []
@@ -232,7 +232,7 @@ def _in_heads(states: torch.Tensor, shape: torch.Size) -> list[torch.Tensor]:
 
 
 def _head_products(states: torch.Tensor) -> torch.Tensor:
-    """Inner products of a token's heads, `(S, num_heads, num_heads)`, of `(num_heads, S, head_dim)`."""
+    """Inner products between each token's heads, `(S, num_heads, num_heads)`, of `(num_heads, S, head_dim)`."""
     states = states.float().transpose(0, 1)
     return states @ states.transpose(1, 2)
 
@@ -249,16 +249,16 @@ def attention_rows(
     position_bias: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention probabilities of some queries in float32, by the rules of transformers' sdpa, and what they may see.
+    """Attention probabilities of some queries in float32, as transformers' sdpa computes them, and their visible keys.
 
     Args:
         query: `(1, num_heads, S, head_dim)`, `key` with `num_key_value_heads`.
         mask: `None`, or a boolean or additive mask `(1, 1 or num_heads, S, S)`.
         rows: Positions of the queries, `(num_queries,)`.
-        module: The attention module, which says whether it is causal where nothing else does.
+        module: The attention module; its `is_causal` is the default for the argument.
 
     Returns:
-        Probabilities `(num_heads, num_queries, S)`, and which keys the mask leaves, `(num_queries, S)`.
+        Probabilities `(num_heads, num_queries, S)`, and which keys the mask allows, `(num_queries, S)`.
     """
     rows = rows.to(query.device)
     chosen, keys = query[0][:, rows].float(), key[0].float()

@@ -1,4 +1,4 @@
-"""What the theory leaves open, measured in a forward pass: do updates correlate, and do they attract each other?
+"""Measures what the theory leaves open, in a forward pass: do updates correlate, and do they attract each other?
 
 Theorem 1 of "The Unseen Bias" (arXiv 2512.08374) takes the updates of a visual and of a text token as independent;
 `examples/theory/THEORY.md` says why that matters and what κ is.
@@ -18,18 +18,18 @@ from diagnostics.tokens import SINK_FACTOR, far_longer
 # Tokens of either modality that are compared in one sample.
 MAX_COMPARED = 64
 DEFINITIONS = {
-    "tokens": f"at most {MAX_COMPARED} of each kind in a sample, evenly spaced; left out are those that enter the "
-    f"layer over {SINK_FACTOR:g} times as long as the median of their modality",
+    "tokens": f"at most {MAX_COMPARED} of each kind in a sample, evenly spaced; those that enter the layer with a "
+    f"norm over {SINK_FACTOR:g} times the median of their modality are left out",
     "update_correlation": "mean cosine between the updates of a visual and of a text token by one layer; independent "
     "updates give 0",
     "attraction_visual_to_text": "mean κ of visual tokens towards text tokens: cosine of a token's update and the "
-    "other token, both taken across the token; independent updates give 0",
-    "attraction_text_to_visual": "the same of text tokens towards visual ones",
+    "other token, both projected orthogonally to the token; independent updates give 0",
+    "attraction_text_to_visual": "the same for text tokens towards visual ones",
 }
 
 
 def attraction_towards(hidden_states: torch.Tensor, updated: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """κ of each token's update towards each other token: cosine of the two, both taken across the token.
+    """κ of each token's update towards each other token: their cosine, both projected orthogonally to the token.
 
     Args:
         hidden_states: Tokens before a layer, `(num_tokens, hidden_size)`.
@@ -53,11 +53,11 @@ def attraction_towards(hidden_states: torch.Tensor, updated: torch.Tensor, other
 def compare_updates(
     before: torch.Tensor, after: torch.Tensor, visual: torch.Tensor, text: torch.Tensor
 ) -> torch.Tensor:
-    """What [`Attractions`] holds, in its order, of one layer and one sample, `(3,)`; see `DEFINITIONS`.
+    """The values of [`Attractions`], in that order, for one layer and one sample, `(3,)`; see `DEFINITIONS`.
 
     Args:
-        before, after: What enters the layer and what leaves it, `(S, hidden_size)`, float32.
-        visual, text: Which position is what, `(S,)`.
+        before, after: The layer's input and output, `(S, hidden_size)`, float32.
+        visual, text: Type of each position, `(S,)`.
     """
     chosen = []
     for mask in (visual, text):
@@ -80,7 +80,7 @@ def measure_attractions(samples: Sequence[torch.Tensor], pictures: np.ndarray) -
     """The numbers of `DEFINITIONS` by layer with intervals.
 
     Args:
-        samples: What [`compare_updates`] gives by layer, `(L, 3)`, one for each sample.
+        samples: Results of [`compare_updates`] by layer, `(L, 3)`, one for each sample.
         pictures: Number of each sample's picture.
     """
     values = by_picture(np.stack([sample.double().numpy() for sample in samples]), pictures)  # [num_pictures, L, 3]

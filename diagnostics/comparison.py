@@ -39,7 +39,7 @@ from diagnostics.results import LanguageModel, ModelReport, Report, to_json
 
 # A folder or file as `--data` takes it, or pictures, or rows as training takes them.
 Data = str | Path | Sequence[Image.Image | Row]
-# What the models are to each other: any models, or one model through its training, whose keys have a common basis.
+# Independent models, or checkpoints of one model, whose keys share a basis.
 Kind = Literal["models", "checkpoints"]
 
 
@@ -49,7 +49,7 @@ class Comparison:
 
     Attributes:
         report: The numbers.
-        pictures: What is drawn and is no number, one for each model.
+        pictures: Pictures, attention maps and t-SNE points to draw, one for each model.
         questions: What was asked.
     """
 
@@ -65,7 +65,7 @@ class Comparison:
         return to_frame(self.report)
 
     def figures(self) -> dict[str, Figure]:
-        """The report's figures by name; those that have nothing to show are left out."""
+        """The report's figures by name; those without data are left out."""
         return draw_figures(self.report, self.pictures, self.questions.questions)
 
     def save(self, folder: str | Path) -> None:
@@ -73,7 +73,7 @@ class Comparison:
         folder = Path(folder)
         drawn = folder / "figures"
         drawn.mkdir(parents=True, exist_ok=True)
-        for name in FIGURES:  # of a report that stood here before
+        for name in FIGURES:  # of an earlier report
             for suffix in ("png", "pdf"):
                 (drawn / f"{name}.{suffix}").unlink(missing_ok=True)
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
@@ -104,16 +104,16 @@ def compare(
     """Measure models side by side on the same questions.
 
     Args:
-        models: Each with its processor, by the name that the report calls it. They stay as they are, to the bit.
+        models: Each with its processor, by its name in the report. They are not changed.
         data: Pictures, rows as training takes them, or what `--data` takes.
         question: Asked about pictures that come without one.
         num_samples: How many pictures at most.
-        kind: `"checkpoints"` for one model through its training.
-        closeup: What is looked at closely.
+        kind: `"checkpoints"` for checkpoints of one model.
+        closeup: Layers, heads and query to show in detail.
 
     Raises:
         DiagnosticsError: if a model can't be measured on this data; the message says why.
-        ValueError: if there are no models, `kind` is neither of both, or a row is malformed.
+        ValueError: if there are no models, `kind` is unknown, or a row is malformed.
     """
     if not models or kind not in get_args(Kind):
         raise ValueError(f"Give models, and a kind of {' or '.join(get_args(Kind))}; got {len(models)} and {kind!r}.")
@@ -124,7 +124,7 @@ def compare(
 
 
 def find_questions(data: Data, question: str, num_samples: int) -> Questions:
-    """What is asked; see [`compare`]."""
+    """The questions to ask; see [`compare`]."""
     if isinstance(data, str | Path):
         return load_questions(str(data), num_samples, question=question)
     turns = [{"from": "human", "value": f"<image>\n{question}"}]
@@ -142,7 +142,7 @@ def find_questions(data: Data, question: str, num_samples: int) -> Questions:
 
 
 def _embed(image: Any) -> Any:
-    """A picture in memory as rows hold it: as a file's bytes, without loss."""
+    """A picture in memory in the form of a row: as the bytes of a lossless file."""
     if not isinstance(image, Image.Image):
         return image
     file = io.BytesIO()
@@ -164,10 +164,10 @@ def measure_models(
     Args:
         models: Name, model and processor.
         questions: What is asked.
-        data: What the report calls it.
+        data: Name of the data in the report.
         kind, closeup: As in [`compare`].
-        base: A language model to set beside.
-        command: What the report says that it was made with.
+        base: A language model to compare with.
+        command: Command shown in the report.
     """
     measured: list[ModelReport] = []
     drawn: list[Pictures] = []
@@ -208,7 +208,7 @@ def measure_models(
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """The model in eval mode; afterwards every module in the mode that it was in."""
+    """Put the model in eval mode; restore every module's mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

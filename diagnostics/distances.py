@@ -1,4 +1,4 @@
-"""How far apart two sets of tokens are that come in pictures: MMD², Jensen-Shannon divergence, and a linear probe."""
+"""Distances between two sets of tokens grouped by picture: MMD², Jensen-Shannon divergence, and a linear probe."""
 
 import itertools
 from typing import NamedTuple
@@ -25,8 +25,8 @@ class Splits(NamedTuple):
     Attributes:
         observed: Visual and text tokens of all pictures.
         without: The same with each picture left out once.
-        exchanged: The modalities of some pictures exchanged; first of none.
-        halves: Half of the pictures and the other half, within one modality; no way below four pictures.
+        exchanged: The modalities of some pictures swapped; in the first split, of none.
+        halves: Half of the pictures and the other half, within one modality; empty below four pictures.
     """
 
     observed: Split
@@ -36,14 +36,14 @@ class Splits(NamedTuple):
 
 
 def make_splits(num_pictures: int, rng: np.random.Generator) -> Splits:
-    """The sets that are compared, of so many pictures."""
+    """The sets to compare, for this number of pictures."""
 
     def modalities(pictures: np.ndarray) -> Split:
         none = np.zeros_like(pictures)
         return np.concatenate([pictures, none], axis=1), np.concatenate([none, pictures], axis=1)
 
     if 2 ** (num_pictures - 1) <= PERMUTATIONS + 1:
-        # All ways. The first picture stays as it is, for to exchange all others instead comes to the same.
+        # All swaps. The first picture is never swapped, because swapping all others instead is equivalent.
         ways = np.array([(False, *way) for way in itertools.product((False, True), repeat=num_pictures - 1)])
     else:
         ways = np.concatenate([np.zeros((1, num_pictures)), rng.random((PERMUTATIONS, num_pictures)) < 0.5]) > 0
@@ -73,8 +73,8 @@ def unbiased_mmd(matrix: np.ndarray, groups: np.ndarray, pictures: np.ndarray, s
     """MMD² between the two sets of each split, `(num_ways,)`.
 
     The U-statistic of Gretton et al. (2012, eq. 3) over pictures: only pairs of tokens of different pictures count,
-    since tokens of one picture are alike, which would raise it above 0 where distributions are equal. NaN where no
-    pairs are left.
+    since tokens of one picture are correlated, which would raise it above 0 for equal distributions. NaN if no pairs
+    are left.
 
     Args:
         matrix: Kernel matrix `(N, N)`.
@@ -115,7 +115,7 @@ def js_divergence(points: np.ndarray, weights: np.ndarray, groups: np.ndarray, s
 
 
 def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> float:
-    """Cross-validated accuracy of telling the modalities apart; a picture's tokens stay together.
+    """Cross-validated accuracy of telling the modalities apart; each picture's tokens are in one fold.
 
     Args:
         points: `(N, head_dim)`.

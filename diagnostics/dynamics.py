@@ -1,9 +1,9 @@
-"""A run's way through training on a fixed set of pictures (Fig. 5 of "The Unseen Bias", arXiv 2512.08374).
+"""Training dynamics of a run, measured on a fixed set of pictures (Fig. 5 of "The Unseen Bias", arXiv 2512.08374).
 
     python -m diagnostics.dynamics --run runs/digits/stage1 --data questions.json
 
 Measures every checkpoint of a run, and writes `dynamics.jsonl`, a line for each, and `dynamics.png` into its folder.
-Checkpoints that are in the file already are not measured again. During training `training/sft.py --probe_steps 100`
+Checkpoints that are in the file already are skipped. During training `training/sft.py --probe_steps 100`
 writes the same lines through a callback.
 """
 
@@ -39,7 +39,7 @@ FILE = "dynamics.jsonl"
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
-    """Tells points that were measured on the same pictures and prompts from others, wherever these lie."""
+    """Hash of the pictures and prompts, independent of where they are stored."""
     seen = hashlib.sha256()
     for question in questions:
         for message in question.prompt:
@@ -61,7 +61,7 @@ def check_questions(points: Sequence[DynamicsPoint], questions: Sequence[Questio
 
 
 def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) -> DynamicsPoint:
-    """What is followed through training: interface norms, norms and turning by layer, gain and bias."""
+    """The measures tracked during training: interface norms, norms and turning by layer, gain and bias."""
     records = record_samples(model, samples, layers=())
     pictures = number_pictures([sample.question.picture for sample in samples])
     hidden_size = model.config.get_text_config().hidden_size
@@ -75,10 +75,10 @@ def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) 
 
 
 def read_points(path: Path) -> list[DynamicsPoint]:
-    """The lines of a file in the order of their steps; a last line that was torn by a kill is left out.
+    """The points of a file by step; an incomplete last line, of a killed run, is left out.
 
     Raises:
-        ValueError: if a line is no JSON or lacks something, as those of earlier versions do; the message names it.
+        ValueError: if a line is not JSON or lacks a field, as in files of earlier versions; the message names it.
     """
     if not path.exists():
         return []
@@ -89,26 +89,26 @@ def read_points(path: Path) -> list[DynamicsPoint]:
         try:
             points.append(from_json(DynamicsPoint, json.loads(line), place))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is no JSON ({error}). Move the file away to measure again.") from error
+            raise ValueError(f"{place} is not valid JSON ({error}). Move the file away to measure again.") from error
         except ValueError as error:
             raise ValueError(f"{error} Move the file away to measure again with this version.") from error
     return sorted(points, key=lambda point: point.step)
 
 
 def write_points(points: Sequence[DynamicsPoint], path: Path) -> None:
-    """Write the file anew, all of it or nothing."""
+    """Write the file atomically."""
     write_whole(path, "".join(json.dumps(to_json(point)) + "\n" for point in points))
 
 
 def measure_run(
     run: Path, questions: Sequence[Question], start: str | None = None, **options: Unpack[ModelOptions]
 ) -> list[DynamicsPoint]:
-    """Measure every checkpoint of a run that its `dynamics.jsonl` does not hold yet, and add it there.
+    """Measure every checkpoint of a run that is not in its `dynamics.jsonl` yet, and add it there.
 
     Args:
         run: Its `output_dir`.
         questions: What to measure on.
-        start: The model that the run began from, measured as step 0.
+        start: The model that the run started from, measured as step 0.
         options: As for [`load_model`].
 
     Returns:
@@ -119,7 +119,7 @@ def measure_run(
     """
     folders = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     if not folders:
-        raise ValueError(f"{run} holds no {PREFIX_CHECKPOINT_DIR}-<step> folders; train with --save_strategy steps.")
+        raise ValueError(f"{run} has no {PREFIX_CHECKPOINT_DIR}-<step> folders; train with --save_strategy steps.")
     points = read_points(run / FILE)
     check_questions(points, questions, run / FILE)
     steps = {int(path.name.split("-")[-1]): str(path) for path in folders}
@@ -148,7 +148,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--run", type=Path, required=True, help="output_dir of a training run")
-    add("--start", help="the model that the run began from, to be measured as step 0: folder or Hub id")
+    add("--start", help="the model that the run started from, measured as step 0: folder or Hub id")
     add_arguments(parser, num_samples=16)
     args = parser.parse_args()
     questions = read_questions(args).questions

@@ -1,4 +1,4 @@
-"""Norms of the text embeddings, and which tokens have the longest (Tables 6 to 8 of "The Unseen Bias")."""
+"""Norms of the text embeddings, and the tokens with the largest (Tables 6 to 8 of "The Unseen Bias")."""
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -10,7 +10,7 @@ from diagnostics.results import Embeddings, LongToken
 DEFINITIONS = {
     "mean": "mean L2 norm of what the embedding layer returns for each token id, all-zero rows left out (T, eq. 11)",
     "num_zero": "rows that are all zero",
-    "top": "the tokens with the longest embeddings",
+    "top": "the tokens with the largest norms",
 }
 
 
@@ -21,9 +21,9 @@ def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
 
 
 def measure_embeddings(norms: torch.Tensor, tokenizer: PreTrainedTokenizerBase, top_k: int = 10) -> Embeddings:
-    """What `DEFINITIONS` says, with `std`, `max` and `num_embeddings`, of norms by token id.
+    """The measures of `DEFINITIONS`, and `std`, `max` and `num_embeddings`, of norms by token id.
 
-    A token is given as `repr` would show it; ids past the tokenizer's own, which pad the table, by number.
+    Tokens are shown by `repr`; ids beyond the tokenizer's vocabulary, which pad the table, by number.
     """
     nonzero = norms[norms > 0].double()
     longest = norms.topk(min(top_k, len(norms)))
@@ -41,5 +41,5 @@ def measure_embeddings(norms: torch.Tensor, tokenizer: PreTrainedTokenizerBase, 
 
 
 def show_token(token: int, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token as `repr` shows it; one that the tokenizer doesn't know by its id."""
+    """A token as `repr` shows it, or its id if the tokenizer doesn't know it."""
     return repr(tokenizer.decode([token])) if token < len(tokenizer) else f"id {token}, not in the tokenizer"

@@ -14,11 +14,11 @@ MODALITIES = ("visual", "text")
 
 
 def to_frame(report: Report) -> pd.DataFrame:
-    """The measures of a report in columns `model`, `measure` (where it stands in `report.json`), `modality`, `layer`,
-    `mean`, `low`, `high` (its 95% interval), and `n` (pictures).
+    """The measures of a report in columns `model`, `measure` (its path in `report.json`), `modality`, `layer`, `mean`,
+    `low`, `high` (its 95% interval), and `n` (pictures).
 
-    What is not by layer has no layer, what is of both modalities no modality, what has no interval no `n`. Counts of
-    tokens, numbers by head and by word are in `report.json` alone.
+    Measures that are not per layer have no layer, those of both modalities no modality, those without an interval no
+    `n`. Token counts and numbers by head and by word are only in `report.json`.
     """
     models = [(model.name, _rows(model, (), range(model.num_layers + 1))) for model in report.models]
     rows = [{"model": name, **row} for name, of_model in models for row in of_model]
@@ -26,7 +26,7 @@ def to_frame(report: Report) -> pd.DataFrame:
 
 
 def _rows(value: Any, path: tuple[str, ...], layers: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """The rows of what stands at `path`; `layers` are those that values by layer are of."""
+    """The rows of the value at `path`; `layers` are the layer numbers of values by layer."""
     if isinstance(value, ByLayer):
         count = len(value.overall.by_picture)
         for layer, mean, interval in zip(layers, value.mean, value.interval, strict=False):

@@ -20,10 +20,10 @@ from modeling_normllava.modeling_normllava import Float32LayerNorm, GlobalWeight
 
 
 DEFINITIONS = {
-    "loss": "mean cross-entropy of the next token over what training has its loss on: tokens that the chat template "
-    "marks as the assistant's, or where it marks nothing, the first answer up to the end of its turn; mean over a "
-    "batch of at most 4 samples with an answer",
-    "projector_input": "L2 norm of the loss's gradient at what enters the projector, all tokens together",
+    "loss": "mean next-token cross-entropy over the tokens of the training loss: those that the chat template marks "
+    "as the assistant's, or if it marks none, the first answer up to the end of its turn; mean over a batch of at "
+    "most 4 samples with an answer",
+    "projector_input": "L2 norm of the loss's gradient at the projector's input, over all tokens",
     "vision_encoder": "L2 norm of the loss's gradient over all parameters of the vision encoder",
     "visual_embeddings": "L2 norm of the loss's gradient at the visual tokens that enter the decoder",
     "text_embeddings": "the same at all other tokens that enter the decoder",
@@ -48,10 +48,10 @@ def _norm_as(model: PreTrainedModel, compensated: bool) -> Iterator[None]:
 
 
 def measure_gradients(model: PreTrainedModel, batch: Sequence[Answered], title: str | None = None) -> Gradients | None:
-    """The numbers of `DEFINITIONS` under `"compensated"` and `"plain"`; of a model whose projector does not end in a
-    LayerNorm, under `"no norm"` or its `projector_norm`; `None` if no sample has a token to be predicted.
+    """The numbers of `DEFINITIONS` under `"compensated"` and `"plain"`; for a model whose projector does not end in a
+    LayerNorm, under `"no norm"` or its `projector_norm`; `None` if no sample has a token to predict.
 
-    Weights are only read, and have no gradient after it. Quantized encoders have none for their weights: then
+    Weights are not changed and have no gradient afterwards. Quantized encoder weights have no gradients: then
     `vision_encoder` is left out. With a `title`, progress is shown.
     """
     batch = [sample for sample in batch if len(_targets(sample))]
@@ -70,14 +70,14 @@ def measure_gradients(model: PreTrainedModel, batch: Sequence[Answered], title: 
 
 
 def _targets(sample: Answered) -> torch.Tensor:
-    """Positions of the tokens to be predicted, `(num_targets,)`; nothing predicts the first of all."""
+    """Positions of the tokens to predict, `(num_targets,)`; the sample's first token can't be predicted."""
     positions = sample.targets.nonzero()[:, 0]
     return positions[positions > 0]
 
 
 @contextmanager
 def _needing_gradients(model: PreTrainedModel, weights: Sequence[nn.Parameter]) -> Iterator[None]:
-    """These parameters need a gradient, and no others, for as long as this lasts."""
+    """Context in which only these parameters require gradients."""
     required = {parameter: parameter.requires_grad for parameter in model.parameters()}
     for parameter in required:
         parameter.requires_grad_(False)
@@ -97,7 +97,7 @@ def _gradient_norms(model: PreTrainedModel, batch: Sequence[Answered], progress:
     sums: dict[str, torch.Tensor] = {}
     weight_sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
     losses = []
-    # Something has to need one, for tokens to have any.
+    # Some parameter must require a gradient, or the tokens have none.
     with _needing_gradients(model, weights or [model.get_input_embeddings().weight]):
         for sample in batch:
             loss, squares, gradients = _sample_gradients(model, weights, sample)

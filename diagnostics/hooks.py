@@ -11,21 +11,21 @@ from diagnostics.parts import PROJECTORS, decoder_layers, find_encoder, find_nor
 
 
 class InterfaceHooks:
-    """Hands what passes each place of the modality interface to a function, until they are removed.
+    """Calls a function with the tensor at each place of the modality interface, until the hooks are removed.
 
-    Places are `"encoder_output"` (the vision encoder's last hidden states), `"projector_input"`, `"norm_input"` (what
-    enters the norm behind a NormLlava's projector), `"projector_output"` and `"decoder"` (what enters the decoder's
-    first layer), in each the tensor that the forward pass goes on with, `(..., width)`. A place that is passed more
-    than once is seen each time, in the backward pass too if its layer is computed again there.
+    Places are `"encoder_output"` (the vision encoder's last hidden states), `"projector_input"`, `"norm_input"` (input
+    of the norm after a NormLlava's projector), `"projector_output"` and `"decoder"` (input of the decoder's first
+    layer). The function gets the tensor that the forward pass uses, `(..., width)`, every time that a place is passed,
+    including recomputation in the backward pass.
 
-    As a context manager they are removed at its end.
+    As a context manager, it removes the hooks on exit.
 
     Args:
         model: The model.
         see: Takes the place and the tensor.
 
     Attributes:
-        notes: Places that the model doesn't name.
+        notes: Places that were not found in the model.
     """
 
     def __init__(self, model: PreTrainedModel, see: Callable[[str, torch.Tensor], None]) -> None:
@@ -38,7 +38,7 @@ class InterfaceHooks:
         def see_projector(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             before = _first_tensor((*args, *kwargs.values()))
             after = output if isinstance(output, torch.Tensor) else _first_tensor(output)
-            if before is not None and after is not None:  # Ovis2 looks its indicator tokens up in the same table
+            if before is not None and after is not None:  # Ovis2 also looks up its indicator tokens in this table
                 see("projector_input", before)
                 see("projector_output", after)
 
@@ -64,7 +64,7 @@ class InterfaceHooks:
         self.remove()
 
     def remove(self) -> None:
-        """Take the hooks out of the model."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

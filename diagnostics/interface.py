@@ -12,23 +12,23 @@ from diagnostics.statistics import by_picture, estimate, ratio, sample_means, su
 
 
 DEFINITIONS = {
-    "encoder_output": "last hidden states of the vision encoder, class token included; what a merger inside of it "
-    "makes of them comes under projector_output",
-    "projector_input": "what enters the projector, as it enters: of the layer that is read, and where the model cuts "
-    "tokens out or joins neighbours before, after that",
-    "projector_output": "what the projector returns",
+    "encoder_output": "last hidden states of the vision encoder, class token included; the output of a merger inside "
+    "the encoder counts as projector_output",
+    "projector_input": "input of the projector: from the encoder layer that the model reads, after any cropping or "
+    "merging of tokens before the projector",
+    "projector_output": "output of the projector",
     "visual_at_decoder": "visual tokens that enter the decoder's first layer",
     "text_at_decoder": "ordinary text tokens that enter the decoder's first layer",
-    "text_in_prompt": "what the embedding layer returns for the prompt's ordinary text tokens",
-    "vocabulary": "what the embedding layer returns for every token of the vocabulary, all-zero rows left out; its "
-    "mean is T (eq. 11)",
+    "text_in_prompt": "output of the embedding layer for the prompt's ordinary text tokens",
+    "vocabulary": "output of the embedding layer for every token of the vocabulary, all-zero rows left out; its mean "
+    "is T (eq. 11)",
 }
 
 
 def measure_interface(
     records: Sequence[Record], pictures: np.ndarray, vocabulary: torch.Tensor, hidden_size: int
 ) -> Interface:
-    """Norms at each place of `DEFINITIONS`, and how much longer visual tokens are than text.
+    """Norms at each place of `DEFINITIONS`, and the ratio of visual to text norms.
 
     Args:
         records: One for each sample.

@@ -1,7 +1,7 @@
-"""How far apart visual and text tokens are in the space of keys, before rotary embedding, and in that of values.
+"""Distances between visual and text tokens in key space, before rotary embedding, and in value space.
 
-After rotary embedding, keys of the same distribution at different positions look apart. The measures are those that
-MaLoRA's abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated in `DEFINITIONS`.
+Rotary embedding separates keys of the same distribution at different positions. The measures are those that MaLoRA's
+abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated in `DEFINITIONS`.
 """
 
 from collections.abc import Sequence
@@ -33,22 +33,22 @@ from diagnostics.tokens import Tokens
 MAX_TOKENS = 256
 COMPONENTS = 10
 DEFINITIONS = {
-    "tokens": "keys before rotary embedding, and values as attention gets them, per head, standardised on both "
-    f"modalities together; of each picture equally many of either modality, about {MAX_TOKENS} in all, drawn anew for "
-    "each picture and alike for every model; medians over heads",
+    "tokens": "keys before rotary embedding, and values as attention gets them, per head, standardised over both "
+    f"modalities together; equally many of each modality from each picture, about {MAX_TOKENS} in all, sampled with a "
+    "seed per picture that is the same for every model; medians over heads",
     "mmd": "squared maximum mean discrepancy, kernel mean_j exp(-‖x-y‖²/(s_j σ²)), s = ¼, ½, 1, 2, 4, σ² the "
     "mean squared distance over both sets; over pairs of tokens of different pictures, so that it is about 0 for "
-    "equal distributions, and can fall below. The text is the words that were asked. Interval: the jackknife's",
-    "p_value": "share of the ways to exchange the modalities of whole pictures that give at least the MMD² that was "
-    f"observed: all ways, or {PERMUTATIONS} random ones and the observed one. Not given where pictures share their "
-    "words, since then the text is not drawn anew with each picture",
+    "equal distributions, and can be negative. The text tokens are those of the question. Interval: jackknife",
+    "p_value": "permutation test: share of swaps of the modalities of whole pictures that give at least the observed "
+    f"MMD²: all swaps, or {PERMUTATIONS} random ones and the observed one. Not given if pictures share a question, "
+    "since their texts are then not independent samples",
     "js": f"Jensen-Shannon divergence in bits between histograms of {BINS} shared bins, on each of at most "
     f"{COMPONENTS} principal components, weighted by explained variance. Biased upwards: compare with its baseline. "
-    "Components are each model's own, so that two models have no common axis; checkpoints have the first one's",
-    "baseline": "what the same stays below in 95% of the random splits of the pictures in halves, within one modality "
-    f"({HALVES} splits of either); halves have half as many tokens, which raises js",
-    "probe": "accuracy of a logistic regression that tells visual from text tokens, cross-validated so that no "
-    "picture is in both parts; 0.5 is chance",
+    "Each model has its own components, so two models share no axis; checkpoints use the first one's",
+    "baseline": "95% quantile of the same over random splits of the pictures into halves, within one modality "
+    f"({HALVES} splits of each); halves have half as many tokens, which raises js",
+    "probe": "accuracy of a logistic regression that tells visual from text tokens, cross-validated with each picture "
+    "in one fold; 0.5 is chance",
     "norm": "mean L2 norm of a head's keys or values, before they are standardised",
     "spread": "root mean squared distance of a head's keys or values from the mean of their modality, before they are "
     "standardised",
@@ -67,8 +67,8 @@ Bases = dict[tuple[int, int], Basis]
 
 
 class Points(NamedTuple):
-    """Keys or values of one layer: `(n, num_heads, head_dim)` of either modality, the picture's number of a row of
-    both, `(n,)`, and how many pictures there are, some of which may have no row."""
+    """Keys or values of one layer: `(n, num_heads, head_dim)` for each modality, the picture number of each row of
+    both, `(n,)`, and the number of pictures, some of which may have no row."""
 
     visual: np.ndarray
     text: np.ndarray
@@ -89,14 +89,14 @@ class Points(NamedTuple):
 
 
 def draw_positions(tokens: Tokens, picture: str, turn: int, count: int) -> torch.Tensor:
-    """Positions of at most `count` visual and `count` text tokens, drawn anew for each picture, the same for every
-    model; other visual tokens each `turn` that the picture comes.
+    """Random positions of at most `count` visual and `count` text tokens, seeded by the picture, so the same for every
+    model; each `turn` of the same picture gives other visual tokens.
 
     Args:
         tokens: Of the sample.
         picture: Fingerprint of its pictures.
-        turn: How many samples before had the same picture.
-        count: How many of either.
+        turn: How many earlier samples had the same picture.
+        count: How many of each.
     """
     generator = torch.Generator().manual_seed(int(picture, 16) % 2**63)
     visual, text = (mask.nonzero()[:, 0] for mask in (tokens.visual, tokens.text))
@@ -147,7 +147,7 @@ class _Medians(NamedTuple):
 
 
 def _medians(heads: Sequence[Sequence[np.ndarray]]) -> _Medians:
-    """Of what a measure gives for each head and each of the [`Splits`]."""
+    """Medians of a measure's values for each head and each of the [`Splits`]."""
     observed, without, exchanged, halves = (np.median(of_heads, axis=0) for of_heads in zip(*heads, strict=True))
     return _Medians(
         float(observed[0]), without, float(np.quantile(halves, 0.95)) if len(halves) else float("nan"), exchanged
@@ -155,7 +155,7 @@ def _medians(heads: Sequence[Sequence[np.ndarray]]) -> _Medians:
 
 
 class _Layer(NamedTuple):
-    """What is measured of one layer.
+    """Measures of one layer.
 
     Attributes:
         mmd, js: MMD² and Jensen-Shannon divergence.
@@ -204,7 +204,7 @@ def _by_picture(values: np.ndarray, points: Points) -> np.ndarray:
 
 
 def _basis(points: np.ndarray, bases: Bases, place: tuple[int, int]) -> Basis:
-    """The components that the first model had at this place."""
+    """The first model's components at this layer and head."""
     if place not in bases:
         pca = PCA(min(COMPONENTS, *points.shape), random_state=0).fit(points)
         bases[place] = Basis(pca.components_, pca.explained_variance_ratio_)
@@ -223,15 +223,15 @@ def measure_space(
     bases: Bases,
     seed: int = 0,
 ) -> Space | None:
-    """The numbers of `DEFINITIONS` by layer; `None` where nothing was recorded, of one picture, or of fewer than 8
-    tokens of either modality.
+    """The numbers of `DEFINITIONS` by layer; `None` if nothing was recorded, for a single picture, or for fewer than 8
+    tokens of each modality.
 
     Args:
         kept: For each sample by layer its keys or values, `(num_heads, num_kept, head_dim)`.
         records: One for each sample.
         pictures: Number of each sample's picture.
-        bases: Principal components by layer and head; filled in where there are none.
-        seed: Of exchanges and halves.
+        bases: Principal components by layer and head; missing ones are added.
+        seed: Of swaps and halves.
 
     Raises:
         DiagnosticsError: if the components are of another width.
@@ -266,14 +266,14 @@ def _without_intervals(values: list[float]) -> Curve:
 
 
 def _words_differ(records: Sequence[Record], pictures: np.ndarray) -> bool:
-    """Whether no two pictures are asked about with the same words: else the text is no sample of its own in each."""
+    """Whether no two pictures share a question: otherwise their texts are not independent samples."""
     asked: dict[tuple[int, ...], int] = {}
     words = [tuple(record.input_ids[record.tokens.text].tolist()) for record in records]
     return all(asked.setdefault(of, picture) == picture for of, picture in zip(words, pictures, strict=True))
 
 
 def _p_value(mmd: _Medians) -> float:
-    """Share of the ways in which the median is no smaller; the slack is for rounding, which differs between ways."""
+    """Share of swaps whose median is at least the observed one; the tolerance is for rounding errors."""
     return float((mmd.exchanged >= mmd.observed - 1e-9).mean())
 
 
@@ -287,7 +287,7 @@ def _root_mean(squares: np.ndarray) -> ByLayer:
 def project(
     records: Sequence[Record], pictures: np.ndarray, layer: int, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """t-SNE of a layer's keys, all heads side by side, for a picture only: distances in it mean nothing.
+    """t-SNE of a layer's keys, all heads concatenated, for plotting only: distances in it mean nothing.
 
     Returns:
         Visual and text tokens, `(n, 2)` each.

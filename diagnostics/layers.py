@@ -1,7 +1,7 @@
-"""How long visual and text tokens are at each layer of the decoder, and how fast they turn.
+"""Norms of visual and text tokens at each layer of the decoder, and how fast the tokens turn.
 
 Source: "The Unseen Bias" (arXiv 2512.08374), Fig. 1b, 3, 4 and 5: the cosine between a token's hidden states before
-and after a layer stands for its angular velocity (eq. 8); the closer to 1, the slower it turns.
+and after a layer measures its angular velocity (eq. 8); the closer to 1, the slower it turns.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from diagnostics.statistics import LEVEL, by_layer, by_picture, estimate, ratio_
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 DEFINITIONS = {
-    "norm": "L2 norm of the hidden states that enter each layer, and last of what leaves the last layer, before the "
-    "decoder's final norm",
-    "cosine": "cosine between what enters a layer and what leaves it; 1 means that the token does not turn",
-    "update_ratio": "norm of a layer's whole residual update over the norm of what enters, ‖u‖/‖h‖",
-    "update_cosine": "cosine between what enters a layer and the update, cos(u, h)",
+    "norm": "L2 norm of the hidden states that enter each layer; the last value is the last layer's output, before "
+    "the decoder's final norm",
+    "cosine": "cosine between a layer's input and its output; 1 means that the token does not turn",
+    "update_ratio": "norm of a layer's whole residual update over the norm of its input, ‖u‖/‖h‖",
+    "update_cosine": "cosine between a layer's input and the update, cos(u, h)",
     "update_rate": "1 - cosine, mean over the layers",
-    "gap": "cosine of visual tokens less that of text tokens, in pairs within each sample; above 0, visual tokens "
-    "turn more slowly. The interval of the layer with the largest gap allows for the choice among layers (Bonferroni)",
-    "norm_ratio": "mean norm of visual tokens over that of text tokens, where they enter a layer",
+    "gap": "cosine of visual tokens minus that of text tokens, paired within each sample; above 0, visual tokens turn "
+    "more slowly. The interval of the layer with the largest gap is corrected for the choice of layer (Bonferroni)",
+    "norm_ratio": "mean norm of visual tokens over that of text tokens, at the input of a layer",
 }
 
 
@@ -60,7 +60,7 @@ def measure_layers(records: Sequence[Record], pictures: np.ndarray) -> Layers:
 
 
 class _Modality(NamedTuple):
-    """Of one modality: mean norms `(num_pictures, L + 1)`, mean cosines `(num_pictures, L)`, and all summed up."""
+    """One modality's mean norms `(num_pictures, L + 1)`, mean cosines `(num_pictures, L)`, and their summary."""
 
     norms: np.ndarray
     cosines: np.ndarray

@@ -1,7 +1,7 @@
-"""What hidden states between the layers read as in the model's own vocabulary: the logit lens.
+"""The logit lens: hidden states between the layers, decoded to the model's own vocabulary.
 
-The decoder's final norm and output embeddings are made for what leaves the last layer. What they make of a state
-before is a hint of where it stands, no measure of what it holds.
+The decoder's final norm and output embeddings are trained for the last layer's output. Applied to earlier hidden
+states they give a hint, not a measure of what these contain.
 """
 
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from diagnostics.parts import DiagnosticsError, find_decoder
 from diagnostics.results import Lens, LensToken
 
 
-# What families call the norm behind the decoder's last layer.
+# Names of the norm after the decoder's last layer.
 FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "embedding_norm", "norm_f", "ln_f")
-# Tokens that are read at once: logits are as wide as the vocabulary.
+# Tokens that are decoded at a time: logits are as wide as the vocabulary.
 CHUNK = 128
-# Of the tokens that are read behind a layer, so many are shown.
+# Number of decoded tokens that are shown for a layer.
 TOP = 5
 DEFINITIONS = {
     "share": "share of the visual tokens of the first pictures, sinks included, that the decoder's own final norm and "
-    "head read as this token behind a layer",
-    "probability": "mean probability of the token where it is the likeliest",
-    "caveat": "the head is trained for what leaves the last layer: what it reads before is a hint, no measure "
-    "(logit lens, nostalgebraist, 2020)",
+    "head decode to this token after a layer",
+    "probability": "mean probability of the token where it is the most probable one",
+    "caveat": "the head is trained for the last layer's output: applied to earlier layers it gives a hint, not a "
+    "measure (logit lens, nostalgebraist, 2020)",
 }
 
 
@@ -34,7 +34,7 @@ def find_final_norm(model: PreTrainedModel) -> nn.Module:
     """The norm between the decoder's last layer and the output embeddings.
 
     Raises:
-        DiagnosticsError: if none has a known name.
+        DiagnosticsError: if no known name is found.
     """
     parts = dict(find_decoder(model).named_children())
     for name in FINAL_NORMS:
@@ -45,11 +45,11 @@ def find_final_norm(model: PreTrainedModel) -> nn.Module:
 
 @torch.no_grad()
 def read_visual(model: PreTrainedModel, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest token by the decoder's final norm and output embeddings, and its probability.
+    """The most probable token by the decoder's final norm and output embeddings, and its probability.
 
     Args:
         model: The model.
-        hidden_states: As they leave a layer, `(num_tokens, hidden_size)`.
+        hidden_states: Output of a layer, `(num_tokens, hidden_size)`.
 
     Returns:
         Ids and probabilities, `(num_tokens,)` each.
@@ -70,10 +70,10 @@ def read_visual(model: PreTrainedModel, hidden_states: torch.Tensor) -> tuple[to
 
 
 def _scaled_as_by(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """What families do with the logits behind the output embeddings; it doesn't change which token is the likeliest.
+    """Scale or cap logits as the model family does; it doesn't change which token is the most probable.
 
-    Granite divides, Muse multiplies and Gemma caps by its config; Cohere's models with pictures scale only where they
-    hold the factor themselves.
+    Granite divides, Muse multiplies and Gemma caps by its config; Cohere's vision models scale only if they have the
+    factor themselves.
     """
     config = model.config.get_text_config()
     factor = (getattr(model, "logit_scale", None) or 1.0) * getattr(config, "output_multiplier", 1.0)
@@ -85,8 +85,8 @@ def _scaled_as_by(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
 def measure_lens(
     decoded: Sequence[dict[int, tuple[torch.Tensor, torch.Tensor]]], tokenizer: PreTrainedTokenizerBase
 ) -> Lens | None:
-    """What `DEFINITIONS` says, of what [`read_visual`] returned for each sample by layer; `None` where nothing was
-    read."""
+    """The measures of `DEFINITIONS`, from the results of [`read_visual`] for each sample by layer; `None` if there are
+    none."""
     decoded = [layers for layers in decoded if layers]
     if not decoded:
         return None

@@ -1,4 +1,4 @@
-"""Any vision-language model with its processor, and pictures with questions as its inputs."""
+"""Load any vision-language model with its processor, and pictures with questions as its inputs."""
 
 import argparse
 import hashlib
@@ -60,8 +60,9 @@ class Question:
     """A picture with a question, as chat messages.
 
     Attributes:
-        source: Where it comes from, for messages to people.
-        picture: Fingerprint of the content of the prompt's pictures, whatever their paths: what is one sample.
+        source: Where it comes from, for messages.
+        picture: Fingerprint of the content of the prompt's pictures, independent of their paths; statistics are over
+            these.
         images: The prompt's pictures, in RGB.
         prompt: Messages up to the first answer.
         conversation: All messages.
@@ -76,13 +77,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Questions:
-    """What was chosen of some data.
+    """Questions chosen from some data.
 
     Attributes:
-        questions: In order; pictures stand twice only where there were too few.
+        questions: In order; a picture is repeated only if there were too few.
         num_pictures: How many different pictures they show.
-        passed_over: Rows on the way that ask about no picture.
-        unreadable: What was wrong with rows whose pictures can't be read, a line for each that names it.
+        passed_over: Number of skipped rows without a picture.
+        unreadable: A line for each skipped row with an unreadable picture, with the reason.
     """
 
     questions: list[Question]
@@ -112,17 +113,17 @@ def load_model(
     Args:
         name: Folder or Hub id.
         dtype: `"auto"` for the checkpoint's own, or torch's name of one.
-        device_map: As in `from_pretrained`; `"auto"` spreads a model over what there is.
-        load_in_4bit: Hold the decoder's weights in NF4, and the way to it as it is; needs the extra "qlora".
+        device_map: As in `from_pretrained`; `"auto"` spreads a model over the available devices.
+        load_in_4bit: Load the decoder in NF4, encoder and projector unquantized; needs the extra "qlora".
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
 
     Raises:
-        NoVisualTokensError: if the model has none.
+        NoVisualTokensError: if the model has no visual tokens.
         DiagnosticsError: if a package is missing that its vision encoder or processor needs.
         OSError, ValueError: if it can't be loaded.
     """
     try:
-        # First, since it takes no time: what is missing is known before weights are loaded.
+        # First, since it is fast: a missing package shows before weights are loaded.
         processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
         model = _load_weights(name, dtype, device_map, load_in_4bit, trust_remote_code)
     except ImportError as error:
@@ -152,13 +153,13 @@ def _load_weights(
         if "Unrecognized configuration class" not in str(error):
             raise
         raise NoVisualTokensError(
-            "This is no model for pictures and text: transformers lists none with the config "
+            "This is not an image-text model: transformers has none with the config "
             f"{type(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)).__name__}."
         ) from error
 
 
 def _missing_package(error: ImportError) -> str:
-    """One line for what transformers says on several: who needs which package, and how to install it."""
+    """transformers' error in one line: what needs which package, and how to install it."""
     needed = re.search(r"(\w+) requires the (\w+) library", str(error))
     if needed is None:
         return " ".join(str(error).split())
@@ -188,16 +189,16 @@ def count_layers_and_heads(name: str, trust_remote_code: bool = False) -> tuple[
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
-    """What every command that measures takes: which pictures, and how a model is loaded."""
+    """Options of every command that measures: the data, and how a model is loaded."""
     add = parser.add_argument
     add("--data", required=True, help="pictures and questions, or a folder of pictures")
-    add("--image_folder", help="goes before the picture paths of a JSON file; its own folder by default")
-    add("--split", default="train", help="of a dataset (default: train)")
-    add("--question", default="Describe this picture.", help="asked about the pictures of a folder")
+    add("--image_folder", help="base folder of a JSON file's picture paths (default: the file's folder)")
+    add("--split", default="train", help="split of a dataset (default: train)")
+    add("--question", default="Describe this picture.", help="question for the pictures of a folder")
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
-    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="of the weights")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
     add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
-    add("--load_in_4bit", action="store_true", help="hold the weights in NF4")
+    add("--load_in_4bit", action="store_true", help="load the weights in NF4")
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
@@ -212,7 +213,7 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
-    """What [`load_questions`] does, from the command line; leaves it with the cause if there are none."""
+    """[`load_questions`] with the command line's options; exits with the reason if there are none."""
     if args.num_samples < 1:
         raise SystemExit("--num_samples must be at least 1.")
     try:
@@ -220,7 +221,7 @@ def read_questions(args: argparse.Namespace) -> Questions:
     except (ValueError, OSError) as error:
         raise SystemExit(f"--data: {error}") from error
     if chosen.passed_over:
-        logger.info("%d rows of %s ask about no picture and were passed over", chosen.passed_over, args.data)
+        logger.info("%d rows of %s have no picture and were skipped", chosen.passed_over, args.data)
     if chosen.num_pictures < len(chosen.questions):
         logger.info(
             "%d questions on %d different pictures: %s has no more",
@@ -240,12 +241,12 @@ def load_questions(
         data: Rows as training takes them (LLaVA's JSON or JSONL, a dataset on disk or on the Hub), or a folder of
             pictures, those in its subfolders too; hidden files are left out.
         num_samples: How many at most.
-        image_folder: Goes before the paths of a JSON file.
+        image_folder: Base folder of a JSON file's picture paths.
         split: Of a dataset.
         question: Asked about the pictures of a folder.
 
     Returns:
-        What [`take_questions`] does.
+        The result of [`take_questions`].
     """
     folder = Path(data)
     if folder.is_dir() and not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
@@ -268,15 +269,15 @@ def _find_pictures(folder: Path) -> list[Path]:
 
 
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
-    """The first rows with a picture before their first answer that no row before has, at most `num_samples`.
+    """The first rows that have a new picture before their first answer, at most `num_samples`.
 
-    Rows with a picture that was taken are used, in their order, only where the data ends before. Pictures that can't
-    be read are passed over with a warning.
+    Rows with a picture that was taken already are used, in order, only if there are too few. Rows with unreadable
+    pictures are skipped with a warning.
 
     Args:
         rows: With `source`.
         num_samples: How many at most.
-        data: What messages call the rows.
+        data: Name of the rows in messages.
 
     Raises:
         NoVisualTokensError: if there is none.
@@ -300,7 +301,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
             try:
                 question = _to_question(row)
             except BadRowError as error:
-                logger.warning("passed over: %s", error)
+                logger.warning("skipped: %s", error)
                 unreadable.append(str(error))
                 continue
             seen.add(files)
@@ -311,7 +312,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
     if not taken:
         reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
         raise NoVisualTokensError(
-            f"{data} holds no pictures to ask about ({passed_over} rows without one before the first answer). Give "
+            f"{data} has no pictures to ask about ({passed_over} rows without one before the first answer). Give "
             f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
         )
     again = [_to_question(row) for row in reserve[: num_samples - len(taken)]]
@@ -325,7 +326,7 @@ def _check(row: Row) -> None:
 
 
 def _files(row: Row) -> tuple[str, ...]:
-    """What tells the files of the prompt's pictures apart without opening one: their paths, or a hash of the bytes."""
+    """Identifies the prompt's pictures without opening them: by their paths, or a hash of the bytes."""
     marks = sum(turn["value"].count(IMAGE_MARK) for turn in _prompt_turns(row))
     files = []
     for image in row_images(row)[:marks]:
@@ -353,7 +354,7 @@ def _to_question(row: Row) -> Question:
 
 
 def fingerprint_pictures(images: Iterable[Image.Image]) -> str:
-    """Tells pictures by their pixels, whatever their files are called."""
+    """Hash of the pictures' pixels, independent of file names."""
     seen = hashlib.sha256()
     for image in images:
         rgb = image.convert("RGB")

@@ -30,14 +30,14 @@ from diagnostics.tokens import find_tokenizer
 
 
 GRADIENT_SAMPLES = 4
-# Asked about the first pictures, to see whether the gap of cosines hangs on the question.
+# Asked about the first pictures, to see whether the gap of cosines depends on the question.
 OTHER_PROMPTS = ("Describe this picture.", "What is in the middle of this picture?")
 PROMPTED_PICTURES = 8
 
 
 @dataclass(frozen=True)
 class Closeup:
-    """What of a model is looked at closely.
+    """What to show of a model in detail.
 
     Attributes:
         layers: Layers whose attention is drawn and whose keys are compared; six evenly spread ones by default.
@@ -50,7 +50,7 @@ class Closeup:
     query: int = -1
 
     def check(self, num_layers: int, num_heads: int) -> None:
-        """Raises `DiagnosticsError` if a model with so many layers and heads lacks one."""
+        """Raises `DiagnosticsError` if a chosen layer or head is out of range."""
         for option, chosen, count in (("layers", self.layers, num_layers), ("heads", self.heads, num_heads)):
             if not all(0 <= number < count for number in chosen or ()):
                 numbers = " ".join(map(str, chosen or ()))
@@ -78,12 +78,12 @@ def measure_model(
     Args:
         model, processor: As [`~diagnostics.loading.load_model`] returns them.
         questions: The same for every model that is to be compared.
-        name: What the report calls the model.
-        closeup: What is looked at closely.
+        name: The model's name in the report.
+        closeup: What to show in detail.
         bases: Filled in by the first of several checkpoints, used by the others; new ones for every other model.
 
     Raises:
-        DiagnosticsError: if a layer, a head or a query is not there, or a question can't be measured.
+        DiagnosticsError: if a layer, a head or a query does not exist, or a question can't be measured.
     """
     num_layers = len(decoder_layers(model))
     closeup.check(num_layers, model.config.get_text_config().num_attention_heads)
@@ -91,7 +91,7 @@ def measure_model(
     offloaded = any(parameter.device.type == "meta" for parameter in model.parameters())
     samples = prepare_samples(model, processor, questions, num_answered=0 if offloaded else GRADIENT_SAMPLES)
     check_query(samples[:NUM_MAPS], closeup.query)
-    # First, since bitsandbytes packs 4-bit weights on CPU in the first pass without gradients, and can't go back.
+    # First, since bitsandbytes packs 4-bit weights on CPU in the first pass without gradients, irreversibly.
     answered = [sample.answered for sample in samples if sample.answered is not None]
     gradients = measure_gradients(model, answered, f"{name}: gradients")
     records = record_samples(model, samples, layers, f"{name}: pictures", num_read=NUM_MAPS)
@@ -101,7 +101,7 @@ def measure_model(
     if offloaded:
         notes.add("gradients: not recorded, a backward pass would hold all offloaded weights at once")
     elif gradients is None:
-        notes.add("gradients: not recorded, no question of the first ones has an answer")
+        notes.add("gradients: not recorded, none of the first questions has an answer")
     report = summarize_records(model, processor, name, samples, records, pictures, prompts, gradients, notes, bases)
     return report, take_pictures(samples, records, pictures, report.key_space, closeup.heads, closeup.query)
 
@@ -112,7 +112,7 @@ def spread_layers(count: int, chosen: int = 6) -> list[int]:
 
 
 def check_query(samples: Sequence[Sample], query: int) -> None:
-    """Raises `DiagnosticsError` if one has no such query."""
+    """Raises `DiagnosticsError` if a sample has no such query."""
     for sample in samples:
         count = len(choose_queries(sample.prompt.tokens))
         if not -count <= query < 0:
@@ -128,9 +128,9 @@ def record_samples(
     num_read: int = 0,
 ) -> list[Record]:
     """A record for each sample, with attention, keys and values of `layers`; the visual tokens of the first `num_read`
-    are read through the decoder's head.
+    are decoded with the decoder's head.
 
-    With a `title`, progress is shown. Otherwise the head is not run: nothing is measured behind the decoder.
+    With a `title`, progress is shown. For other samples the head is not run: nothing after the decoder is measured.
 
     Raises:
         DiagnosticsError: if a sample can't be measured; the message names its question.
@@ -180,7 +180,7 @@ def _words(question: Question) -> str:
 
 
 def asking(question: Question, words: str) -> Question:
-    """The same pictures, behind the same system message, with other words."""
+    """The same pictures and system message with another question."""
     system = [message for message in question.prompt if message["role"] == "system"]
     content: list[Part] = [{"type": "image", "image": image} for image in question.images]
     prompt = [*system, Message(role="user", content=[*content, {"type": "text", "text": words}])]
@@ -199,7 +199,7 @@ def summarize_records(
     notes: set[str],
     bases: SharedBases,
 ) -> ModelReport:
-    """What the records say of the model, beside its gradients and what could not be recorded."""
+    """The report of a model from its records, gradients and notes."""
     vocabulary, tokenizer = vocabulary_norms(model), find_tokenizer(processor)
     hidden_size = model.config.get_text_config().hidden_size
     return ModelReport(

@@ -16,7 +16,7 @@ def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
 def embedding_norms(embeddings: nn.Module, num_embeddings: int, chunk_size: int = 8192) -> torch.Tensor:
     """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id.
 
-    The layer is called, not its weight read, because some decoders (Gemma) scale the weight on the way.
+    The layer is called instead of reading its weight, because some decoders (Gemma) scale the embeddings.
 
     Args:
         embeddings: What `model.get_input_embeddings()` returns.

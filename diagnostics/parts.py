@@ -1,4 +1,4 @@
-"""The parts of a vision-language model that are looked at, found alike in every model of transformers."""
+"""Finds the measured parts of a vision-language model, the same way for every model of transformers."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-# What families call their vision encoder, as `PreTrainedModel.get_encoder` knows them.
+# Names of the vision encoder, as in `PreTrainedModel.get_encoder`.
 ENCODERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
-# What they call the module that takes the vision encoder's features to the decoder's width.
+# Names of the module that projects the vision encoder's features to the decoder's width.
 PROJECTORS = (
     "multi_modal_projector",
     "mm_projector",
@@ -28,12 +28,12 @@ PROJECTORS = (
 
 
 THIRDS = ("first third", "middle third", "last third")
-# What groups are called where a decoder has fewer layers than three.
+# Names of the groups if a decoder has fewer than three layers.
 FEW = {1: ("only layer",), 2: ("first layer", "last layer")}
 
 
 class DiagnosticsError(ValueError):
-    """What was asked for can't be measured on this model with this data; the message says why and what to do."""
+    """This model can't be measured as requested on this data; the message says why and what to do."""
 
 
 class NoVisualTokensError(DiagnosticsError):
@@ -41,20 +41,20 @@ class NoVisualTokensError(DiagnosticsError):
 
 
 def find_encoder(model: PreTrainedModel) -> nn.Module | None:
-    """The vision encoder, or `None` where the model names none."""
+    """The vision encoder, or `None` if the model names none."""
     encoder = model.get_encoder(modality="image")
     return None if encoder is model or encoder is model.base_model else encoder
 
 
 def find_projector(model: PreTrainedModel) -> nn.Module | None:
-    """The module that takes vision features to the decoder, found by its name; `None` where none has a known one."""
+    """The module that projects vision features to the decoder, found by name; `None` if no name is known."""
     found = [(name.count("."), module) for name, module in model.named_modules() if name.split(".")[-1] in PROJECTORS]
     return min(found, key=lambda entry: entry[0])[1] if found else None
 
 
 def find_norm(model: PreTrainedModel) -> Any:
-    """The norm in which a NormLlava's projector ends, or `None` for other models and the arm without it."""
-    if not hasattr(model.config, "projector_norm"):  # Qwen3-VL's merger has a `norm` too, in front
+    """The norm at the end of a NormLlava's projector; `None` for other models and without that norm."""
+    if not hasattr(model.config, "projector_norm"):  # Qwen3-VL's merger has a `norm` too, before it
         return None
     norm = getattr(find_projector(model), "norm", None)
     return norm if hasattr(norm, "weight") else None
@@ -64,7 +64,7 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that holds the decoder's layers.
 
     Raises:
-        DiagnosticsError: if none does, or pictures don't enter it.
+        DiagnosticsError: if there is none, or pictures reach it only by cross-attention.
     """
     named = [
         (name.count("."), module)
@@ -91,13 +91,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def layer_groups(count: int) -> dict[str, np.ndarray]:
-    """Numbers of a decoder's `count` layers in three groups of much the same size, by name; fewer, if it has fewer."""
+    """Layer numbers of a decoder with `count` layers in three groups of similar size, by name; fewer if `count` is."""
     thirds = [third for third in np.array_split(np.arange(count), 3) if len(third)]
     return dict(zip(FEW.get(len(thirds), THIRDS), thirds, strict=True))
 
 
 def merge_size(model: PreTrainedModel) -> int:
-    """How many patches of a picture a visual token spans each way, where the vision encoder joins them."""
+    """Width and height, in patches, of the block that the vision encoder merges into a visual token."""
     config = getattr(model.config, "vision_config", None)
     size = getattr(config, "spatial_merge_size", None)
     return getattr(config, "merge_kernel_size", [1])[0] if size is None else size

@@ -1,4 +1,4 @@
-"""What the report draws and is no number: pictures, attention over them, and keys in the plane."""
+"""Data of the report's image figures: pictures, attention maps over them, and keys in 2D."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ NUM_MAPS = 3
 
 @dataclass(frozen=True)
 class Pictures:
-    """Of one model.
+    """One model's data to draw.
 
     Attributes:
         seen: By sample, the picture as the vision encoder got it.
         maps: By sample, attention over it by layer.
-        keys: Number of a layer, and t-SNE of its visual and text keys; `None` where keys were not measured.
+        keys: Number of a layer, and t-SNE of its visual and text keys; `None` if keys were not measured.
     """
 
     seen: list[Image.Image]
@@ -41,12 +41,12 @@ def take_pictures(
     heads: Sequence[int] | None,
     query: int,
 ) -> Pictures:
-    """The first `NUM_MAPS` samples with attention over them, and the middle one of the layers whose keys are known.
+    """The first `NUM_MAPS` samples with their attention maps, and the keys of the middle layer of `key_space`.
 
     Args:
-        samples, records: One for each question; the first ones are of different pictures, if there are such.
+        samples, records: One for each question; the first ones are of different pictures, if there are any.
         pictures: Number of each sample's picture.
-        key_space: What was measured of the keys.
+        key_space: Measures of the keys.
         heads, query: As in [`attention_map`].
     """
     maps = []

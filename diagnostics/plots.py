@@ -1,4 +1,4 @@
-"""The report's figures, and the one that follows a run: all in one style, as wide as a page of a paper."""
+"""The report's figures and the training dynamics figure, in one style, as wide as a paper's page."""
 
 import io
 import math
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 WIDTH = 7.0  # inches, of a page's text
 INK, FAINT = "#24292f", "#8c959f"
-# Of Okabe and Ito's colours, which people with any colour vision tell apart; every line has a dash of its own besides.
+# Okabe and Ito's colours, which are safe for colour blindness; every line also has its own dash pattern.
 MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
 GREEN, PURPLE, YELLOW, SKY = "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 DASHES = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (2, 1)))
@@ -76,11 +76,11 @@ class Panel:
     """One pair of axes.
 
     Attributes:
-        label: What the y axis shows.
+        label: Label of the y axis.
         curves: By name, one of `LINES`; those that are `None` are left out.
-        layers: Where the values stand; all layers by default.
+        layers: Layer numbers of the values; all layers by default.
         log: Whether the y axis is logarithmic.
-        level: Where a thin line is drawn, for what nothing would be.
+        level: Height of a thin reference line, the value without an effect.
     """
 
     label: str
@@ -91,7 +91,7 @@ class Panel:
 
 
 def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
-    """Draw in the report's style, and label the lines at their ends, where no legend says what they are."""
+    """Draw in the report's style, and label the lines at their ends if there is no legend."""
 
     @wraps(draw)
     def drawn(*args: Drawing.args, **kwargs: Drawing.kwargs) -> Figure:
@@ -99,19 +99,19 @@ def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
             figure = draw(*args, **kwargs)
             for axis in figure.axes:
                 _choose_ticks(axis)
-            figure.draw_without_rendering()  # sizes are known, and all ticks are made, only now
+            figure.draw_without_rendering()  # now sizes and ticks are known
             for axis in figure.axes if not figure.legends else []:
                 _label_ends(axis)
             figure.draw_without_rendering()
-            figure.set_layout_engine("none")  # it stays as it is, which makes saving it quick
-        plt.close(figure)  # shown where somebody shows it, and not at the end of every cell of a notebook
+            figure.set_layout_engine("none")  # a fixed layout makes saving fast
+        plt.close(figure)  # so that notebooks don't show it after every cell
         return figure
 
     return drawn
 
 
 def draw_curve(axis: Axes, x: Sequence[float], curve: Curve, band: float = 0.18, **style: Any) -> None:
-    """Means with their intervals as a band, which is as opaque as `band` says."""
+    """Means with their intervals as a band of opacity `band`."""
     (line,) = axis.plot(x, curve.mean, **{"marker": "o", **style})
     low, high = zip(*(interval or (np.nan, np.nan) for interval in curve.interval), strict=True)
     axis.fill_between(x, low, high, alpha=band, color=line.get_color(), linewidth=0)
@@ -156,7 +156,7 @@ def draw_attention(names: Sequence[str], models: Sequence[Attention | None]) -> 
 
 @styled
 def draw_gaps(names: Sequence[str], models: Sequence[Layers]) -> Figure:
-    """How many times as long visual tokens are, and how much more slowly they turn, by layer; all models together."""
+    """Norm ratio and gap of cosines between visual and text tokens by layer; all models together."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
     for number, (name, layers) in enumerate(zip(names, models, strict=True)):
         for axis, curve in zip(axes, (layers.norm_ratio, layers.gap), strict=True):
@@ -164,7 +164,7 @@ def draw_gaps(names: Sequence[str], models: Sequence[Layers]) -> Figure:
             style = MODELS[number % count] | {"linestyle": DASHES[(number + number // count) % len(DASHES)]}
             draw_curve(axis, range(len(curve.mean)), curve, label=plain(name, 40), **style)
     axes[0].set(ylabel="norm, visual over text", yscale="log", xlabel="layer")
-    axes[1].set(ylabel="cosine, visual less text", xlabel="layer")
+    axes[1].set(ylabel="cosine, visual − text", xlabel="layer")
     for axis, level in zip(axes, (1, 0), strict=True):
         axis.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, handlelength=3)
@@ -189,7 +189,7 @@ def draw_norms(names: Sequence[str], models: Sequence[Layers]) -> Figure:
 
 @styled
 def draw_updates(names: Sequence[str], models: Sequence[Layers]) -> Figure:
-    """How long each layer's update is beside the token, and where it points."""
+    """Norm of each layer's update relative to the token's, and its direction."""
 
     def panels(layers: Layers) -> list[Panel]:
         return [
@@ -216,12 +216,12 @@ def draw_attraction(names: Sequence[str], models: Sequence[Attractions]) -> Figu
 
 @styled
 def draw_spaces(names: Sequence[str], models: Sequence[tuple[Space | None, Space | None]], share: bool) -> Figure:
-    """How far apart visual and text tokens are as keys and as values, beside halves of the pictures.
+    """Distance of visual and text tokens as keys and as values, with halves of the pictures as the baseline.
 
     Args:
         names: Of the models.
         models: Keys and values of each.
-        share: Whether the models' keys have a common basis, so that they are read on one axis.
+        share: Whether the models' keys have a common basis, so that they share an axis.
     """
 
     def panels(spaces: tuple[Space | None, Space | None]) -> list[Panel]:
@@ -309,7 +309,7 @@ def draw_tsne(names: Sequence[str], placed: Sequence[tuple[int, np.ndarray, np.n
 @styled
 def draw_maps(names: Sequence[str], pictures: Sequence[Pictures], questions: Sequence[Question]) -> Figure:
     """One query's attention over different pictures, as the model sees them, if their layout is known; a row for each
-    picture and model. Colours say how many times its even share a place gets."""
+    picture and model. Colours show attention relative to an even share."""
     rows = _rows_of_maps(pictures)
     columns = 1 + max(len(pictures[model].maps[number]) for number, model in rows)
     relative = [
@@ -343,7 +343,7 @@ def draw_maps(names: Sequence[str], pictures: Sequence[Pictures], questions: Seq
     bar = figure.colorbar(
         ScalarMappable(scale, "inferno"), ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5
     )
-    bar.set_label("attention, times its even share")
+    bar.set_label("attention relative to an even share")
     return figure
 
 
@@ -373,7 +373,7 @@ def draw_dynamics(points: Sequence[DynamicsPoint]) -> Figure:
     return figure
 
 
-# Of all figures, whether a report has them or not.
+# Names of all figures; a report may lack some.
 FIGURES = (
     "overview", "layers", "norms", "updates", "attraction", "attention", "heads", "keys", "lengths", "tsne",
     "attention_maps",
@@ -383,12 +383,12 @@ FIGURES = (
 def draw_figures(
     report: Report, pictures: Sequence[Pictures] | None, questions: Sequence[Question]
 ) -> dict[str, Figure]:
-    """All of a report's figures by name, those without data left out. They are closed already: show or save them.
+    """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them.
 
     Args:
         report: What was measured.
         pictures: Of each of its models, if any were taken.
-        questions: What was asked; of those that have pictures to draw.
+        questions: The questions of the samples to draw.
     """
     models = report.models
     names = [model.name for model in models]
@@ -425,15 +425,15 @@ def draw_figures(
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure in the format that its name ends in."""
+    """Write a figure in the format of the path's suffix."""
     with plt.rc_context({"pdf.fonttype": 42}):  # text stays text
         figure.savefig(path, dpi=160)
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """A figure to be put into a page: its ids begin with `name`, and its colours follow the page's.
+    """A figure as SVG to embed in a page: its ids start with `name`.
 
-    Colours become CSS variables (`--d55e00`), so that a page can say what they are on a dark ground.
+    Colours become CSS variables (`--d55e00`), so that a page can change them in dark mode.
     """
     file = io.StringIO()
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
@@ -453,7 +453,7 @@ _COLOURS = "|".join(colour[1:] for colour in (INK, FAINT, GREEN, PURPLE, YELLOW,
 
 
 def plain(text: str, length: int) -> str:
-    """Text of models and data as a label: no characters that are not to be seen, and not too long."""
+    """Text of models and data as a label: without unprintable characters, and cut to `length`."""
     shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return shown if len(shown) <= length else shown[: length - 1] + "…"
 
@@ -488,7 +488,7 @@ def _grid(names: Sequence[str], columns: int, sharey: Any) -> tuple[Figure, np.n
 
 
 def _set_title(axis: Axes, title: str, weight: str = "bold") -> None:
-    """A title over the left corner, which may go on past the axes: the layout keeps its height free, not its width."""
+    """A title over the left corner that may extend past the axes: the layout reserves its height, not its width."""
     axis.set_title(" ")
     axis.annotate(
         title, (0, 1), (0, 6), "axes fraction", "offset points", fontweight=weight, annotation_clip=False
@@ -498,7 +498,7 @@ def _set_title(axis: Axes, title: str, weight: str = "bold") -> None:
 def _draw_rows(
     names: Sequence[str], models: Sequence[T], panels: Callable[[T], Sequence[Panel]], share: bool = True
 ) -> Figure:
-    """A row of panels for each model; `share` puts what stands in one column on one scale."""
+    """A row of panels for each model; `share` gives all panels of a column the same scale."""
     rows = [panels(model) for model in models]
     figure, axes = _grid(names, len(rows[0]), "col" if share else False)
     for line, row in zip(axes, rows, strict=True):
@@ -519,7 +519,7 @@ def _draw_panel(axis: Axes, panel: Panel) -> None:
 
 
 def _choose_ticks(axis: Axes) -> None:
-    """Layers have no halves; a log axis has a few round numbers, whatever its range."""
+    """Integer ticks for layers; a few round numbers for log axes, whatever the range."""
     if axis.lines:
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if axis.get_yscale() == "log":
@@ -531,7 +531,7 @@ def _choose_ticks(axis: Axes) -> None:
 
 
 def _label_ends(axis: Axes) -> None:
-    """Each line's name right of the axes, at the height of its end, the names apart from each other."""
+    """Each line's name right of the axes, at the height of its end, without overlap."""
     ends = []
     for line in axis.get_lines():
         points = np.asarray(line.get_xydata())
@@ -553,7 +553,7 @@ def _label_ends(axis: Axes) -> None:
 
 
 def _rows_of_maps(pictures: Sequence[Pictures]) -> list[tuple[int, int]]:
-    """Numbers of sample and model, of maps over different pictures."""
+    """Sample and model numbers of the maps to draw, over different pictures."""
     first = {image.tobytes(): number for number, image in reversed(list(enumerate(pictures[0].seen)))}
     return [
         (number, model)

@@ -1,8 +1,8 @@
-"""One forward pass of a vision-language model, watched by hooks: what every other measure here is computed from.
+"""Records one forward pass of a vision-language model with hooks; every other measure here is computed from it.
 
-The path is the same for every model of transformers whose parts `diagnostics.parts` finds. Logits stay what they are,
-to the bit. Per-token numbers are reduced inside the hooks, in float32, so that no hidden states are kept; of the
-attention only the rows of chosen queries are, with the keys and values of chosen tokens.
+It works for every model of transformers whose parts `diagnostics.parts` finds, and leaves logits unchanged, bit for
+bit. Per-token numbers are reduced inside the hooks, in float32, so that no hidden states are kept; attention is kept
+for chosen queries only, keys and values for chosen tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,36 +31,36 @@ from diagnostics.tokens import Inputs, Tokens, find_grid, find_newlines, find_si
 from diagnostics.turning import Turn, turn
 
 
-# Rows of the attention that are kept of one sample, at most.
+# Maximum number of attention rows kept per sample.
 MAX_QUERIES = 16
 
 
 @dataclass
 class Record:
-    """What one forward pass over one sample showed. `S` is its length, `L` the number of the decoder's layers.
+    """Results of one forward pass over one sample of length `S`, with `L` decoder layers.
 
     Attributes:
         input_ids: `(S,)`.
-        tokens: Which position is what, sinks excluded too.
+        tokens: Type of each position, sinks excluded too.
         with_sinks: The same before sinks were excluded.
         interface: `(norms, width)` of the tokens at each place of [`InterfaceHooks`] before the decoder that the model
             has, norms of shape `(num_tokens,)`.
-        layer_norms: Norm of what enters each layer, and of what leaves the last one: `(L + 1, S)`. That is before the
-            decoder's final norm.
-        cosines: Between what enters a layer and what leaves it, `(L, S)`.
-        update_ratios: Norm of the layer's residual update over that of what enters, `(L, S)`.
-        update_cosines: Between what enters a layer and the layer's residual update, `(L, S)`.
-        attractions: What [`compare_updates`] returns by layer, `(L, 3)`.
+        layer_norms: Norm of each layer's input, and of the last layer's output, which is before the decoder's final
+            norm: `(L + 1, S)`.
+        cosines: Between a layer's input and output, `(L, S)`.
+        update_ratios: Norm of the layer's residual update over that of its input, `(L, S)`.
+        update_cosines: Between a layer's input and its residual update, `(L, S)`.
+        attractions: Results of [`compare_updates`] by layer, `(L, 3)`.
         attention: By layer, the attention probabilities of the queries, `(num_heads, num_queries, S)`.
         visible: By layer, which keys the mask lets each query see, `(num_queries, S)`.
         queries: Positions of the queries, `(num_queries,)`.
         keys: By layer, keys as attention gets them, but before rotary embedding, `(num_key_value_heads, num_kept,
-            head_dim)`; layers whose keys can't be told are left out, with a note.
+            head_dim)`; layers whose keys can't be found are left out, with a note.
         values: By layer, as attention gets them, `(num_key_value_heads, num_kept, head_dim)`.
-        decoded: By layer, which token each visual token reads as when it leaves the layer, and how probable that is,
-            `(num_visual,)` each, sinks included; empty unless asked for. See [`~diagnostics.lens.read_visual`].
+        decoded: By layer, the token that each visual token decodes to at the layer's output, and its probability,
+            `(num_visual,)` each, sinks included; empty unless requested. See [`~diagnostics.lens.read_visual`].
         key_positions: Positions of the keys and values, `(num_kept,)`.
-        grid: Height and width of the picture in visual tokens, or `None` where they can't be told.
+        grid: Height and width of the picture in visual tokens, or `None` if unknown.
         notes: What could not be recorded, and why.
     """
 
@@ -85,20 +85,20 @@ class Record:
 
 
 class Probe:
-    """Watches a model's forward pass over one sample. Use as a context manager; hooks are gone after it.
+    """Records a model's forward pass over one sample. Use as a context manager, which removes the hooks on exit.
 
         with Probe(model, inputs, tokens) as probe:
             model(**inputs)
         record = probe.record()
 
     Args:
-        model: The model. Attention is watched if its decoder runs with `attn_implementation="sdpa"`.
+        model: The model. Attention is recorded if its decoder runs with `attn_implementation="sdpa"`.
         inputs: What its processor returns for one sample, `input_ids` of shape `(1, S)`.
-        tokens: Which position is what, as far as the inputs tell: see [`~diagnostics.tokens.classify_sample`].
+        tokens: Type of each position, as far as the inputs tell: see [`~diagnostics.tokens.classify_sample`].
         layers: Layers whose attention rows and keys are kept; all by default.
         key_positions: Positions whose keys are kept, of the sample; all by default.
         num_images: Pictures in the sample; only a single one has a grid.
-        lens: Whether visual tokens are read in the model's vocabulary as they leave the layers.
+        lens: Whether to decode visual tokens to the model's vocabulary at each layer's output.
     """
 
     def __init__(
@@ -168,10 +168,10 @@ class Probe:
             self._interface[place] = (token_norms(features).flatten().cpu(), features.shape[-1])
 
     def _check_entrance(self, embeddings: torch.Tensor) -> None:
-        """Is what enters the decoder one hidden state for each token, `(1, S, hidden_size)`, and visual at all?"""
+        """Check that the decoder's input has one hidden state per token, `(1, S, hidden_size)`, and visual ones."""
         if embeddings.shape[:-1] != (1, len(self._tokens.text)):
             raise DiagnosticsError(
-                f"{type(self._model).__name__} can't be measured: what enters its decoder's first layer has the shape "
+                f"{type(self._model).__name__} can't be measured: the input of its decoder's first layer has shape "
                 f"{tuple(embeddings.shape)}, not one hidden state for each of {len(self._tokens.text)} tokens."
             )
         token = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
@@ -179,8 +179,8 @@ class Probe:
         visual = embeddings[0, self._tokens.visual]
         if torch.equal(visual, placeholder.expand(len(visual), -1)):
             raise NoVisualTokensError(
-                f"{type(self._model).__name__} has no visual tokens: what enters its decoder in a picture's place is "
-                "the embedding of a placeholder, so pictures reach it on another way, such as cross-attention."
+                f"{type(self._model).__name__} has no visual tokens: at a picture's positions its decoder gets "
+                "the embedding of a placeholder, so pictures reach it another way, such as cross-attention."
             )
 
     def _see_layer(self, number: int) -> Callable[..., None]:
@@ -191,13 +191,13 @@ class Probe:
                 self._decoded[number] = read_visual(self._model, after[0, self._tokens.visual.to(after.device)])
             before = args[0] if args else kwargs["hidden_states"]
             before, after = before[0].to(after.device, torch.float32), after[0].float()  # [S, hidden_size]
-            self._turns[number] = torch.stack(turn(before, after)).cpu()  # one transfer for all
+            self._turns[number] = torch.stack(turn(before, after)).cpu()  # a single transfer
             self._attractions[number] = compare_updates(before, after, self._tokens.visual, self._tokens.text).cpu()
 
         return see
 
     def record(self) -> Record:
-        """What was seen.
+        """The record of the forward pass.
 
         Raises:
             RuntimeError: if the forward pass was not run, or not through all layers.
@@ -206,7 +206,7 @@ class Probe:
         count = len(self._decoder_layers)
         calls = self._calls
         if calls is None or len(self._turns) != count:
-            raise RuntimeError(f"{len(self._turns)} of {count} decoder layers were run; run the model inside.")
+            raise RuntimeError(f"{len(self._turns)} of {count} decoder layers were run; run the model inside `with`.")
         turns = Turn(*torch.stack([self._turns[number] for number in range(count)], dim=1))  # each [L, S]
         layer_norms = torch.cat([turns.norms, turns.norms_after[-1:]])
         tokens = self._tokens
@@ -248,7 +248,7 @@ class Probe:
 
 
 def choose_queries(tokens: Tokens) -> torch.Tensor:
-    """The last ordinary text tokens past the last picture, and the position that the answer begins from, `(n,)`."""
+    """The last ordinary text tokens after the last picture, and the position that the answer begins from, `(n,)`."""
     attended = (~tokens.excluded["padding"]).nonzero()[:, 0]
     past = attended > tokens.visual.nonzero()[-1, 0]
     queries = attended[past & tokens.text[attended]][-MAX_QUERIES + 1 :]

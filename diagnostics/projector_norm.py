@@ -1,4 +1,4 @@
-"""Where training has taken the norm behind the projector (Table 5 of "The Unseen Bias", arXiv 2512.08374)."""
+"""How training has changed the norm after the projector (Table 5 of "The Unseen Bias", arXiv 2512.08374)."""
 
 from math import sqrt
 
@@ -16,19 +16,19 @@ DEFINITIONS = {
     "bias_l2": "L2 norm of the bias",
     "bias_mean_abs": "mean of |b_i|",
     "gain_start": "value of every g_i when the model was composed: T/√d, or 1 without alignment; b = 0",
-    "gain_drift": "L2 norm of the gain less its start",
+    "gain_drift": "L2 norm of the gain minus its start",
     "gain_drift_relative": "the same over the L2 norm of the start",
-    "yields": "norm of visual tokens that gain and bias lead to, √(Σg² + Σb²): exact where the normalised coordinates "
-    "have mean square 1 each and mean 0 over tokens",
+    "yields": "norm of visual tokens that gain and bias imply, √(Σg² + Σb²): exact if the normalised coordinates have "
+    "mean square 1 each and mean 0 over tokens",
 }
 
 
 def measure_projector_norm(model: PreTrainedModel) -> ProjectorNorm | None:
-    """What `DEFINITIONS` says; `None` for a model whose projector does not end in a norm."""
+    """The measures of `DEFINITIONS`; `None` for a model whose projector does not end in a norm."""
     norm = find_norm(model)
     if norm is None:
         return None
-    with align_module_device(norm):  # weights that are offloaded are on the meta device otherwise
+    with align_module_device(norm):  # offloaded weights are on the meta device otherwise
         gain = norm.weight.detach().double().cpu()
         bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double().cpu()
     target = getattr(model.config, "projector_norm_target", None)

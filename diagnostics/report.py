@@ -1,6 +1,6 @@
-"""The report of one or several models in sentences, as Markdown, and as a page that needs nothing else.
+"""The report of one or several models in sentences, as Markdown, and as a self-contained page.
 
-All three come from the same blocks: plain text, which each form escapes when it is written.
+All three come from the same blocks of plain text, which each format escapes when it is written.
 """
 
 import html
@@ -40,20 +40,20 @@ from diagnostics.tokens import SINK_FACTOR
 
 TITLE = "Visual and text tokens in the decoder"
 Value = Estimate | float | str | None
-# What a table compares: where it stands in a model's results, or what finds it.
+# What a table compares: a path in a model's results, or a function of the model.
 Quantity = str | Callable[[ModelReport], Any]
 DEFINITIONS = {
-    "Norms on the way in": interface.DEFINITIONS,
+    "Norms up to the decoder": interface.DEFINITIONS,
     "Norm and turning": layers.DEFINITIONS,
-    "The norm behind the projector": projector_norm.DEFINITIONS,
+    "The norm after the projector": projector_norm.DEFINITIONS,
     "Attention": attention.DEFINITIONS,
     "Keys and values": key_space.DEFINITIONS,
-    "What visual tokens are read as": lens.DEFINITIONS,
+    "What visual tokens decode to": lens.DEFINITIONS,
     "Gradients": gradients.DEFINITIONS,
     "Attraction": attraction.DEFINITIONS,
     "Text embeddings": embeddings.DEFINITIONS,
 }
-# What a field is called where people read it.
+# Names of fields in the report.
 WORDS = {
     "encoder_output": "vision encoder's output",
     "projector_input": "projector's input",
@@ -79,13 +79,13 @@ WORDS = {
     "num_embeddings": "rows",
     "num_zero": "rows that are zero",
     "std": "standard deviation",
-    "max": "longest",
+    "max": "largest",
 }
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure by its name, and what is said below it."""
+    """A figure by its name, and its caption."""
 
     name: str
     caption: str
@@ -101,14 +101,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Terms:
-    """Words with what is said of each."""
+    """Terms with their definitions."""
 
     entries: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Fold:
-    """What is opened by a click."""
+    """A collapsible section."""
 
     title: str
     blocks: Sequence["Block"]
@@ -119,15 +119,15 @@ Chapter = tuple[str, list[Block]]
 
 
 def escape(text: str) -> str:
-    """Text from a model or its data, so that neither Markdown nor HTML reads anything into it."""
+    """Text from a model or its data, escaped for Markdown and HTML."""
     kept = (
         c if c.isalnum() or c in " ./',-()%;?" or (ord(c) > 127 and c.isprintable()) else f"&#{ord(c)};" for c in text
     )
-    return "".join(kept).replace("&#58; ", ": ")  # a colon before a space neither links nor draws
+    return "".join(kept).replace("&#58; ", ": ")  # a colon before a space is harmless
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits; a dash for what is not there."""
+    """Three significant digits; a dash for a missing value."""
     if value is None or math.isnan(value):
         return "–"
     shown = f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
@@ -135,13 +135,13 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def with_interval(estimate: Estimate) -> str:
-    """A mean with its 95% interval, all with as many digits as two of the interval's width take, up to five."""
+    """A mean with its 95% interval, to two significant digits of the interval's width, five digits at most."""
     mean, *interval = _digits(estimate)
     return f"{mean} ({' to '.join(interval)})" if interval else mean
 
 
 def _digits(estimate: Estimate) -> list[str]:
-    """Mean, and both ends of the interval if there is one; one that is too narrow for five digits as ±."""
+    """Mean, and both ends of the interval if there is one; as ± if it is too narrow for five digits."""
     if estimate.interval is None or not all(map(math.isfinite, (estimate.mean, *estimate.interval))):
         return [number(estimate.mean)]
     values = (estimate.mean, *estimate.interval)
@@ -153,7 +153,7 @@ def _digits(estimate: Estimate) -> list[str]:
         shown = [f"{value:.1e}" for value in values]
     else:
         places = max(0, places)
-        shown = [f"{round(value, places) + 0.0:,.{places}f}" for value in values]  # 0 has no sign
+        shown = [f"{round(value, places) + 0.0:,.{places}f}" for value in values]  # no "-0"
     return [re.sub(r"^-", "−", text) for text in shown]
 
 
@@ -164,19 +164,19 @@ def _percent(estimate: Estimate) -> str:
 
 
 def summarize(report: Report) -> list[str]:
-    """What a reader came for, in plain sentences: what was measured on, then each model's answers."""
+    """The main results in sentences: the data, then each model's results."""
     answers = [f"{model.name}: {text}" for model in report.models for text in headline(model).values()]
     return [_measured_on(report), *answers]
 
 
 def headline(model: ModelReport) -> dict[str, str]:
-    """One model's answers by what they are about."""
-    found = {"Length": _say_length(model), "Turning": _say_turning(model)}
+    """One model's main results by topic."""
+    found = {"Norm": _say_length(model), "Turning": _say_turning(model)}
     if model.attention is not None:
         gaze = model.attention.with_sinks
         found["Attention"] = (
             f"Of the text's attention {_percent(gaze.mass.overall)} falls on the picture, against "
-            f"{_percent(gaze.evenly_spread.mass.overall)} if it were evenly spread; means over "
+            f"{_percent(gaze.evenly_spread.mass.overall)} for uniform attention; means over "
             f"{_count(len(model.attention.layers), 'layer')}."
         )
     if model.key_space is not None:
@@ -185,7 +185,7 @@ def headline(model: ModelReport) -> dict[str, str]:
 
 
 def pace(gap: Estimate) -> str | None:
-    """How visual tokens turn beside text by a gap of cosines; `None` where there is no interval to tell."""
+    """How visual tokens turn compared with text, by a gap of cosines; `None` without an interval."""
     if gap.interval is None:
         return None
     low, high = gap.interval
@@ -195,8 +195,8 @@ def pace(gap: Estimate) -> str | None:
 def _say_length(model: ModelReport) -> str:
     groups = model.layers.groups
     return (
-        f"Over {_count(model.num_pictures, 'picture')}, visual tokens enter the decoder "
-        f"{with_interval(model.interface.ratio)} times as long as text tokens. In the "
+        f"Over {_count(model.num_pictures, 'picture')}, visual tokens enter the decoder with "
+        f"{with_interval(model.interface.ratio)} times the norm of text tokens. In the "
         f"{_listed([group.name for group in groups])} of its layers: "
         f"{_listed([with_interval(group.norm_ratio) for group in groups])}."
     )
@@ -206,12 +206,12 @@ def _say_turning(model: ModelReport) -> str:
     groups = model.layers.groups
     if model.num_pictures == 1:
         gaps = "; ".join(f"{with_interval(group.gap)} in the {group.name}" for group in groups)
-        return f"The gap of cosines is {gaps}. One picture has no spread: this can't be told from no difference."
+        return f"The gap of cosines is {gaps}. Without an interval this can't be told from no difference."
     gaps = "; ".join(f"{pace(group.gap)} in the {group.name}, {with_interval(group.gap)}" for group in groups)
     largest = model.layers.largest_gap
     text = (
-        f"Compared with text tokens, by the gap of cosines, visual tokens turn: {gaps}. The gap is largest at layer "
-        f"{largest.layer}: {with_interval(largest.gap)}."
+        f"Turning of visual tokens compared with text tokens, by the gap of cosines: {gaps}. The gap is largest at "
+        f"layer {largest.layer}: {with_interval(largest.gap)}."
     )
     return text if len(model.prompts) < 2 else f"{text} {_say_prompts(model.prompts, [of.name for of in groups])}"
 
@@ -233,17 +233,17 @@ def _say_prompts(prompts: Sequence[Prompted], groups: Sequence[str]) -> str:
 def _say_keys(keys: Space) -> str:
     known = [value for value in keys.mmd_baseline if not math.isnan(value)]
     beside = (
-        f"95% of random halves of the pictures, within one modality, stay below {number(sum(known) / len(known), 2)}"
+        f"in 95% of random halves of the pictures, within a modality, it is below {number(sum(known) / len(known), 2)}"
         if known
-        else "too few pictures for halves"
+        else "there are too few pictures to compare halves"
     )
-    text = f"Keys of visual and text tokens are {with_interval(keys.mmd.overall)} apart in MMD², {beside}"
+    text = f"MMD² between keys of visual and text tokens is {with_interval(keys.mmd.overall)}; {beside}"
     if not keys.p_value:
         return f"{text}."
     low, high = min(keys.p_value), max(keys.p_value)
     shown = f"p is {number(low, 2)} in every layer" if low == high else f"p is {number(low, 2)} to {number(high, 2)}"
     ways = round(1 / (keys.smallest_p or 1))
-    floor = f" ({number(low, 2)} is the least that {_count(ways, 'exchange')} can give)"
+    floor = f" ({number(low, 2)} is the smallest possible with {_count(ways, 'swap')})"
     return f"{text}; {shown}{floor if low == keys.smallest_p else ''}."
 
 
@@ -259,8 +259,8 @@ def _measured_on(report: Report) -> str:
     asked = f"{_count(report.num_samples, 'question')} about {_count(report.num_pictures, 'picture')}"
     text = f"{_count(len(report.models), 'model')} on {asked} ({report.data}). "
     if report.num_pictures == 1:
-        return text + "One picture has no spread: there are no intervals."
-    return text + "In brackets are 95% intervals over pictures."
+        return text + "With one picture there are no intervals."
+    return text + "95% intervals over pictures are in brackets."
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -287,7 +287,7 @@ def compare(models: Sequence[ModelReport], quantities: Mapping[str, Quantity], t
 
 
 def _look(model: ModelReport, path: str) -> Value:
-    """What stands in the results under `layers.groups.0.gap` and the like; of a curve, its mean over layers."""
+    """The value of a path in the results such as `layers.groups.0.gap`; of a curve, its mean over layers."""
     found: Any = model
     for step in path.split("."):
         if isinstance(found, dict):
@@ -318,7 +318,7 @@ def _difference(values: Sequence[Value]) -> str:
 
 
 def write_chapters(report: Report) -> list[Chapter]:
-    """The page below its summary; chapters of which no model has anything are left out."""
+    """The report's chapters after the summary; those without data are left out."""
     models = report.models
     base = [] if report.base is None else [report.base]
     over = f"Means over {_count(report.num_pictures, 'picture')} of {report.data}"
@@ -332,17 +332,17 @@ def write_chapters(report: Report) -> list[Chapter]:
             for kind in kinds
             for name in gradients.DEFINITIONS
         }
-        | {"answers": "gradients.num_samples", "tokens that count": "gradients.num_targets"},
+        | {"answers": "gradients.num_samples", "target tokens": "gradients.num_targets"},
         "loss, and norm of its gradient",
     )
     attracted = {_word(field.name): f"attraction.{field.name}" for field in fields(Attractions)}
     chapters: list[Chapter] = [
-        ("How long tokens are on their way in", _write_interface(models)),
+        ("Norms up to the decoder", _write_interface(models)),
         ("Norm and turning by layer", _write_layers(models, about)),
-        ("The norm behind the projector", [gain] if gain.rows else []),
-        ("Where text looks", _write_attention(models, over, about)),
+        ("The norm after the projector", [gain] if gain.rows else []),
+        ("Attention to the picture", _write_attention(models, over, about)),
         ("Keys and values", _write_spaces(report, about)),
-        ("What visual tokens are read as", _write_lens(models)),
+        ("What visual tokens decode to", _write_lens(models)),
         ("Gradients", [gradient] if gradient.rows else []),
         (
             "Do updates attract each other",
@@ -353,7 +353,7 @@ def write_chapters(report: Report) -> list[Chapter]:
                 compare(models, attracted, "means over layers"),
             ],
         ),
-        ("Text embeddings", [Fold("Norms, and the longest tokens", [_embeddings_table([*base, *models])])]),
+        ("Text embeddings", [Fold("Norms, and the largest of them", [_embeddings_table([*base, *models])])]),
         ("What was measured and left out", _write_excluded(report)),
         ("Definitions", [Fold(title, [Terms(_in_words(texts))]) for title, texts in DEFINITIONS.items()]),
     ]
@@ -400,15 +400,15 @@ def _write_layers(models: Sequence[ModelReport], about: str) -> list[Block]:
     return [
         Figure(
             "layers",
-            "Left: how many times as long visual tokens are, where they enter each layer and past the last. Right: "
-            f"cosine of visual tokens less that of text; above 0, visual tokens turn more slowly. {about}",
+            "Left: norm of visual tokens over that of text, at the input of each layer and after the last. Right: "
+            f"cosine of visual tokens minus that of text; above 0, visual tokens turn more slowly. {about}",
         ),
         compare(models, gaps | turning | ratios, "means over layers"),
         *([Fold("The gap of cosines by question", [compare(models, by_question, "gap")])] if len(asked) > 1 else []),
         Fold(
             "The layers' updates",
             [
-                Figure("updates", f"A layer's residual update u beside the token h that enters it. {about}"),
+                Figure("updates", f"A layer's residual update u, relative to the token h that enters it. {about}"),
                 compare(models, updates, "means over layers"),
             ],
         ),
@@ -435,14 +435,14 @@ def _write_attention(models: Sequence[ModelReport], over: str, about: str) -> li
     return [
         Figure(
             "attention",
-            "Attention of text to the picture, with sinks among the keys and without, beside what it would be if it "
-            f"were evenly spread. A gap in a line is a layer whose window does not reach a picture. {about}",
+            "Attention of text to the picture, with and without sinks among the keys, and if it were evenly spread. "
+            f"A gap in a line is a layer whose attention window does not reach a picture. {about}",
         ),
         Fold("Means over layers", [found]),
         Figure("heads", f"Share of each head's attention that falls on the picture, with sinks. {over}."),
         Figure(
             "attention_maps",
-            "One query's attention over the picture; 1 is an even share of what the picture gets. Below each, the "
+            "One query's attention over the picture; 1 is an even share of the picture's attention. Below each, the "
             "share of all attention that falls on the picture.",
         ),
     ]
@@ -464,7 +464,7 @@ def _write_spaces(report: Report, about: str) -> list[Block]:
             f"{kind}: MMD²": f"{part}.mmd",
             f"{kind}: MMD², 95% of halves": mean(part, "mmd_baseline"),
             f"{kind}: p, largest over layers": mean(part, "p_value"),
-            f"{kind}: p, smallest that there can be": f"{part}.smallest_p",
+            f"{kind}: p, smallest possible": f"{part}.smallest_p",
             f"{kind}: accuracy of a probe": f"{part}.probe",
         }
         details |= {
@@ -476,9 +476,9 @@ def _write_spaces(report: Report, about: str) -> list[Block]:
         details[f"{kind}: tokens of each modality"] = f"{part}.num_tokens"
     found = compare(report.models, apart, "means over layers")
     scale = (
-        "All checkpoints have one basis."
+        "All checkpoints share one basis."
         if report.compare == "checkpoints"
-        else "Each model has a basis of its own: compare a curve with its own halves, not with another model's."
+        else "Each model has its own basis: compare a curve with its own halves, not with another model's curve."
     )
     blocks: list[Block] = [
         Figure("keys", f"How far apart visual and text tokens are, as keys and as values. {scale} {about}"),
@@ -512,11 +512,11 @@ def _write_lens(models: Sequence[ModelReport]) -> list[Block]:
 
     layers = sorted({layer for lens in lenses for layer in lens.layers})
     return [
-        "The token that the decoder's final norm and head make most probable behind a layer, for each visual token of "
-        f"{_count(max(lens.num_pictures for lens in lenses), 'picture')}: the commonest, with their share of all "
-        "visual tokens (the logit lens, nostalgebraist 2020). A caveat: a hidden state in between is not trained to "
-        "be read by the head, and no hidden state of visual tokens is: this is a hint, not what a token means.",
-        compare(models, {f"behind layer {layer}": read(layer) for layer in layers}, "commonest first"),
+        "The token that the decoder's final norm and head make most probable after a layer, for each visual token of "
+        f"{_count(max(lens.num_pictures for lens in lenses), 'picture')}: the most common, with their share of all "
+        "visual tokens (the logit lens, nostalgebraist 2020). Caveat: the head is not trained to decode intermediate "
+        "hidden states, nor those of visual tokens at any layer: this is a hint, not what a token means.",
+        compare(models, {f"after layer {layer}": read(layer) for layer in layers}, "most common first"),
     ]
 
 
@@ -527,7 +527,7 @@ def _embeddings_table(models: Sequence[ModelReport | LanguageModel]) -> Table:
     ]
     for rank in range(max(len(model.embeddings.top) for model in models)):
         tops = [model.embeddings.top[rank : rank + 1] for model in models]
-        rows.append([f"longest, {rank + 1}", *(f"{top[0].token} {top[0].norm:.4f}" if top else "–" for top in tops)])
+        rows.append([f"largest, {rank + 1}", *(f"{top[0].token} {top[0].norm:.4f}" if top else "–" for top in tops)])
     return Table(["norm", *(model.name for model in models)], rows)
 
 
@@ -547,13 +547,13 @@ def _write_excluded(report: Report) -> list[Block]:
     return [
         compare(report.models, quantities),
         *(f"{model.name}: {note}." for model in report.models for note in model.notes),
-        "Left out of the numbers on visual and text tokens, but for gradients and where a definition says otherwise: "
-        "padding; special tokens of the tokenizer and of the config (BOS, delimiters of chat and pictures); row ends "
-        "that a model puts among a picture's features; sinks, which are tokens over "
-        f"{SINK_FACTOR:g} times as long as the median of their modality in their sample behind some layer. "
+        "Left out of the numbers on visual and text tokens, except in gradients and where a definition includes them: "
+        "padding; special tokens of the tokenizer and of the config (BOS, delimiters of chat and pictures); newline "
+        "features at the ends of picture rows; sinks, which are tokens whose norm after some layer is over "
+        f"{SINK_FACTOR:g} times the median of their modality in their sample. "
         "All numbers are in float32, whatever the model's dtype. "
-        f"{_count(report.passed_over, 'row')} without a picture passed over.",
-        *(f"Not read: {row}" for row in report.unreadable),
+        f"Skipped: {_count(report.passed_over, 'row')} without a picture.",
+        *(f"Skipped, not readable: {row}" for row in report.unreadable),
         f"Command: {report.command}",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in report.versions.items()),
     ]
@@ -581,10 +581,10 @@ def render_markdown(report: Report, figures: Collection[str]) -> str:
 
     Args:
         report: What was measured.
-        figures: Files beside it, such as `overview.png`; a figure that has none is left out.
+        figures: Files next to it, such as `overview.png`; figures without a file are left out.
     """
     files = {Path(file).stem: file for file in figures}
-    parts = [f"# {TITLE}", escape(_measured_on(report)), _to_markdown(_overview(report), files), "## In short"]
+    parts = [f"# {TITLE}", escape(_measured_on(report)), _to_markdown(_overview(report), files), "## Summary"]
     for model in report.models:
         answers = "\n".join(f"- *{topic}.* {escape(text)}" for topic, text in headline(model).items())
         parts += [f"**{escape(model.name)}**", answers]
@@ -608,11 +608,11 @@ def _to_markdown(block: Block, files: Mapping[str, str]) -> str:
 
 
 def render_html(report: Report, figures: Mapping[str, str]) -> str:
-    """The report as one page that needs nothing else, for wide and narrow screens, light and dark, and for print.
+    """The report as one self-contained page, for wide and narrow screens, light and dark mode, and print.
 
     Args:
         report: What was measured.
-        figures: By name, as [`~diagnostics.plots.to_svg`] returns them; one that is not there is left out.
+        figures: By name, as [`~diagnostics.plots.to_svg`] returns them; missing ones are left out.
     """
     chapters = write_chapters(report)
     links, sections = "", ""

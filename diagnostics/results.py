@@ -1,7 +1,7 @@
-"""What is measured, as types, and the JSON that they are written to and read from.
+"""Types of the results, and how they are written to and read from JSON.
 
-A field that has a default is left out of the JSON where it is `None`; every other one is always there. What the
-numbers mean is said in the `DEFINITIONS` beside each measure.
+A field with a default is left out of the JSON if it is `None`; every other one is always there. The `DEFINITIONS` of
+each measure say what the numbers mean.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 
 T = TypeVar("T")
-# Metadata of a field that has another name in the JSON, because Python can't have that one.
+# Metadata of a field whose name in the JSON is not allowed in Python.
 KEY = "key"
 # 95%, over pictures; `None` for a single picture.
 Interval = tuple[float, float] | None
@@ -25,8 +25,8 @@ class Estimate:
     Attributes:
         mean: The value.
         interval: See [`~diagnostics.statistics`].
-        by_picture: What each picture says: its own value, or where the value is no mean over pictures, its jackknife
-            pseudo-value. NaN where a picture says nothing. Two models' differences come from these, in pairs.
+        by_picture: Each picture's value, or if the estimate is not a mean over pictures, its jackknife pseudo-value.
+            NaN for a picture without a value. Paired differences of two models come from these.
     """
 
     mean: float
@@ -56,13 +56,13 @@ class ByLayer(Curve):
 
 @dataclass(frozen=True)
 class Summary(Estimate):
-    """A norm per token, summed up.
+    """Summary of tokens' norms.
 
     Attributes:
         std, median, p95: Over all tokens together.
-        num_tokens, num_pictures: What these rest on.
+        num_tokens, num_pictures: Sample sizes.
         width: Number of the tokens' coordinates.
-        rms: `mean` over the root of the width.
+        rms: `mean` over the square root of the width.
     """
 
     std: float
@@ -76,7 +76,7 @@ class Summary(Estimate):
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """Norms at each place on the way into the decoder; of what a model doesn't name there are none."""
+    """Norms at each place up to the decoder; `None` for places that were not found in the model."""
 
     encoder_output: Summary | None = None
     projector_input: Summary | None = None
@@ -95,7 +95,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class Turning:
-    """How long one modality's tokens are at each layer (and past the last), and how each layer turns them.
+    """Norms of one modality's tokens at each layer (and after the last), and how each layer turns them.
 
     Attributes:
         norm_quantiles: Quantiles of the norm over all tokens by layer, under `"5%"`, `"25%"`, and so on to `"95%"`.
@@ -116,7 +116,7 @@ class LayerGroup:
     Attributes:
         name: `"first third"`, `"middle third"` or `"last third"`.
         first, last: Its layers, both included.
-        gap: Of the cosines, visual less text.
+        gap: Of the cosines, visual minus text.
         norm_ratio: Norm of visual tokens over that of text tokens.
     """
 
@@ -129,7 +129,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class LargestGap:
-    """The layer whose cosines differ most, and its gap; the interval allows for the choice among all layers."""
+    """The layer whose cosines differ most, and its gap; the interval is corrected for the choice among all layers."""
 
     layer: int
     gap: Estimate
@@ -153,10 +153,10 @@ class Layers:
 
 @dataclass(frozen=True)
 class Prompted:
-    """The gap of cosines when every picture is asked about with the same words.
+    """The gap of cosines with the same question for every picture.
 
     Attributes:
-        question: The words; `None` for each picture's own question.
+        question: The question; `None` for each picture's own.
         num_pictures: How many pictures.
         gaps: By group of layers, as in [`Layers`].
     """
@@ -168,7 +168,7 @@ class Prompted:
 
 @dataclass(frozen=True)
 class ProjectorNorm:
-    """Gain and bias of the norm behind the projector."""
+    """Gain and bias of the norm after the projector."""
 
     gain_l2: float
     gain_mean_abs: float
@@ -203,9 +203,9 @@ class Embeddings:
 
 @dataclass(frozen=True)
 class Gaze:
-    """Where text looks, by layer; the share of the bottom third only where every picture's layout is known.
+    """Attention of text to the picture by layer; `bottom_third` only if every picture's layout is known.
 
-    `entropy` and `bottom_third` are NaN at a layer whose window never reaches a picture.
+    `entropy` and `bottom_third` are NaN at a layer whose attention window never reaches a picture.
     """
 
     mass: ByLayer
@@ -215,17 +215,17 @@ class Gaze:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedGaze(Gaze):
-    """The same, beside what it would be if text looked everywhere alike."""
+    """The same, and its values for uniform attention."""
 
     evenly_spread: Gaze
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Where text looks, with sinks among the keys and without.
+    """Attention of text to the picture, with and without sinks among the keys.
 
     Attributes:
-        layers: Layers that were looked at.
+        layers: Measured layers.
         with_sinks, without_sinks: By layer.
         mass_by_head: By layer and head, with sinks, mean over pictures.
     """
@@ -265,18 +265,16 @@ class Modalities:
 
 @dataclass(frozen=True)
 class Space:
-    """How far apart visual and text tokens are in the space of keys, or of values: by layer of `layers`, medians over
-    heads.
+    """Distances between visual and text tokens in key or value space: by layer of `layers`, medians over heads.
 
     Attributes:
-        layers: Layers that were looked at.
+        layers: Measured layers.
         num_tokens: Of each modality.
-        mmd, js, probe: How far apart. Only the MMD² has an interval: the
-            jackknife's are too narrow for the others.
-        mmd_baseline, js_baseline: What these stay below in 95% of halves of the pictures, within one modality; NaN
-            below 4 pictures.
-        p_value: Of the MMD², by exchanging the modalities of whole pictures; `None` where pictures share their words.
-        smallest_p: The smallest p-value that so many exchanges can give.
+        mmd, js, probe: The distances. Only the MMD² has an interval: the jackknife's are too narrow for the others.
+        mmd_baseline, js_baseline: 95% quantile of these over halves of the pictures, within one modality; NaN below 4
+            pictures.
+        p_value: Of the MMD², by swapping the modalities of whole pictures; `None` if pictures share a question.
+        smallest_p: The smallest p-value that this number of swaps can give.
         mmd_by_head: By layer and head.
         norm, spread: L2 norm of the tokens, and root mean square distance from their mean.
     """
@@ -297,11 +295,11 @@ class Space:
 
 @dataclass(frozen=True)
 class LensToken:
-    """A token that the decoder's head reads from visual tokens behind a layer.
+    """A token that visual tokens decode to after a layer.
 
     Attributes:
         token: As `repr` shows it.
-        share: Of the visual tokens that are read as it.
+        share: Of the visual tokens that decode to it.
         probability: Mean over these.
     """
 
@@ -312,7 +310,7 @@ class LensToken:
 
 @dataclass(frozen=True)
 class Lens:
-    """What the visual tokens of the first pictures are read as behind each layer of `layers`, the commonest first."""
+    """The tokens that visual tokens of the first pictures decode to after each layer, most common first."""
 
     layers: list[int]
     num_pictures: int
@@ -321,7 +319,7 @@ class Lens:
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """The loss, and norms of its gradient where there is one."""
+    """The loss, and norms of its gradient if there is one."""
 
     loss: float
     projector_input: float | None = None
@@ -335,7 +333,7 @@ class Gradients:
     """Loss and gradients over a few answers.
 
     Attributes:
-        num_samples, num_targets: Answers, and tokens in them that count.
+        num_samples, num_targets: Number of answers, and of target tokens in them.
         norms: Under `"compensated"` and `"plain"`, or `"no norm"`; see [`~diagnostics.gradients.measure_gradients`].
     """
 
@@ -346,11 +344,11 @@ class Gradients:
 
 @dataclass(frozen=True)
 class DynamicsPoint:
-    """What is followed through training, at one step.
+    """The measures tracked during training, at one step.
 
     Attributes:
-        questions: Fingerprint of what it was measured on.
-        projector_norm: `None` where the projector ends in none.
+        questions: Fingerprint of the questions.
+        projector_norm: `None` if the projector does not end in a norm.
     """
 
     step: int
@@ -365,15 +363,15 @@ class ModelReport:
     """All measures of one model.
 
     Attributes:
-        name: What the report calls it.
-        class_, dtype, num_layers, hidden_size: What it is.
-        num_samples, num_pictures: What was measured on; a picture may have several samples.
+        name: Name in the report.
+        class_, dtype, num_layers, hidden_size: Of the model.
+        num_samples, num_pictures: Of the data; a picture may have several samples.
         num_tokens: By modality.
-        excluded: Tokens that count for neither, by reason.
+        excluded: Number of excluded tokens by reason.
         notes: What could not be recorded, and why.
         prompts: The gap of cosines under other questions, each picture's own first.
-        projector_norm: `None` where the projector ends in none; `attention`, `key_space`, `value_space`, `lens`,
-            `gradients` where there is a note.
+        projector_norm: `None` if the projector does not end in a norm; `attention`, `key_space`, `value_space`,
+            `lens`, `gradients` if there is a note.
     """
 
     name: str
@@ -401,7 +399,7 @@ class ModelReport:
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """A language model whose embeddings are set beside."""
+    """A language model whose embeddings are compared."""
 
     name: str
     embeddings: Embeddings
@@ -412,15 +410,15 @@ class Report:
     """What `report.json` holds: models side by side on the same questions.
 
     Attributes:
-        command: What made it.
+        command: Command that made it.
         versions: Of torch and transformers.
         data: Name of the file or folder.
         num_samples, num_pictures: Questions, and different pictures among them.
-        passed_over: Rows without a picture.
-        unreadable: Rows whose picture can't be read, and why.
+        passed_over: Number of skipped rows without a picture.
+        unreadable: Skipped rows whose picture can't be read, and why.
         compare: `"models"`, or `"checkpoints"` of one model through training, whose keys have a common basis.
         models: One report each.
-        base: A language model beside.
+        base: A language model to compare with.
     """
 
     command: str
@@ -436,7 +434,7 @@ class Report:
 
 
 def to_json(value: Any) -> Any:
-    """A result as `json` writes it; numbers that are none, which JSON can't hold, become `None`."""
+    """A result as `json` writes it; NaN and infinities, which JSON doesn't have, become `None`."""
     if is_dataclass(value):
         return {
             _key(of): to_json(entry)
@@ -451,12 +449,12 @@ def to_json(value: Any) -> Any:
 
 
 def from_json(kind: type[T], value: Any, source: object) -> T:
-    """What [`to_json`] wrote. Fields that `kind` doesn't know are passed over.
+    """Read what [`to_json`] wrote. Fields that `kind` doesn't have are ignored.
 
     Args:
         kind: The type to read.
         value: What `json` read.
-        source: File that it is from, for messages to people.
+        source: File that it is from, for messages.
 
     Raises:
         ValueError: if something is missing or of another type; the message names it and the source.
@@ -468,7 +466,7 @@ def from_json(kind: type[T], value: Any, source: object) -> T:
 
 
 def _read(kind: Any, value: Any, place: str) -> Any:
-    """`place` says where in the file the value stands."""
+    """`place` is the value's path in the file."""
     if get_origin(kind) in (Union, UnionType):
         (inner,) = set(get_args(kind)) - {NoneType}
         return None if value is None else _read(inner, value, place)
@@ -498,7 +496,7 @@ def _read_fields(kind: Any, entries: dict[str, object], place: str) -> Any:
 
 def _expect(kind: Any, value: Any, place: str) -> Any:
     if not isinstance(value, kind):
-        raise TypeError(f"{place.removesuffix('.') or 'what it holds'} is {value!r:.40}")
+        raise TypeError(f"{place.removesuffix('.') or 'its content'} is {value!r:.40}")
     return value
 
 

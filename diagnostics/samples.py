@@ -1,4 +1,4 @@
-"""A question as a model takes it: prepared once, and handed on from measure to measure."""
+"""A question as model inputs: prepared once, and passed from measure to measure."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a processor makes of chat messages.
+    """A processor's output for chat messages.
 
     Attributes:
         inputs: The model's inputs of one sample, unpadded, as the processor returns them: `input_ids` of `(1, S)`.
-        tokens: Which position is what, `(S,)`, as far as the inputs tell.
+        tokens: Type of each position, `(S,)`, as far as the inputs tell.
     """
 
     inputs: Inputs
@@ -38,7 +38,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Answered(Encoded):
-    """A conversation with its answers; `targets` says which tokens training has its loss on, `(S,)`."""
+    """A conversation with its answers; `targets` marks the tokens of the training loss, `(S,)`."""
 
     targets: torch.Tensor
 
@@ -50,7 +50,7 @@ class Sample:
     Attributes:
         question: As it was read.
         prompt: Up to where the answer begins.
-        answered: With the answers; `None` where there are none, or nobody asked for them.
+        answered: With the answers; `None` if there are none, or they were not requested.
     """
 
     question: Question
@@ -59,9 +59,9 @@ class Sample:
 
     @property
     def picture(self) -> Image.Image:
-        """The first picture as the vision encoder gets it, cropped and scaled; colours stretched to their range.
+        """The first picture as the vision encoder gets it, cropped and scaled; colours stretched to the full range.
 
-        Where the processor cuts a picture into patches or tiles, the whole picture as it was given.
+        If the processor cuts pictures into patches or tiles, the original picture.
         """
         pixels = self.prompt.inputs.get("pixel_values")
         if pixels is None or pixels.ndim < 4 or pixels.shape[-3] != 3 or pixels[..., 0, 0, 0].numel() != 1:
@@ -75,7 +75,7 @@ class Sample:
 def prepare_samples(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], num_answered: int = 0
 ) -> list[Sample]:
-    """Every question with what the processor makes of its prompt, and of the first ones with their answers too.
+    """Encode every question's prompt, and for the first ones the conversation with its answers too.
 
     Args:
         model, processor: As [`~diagnostics.loading.load_model`] returns them.
@@ -83,7 +83,7 @@ def prepare_samples(
         num_answered: How many are prepared with their answers.
 
     Raises:
-        DiagnosticsError: if one has nothing visual or no text; the message names it.
+        DiagnosticsError: if a question has no visual or no text tokens; the message names it.
     """
     ids = token_ids(model, processor)
     samples = []
@@ -98,7 +98,7 @@ def prepare_samples(
 
 @contextmanager
 def naming_source(question: Question) -> Iterator[None]:
-    """Put a question's source before the message of a `DiagnosticsError`."""
+    """Prefix the message of a `DiagnosticsError` with the question's source."""
     try:
         yield
     except DiagnosticsError as error:
@@ -106,7 +106,7 @@ def naming_source(question: Question) -> Iterator[None]:
 
 
 def _process(processor: Any, messages: list[Message], **options: bool) -> Inputs:
-    """What the processor makes of chat messages; without a template, of their texts and pictures line by line."""
+    """The processor's output for chat messages; without a template, for their texts and pictures, one per line."""
     if getattr(processor, "chat_template", None):
         return processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **options)
     mark = getattr(processor, "image_token", "<image>")
@@ -122,10 +122,10 @@ def _encode(processor: Any, ids: TokenIds, messages: list[Message], add_generati
 
 
 def _answer(processor: Any, ids: TokenIds, question: Question, prompt: Encoded) -> Answered:
-    """The conversation, and what training has its loss on: what the template marks as the assistant's. With a template
-    that marks nothing, the conversation up to its first answer, and this up to the end of its turn."""
+    """The conversation, and the tokens of the training loss: those that the template marks as the assistant's. If the
+    template marks none, the conversation up to its first answer, and that answer up to the end of its turn."""
     marked = GENERATION.search(str(getattr(processor, "chat_template", ""))) is not None
-    if marked and getattr(find_tokenizer(processor), "is_fast", False):  # only these know which token is whose
+    if marked and getattr(find_tokenizer(processor), "is_fast", False):  # slow ones can't return the mask
         inputs = _process(processor, question.conversation, return_assistant_tokens_mask=True)
         targets = torch.as_tensor(inputs.pop("assistant_masks")).bool().reshape(-1)
     else:
@@ -135,12 +135,12 @@ def _answer(processor: Any, ids: TokenIds, question: Question, prompt: Encoded) 
 
 
 def _find_answer(prompt: torch.Tensor, whole: torch.Tensor, ids: TokenIds, processor: Any) -> torch.Tensor:
-    """Positions past the prompt, `(S,)`, up to the first special token, which ends the turn, and that one too; where
-    there is none, up to the last that is no blank space."""
+    """Mask of the positions after the prompt, `(S,)`, up to and including the first special token, which ends the
+    turn; if there is none, up to the last token that is not blank."""
     length = min(len(prompt), len(whole))
-    # A word may join the prompt's last token.
+    # The answer's first characters may merge with the prompt's last token.
     start = int((prompt[:length] == whole[:length]).cumprod(0).sum())
-    while start < len(whole) and int(whole[start]) in ids.special:  # the turn's own beginning, if the prompt lacks it
+    while start < len(whole) and int(whole[start]) in ids.special:  # the turn's start, if the prompt lacks it
         start += 1
     special = [n for n in range(start, len(whole)) if int(whole[n]) in ids.special]
     stop = special[0] + 1 if special else len(whole)

@@ -1,8 +1,9 @@
 """Means over pictures, and their 95% intervals.
 
-Tokens of one picture are alike, and so are questions about it: a picture counts once, with the mean over its samples.
-Intervals are Student's over pictures. What is no mean, such as a ratio, goes through the jackknife: Student's interval
-over its pseudo-values (Tukey, 1958; Efron and Stein, 1981). A percentile bootstrap over few pictures is too narrow.
+Tokens of one picture are correlated, and so are questions about it: each picture counts once, with the mean over its
+samples. Intervals are Student's t over pictures. Statistics that are not means, such as ratios, use the jackknife:
+Student's t over pseudo-values (Tukey, 1958; Efron and Stein, 1981). A percentile bootstrap over few pictures is too
+narrow.
 """
 
 import warnings
@@ -20,7 +21,7 @@ LEVEL = 0.95
 
 
 def number_pictures(pictures: Sequence[str]) -> np.ndarray:
-    """The samples' pictures by number, in the order in which they come, `(num_samples,)`."""
+    """The number of each sample's picture, in order of appearance, `(num_samples,)`."""
     numbers = {picture: number for number, picture in enumerate(dict.fromkeys(pictures))}
     return np.array([numbers[picture] for picture in pictures])
 
@@ -71,14 +72,14 @@ def jackknife(points: np.ndarray, without: np.ndarray) -> ByLayer:
 
 
 def difference(first: Estimate, second: Estimate) -> Estimate:
-    """First less second, in pairs: both are of the same pictures in the same order."""
+    """First minus second, paired: both are of the same pictures in the same order."""
     pairs = np.array(first.by_picture) - np.array(second.by_picture)
-    # Where a picture says nothing of one of the two, only the others can be compared.
+    # If a picture has no value for one of the two, only the others can be compared.
     return _estimate(first.mean - second.mean if np.isfinite(pairs).all() else _mean(pairs), pairs)
 
 
 def summarize(samples: Sequence[torch.Tensor], pictures: np.ndarray, width: int) -> Summary:
-    """Sum up a norm per token, one tensor `(num_tokens,)` for each sample, of tokens with `width` coordinates."""
+    """Summarize norms of tokens with `width` coordinates, given as a tensor `(num_tokens,)` for each sample."""
     within = estimate(by_picture(sample_means(samples), pictures))
     tokens = torch.cat(list(samples)).double().numpy()
     return Summary(

@@ -1,7 +1,7 @@
-"""What a token is: visual, text, or neither, and why.
+"""Classifies tokens as visual, text, or excluded with a reason.
 
-Neither are padding, special tokens, the row ends that a model puts among a picture's features, attention sinks, and
-the blank picture that training gives to a batch without pictures. This is the only place that decides.
+Excluded are padding, special tokens, the newline features that a model puts among a picture's features, attention
+sinks, and the blank picture that training adds to a batch without pictures. This is the only place that decides.
 """
 
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from diagnostics.parts import DiagnosticsError, NoVisualTokensError, image_token_id
 
 
-# A token is far longer than others if it is this many times as long as the median of its modality in its sample.
+# A sink's norm is over this many times the median of its modality in its sample.
 SINK_FACTOR = 10.0
-# What a processor or a collator returns, by the name of the model's argument.
+# What a processor or a collator returns, by name of the model's argument.
 Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids that are no ordinary text: the one that stands for pictures, and those of special tokens."""
+    """Ids that are not ordinary text: that of the image token, and those of special tokens."""
 
     image: int
     special: frozenset[int]
@@ -29,13 +29,13 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Tokens:
-    """What each position of one sample is; every mask is `(sequence_length,)`, of a batch `(batch_size, ...)`.
+    """Type of each position of one sample; every mask is `(sequence_length,)`, of a batch `(batch_size, ...)`.
 
     Attributes:
         visual: Positions that hold a feature of a picture.
         text: Ordinary text tokens.
         excluded: The positions that are neither, by reason: `"padding"`, `"special"` (BOS, delimiters of chat and of
-            pictures, other modalities), and where there are such, `"blank picture"` (of a batch without pictures),
+            pictures, other modalities), and if there are any, `"blank picture"` (of a batch without pictures),
             `"newline"` (row ends that a model puts among a picture's features), `"sink"`.
     """
 
@@ -54,10 +54,10 @@ def find_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
 
 
 def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
-    """The ids that a model's config, and its processor if there is one, tell from ordinary text.
+    """The ids that are not ordinary text by a model's config, and by its processor if there is one.
 
-    Special are those that the config gives a role (BOS, delimiters of pictures, other media), and those that the
-    tokenizer marks as special, also where they have no role: Llama 3 delimits turns by such.
+    Special are those with a role in the config (BOS, delimiters of pictures, other media), and those that the
+    tokenizer marks as special, even without a role: Llama 3 delimits turns with such tokens.
 
     Raises:
         NoVisualTokensError: if the config names no token for pictures.
@@ -87,7 +87,7 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
 
 
 def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
-    """Sort the positions of a batch by what they hold; newline features and sinks show only when the model runs.
+    """Classify the positions of a batch; newline features and sinks are found only when the model runs.
 
     Args:
         inputs: What the model is given: `input_ids` of shape `(batch_size, S)`, padded with an `attention_mask` or
@@ -119,24 +119,24 @@ def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
     tokens = Tokens(batch.visual[0].cpu(), batch.text[0].cpu(), excluded)
     if not tokens.visual.any():
         raise NoVisualTokensError(
-            f"A sample holds no visual tokens (image_token_id {ids.image} is not among its {length} input ids): every "
+            f"A sample has no visual tokens (image_token_id {ids.image} is not among its {length} input ids): every "
             "sample needs a picture."
         )
     if not tokens.text.any():
-        raise DiagnosticsError("A sample holds no ordinary text tokens to compare the picture's with: ask a question.")
+        raise DiagnosticsError("A sample has no ordinary text tokens to compare the picture's with: ask a question.")
     return tokens
 
 
 def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Tokens) -> Tokens:
-    """The tokens without the learned features with which a model, LLaVA-NeXT, ends each row of a picture.
+    """The tokens without the learned newline features with which LLaVA-NeXT ends each row of a picture.
 
     Args:
         model: The model.
         embeddings: What enters its decoder, `(S, hidden_size)`.
-        tokens: Which position is what.
+        tokens: Type of each position.
     """
     for name, parameter in model.named_parameters():
-        # HunYuan-VL's stands before the projector, and is no longer told from a feature behind it.
+        # HunYuan-VL's comes before the projector, and can't be told from a feature after it.
         if name.split(".")[-1] == "image_newline" and parameter.shape[-1] == embeddings.shape[-1]:
             newline = (embeddings == parameter.to(embeddings)).all(-1).cpu() & tokens.visual
             tokens = tokens.without("newline", newline)
@@ -144,19 +144,19 @@ def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Toke
 
 
 def far_longer(norms: torch.Tensor) -> torch.Tensor:
-    """Which of a modality's tokens are over `SINK_FACTOR` times as long as their median, `(..., num_tokens)`."""
+    """Which of a modality's tokens have a norm over `SINK_FACTOR` times their median, `(..., num_tokens)`."""
     return norms > SINK_FACTOR * norms.median(dim=-1, keepdim=True).values
 
 
 def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """Tokens with massive norms past the first layer, which attract attention whatever they hold, `(S,)`.
+    """Tokens with massive norms after the first layer, which attract attention whatever their content, `(S,)`.
 
     A token is one if at some layer it is [`far_longer`] than its modality (compare the massive activations of arXiv
-    2402.17762). What enters the first layer doesn't count.
+    2402.17762). The input of the first layer doesn't count.
 
     Args:
         layer_norms: `(L + 1, S)`.
-        tokens: Which position is what.
+        tokens: Type of each position.
     """
     sinks = torch.zeros_like(tokens.visual)
     for mask in (tokens.visual, tokens.text):
@@ -168,8 +168,8 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
 def find_grid(inputs: Inputs, visual: torch.Tensor, merge_size: int) -> tuple[int, int] | None:
     """Height and width of a sample's only picture in visual tokens.
 
-    Known from `image_grid_thw`, or where the tokens stand in a run whose length is a square, or in runs of equal
-    length with one token between them (rows). Other layouts, such as tiles, give `None`.
+    Known from `image_grid_thw`, or if the tokens form a run whose length is a square, or runs of equal length with one
+    token between them (rows). Other layouts, such as tiles, give `None`.
     """
     count = int(visual.sum())
     grids = inputs.get("image_grid_thw")

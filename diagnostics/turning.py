@@ -9,10 +9,10 @@ class Turn(NamedTuple):
     """What a layer does to each token; every tensor is `(..., S)`, float32.
 
     Attributes:
-        norms, norms_after: L2 norm of what enters the layer, and of what leaves it.
-        cosines: Between what enters and what leaves.
-        update_ratios: Norm of the layer's residual update over that of what enters.
-        update_cosines: Between what enters and the update.
+        norms, norms_after: L2 norm of the layer's input and of its output.
+        cosines: Between input and output.
+        update_ratios: Norm of the layer's residual update over that of its input.
+        update_cosines: Between input and update.
     """
 
     norms: torch.Tensor

@@ -3,8 +3,8 @@
     python -m evaluation runs/Qwen2.5-7B-Instruct/stage2 --batch_size 32 --num_processes 8
 
 Every task is one run of its harness. Its logs and result go to `evaluation/<task>` in the model's folder, the figures
-of all to `evaluation.json`, which the model card reads, and to `evaluation.md`. A task whose result is there is not
-run again. With `--limit` nothing is written but that folder.
+of all to `evaluation.json`, which the model card reads, and to `evaluation.md`. Tasks that have a result are skipped.
+With `--limit` only the task's folder is written.
 """
 
 import argparse
@@ -43,17 +43,17 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m evaluation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="+", help="checkpoint folders or Hub ids; several are set side by side")
-    parser.add_argument("--names", nargs="+", help="what to call them (default: as they are given)")
-    parser.add_argument("--revision", help="of models on the Hub (default: main)")
+    parser.add_argument("models", nargs="+", help="checkpoint folders or Hub ids; several are compared")
+    parser.add_argument("--names", nargs="+", help="their names in tables (default: as given)")
+    parser.add_argument("--revision", help="revision of models on the Hub (default: main)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--tasks", nargs="+", help="instead of the nine; others as lmms-eval:<task>, lm-eval:<task>")
-    which.add_argument("--images_only", action="store_true", help="the seven with pictures")
-    which.add_argument("--text_only", action="store_true", help="HellaSwag and MMLU")
-    parser.add_argument("--limit", type=int, help="the first rows of each task alone, to try things out")
-    parser.add_argument("--batch_size", type=int, default=8, help="rows of a batch (default: 8)")
-    parser.add_argument("--num_processes", type=int, default=1, help="processes that share the rows, a GPU each")
-    parser.add_argument("--dtype", default="auto", help="of the weights (default: that of the checkpoint)")
+    which.add_argument("--images_only", action="store_true", help="only the seven with pictures")
+    which.add_argument("--text_only", action="store_true", help="only HellaSwag and MMLU")
+    parser.add_argument("--limit", type=int, help="only the first rows of each task, for a quick test")
+    parser.add_argument("--batch_size", type=int, default=8, help="rows per batch (default: 8)")
+    parser.add_argument("--num_processes", type=int, default=1, help="processes that share the rows, one GPU each")
+    parser.add_argument("--dtype", default="auto", help="dtype of the weights (default: the checkpoint's)")
     parser.add_argument("--output_dir", type=Path, help="where results go, a folder for each model")
     return parser.parse_args(argv)
 
@@ -66,13 +66,13 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name} must be at least 1, got {value}.")
     names = [name.strip("/") for name in args.names or args.models]
     if len(names) != len(args.models) or len(set(names)) < len(names):
-        raise ValueError("--names: give each model one name of its own.")
+        raise ValueError("--names: give each model a different name.")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ValueError("Start this once, without a launcher: --num_processes launches the harnesses.")
 
 
 def choose_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
-    """The benchmarks that were asked for, without those that mean nothing under `--limit`."""
+    """The requested benchmarks, without those that are meaningless under `--limit`."""
     chosen = list(dict.fromkeys(map(find_benchmark, args.tasks))) if args.tasks else list(PAPER)
     if args.images_only or args.text_only:
         chosen = list(PICTURES if args.images_only else TEXT)
@@ -83,7 +83,7 @@ def choose_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
 
 
 def check_installed(benchmarks: Sequence[Benchmark]) -> None:
-    """Raises `ValueError`, with the command that mends it, if a harness is missing or torchvision can't be loaded."""
+    """Raises `ValueError`, with the command that fixes it, if a harness is missing or torchvision can't be loaded."""
     missing = sorted({MODULES[of.harness] for of in benchmarks if not importlib.util.find_spec(MODULES[of.harness])})
     if missing:
         raise ValueError(
@@ -95,13 +95,13 @@ def check_installed(benchmarks: Sequence[Benchmark]) -> None:
         importlib.import_module("torchvision")
     except (ImportError, RuntimeError, OSError) as error:
         raise ValueError(
-            f"torchvision is here and can't be loaded ({error}): PyPI's is built for CUDA. Beside a CPU build of "
+            f"torchvision is installed but can't be loaded ({error}): PyPI's build is for CUDA. With a CPU build of "
             "torch: pip uninstall torchvision."
         ) from error
 
 
 def check_data(benchmarks: Sequence[Benchmark]) -> None:
-    """Look for what would stop a task after its download, or be read in its place.
+    """Check for what would stop a task after its download, or be read instead of it.
 
     Raises:
         ValueError: that names the fix.
@@ -110,28 +110,27 @@ def check_data(benchmarks: Sequence[Benchmark]) -> None:
     asking = [benchmark.name for benchmark in benchmarks if benchmark.needs_token]
     if asking and not offline and get_token() is None:
         raise ValueError(
-            f"lmms-eval asks for a token of the Hub even for public data ({', '.join(asking)}): hf auth login, or set "
-            "HF_TOKEN."
+            f"lmms-eval needs a Hub token even for public data ({', '.join(asking)}): hf auth login, or set HF_TOKEN."
         )
     for benchmark in benchmarks:
         if Path(benchmark.task).exists():
             raise ValueError(
-                f"{benchmark.task} lies in the working directory, and the harness would read it as the task: run this "
+                f"{benchmark.task} is in the working directory, and the harness would read it as the task: run this "
                 "from another folder."
             )
 
 
 def run_task(benchmark: Benchmark, model: Path, fingerprint: str, settings: Settings, folder: Path) -> Result:
-    """Run a task and keep its result. An earlier one of this model with these settings is taken as it is; any other
-    stays until there is a new one.
+    """Run a task and save its result. An earlier result of this model with the same settings is reused; any other is
+    kept until there is a new one.
 
     Raises:
         TaskError: if the task fails; its log is then in `<folder>.unfinished`.
-        ValueError: if what an earlier run left can't be read.
+        ValueError: if an earlier result can't be read.
     """
     found = read_result(folder)
     if found is not None and (found.model, found.settings) == (fingerprint, fixed_settings(benchmark, settings)):
-        logger.info("%s: there already, in %s", benchmark.name, folder)
+        logger.info("%s: done already, in %s", benchmark.name, folder)
         return found
     aside = fresh_folder(folder.with_name(f"{folder.name}.unfinished"))
     started = time.monotonic()
@@ -145,10 +144,10 @@ def run_task(benchmark: Benchmark, model: Path, fingerprint: str, settings: Sett
 
 
 def evaluate(model: Model, benchmarks: Sequence[Benchmark], settings: Settings) -> tuple[dict[str, Result], list[str]]:
-    """Results by task, and what failed. `evaluation.json` and `evaluation.md` grow with every task."""
+    """Results by task, and the failed tasks. `evaluation.json` and `evaluation.md` are updated after every task."""
     results: dict[str, Result] = {}
     failed: list[str] = []
-    record(model)  # what is there of other weights goes, whatever happens next
+    record(model)  # removes results of other weights, even if all tasks fail
     for number, benchmark in enumerate(benchmarks, 1):
         logger.info("\n%s: %s (%d of %d)", model.name, benchmark.name, number, len(benchmarks))
         folder = model.task_folder(benchmark, settings.limit)
@@ -163,7 +162,7 @@ def evaluate(model: Model, benchmarks: Sequence[Benchmark], settings: Settings) 
 
 
 def record(model: Model) -> None:
-    """Write what is known of a model: for the card, and as a table."""
+    """Write a model's results, for the card and as a table."""
     results = model.read_results()
     model.write_evaluations(results)
     if results:
@@ -189,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for source, name in zip(args.models, names, strict=True)
         ]
         if len({model.name for model in models}) < len(models):
-            raise ValueError("--names: folders of the same name need names of their own.")
+            raise ValueError("--names: folders of the same name need different names.")
         settings = Settings(args.batch_size, args.num_processes, args.dtype, args.limit)
         results: dict[str, dict[str, Result]] = {}
         failed: list[str] = []
@@ -199,10 +198,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
-        sys.exit("\nStopped. The same command goes on with the tasks that are missing.")
+        sys.exit("\nStopped. The same command continues with the missing tasks.")
     sys.stdout.write(f"{render(benchmarks, results)}\n")
     if failed:
-        sys.exit(f"Failed: {', '.join(failed)}. The others' results are kept; the same command tries these again.")
+        sys.exit(f"Failed: {', '.join(failed)}. The others' results are kept; the same command retries these.")
 
 
 if __name__ == "__main__":

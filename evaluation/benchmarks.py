@@ -1,6 +1,6 @@
 """The nine benchmarks of the paper's Table 4 (arXiv 2512.08374), and what was chosen where it says nothing.
 
-The paper names neither harness, shots, split nor POPE's metric. Every choice is printed beside its number.
+The paper names neither harness, shots, split nor POPE's metric. Every choice is printed next to its number.
 """
 
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ class Benchmark:
     """One task of a harness.
 
     Attributes:
-        harness: Which one scores it.
+        harness: The one that scores it.
         task: Its name there.
-        title: What tables call it.
-        metric: The figure that counts, as the harness calls it; all of its figures where it is `None`.
-        scale: The metric's largest value; `None` where it is not known.
+        title: Its name in tables.
+        metric: The harness's name of the figure to report; `None` for all of its figures.
+        scale: The metric's largest value; `None` if unknown.
         choice: What was chosen where the paper leaves it open.
         in_chat: Whether lm-eval asks in the model's chat format.
-        whole_only: Why it means nothing on a part of its rows, if so.
+        whole_only: Why it is meaningless on a part of its rows, if so.
     """
 
     harness: Harness
@@ -36,12 +36,12 @@ class Benchmark:
 
     @property
     def name(self) -> str:
-        """What `--tasks` calls it: both harnesses have tasks of the same name."""
+        """Its name in `--tasks`; both harnesses have tasks of the same name."""
         return self.task if self in KNOWN else f"{self.harness}:{self.task}"
 
     @property
     def needs_token(self) -> bool:
-        """Whether a token of the Hub is needed, which most of lmms-eval's tasks ask for even where data is public."""
+        """Whether a Hub token is needed; most of lmms-eval's tasks ask for one even for public data."""
         return self.harness == "lmms-eval" and self not in OURS
 
 

@@ -1,7 +1,7 @@
 """One task of a harness for one model, in a process of its own.
 
-Apart from each other, since OCRBench's scorer goes on counting where the task before it stopped, lmms-eval takes the
-model apart after a run, and what fails then fails alone.
+Separate processes, since OCRBench's scorer goes on from the counts of the task before it, lmms-eval takes the model
+apart after a run, and a failure then affects one task only.
 """
 
 import os
@@ -28,10 +28,10 @@ class Settings:
     """How tasks are run.
 
     Attributes:
-        batch_size: Rows of a batch.
-        num_processes: Processes that share the rows, a device each.
+        batch_size: Rows per batch.
+        num_processes: Processes that share the rows, one device each.
         dtype: Of the weights, as `from_pretrained` takes it.
-        limit: Take the first rows alone.
+        limit: Number of first rows to use; `None` for all.
     """
 
     batch_size: int
@@ -41,7 +41,7 @@ class Settings:
 
 
 class TaskError(RuntimeError):
-    """A task that gave no figure; the message says why, or where its log is."""
+    """A task gave no figure; the message says why, or where its log is."""
 
 
 def harness_name(benchmark: Benchmark) -> str:
@@ -53,7 +53,7 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
     """The harness's command line."""
     launcher = [sys.executable, "-m"]
     if settings.num_processes > 1:
-        # Not `accelerate launch`, which fails beside timm without torchvision.
+        # Not `accelerate launch`, which fails with timm but without torchvision.
         launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(settings.num_processes), "-m"]
     arguments = f"pretrained={model},dtype={settings.dtype}"
     if benchmark.harness == "lmms-eval":
@@ -68,16 +68,16 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
 
 
 def run_harness(command: list[str], log: Path) -> None:
-    """Run a harness, its output at the terminal and in a file.
+    """Run a harness; its output goes to the terminal and to a file.
 
     Raises:
         TaskError: if it fails.
     """
-    # Without the working directory on the path, where a folder or an old egg-info would hide what is installed.
+    # Without the working directory on the path, where a folder or an old egg-info would shadow installed packages.
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as file:
         token = get_token()
-        if token is not None:  # lmms-eval prints one that it finds in the environment
+        if token is not None:  # lmms-eval prints a token that is in the environment
             path = Path(folder, "token")
             path.touch(mode=0o600)
             path.write_text(token, encoding="utf-8")
@@ -96,4 +96,4 @@ def run_harness(command: list[str], log: Path) -> None:
             raise
         returned = process.wait()
     if returned != 0:
-        raise TaskError(f"the harness ended with {returned}; see {log}")
+        raise TaskError(f"the harness exited with {returned}; see {log}")

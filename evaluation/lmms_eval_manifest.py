@@ -1,4 +1,4 @@
-"""What the entry point `lmms_eval.models` names: apart from the model, which can then be imported first, too."""
+"""The entry point `lmms_eval.models`; apart from the model's module, so that either can be imported first."""
 
 from lmms_eval.models.registry_v2 import ModelManifest
 

@@ -1,4 +1,4 @@
-"""lmms-eval's way to any model that answers chats with pictures through `AutoModelForImageTextToText`.
+"""lmms-eval plug-in for any chat model with pictures that `AutoModelForImageTextToText` loads.
 
 python -m lmms_eval --model image_text_to_text --model_args pretrained=me/MyModel --tasks mmstar --batch_size 16
 """
@@ -18,11 +18,11 @@ class ImageTextToText(lmms):
     """Answers chats greedily, in batches. Each process of a launch answers its share of the rows.
 
     Args:
-        pretrained: Checkpoint folder or Hub id; its own code is run.
+        pretrained: Checkpoint folder or Hub id; its remote code is trusted.
         revision: Of a Hub repository.
         dtype: As `from_pretrained` takes it; that of the checkpoint by default.
-        batch_size: Rows of a batch.
-        device: That of the process by default.
+        batch_size: Rows per batch.
+        device: The process's device by default.
     """
 
     is_simple = False
@@ -67,7 +67,7 @@ class ImageTextToText(lmms):
     @torch.inference_mode()
     def _answer(self, requests: list[Instance], settings: dict[str, Any]) -> list[str]:
         if settings.get("do_sample", bool(settings.get("temperature"))):
-            raise ValueError(f"{requests[0].task_name} asks for sampled answers; this model answers greedily alone.")
+            raise ValueError(f"{requests[0].task_name} asks for sampled answers; this model only answers greedily.")
         chats = []
         for request in requests:
             _, to_messages, _, document, task, split = request.args
@@ -93,16 +93,16 @@ class ImageTextToText(lmms):
         return [cut(text, settings.get("until") or []) for text in texts]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Not here. Raises `NotImplementedError`: lm-eval scores such tasks."""
-        raise NotImplementedError("Tasks that compare likelihoods are lm-eval's; it answers chats alone.")
+        """Not supported. Raises `NotImplementedError`: lm-eval scores such tasks."""
+        raise NotImplementedError("Likelihood tasks are not supported; use lm-eval.")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Not here. Raises `NotImplementedError`."""
-        raise NotImplementedError("Tasks of several rounds are not answered.")
+        """Not supported. Raises `NotImplementedError`."""
+        raise NotImplementedError("Multi-round tasks are not supported.")
 
 
 def cut(text: str, until: list[str] | str) -> str:
-    """A text up to the first of the strings that end an answer."""
+    """A text up to the first stop string."""
     for end in [until] if isinstance(until, str) else until:
         text = text.split(end)[0] if end else text
     return text.strip()

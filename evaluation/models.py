@@ -1,4 +1,4 @@
-"""The models that are evaluated: where their files lie, what they are told apart by, and where their results go."""
+"""The evaluated models: their files, fingerprints, and folders for results."""
 
 import hashlib
 from collections.abc import Mapping
@@ -28,8 +28,8 @@ class Model:
     """A model to evaluate.
 
     Attributes:
-        name: What tables call it.
-        source: What a command calls it: no more of a path on this machine than its end.
+        name: Its name in tables.
+        source: Its name in a command; of an absolute path only the last part.
         path: Folder of its files.
         results: Folder that `evaluation.json` and the tasks' results go to.
         fingerprint: Of the files that its answers depend on.
@@ -42,12 +42,12 @@ class Model:
     fingerprint: str
 
     def task_folder(self, benchmark: Benchmark, limit: int | None) -> Path:
-        """Where a task's result and logs are; part of its rows is kept apart from the whole."""
+        """Where a task's result and logs are; limited runs have their own folder."""
         name = benchmark.name.replace(":", "--")
         return self.results / RESULTS_FOLDER / (name if limit is None else f"{name}-first-{limit}")
 
     def read_results(self) -> dict[str, Result]:
-        """What this model gave on whole tasks, now or before, by task.
+        """This model's results on whole tasks, of this or earlier runs, by task.
 
         Raises:
             ValueError: if a result can't be read.
@@ -61,7 +61,7 @@ class Model:
         }
 
     def write_evaluations(self, results: Mapping[str, Result]) -> None:
-        """Write `evaluation.json`: what [`read_results`] gave, and what is there of other origin than a harness."""
+        """Write `evaluation.json`: these results, and the rows that are there and not from a harness."""
         rows = []
         for task, result in results.items():
             dtype = "" if result.settings["dtype"] == "auto" else f" --dtype {result.settings['dtype']}"
@@ -75,12 +75,12 @@ def open_model(source: str, name: str | None, revision: str | None, output_dir: 
 
     Args:
         source: Path or Hub id.
-        name: What tables call it; `source` by default.
+        name: Its name in tables; `source` by default.
         revision: Of a repository.
-        output_dir: Where results go, in a folder by that name; the model's own by default.
+        output_dir: Where results go, in a folder with that name; the model's own folder by default.
 
     Raises:
-        ValueError: if it is neither, holds no weights or an adapter alone, or has no place for its results.
+        ValueError: if it is neither, has no weights or only an adapter, or has no place for its results.
     """
     path = Path(source)
     if path.is_dir():
@@ -88,30 +88,28 @@ def open_model(source: str, name: str | None, revision: str | None, output_dir: 
             raise ValueError(f"{source} is a folder, which has no revisions: leave --revision out.")
         source, path = path.name if path.is_absolute() else source.rstrip("/"), path.resolve()
     elif output_dir is None:
-        raise ValueError(
-            f"{source} is no folder here. For a model of the Hub, say where its results go: --output_dir."
-        )
+        raise ValueError(f"{source} is not a folder. For a model on the Hub, set --output_dir for its results.")
     else:
         try:
             path = Path(snapshot_download(source, revision=revision, allow_patterns=list(MODEL_FILES)))
         except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError) as error:
-            raise ValueError(f"{source} is no folder here, and can't be had from the Hub: {error}") from error
+            raise ValueError(f"{source} is not a folder, and can't be downloaded from the Hub: {error}") from error
         source += "" if revision is None else f" --revision {revision}"
     if (path / "adapter_config.json").exists():
-        raise ValueError(f"{source} holds an adapter. Merge it first: python training/merge.py --adapter {source} ...")
+        raise ValueError(f"{source} is an adapter. Merge it first: python training/merge.py --adapter {source} ...")
     files = sorted({file for pattern in MODEL_FILES for file in path.glob(pattern)})
     if not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(f"{source} holds no *.safetensors: give the folder of a trained model.")
+        raise ValueError(f"{source} has no *.safetensors: give the folder of a trained model.")
     name = name or source
     results = (path if output_dir is None else output_dir / name.strip("/").replace("/", "--")).resolve()
     for place in (path, results):
         if "," in str(place) or "=" in str(place):
-            raise ValueError(f"{place}: the harnesses read no path with a comma or an equals sign; rename it.")
+            raise ValueError(f"{place}: the harnesses can't read a path with a comma or an equals sign; rename it.")
     return Model(name, source, path, results, fingerprint(files))
 
 
 def fingerprint(files: list[Path]) -> str:
-    """Of names and contents."""
+    """Hash of the files' names and contents."""
     digest = hashlib.sha256()
     for path in files:
         digest.update(f"{path.name} {sha256(path)}\n".encode())

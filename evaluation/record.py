@@ -1,4 +1,4 @@
-"""A result of a benchmark as `evaluation.json` holds it, which the model card reads."""
+"""A benchmark result as stored in `evaluation.json`, which the model card reads."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,15 +15,15 @@ EVALUATION_FILE = "evaluation.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A row of `evaluation.json`: a result, and what it would be without a model where that is known.
+    """A row of `evaluation.json`: a result, and if known a baseline without a model.
 
     Attributes:
-        value: A share of 1, or what the harness gives.
-        n: Rows, or questions, that it is of.
-        standard_error: Of the value; `None` where it is not known.
-        command: What gave it.
-        harness: Who scored it, with its version; `None` for a script of one's own.
-        choice: Examples before each question, and what else was chosen.
+        value: A fraction of 1, or what the harness gives.
+        n: Number of rows, or questions.
+        standard_error: Of the value; `None` if unknown.
+        command: Command that produced it.
+        harness: Its name and version; `None` for one's own script.
+        choice: Number of shots, and what else was chosen.
         baseline: The value of `baseline_name`, guessing for example.
     """
 
@@ -42,10 +42,10 @@ class Evaluation:
 
 
 def write_evaluations(folder: Path, rows: Sequence[Evaluation], is_replaced: Callable[[dict[str, Any]], bool]) -> None:
-    """Write results into a model's `evaluation.json`. Rows that are there and not replaced stay as they are.
+    """Write results into a model's `evaluation.json`. Existing rows that are not replaced are kept.
 
     Raises:
-        ValueError: if the file that is there can't be read.
+        ValueError: if an existing file can't be read.
     """
     path = folder / EVALUATION_FILE
     before: Any = []
@@ -53,9 +53,9 @@ def write_evaluations(folder: Path, rows: Sequence[Evaluation], is_replaced: Cal
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON ({error}); mend it or take it away.") from error
+            raise ValueError(f"{path} is not valid JSON ({error}); fix or remove it.") from error
         if not isinstance(before, list) or not all(isinstance(row, dict) for row in before):
-            raise ValueError(f"{path} is no list of results; mend it or take it away.")
+            raise ValueError(f"{path} is not a list of results; fix or remove it.")
     kept = [row for row in before if not is_replaced(row)]
     if rows or len(kept) < len(before):
         write_whole(path, json.dumps([*kept, *to_json(list(rows))], indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What the harnesses write, read: figures, their errors, and the rows behind them."""
+"""Reads what the harnesses write: figures, their standard errors, and the rows behind them."""
 
 import json
 import re
@@ -19,10 +19,10 @@ LM_EVAL_SAMPLES = re.compile(r"^samples_(.*)_\d{4}-\d{2}-\d{2}T[\d.-]+$")
 
 
 def read_outputs(folder: Path, benchmark: Benchmark, model: str, settings: Settings, seconds: float) -> Result:
-    """What a harness wrote into a folder.
+    """Read what a harness wrote into a folder.
 
     Raises:
-        TaskError: if it wrote no figure; lmms-eval ends with 0 all the same.
+        TaskError: if it wrote no figure; lmms-eval exits with 0 even then.
     """
     is_lmms = benchmark.harness == "lmms-eval"
     reports = list(folder.glob("*/[0-9]*_results.json" if is_lmms else "*/results_*.json"))
@@ -38,7 +38,7 @@ def read_outputs(folder: Path, benchmark: Benchmark, model: str, settings: Setti
         dataset, split = name_rows(report, settings)
         shots = max((count for count in report["n-shot"].values() if isinstance(count, int)), default=0)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise TaskError(f"{reports[0]} is not understood ({type(error).__name__}: {error})") from error
+        raise TaskError(f"{reports[0]} can't be parsed ({type(error).__name__}: {error})") from error
     if not figures:
         raise TaskError(f"the harness gave no {benchmark.metric or 'figure'}; see {reports[0]}")
     return Result(
@@ -54,7 +54,7 @@ def read_outputs(folder: Path, benchmark: Benchmark, model: str, settings: Setti
 
 
 def read_all_figures(benchmark: Benchmark, report: Report, samples: dict[str, list[Sample]]) -> list[Figure]:
-    """The figure that counts, or all of them; of a group that has none of its own, those of its tasks."""
+    """The figure to report, or all of them; for a group without its own, those of its tasks."""
     everything = [sample for logged in samples.values() for sample in logged]
     figures = read_figures(benchmark, benchmark.task, report, everything)
     if figures or benchmark.metric is not None:
@@ -79,14 +79,14 @@ def read_figures(benchmark: Benchmark, task: str, report: Report, samples: list[
             continue
         value /= benchmark.scale or 1.0
         is_repeated = [other for other, _ in keys].count(metric) > 1
-        # lmms-eval does not say which filter a row's line is of.
+        # lmms-eval does not say which filter a logged row belongs to.
         known = [] if is_repeated and benchmark.harness == "lmms-eval" else samples
         rows = read_rows(benchmark, metric, value, [row for row in known if row.get("filter", kind) == kind])
         clustered, error = (given.get(f"{metric}_stderr{ending},{kind}") for ending in ("_clustered", ""))
-        if is_number(clustered):  # rows of one video are no pairs of their own
+        if is_number(clustered):  # rows of one video are not independent
             rows, error = None, clustered
         if is_number(error):
-            error = error / (benchmark.scale or 1.0) or None  # 0 where all rows are alike
+            error = error / (benchmark.scale or 1.0) or None  # 0 if all rows are equal
         else:
             error = None if rows is None else standard_error(rows)
         name = f"{metric}, {kind}" if is_repeated else metric
@@ -95,12 +95,12 @@ def read_figures(benchmark: Benchmark, task: str, report: Report, samples: list[
 
 
 def is_number(value: Any) -> bool:
-    """Whether a report's entry is a number, which some are not."""
+    """Whether a report's entry is a finite number."""
     return isinstance(value, int | float) and isfinite(value)
 
 
 def name_rows(report: Report, settings: Settings) -> tuple[str, str]:
-    """The dataset, as the Hub knows it or by its files, and the split, with what was taken of it."""
+    """The dataset, by its name on the Hub or its files, and the split, with the limit if any."""
     configs = list(report["configs"].values())
     config = configs[0]
     dataset = config.get("dataset_path") or "made by the task"

@@ -1,4 +1,4 @@
-"""What a harness said of a model on a task, kept in a file so that no task is run twice."""
+"""A harness's result for a model on a task, saved in a file so that no task is run twice."""
 
 import json
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class Figure:
     """One figure of a task.
 
     Attributes:
-        task: The task, or the one of its group, that it is of.
+        task: Its task, or its task within a group.
         metric: The harness's name of it.
-        value: As a share of 1 where the benchmark's scale is known, else what the harness gives.
-        standard_error: The harness's, or that of the rows; `None` where neither is known.
-        n: Rows, or questions, that it is of.
-        rows: Those that it is the mean of, if it is.
+        value: As a fraction of 1 if the benchmark's scale is known, else what the harness gives.
+        standard_error: The harness's, or that of the rows; `None` if neither is known.
+        n: Number of rows, or questions.
+        rows: Those that it is the mean of; `None` if it is not such a mean.
     """
 
     task: str
@@ -38,15 +38,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Result:
-    """What a harness said of a model on one task.
+    """A harness's result for a model on one task.
 
     Attributes:
         model: Fingerprint of the model.
         settings: Those that figures depend on.
-        task: As `--tasks` calls it.
+        task: Its name in `--tasks`.
         dataset, split: Of the rows.
         shots: Examples before each question.
-        seconds: That the harness took, loading included.
+        seconds: Run time of the harness, loading included.
         figures: One or more.
     """
 
@@ -84,13 +84,13 @@ class Result:
 
 
 def fixed_settings(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
-    """What a figure depends on beside the model."""
+    """The settings that a figure depends on."""
     chosen = {"metric": benchmark.metric, "scale": benchmark.scale, "in_chat": benchmark.in_chat}
     return {"harness": harness_name(benchmark), "limit": settings.limit, "dtype": settings.dtype, **chosen}
 
 
 def read_result(folder: Path) -> Result | None:
-    """What an earlier run left in a task's folder, if it finished.
+    """The result of an earlier run in a task's folder, if it finished.
 
     Raises:
         ValueError: if it can't be read.
@@ -101,4 +101,4 @@ def read_result(folder: Path) -> Result | None:
     try:
         return from_json(Result, json.loads(path.read_text(encoding="utf-8")), path)
     except ValueError as error:
-        raise ValueError(f"{path} can't be read ({error}): take it away, and its task is run again.") from error
+        raise ValueError(f"{path} can't be read ({error}): remove it to run its task again.") from error

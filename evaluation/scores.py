@@ -1,7 +1,7 @@
-"""Rows behind a harness's figure, its standard error where the harness gives none, and differences of two models.
+"""Rows behind a harness's figure, its standard error if the harness gives none, and differences of two models.
 
-The harness's figure is what counts. A row's score is what the harness logged of it, and is used only where the figure
-is the mean of these scores, or the mean over groups of the groups' means.
+The harness's figure is the one reported. A row's score is what the harness logged for it, and is used only if the
+figure is the mean of these scores, or the mean over groups of the groups' means.
 """
 
 import contextlib
@@ -20,21 +20,21 @@ from scipy.special import stdtrit
 from evaluation.benchmarks import Benchmark
 
 
-# What a harness logged of a row, by name.
+# What a harness logged for a row, by name.
 Sample = dict[str, Any]
 LEVEL = 0.95
-# MMBench asks a question several times, its options in another order, with 1e6 more in the index each time.
+# MMBench repeats a question with its options reordered and its index increased by 1e6 each time.
 MMBENCH_ROTATION = 1_000_000
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a model scored on one row.
+    """A model's score on one row.
 
     Attributes:
-        id: Of question and truth: the same for every model.
+        id: Identifies question and truth, the same for every model.
         score: Of the row.
-        group: What it is averaged within before groups are, if it is.
+        group: Group whose mean is taken before the mean over groups, if any.
     """
 
     id: str
@@ -43,13 +43,13 @@ class Row:
 
 
 def read_rows(benchmark: Benchmark, metric: str, value: float, samples: Sequence[Sample]) -> list[Row] | None:
-    """The rows behind a figure; `None` where it is no mean of what the harness logged of them.
+    """The rows behind a figure; `None` if it is not a mean of their logged scores.
 
     Args:
         benchmark: The task, or the group of tasks.
         metric: Name of the figure.
-        value: The figure, as a share of 1 where its scale is known.
-        samples: What the harness logged of each row.
+        value: The figure, as a fraction of 1 if its scale is known.
+        samples: What the harness logged for each row.
     """
     logged = [sample for sample in samples if metric in sample]
     if not logged:
@@ -83,15 +83,15 @@ def _group(item: Any) -> str | None:
 
 
 def _row_id(sample: Sample, in_chat: bool) -> str:
-    """Of the row's number, question and truth: lmms-eval's own hash holds where a picture lay in memory, and lm-eval's
-    of the prompt how a model writes a chat."""
+    """Hash of the row's number, question and truth: lmms-eval's own hash includes a picture's memory address, and
+    lm-eval's prompt hash the model's chat format."""
     question = sample.get("input") or sample.get("doc_hash" if in_chat else "prompt_hash")
     content = json.dumps([sample["doc_id"], question, sample["target"]])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _mmbench_rows(items: Sequence[dict[str, Any]]) -> list[Row]:
-    """A row for each question, scored by lmms-eval's own evaluator, which logs no row's score."""
+    """A row for each question, scored by lmms-eval's own evaluator, since no row's score is logged."""
     from lmms_eval.tasks.mmbench.en_utils import mmbench_evaluator
 
     questions: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -111,7 +111,7 @@ def mean(rows: Sequence[Row]) -> float:
 
 
 def standard_error(rows: Sequence[Row]) -> float | None:
-    """Standard error of [`mean`]; `None` if a group has a single row, or the rows of each are all alike."""
+    """Standard error of [`mean`]; `None` if a group has a single row, or all rows of each group are equal."""
     groups = _by_group(rows)
     if min(map(len, groups)) < 2:
         return None
@@ -126,10 +126,10 @@ def _by_group(rows: Sequence[Row]) -> list[np.ndarray]:
 
 
 def interval_of_difference(first: Sequence[Row], second: Sequence[Row]) -> tuple[float, float] | None:
-    """Student's 95% interval of second less first, in pairs of the same row; `None` where there is no standard error.
+    """Student's t 95% interval of second minus first, paired by row; `None` if there is no standard error.
 
     Raises:
-        ValueError: if they are of other rows.
+        ValueError: if they have different rows.
     """
     scores = {row.id: row.score for row in first}
     if len(first) != len(second) or scores.keys() != {row.id for row in second}:

@@ -1,4 +1,4 @@
-"""The table: a line for each benchmark, a column for each model, and how each figure came about."""
+"""The table: a line for each benchmark, a column for each model, and how each figure was measured."""
 
 from collections.abc import Mapping, Sequence
 from math import sqrt
@@ -15,7 +15,7 @@ Results = Mapping[str, Mapping[str, Result]]
 def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
     """Markdown: figures ± standard error, and differences to the first model with 95% intervals.
 
-    Shares are in percent; what has no known scale is as the harness gives it.
+    Fractions are in percent; figures without a known scale are as the harness gives them.
     """
     names = [name.replace("|", "\\|") for name in results]
     others = [f"{name} − {names[0]} (95% interval)" for name in names[1:]]
@@ -31,7 +31,7 @@ def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
 
 
 def _lines(benchmark: Benchmark, given: Sequence[Result | None]) -> list[str]:
-    """A line for each figure; one that says so where no model has any."""
+    """A line for each figure; a single line if no model has any."""
     named = {(figure.task, figure.metric): result for result in given if result for figure in result.figures}
     lines = []
     for (task, metric), result in named.items():
@@ -84,12 +84,12 @@ def _how(benchmark: Benchmark, result: Result, metric: str, n: int) -> str:
 
 
 def _mean(results: Mapping[str, Result]) -> str | None:
-    """The mean of the paper's nine in percent, where all of them are there and whole."""
+    """The mean of the paper's nine in percent, if all of them were run on all rows."""
     given = [results.get(benchmark.name) for benchmark in PAPER]
     found = [result for result in given if result is not None and result.settings["limit"] is None]
     if len(found) < len(PAPER):
         return None
-    figures = [result.figures[0] for result in found]  # each has the one that counts
+    figures = [result.figures[0] for result in found]  # each has exactly one
     value = 100 * sum(figure.value for figure in figures) / len(figures)
     errors = [figure.standard_error for figure in figures if figure.standard_error is not None]
     if len(errors) < len(figures):

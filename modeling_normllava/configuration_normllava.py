@@ -25,7 +25,7 @@ class NormLlavaConfig(LlavaConfig):
             T, the L2 norm that visual tokens start at (eq. 11). A new norm gets the gain `T / sqrt(hidden_size)`.
             `None` leaves the gain at 1, the default-initialised arm of the paper's Table 5.
         projector_norm_eps (`float`, *optional*, defaults to 1e-5):
-            Added to the variance before its root is taken (eq. 22, 23).
+            Added to the variance under the square root (eq. 22, 23).
         key_adapter_rank (`int`, *optional*, defaults to 0):
             Rank of the gated low-rank updates that every layer of the decoder adds to its keys, one of visual and one
             of text tokens (MaLoRA-style, after arXiv 2510.26721). 0: the decoder stays as it is.
@@ -49,12 +49,12 @@ class NormLlavaConfig(LlavaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # Always in full and with flat names: saving a model adds the key of its own class only, and a config that
-        # came from the Hub carries that repository's name in each value, which would tie a copy to its source.
+        # Always complete and with flat names: saving a model adds only its own class, and a config loaded from the
+        # Hub has that repository's name in every value, which would tie a copy to its source.
         self.auto_map = {
             "AutoConfig": "configuration_normllava.NormLlavaConfig",
             "AutoModel": "modeling_normllava.NormLlavaModel",
-            "AutoModelForCausalLM": "modeling_normllava.NormLlavaForConditionalGeneration",  # for tools that know text
+            "AutoModelForCausalLM": "modeling_normllava.NormLlavaForConditionalGeneration",  # for text-only tools
             "AutoModelForImageTextToText": "modeling_normllava.NormLlavaForConditionalGeneration",
             "AutoModelForMultimodalLM": "modeling_normllava.NormLlavaForConditionalGeneration",
         }

@@ -3,8 +3,8 @@
 "The Unseen Bias" (arXiv 2512.08374) describes the method; equation numbers below are that paper's. Saving a model
 copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
 
-With `config.key_adapter_rank` the decoder's keys have adapters that know a token's modality, MaLoRA-style (after the
-abstract of arXiv 2510.26721, all of it that could be read: the gate is this project's choice).
+With `config.key_adapter_rank` the decoder's keys get adapters that depend on a token's modality, MaLoRA-style (after
+arXiv 2510.26721, of which only the abstract was available: the gate is this project's choice).
 """
 
 import re
@@ -28,21 +28,21 @@ from transformers.utils.versions import require_version
 from .configuration_normllava import NormLlavaConfig
 
 
-# Older versions name the vision encoder's weights otherwise and would start it at random with a mere warning.
+# Older versions name the vision encoder's weights differently and would initialise it at random with only a warning.
 require_version("transformers>=5.18", "NormLlava needs it: pip install -U transformers")
 
 # Lower bound of the mean gain by which the gradient is divided (δ in eq. 25).
 MIN_MEAN_GAIN = 1e-3
-# What a model with less may leave of a checkpoint: the head (the base model), the norm (one that is switched off).
-# Not as the class's `_keys_to_ignore_on_load_unexpected`: vLLM takes such weights out of every checkpoint.
+# Checkpoint weights that may stay unused: the head (by the base model) and the norm (where it is switched off).
+# Not in the class's `_keys_to_ignore_on_load_unexpected`: vLLM drops such weights from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
 
 
 class _CompensatedLayerNormFunction(torch.autograd.Function):
-    """LayerNorm whose backward into the input runs with the gain `g / max(mean|g|, δ)` in place of `g`.
+    """LayerNorm whose input gradient is computed with the gain `g / max(mean|g|, δ)` in place of `g`.
 
-    LayerNorm's backward into its input is linear in the gain, so this equals the division of the gradient at the
-    normalised input x̂ (eq. 26) and costs no pass over the data. Gradients of gain and bias don't involve the gain.
+    LayerNorm's input gradient is linear in the gain, so this equals dividing the gradient at the normalised input x̂
+    (eq. 26), without an extra pass over the data. The gradients of gain and bias don't depend on the gain.
     """
 
     @staticmethod
@@ -75,8 +75,8 @@ class Float32LayerNorm(nn.LayerNorm):
     """LayerNorm (eq. 22, 23) whose parameters stay at least float32, whatever the dtype of the model around it.
 
     A bfloat16 gain of 0.0134 moves in steps of 6e-5, so the updates of training would be rounded away. Statistics
-    and affine are computed in float32 too; the output has the input's dtype. Arguments are `nn.LayerNorm`'s, but that
-    there always is a gain: what this class keeps in float32, and its subclass divides by.
+    and affine are computed in float32 too; the output has the input's dtype. Arguments are `nn.LayerNorm`'s without
+    `elementwise_affine`: there is always a gain, which this class keeps in float32 and its subclass divides by.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Float32LayerNorm(nn.LayerNorm):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        # `from_pretrained` builds models under the checkpoint's dtype as torch's default one.
+        # `from_pretrained` builds models with the checkpoint's dtype as torch's default dtype.
         dtype = torch.promote_types(dtype or torch.get_default_dtype(), torch.float32)
         super().__init__(normalized_shape, eps, bias=bias, device=device, dtype=dtype)
 
@@ -101,7 +101,7 @@ class Float32LayerNorm(nn.LayerNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden_states` of shape `(..., *normalized_shape)`; same shape and dtype out."""
-        # Sharded training may hand the parameters over in its compute dtype, hence all three.
+        # Sharded training may pass the parameters in its compute dtype, hence all three.
         dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, self.weight.dtype), torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), bias)
@@ -112,11 +112,11 @@ class Float32LayerNorm(nn.LayerNorm):
 
 
 class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
-    """LayerNorm that gives its input the gradient of LayerNorm divided by `max(mean|gain|, 1e-3)` (eq. 12, 24-26).
+    """LayerNorm whose input gradient is divided by `max(mean|gain|, 1e-3)` (eq. 12, 24-26).
 
     The small gain that aligns norms would shrink every gradient that reaches the projector and the vision encoder by
-    the same factor; this takes the factor out. Under Adam a constant factor on a gradient cancels in the update,
-    so there it acts through gradient clipping and Adam's epsilon only. Source: App. D.
+    the same factor; this removes the factor. Under Adam a constant factor on a gradient cancels in the update, so
+    there it only acts through gradient clipping and Adam's epsilon. Source: App. D.
     """
 
     def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -143,10 +143,10 @@ class KeyAdapter(nn.Module):
     """Gated low-rank updates of a layer's keys, one of text tokens and one of visual tokens.
 
     `(alpha / rank) * g_m * B_m A_m h` of a token with hidden state `h` and modality `m`, where
-    `g_m = sigmoid(w_m . h + c_m)`. B, w and c start at 0, so that the update does.
+    `g_m = sigmoid(w_m . h + c_m)`. B, w and c start at 0, so the update does too.
 
-    Plain parameters, whose first index is 0 for text and 1 for visual tokens: tools that quantize or adapt all
-    `nn.Linear` of a decoder leave them alone.
+    These are plain parameters (first index: 0 for text, 1 for visual tokens), so that tools which quantize or adapt
+    every `nn.Linear` of a decoder skip them.
     """
 
     def __init__(self, base: nn.Linear, config: NormLlavaConfig) -> None:
@@ -162,14 +162,14 @@ class KeyAdapter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start as LoRA does. Not in `_init_weights`: inside the decoder, transformers asks the decoder's."""
+        """Initialise as LoRA does. Not in `_init_weights`: inside the decoder, transformers calls the decoder's."""
         limit = self.down.shape[-1] ** -0.5
         nn.init.uniform_(self.down, -limit, limit)
         for parameter in (self.up, self.gate_weight, self.gate_bias):
             nn.init.zeros_(parameter)
 
     def forward(self, hidden_states: torch.Tensor, is_visual: torch.Tensor) -> torch.Tensor:
-        """Updates `(..., size_out)` of the keys that belong to `hidden_states` `(..., size_in)`."""
+        """Key updates `(..., size_out)` for `hidden_states` `(..., size_in)`."""
         hidden_states = hidden_states.to(self.down.dtype)
         gates = nn.functional.linear(hidden_states, self.gate_weight, self.gate_bias).sigmoid()  # [..., 2]
         of_token = torch.stack([~is_visual, is_visual], dim=-1)  # [..., 2]
@@ -183,31 +183,31 @@ class AdaptedKeyProjection(nn.Module):
 
     def __init__(self, base: nn.Linear, config: NormLlavaConfig) -> None:
         super().__init__()
-        self.base = base  # not `base_layer`, by which PEFT knows its own
+        self.base = base  # not `base_layer`, by which PEFT recognises its own
         self.key_adapter = KeyAdapter(base, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Keys of `hidden_states` `(batch_size, sequence_length, hidden_size)`, which are normed but not rotated yet.
+        """Keys, before rotary embedding, of normed `hidden_states` `(batch_size, sequence_length, hidden_size)`.
 
         Raises:
-            ValueError: if nothing says which of these tokens are visual.
+            ValueError: if `hidden_states` has no `visual_token_mask` for these tokens.
         """
         is_visual = getattr(hidden_states, "visual_token_mask", None)
         if is_visual is None or is_visual.shape != hidden_states.shape[:-1]:
             raise ValueError(
                 "The key adapters can't tell visual tokens from text: call the NormLlava model, or give its language "
                 f"model visual_token_mask, a boolean tensor of shape {tuple(hidden_states.shape[:-1])}. A language "
-                "model that keeps such arguments from its layers can't have key adapters."
+                "model that doesn't pass such arguments to its layers can't have key adapters."
             )
         keys = self.base(hidden_states)
         return keys + self.key_adapter(hidden_states, is_visual.bool()).to(keys.dtype)
 
 
 def hand_over_visual_mask(attention: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of an attention module: puts what it is told of the tokens on the tensor that `k_proj` gets.
+    """Forward pre-hook of an attention module: attaches `visual_token_mask` to the tensor that `k_proj` gets.
 
-    It comes as an argument through the decoder and its layers, so that each pass has its own: also the second pass
-    over a layer in the backward pass of gradient checkpointing, and those of other threads.
+    The mask is passed as an argument through the decoder and its layers, so that each pass has its own, including
+    recomputation under gradient checkpointing and passes in other threads.
     """
     hidden_states = args[0] if args else kwargs["hidden_states"]
     hidden_states.visual_token_mask = kwargs.pop("visual_token_mask", None)
@@ -215,11 +215,11 @@ def hand_over_visual_mask(attention: nn.Module, args: Any, kwargs: dict[str, Any
 
 
 def add_visual_token_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook of [`NormLlavaModel`]: tells the decoder at which tokens it puts features of pictures.
+    """Forward pre-hook of [`NormLlavaModel`]: tells the decoder which tokens are image features.
 
-    Without a picture, as in generation for every token past the prompt, all is text. Embeddings that hold features
-    already can't be told from text: who calls the model with such gives `visual_token_mask`, `(batch_size,
-    sequence_length)`, too. `generate` has no place for it, and needs token ids and pictures.
+    Without a picture, as for every token after the prompt in generation, all tokens are text. In embeddings that
+    already contain image features they can't be told from text: pass `visual_token_mask`, `(batch_size,
+    sequence_length)`, too. `generate` doesn't accept it and needs token ids and pictures.
     """
     named = dict(zip(("input_ids", "pixel_values"), args, strict=False)) | kwargs
     tokens, image_token = named.get("input_ids"), model.config.image_token_id
@@ -238,7 +238,7 @@ def wrap_key_projections(decoder: PreTrainedModel, config: NormLlavaConfig) -> N
     """Put adapters around `k_proj` of every layer.
 
     Raises:
-        ValueError: if a layer has no linear `self_attn.k_proj`, or the decoder is to run where adapters would be lost.
+        ValueError: if a layer has no linear `self_attn.k_proj`, or the decoder is to run in vLLM.
     """
     if decoder.config._attn_implementation == "vllm":
         raise ValueError(
@@ -256,27 +256,27 @@ def wrap_key_projections(decoder: PreTrainedModel, config: NormLlavaConfig) -> N
 
 
 class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
-    """What both models share: the config, how the norm starts, and the check that a checkpoint is whole."""
+    """What both models share: the config, the norm's initialisation, and the check that a checkpoint fits."""
 
     config: NormLlavaConfig
-    # A unit of its own in sharding, where all weights of a unit have one dtype, and in device maps.
+    # One unit in device maps and in sharding, where all weights of a unit have the same dtype.
     _no_split_modules = ["NormLlavaMultiModalProjector"]  # noqa: RUF012 - as transformers has it
-    # In full: a bare "norm" would keep every norm of the language model in float32.
+    # The full name: a bare "norm" would keep every norm of the language model in float32.
     _keep_in_fp32_modules_strict = {"multi_modal_projector.norm"}  # noqa: RUF012 - as transformers has it
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # From the config alone: on the meta device, and in the middle of loading, there are no embeddings to measure.
+        # From the config alone: on the meta device and during loading there are no embeddings to measure.
         if isinstance(module, Float32LayerNorm) and self.config.projector_norm_target is not None:
             init.constant_(module.weight, self.config.projector_norm_target / module.normalized_shape[0] ** 0.5)
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """[`PreTrainedModel.from_pretrained`], with an error where it would start weights at random or drop some.
+        """[`PreTrainedModel.from_pretrained`], but raises where it would initialise weights at random or drop some.
 
         Raises:
-            ValueError: if the checkpoint's weights are not this model's, as those of a plain Llava checkpoint.
+            ValueError: if the checkpoint's weights don't match this model, for example a plain Llava checkpoint's.
         """
         model, loading_info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         unexpected = [key for key in loading_info["unexpected_keys"] if not MAY_STAY_UNUSED.search(key)]
@@ -299,7 +299,7 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
     Args:
         config ([`NormLlavaConfig`]): The configuration.
         vision_tower, language_model (`PreTrainedModel`, *optional*):
-            Ready-built parts to take over as they are; what is not given is built from `config`.
+            Ready-built parts to use as they are; missing ones are built from `config`.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
         vision_tower: PreTrainedModel | None = None,
         language_model: PreTrainedModel | None = None,
     ) -> None:
-        super(LlavaModel, self).__init__(config)  # past LlavaModel's, which builds the parts itself
+        super(LlavaModel, self).__init__(config)  # skips LlavaModel's, which builds the parts itself
         self.vision_tower = vision_tower or AutoModel.from_config(config.vision_config)
         self.multi_modal_projector = NormLlavaMultiModalProjector(config)
         self.language_model = language_model or AutoModel.from_config(config.text_config)
@@ -324,7 +324,7 @@ class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForCondit
     Args:
         config ([`NormLlavaConfig`]): The configuration.
         vision_tower, language_model (`PreTrainedModel`, *optional*), lm_head (`nn.Linear`, *optional*):
-            Ready-built parts to take over as they are; what is not given is built from `config`.
+            Ready-built parts to use as they are; missing ones are built from `config`.
     """
 
     def __init__(
@@ -334,7 +334,7 @@ class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForCondit
         language_model: PreTrainedModel | None = None,
         lm_head: nn.Linear | None = None,
     ) -> None:
-        super(LlavaForConditionalGeneration, self).__init__(config)  # past Llava's, which builds the parts itself
+        super(LlavaForConditionalGeneration, self).__init__(config)  # skips Llava's, which builds the parts itself
         self.model = NormLlavaModel(config, vision_tower, language_model)
         self.lm_head = lm_head or nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()

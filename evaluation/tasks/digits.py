@@ -1,4 +1,4 @@
-"""What a row of the quickstart's held-out questions, in LLaVA's layout, means to the harnesses."""
+"""How the harnesses read a row of the quickstart's held-out questions, in LLaVA's layout."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def pictures(row: Row) -> list[Image.Image]:
 
 
 def marked_question(row: Row) -> str:
-    """The question behind lm-eval's mark for a picture."""
+    """The question after lm-eval's image mark."""
     return MARK + question(row)
 
 
@@ -32,5 +32,5 @@ def answer(row: Row) -> str:
 
 
 def score(row: Row, results: list[str]) -> dict[str, float]:
-    """Whether the answer is right to the letter, as the quickstart's report has it."""
+    """Exact match, as in the quickstart's report."""
     return {"exact_match": float(results[0].strip() == answer(row))}

@@ -2,9 +2,9 @@
 
     make ablation
 
-Each arm is a line of options for composing and for the two stages; everything else, the projector's first weights and
-the order of the rows among it, is alike for arms of the same seed. What is there already is not made again, and a run
-that was stopped goes on from its last checkpoint. `ablation_report.py` writes up what comes out.
+Each arm is a line of options for composing and for the two stages; everything else, including the projector's initial
+weights and the order of the rows, is the same for arms of the same seed. Finished steps are skipped, and a stopped run
+resumes from its last checkpoint. `ablation_report.py` writes up the results.
 """
 
 import argparse
@@ -42,11 +42,11 @@ class Arm:
 
     Attributes:
         name: Folder, and key in the results.
-        title: What tables call it.
+        title: Its name in tables.
         compose: Options of `training/compose.py`.
         train: Options of both stages.
         stages: How many of the two stages are run.
-        script: What trains.
+        script: The training script.
     """
 
     name: str
@@ -66,7 +66,7 @@ ARMS = [
     Arm("layernorm", "LayerNorm at T", LAYERNORM),
     Arm("gwc", "LayerNorm at T, compensated (GWC)", GWC),
 ]  # fmt: skip
-# Where the compensation acts: stage 1 alone, in which everything that is trained lies at or before the norm.
+# Where the compensation acts: stage 1 only, where all trained weights are at or before the norm.
 OPTIMIZER_ARMS = [
     Arm(f"{norm}-{name}", f"{optimizer}, {norm}", options, train, stages=1)
     for name, optimizer, train in (
@@ -83,7 +83,7 @@ def arm_folder(root: Path, arm: Arm, seed: int) -> Path:
 
 
 def commands(arm: Arm, seed: int, folder: Path) -> list[tuple[Path, list[str]]]:
-    """What has to be run, in order: the file that a step writes last, and its command."""
+    """The steps to run, in order: the file that a step writes last, and its command."""
     compose = ["training/compose.py", "--vision_model", str(RUN / "vision"), "--text_model", str(RUN / "text")]
     compose += ["--vision_feature_layer", "-1", "--seed", str(seed), *arm.compose]
     steps = [(folder / "composed" / "processor_config.json", [*compose, "--output_dir", str(folder / "composed")])]
@@ -112,12 +112,12 @@ def score(model_dir: Path) -> dict[str, Any]:
 
 
 def evaluate(model_dir: Path, path: Path) -> None:
-    """What [`score`] finds, into a JSON file."""
+    """Write the result of [`score`] to a JSON file."""
     write_whole(path, json.dumps(score(model_dir), indent=1))
 
 
 def run_steps(steps: Iterable[tuple[Path, list[str]]], folder: Path) -> None:
-    """Run commands one after the other, but for those whose result, the file that they write last, is there.
+    """Run commands one after the other, skipping those whose result, the file that they write last, exists.
 
     Raises:
         subprocess.CalledProcessError: if a command fails; its output is in `log.txt`.
@@ -144,7 +144,7 @@ def run_steps(steps: Iterable[tuple[Path, list[str]]], folder: Path) -> None:
 
 
 def run_arm(arm: Arm, seed: int, root: Path) -> None:
-    """Compose, train and evaluate one arm with one seed, as far as that is still to be done.
+    """Compose, train and evaluate one arm with one seed, skipping finished steps.
 
     Raises:
         subprocess.CalledProcessError: if a command fails; its output is in `log.txt`.
@@ -156,14 +156,14 @@ def run_arm(arm: Arm, seed: int, root: Path) -> None:
 
 
 def check_parts() -> None:
-    """Raises `SystemExit` if the quickstart's parts are not there."""
+    """Raises `SystemExit` if the quickstart's parts are missing."""
     for part in ("vision", "text", "data"):
         if not (ROOT / RUN / part).is_dir():
             raise SystemExit(f"{ROOT / RUN / part} is missing: run `make quickstart` first, which makes it.")
 
 
 def read_folder(description: str | None, option: str, name: str) -> Path:
-    """The folder of runs that a command line names by its only option, `runs/<name>` by default; logging is set up."""
+    """Set up logging and return the folder of runs, the command line's only option (default: `runs/<name>`)."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     transformers_logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -39,7 +39,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class StageNumbers:
-    """A model of a run in a few numbers."""
+    """The main numbers of a model."""
 
     visual_over_text_norm: float
     update_rate: dict[str, float]
@@ -57,7 +57,7 @@ class TrainedNumbers(StageNumbers):
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of exact matches about so many questions, by kind, and the standard error of that of all."""
+    """Number of questions, and share of exact matches by kind, with the standard error over all kinds."""
 
     questions: int
     about_pictures: dict[str, float] = field(metadata={KEY: "image questions"})
@@ -66,7 +66,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class ArmRun:
-    """All that is reported of one run; the last model's curves by layer are drawn and not committed."""
+    """Everything reported about one run; the last model's curves by layer are drawn, but not committed."""
 
     arm: str
     title: str
@@ -93,7 +93,7 @@ Column = Callable[[list[ArmRun]], str]
 
 
 def read_run(arm: Arm, seed: int, root: Path, questions: Sequence[Question]) -> ArmRun:
-    """All that is reported of one run; what takes time is kept in its folder and not measured again."""
+    """Everything reported about one run; cached in its folder, so that nothing is measured again."""
     folder = arm_folder(root, arm, seed)
     kept = folder / "measured.json"
     if kept.exists():
@@ -120,7 +120,7 @@ def read_run(arm: Arm, seed: int, root: Path, questions: Sequence[Question]) -> 
 
 
 def measure_folder(folder: Path, questions: Sequence[Question]) -> DynamicsPoint:
-    """A model measured."""
+    """Measure a model."""
     model, processor = load_model(str(folder))
     return measure_point(model, prepare_samples(model, processor, questions), step=0)
 
@@ -148,7 +148,7 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def over_seeds(values: Sequence[float], digits: int, factor: float = 1.0) -> str:
-    """Mean and half width of its 95% t interval over seeds; of one seed the value, a dash for none."""
+    """Mean and half width of its 95% t interval over seeds; the value for one seed, a dash for none."""
     if len(values) < 2:
         return f"{factor * values[0]:.{digits}f}" if values else "–"
     half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
@@ -172,7 +172,7 @@ def stage2(run: ArmRun) -> TrainedNumbers:
 
 
 def accuracy_of(run: ArmRun) -> Accuracy:
-    """What the model after the second stage gets right."""
+    """Accuracy of the model after the second stage."""
     assert run.evaluation is not None
     return run.evaluation
 
@@ -196,7 +196,7 @@ def benchmark_table(results: Results) -> str:
 
 
 def parameter_table(results: Results) -> str:
-    """Gain and bias where they start and after both stages (the shape of Table 5)."""
+    """Gain and bias at the start and after both stages (the shape of Table 5)."""
     columns = [
         column(lambda run: norm_of(run.stage1).gain_start, 4),
         column(lambda run: norm_of(run.stage1).gain_mean_abs, 4),
@@ -276,7 +276,7 @@ def draw_training(root: Path, questions: Sequence[Question], path: Path) -> None
 
 
 def load_probe() -> list[Question]:
-    """The questions that every model is measured on, the first about each of the first pictures."""
+    """The questions that every model is measured on: the first about each of the first pictures."""
     probe = ROOT / RUN / "data" / "probe.json"
     write_probe(load_scene_questions(probe.parent), probe)
     return load_questions(str(probe), PROBE_SIZE).questions

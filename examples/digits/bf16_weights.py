@@ -1,8 +1,8 @@
-"""`training/sft.py` with trained weights in bfloat16, which loses small updates: to see what that does.
+"""`training/sft.py` with trained weights in bfloat16, which loses small updates, to see the effect.
 
     accelerate launch examples/digits/bf16_weights.py --config training/recipes/digits/stage1.yaml
 
-It computes in bfloat16 throughout, so it goes with `bf16: false`, which means bfloat16 beside float32 weights.
+It computes in bfloat16 throughout, so it needs `bf16: false`: that option keeps float32 weights.
 """
 
 from typing import Any
@@ -17,10 +17,10 @@ def prepare_in_bfloat16(model: Any, stage: Stage, rates: LearningRates, **dtypes
     """`training.stages.prepare_stage`, and then bfloat16 for every weight, the norm's among them.
 
     Raises:
-        ValueError: if the recipe asks for mixed precision, which the weights alone are to differ from.
+        ValueError: if the recipe asks for mixed precision, since only the weights' dtype is to differ.
     """
     if dtypes["frozen_dtype"] != torch.float32:
-        raise ValueError("With weights in bfloat16 leave bf16, which computes in bfloat16 from float32 weights.")
+        raise ValueError("With weights in bfloat16 set bf16: false; bf16 computes in bfloat16 from float32 weights.")
     groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16)
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -28,6 +28,6 @@ def prepare_in_bfloat16(model: Any, stage: Stage, rates: LearningRates, **dtypes
 
 
 if __name__ == "__main__":
-    # Here and not by an option: training itself has no use for weights that lose what they learn.
+    # Here instead of by an option: training itself has no use for weights that lose small updates.
     loading.prepare_stage = prepare_in_bfloat16  # type: ignore[assignment]
     sft.main()

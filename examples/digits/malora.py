@@ -3,8 +3,8 @@
     make malora
 
 Stage 2 as adaptation: plain LoRA; gated key adapters in place of LoRA on `k_proj`; these with the MMD; with MMD and
-Gram reference. Start, order of rows and all else are alike for arms of the same seed. What is there already is not
-made again. `malora_report.py` measures and writes up what comes out.
+Gram reference. Start, order of rows and everything else are the same for arms of the same seed. Finished steps are
+skipped. `malora_report.py` measures the models and writes up the results.
 """
 
 from dataclasses import dataclass
@@ -25,9 +25,9 @@ class Adaptation:
 
     Attributes:
         name: Folder, and key in the results.
-        title: What tables call it.
+        title: Its name in tables.
         start: Folder of the model that it starts from: with key adapters, or without.
-        mmd_weight, gram_weight: Of the losses on keys.
+        mmd_weight, gram_weight: Weights of the losses on keys.
     """
 
     name: str
@@ -46,7 +46,7 @@ ADAPTATIONS = (
 
 
 def commands(arm: Adaptation, seed: int, base: Path) -> list[tuple[Path, list[str]]]:
-    """What has to be run, in order: the file that a step writes last, and its command."""
+    """The steps to run, in order: the file that a step writes last, and its command."""
     adapter, merged = base / arm.name / "adapter", base / arm.name / "merged"
     steps = []
     if arm.start == "stage1-keys":

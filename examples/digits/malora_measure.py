@@ -1,4 +1,4 @@
-"""How far apart keys and values of the MaLoRA-style arms are, what adaptation cost, and what it did to tokens."""
+"""Measures of the MaLoRA-style arms: distances of keys and of values, cost of adaptation, and its effect on tokens."""
 
 import json
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from diagnostics.samples import prepare_samples
 from training.compose import measure_target
 
 
-# What the model before adaptation is called: its folder.
+# Name of the model before adaptation: its folder.
 START = "stage1"
 
 
@@ -50,12 +50,12 @@ class Cosines:
 
 @dataclass(frozen=True)
 class Change:
-    """What adaptation cost, and what it did.
+    """Cost and effect of adaptation.
 
     Attributes:
-        loss: The last that was logged, without what the losses on keys add.
-        mmd, gram: These, without their weights, mean over groups of layers; `None` where the arm has none.
-        keys, values: What is left of those that there were.
+        loss: The last logged one, without the losses on keys.
+        mmd, gram: The losses on keys, unweighted, mean over groups of layers; `None` if the arm has none.
+        keys, values: Their cosines before and after.
     """
 
     trained_parameters: int
@@ -73,11 +73,11 @@ class Measured:
 
     Attributes:
         evaluation: Exact match.
-        num_tokens: Of either modality, that keys and values are compared of.
-        keys, values: How far apart.
+        num_tokens: Compared tokens of each modality.
+        keys, values: Distances between visual and text tokens.
         attention: Share of text queries' attention that falls on the picture, by layer.
-        even_attention: The same if it were evenly spread.
-        change: `None` of the model before adaptation.
+        even_attention: The same for uniform attention.
+        change: `None` for the model before adaptation.
     """
 
     evaluation: Accuracy
@@ -91,7 +91,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rescaled:
-    """What is left of a model's keys and values where visual tokens enter at the length of text, without training."""
+    """Cosines of a model's keys and values before and after rescaling visual tokens to the norm of text, untrained."""
 
     keys: Cosines
     values: Cosines
@@ -99,7 +99,7 @@ class Rescaled:
 
 @dataclass(frozen=True)
 class Case:
-    """The models of a norm and seed: the start, and what became of it by arm; without a norm, the start rescaled."""
+    """The models of a norm and seed: the start, and the adapted ones by arm; without a norm, the start rescaled."""
 
     norm: str
     seed: int
@@ -108,9 +108,9 @@ class Case:
 
 
 def measure_case(norm: Arm, seed: int, root: Path, questions: Sequence[Question]) -> Case | None:
-    """The models of a norm and seed, as far as they are there; `None` where no arm is done.
+    """The finished models of a norm and seed; `None` if no arm is finished.
 
-    Keys and values of all are placed on the principal components of the model before adaptation.
+    Keys and values of all are projected on the principal components of the model before adaptation.
     """
     base = arm_folder(root, norm, seed)
     done = [arm.name for arm in ADAPTATIONS if (base / arm.name / "evaluation.json").exists()]
@@ -129,9 +129,9 @@ def measure_case(norm: Arm, seed: int, root: Path, questions: Sequence[Question]
 
 
 def record(folder: Path, questions: Sequence[Question], rescale: bool = False) -> list[Record]:
-    """What a model does, for each question; each is about a picture of its own.
+    """A model's record for each question; each question is about a different picture.
 
-    With `rescale` each visual token enters the decoder at the mean length of text tokens (T).
+    With `rescale` each visual token enters the decoder with the mean norm of text tokens (T).
     """
     model, processor = load_model(str(folder))
     if rescale:
@@ -145,7 +145,7 @@ def record(folder: Path, questions: Sequence[Question], rescale: bool = False) -
 def measure(
     records: Sequence[Record], evaluation: dict[str, Any], bases: SharedBases, change: Change | None = None
 ) -> Measured:
-    """All that is reported of a model."""
+    """Everything reported about a model."""
     pictures = np.arange(len(records))
     keys = measure_space([one.keys for one in records], records, pictures, bases.keys)
     values = measure_space([one.values for one in records], records, pictures, bases.values)
@@ -165,12 +165,12 @@ def measure(
 
 
 def in_numbers(space: Space) -> Apart:
-    """What of a space is reported."""
+    """The reported numbers of a space."""
     return Apart(space.mmd.mean, space.mmd_baseline, space.js.mean, space.js_baseline, space.probe.mean)
 
 
 def read_change(adapter: Path, before: Sequence[Record], after: Sequence[Record]) -> Change:
-    """What an adapter's run logged, and what it did to the same tokens of the same samples."""
+    """What an adapter's run logged, and its effect on the same tokens of the same samples."""
     lines = read_metrics(adapter)
     last = [line for line in lines if "loss" in line][-1]
     penalties = {
@@ -178,7 +178,7 @@ def read_change(adapter: Path, before: Sequence[Record], after: Sequence[Record]
     }
     keys, values = compare(before, after)
     with safe_open(adapter / "adapter_model.safetensors", "pt") as weights:
-        count = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118 - it is no dict
+        count = sum(weights.get_tensor(name).numel() for name in weights.keys())  # noqa: SIM118 - not a dict
     return Change(
         trained_parameters=count,
         seconds=next(line["train_runtime"] for line in lines if "train_runtime" in line),
@@ -201,7 +201,7 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> tuple[Cosines,
 def mean_cosine(before: Sequence[Record], after: Sequence[Record], kind: str, modality: str) -> list[float]:
     """Cosine of each token's keys, or values, of two models by layer, mean over heads and over tokens.
 
-    Those that are a sink of either are left out.
+    Tokens that are a sink in either model are left out.
     """
     cosines = []
     for first, second in zip(before, after, strict=True):

@@ -2,7 +2,7 @@
 
     python examples/digits/malora_report.py
 
-Measures the models that `malora.py` made, as far as they are there, on the same questions, and writes
+Measures the finished models of `malora.py` on the same questions, and writes
 `benchmarks/results/malora.json`, `examples/digits/MALORA.md` and its figure. The numbers of the page are filled in
 from the results; what they mean is written in `malora_page.md`.
 """
@@ -47,12 +47,12 @@ class MaloraResults:
 
 
 Number = Callable[[Measured], float | None]
-# What a table says of the models that a name has in the cases of a norm.
+# Text of a table cell, from the cases of a norm and the name of a model.
 Cell = Callable[[Sequence[Case], str], str]
 
 
 def values_of(cases: Sequence[Case], name: str, number: Number) -> list[float]:
-    """A number of the models of an arm by seed, of those that have it."""
+    """A number of an arm's models by seed; models without it are left out."""
     found = [number(case.models[name]) for case in cases if name in case.models]
     return [value for value in found if value is not None]
 
@@ -65,7 +65,7 @@ def plain(number: Number, digits: int, factor: float = 1.0) -> Cell:
 def to_lora(
     number: Number, digits: int, factor: float = 1.0, compare: Callable[[float, float], float] = operator.sub
 ) -> Cell:
-    """How it compares with that of plain LoRA of the same seed, over the seeds."""
+    """A number compared with that of plain LoRA of the same seed, over the seeds."""
 
     def cell(cases: Sequence[Case], name: str) -> str:
         both = [[values_of([case], arm, number) for arm in (name, "lora")] for case in cases]
@@ -90,7 +90,7 @@ def attention(model: Measured) -> float:
 
 
 def of_change(number: Callable[[Change], float | None]) -> Number:
-    """A number of what adaptation changed, which the start has not."""
+    """A number of the adaptation's change, which the start doesn't have."""
     return lambda model: None if model.change is None else number(model.change)
 
 
@@ -105,12 +105,12 @@ def apart(kind: str, measure: str, layer: int | None = None) -> Callable[[Measur
 
 
 def cosine(kind: str, modality: str) -> Number:
-    """Of keys, or values, before and after, mean over layers."""
+    """Cosine of keys, or values, before and after, mean over layers."""
     return of_change(lambda change: mean(getattr(getattr(change, kind), modality)))
 
 
 def parameters(cases: Sequence[Case], name: str) -> str:
-    """How many are trained, which is alike for all seeds."""
+    """Number of trained parameters, the same for all seeds."""
     counts = values_of(cases, name, of_change(lambda change: change.trained_parameters))
     return f"{counts[0]:,}" if counts else "–"
 
@@ -120,7 +120,7 @@ LAYERS = range(3)
 
 
 def rows_of(cases: Sequence[Case], names: Mapping[str, str], cells: Sequence[Cell]) -> list[list[str]]:
-    """A row for each norm and each of the models, which have titles."""
+    """A row for each norm and each model; `names` maps models to titles."""
     by_norm = {norm.title: [case for case in cases if case.norm == norm.name] for norm in NORMS}
     return [
         [f"{norm}: {title}", *(cell(of, name) for cell in cells)]
@@ -130,7 +130,7 @@ def rows_of(cases: Sequence[Case], names: Mapping[str, str], cells: Sequence[Cel
 
 
 def space_table(cases: Sequence[Case], measure: str) -> str:
-    """A measure of keys and of values by layer, before and after, and of halves of a modality where there is such."""
+    """A measure of keys and of values by layer, before and after, and of halves of a modality if measured."""
     places = [(kind, layer) for kind in KINDS for layer in LAYERS]
     rows = rows_of(cases, TITLES, [plain(apart(kind, measure, layer), 3) for kind, layer in places])
     if measure != "probe":
@@ -140,7 +140,7 @@ def space_table(cases: Sequence[Case], measure: str) -> str:
 
 
 def norm_table(cases: Sequence[Case]) -> str:
-    """GWC less no norm before adaptation, by seed."""
+    """GWC minus no norm before adaptation, by seed."""
     by_norm = [{case.seed: case.models[START] for case in cases if case.norm == norm.name} for norm in NORMS]
     pairs = [(by_norm[0][seed], by_norm[1][seed]) for seed in by_norm[0] if seed in by_norm[1]]
     rows = []
@@ -153,7 +153,7 @@ def norm_table(cases: Sequence[Case]) -> str:
 
 
 def rescaled_table(cases: Sequence[Case]) -> str:
-    """What rescaling alone leaves of keys and values, by layer, over the seeds without a norm."""
+    """Cosines of keys and values before and after rescaling alone, by layer, over the seeds without a norm."""
     found = [case.rescaled for case in cases if case.rescaled is not None]
     rows = []
     for kind in KINDS:
@@ -199,7 +199,7 @@ def make_tables(cases: Sequence[Case]) -> dict[str, str]:
 
 
 def costs_elsewhere() -> dict[str, str]:
-    """How many times plain LoRA's a training pass takes, the least and the most over the benchmark's lengths."""
+    """Time of a training pass over plain LoRA's, smallest and largest ratio over the benchmark's lengths."""
     lengths = json.loads((RESULTS / "key_alignment_cpu.json").read_text(encoding="utf-8"))["lengths"]
     texts = {}
     for arm in ("keys", "losses"):
@@ -243,7 +243,7 @@ def main() -> None:
     found = [measure_case(norm, seed, root, questions) for norm, seed in tqdm(jobs, desc="Measuring", unit="case")]
     cases = [case for case in found if case is not None]
     if not cases:
-        raise SystemExit(f"No arm is done in {root}: run `make malora`.")
+        raise SystemExit(f"No arm is finished in {root}: run `make malora`.")
     save(draw(cases), PAGE.with_name("malora_keys.png"))
     tables = make_tables(cases)
     counts = costs_elsewhere() | {

@@ -1,9 +1,9 @@
-"""Backbones of the quickstart, trained from scratch into ordinary checkpoint folders: what one would else download.
+"""Trains the quickstart's backbones from scratch into ordinary checkpoint folders, instead of downloading them.
 
     python examples/digits/pretrain.py --data_dir runs/digits/data --output_dir runs/digits
 
-`vision/` is a small SigLIP encoder that has learned to tell digits and colours; `text/` a small Qwen3 language model
-that has learned to talk about scenes from descriptions in words and has never seen a picture.
+`vision/` is a small SigLIP encoder trained to recognise digits and colours; `text/` is a small Qwen3 language model
+trained on descriptions of scenes in words, never on pictures.
 """
 
 import argparse
@@ -151,8 +151,8 @@ def train_text(rows: list[dict], output_dir: Path, settings: TextSettings = Text
         text for row in rows[:500] for text in (row["caption"], *(turn["value"] for turn in row["conversations"]))
     ]
     tokenizer = train_tokenizer([*corpus, *["user assistant system"] * 100], settings.vocab_size)
-    # Qwen3 is Qwen2 with queries and keys normalised, which here learns to look a place up within half a minute on
-    # every seed tried; Qwen2 of this size, with its default rotary base, stuck on some.
+    # Qwen3 is Qwen2 with normalised queries and keys. Here it learns to look up a place within half a minute on every
+    # seed tried; Qwen2 of this size, with its default rotary base, got stuck on some.
     config = Qwen3Config(
         hidden_size=settings.hidden_size,
         intermediate_size=3 * settings.hidden_size,
@@ -178,8 +178,8 @@ def train_text(rows: list[dict], output_dir: Path, settings: TextSettings = Text
     schedule = get_cosine_schedule_with_warmup(optimizer, 20, settings.num_steps)
     progress = tqdm(range(settings.num_steps), desc="Training the language model")
     for _ in progress:
-        # Apart, since they differ in length and padding costs as much as words. Captions teach to look a place up,
-        # which the answers then build on.
+        # Separate batches, since lengths differ and padding costs as much as words. Captions teach looking up a place,
+        # which the answers build on.
         losses = [
             model(**pad_batch(chosen, tokenizer.pad_token_id), use_cache=False).loss
             for chosen in (rng.sample(chats, TEXT_BATCH), rng.sample(captions, TEXT_BATCH))
@@ -196,7 +196,7 @@ def train_text(rows: list[dict], output_dir: Path, settings: TextSettings = Text
 
 
 def main() -> None:
-    """Run the command line; what is there already stays."""
+    """Run the command line; existing models are kept."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data_dir", type=Path, required=True)

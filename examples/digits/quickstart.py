@@ -76,7 +76,7 @@ STEPS: list[tuple[str, Path, list[str]]] = [
 
 
 def main() -> None:
-    """Run the steps that are missing; the report is always made anew."""
+    """Run the missing steps; the report is always rebuilt."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",  # the same minutes and the same numbers with and without a GPU
@@ -87,7 +87,7 @@ def main() -> None:
     for number, (title, result, command) in enumerate(STEPS, start=1):
         logger.info("\n[%d/%d] %s", number, len(STEPS), title)
         if (ROOT / result).exists() and number < len(STEPS):
-            logger.info("      there already: %s", result.parent)
+            logger.info("      done already: %s", result.parent)
             continue
         step_started = time.monotonic()
         subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)

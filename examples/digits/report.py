@@ -1,8 +1,8 @@
-"""What the quickstart has learned: answers about unseen handwriting, and the norms before and after.
+"""Evaluates the quickstart's model: answers about unseen handwriting, and the norms before and after.
 
     python examples/digits/report.py --run_dir runs/digits
 
-Loads the checkpoints as a stranger would, through the auto classes with `trust_remote_code`, prints a table, and
+Loads the checkpoints as a user would, through the auto classes with `trust_remote_code`, prints a table, and
 writes `report.json`, `answers.png` and `norms.png`.
 """
 
@@ -50,7 +50,7 @@ Prompt = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class SceneQuestion:
-    """A question about a scene, its answer and the kind of it, and the scene as a picture and in words."""
+    """A question about a scene, its answer and kind, and the scene as a picture and in words."""
 
     question: str
     answer: str
@@ -136,7 +136,7 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
 
 
 def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path) -> None:
-    """What the model card says about accuracy."""
+    """Record the accuracies for the model card."""
     rows = [
         Evaluation(
             task=name,
@@ -156,7 +156,7 @@ def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path)
 
 
 def write_probe(questions: list[SceneQuestion], path: Path) -> None:
-    """The first question about each of the first pictures in LLaVA's layout, for the diagnostics."""
+    """Write the first question about each of the first pictures in LLaVA's layout, for the diagnostics."""
     first = {question.image: question for question in reversed(questions)}
     rows = [
         {
@@ -186,7 +186,7 @@ def measure(run_dir: Path, probe: Path) -> dict[str, DynamicsPoint]:
 
 
 def draw_answers(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
-    """A few pictures with question and answer, a wrong one among them where there is one."""
+    """A few pictures with question and answer, including a wrong one if there is one."""
     wrong = [number for number, row in enumerate(questions) if answers[number] != row.answer]
     chosen = [*range(0, 28, 4), *(wrong[:1] or [28])]
     figure, axes = plt.subplots(2, 4, figsize=(11, 6.4))

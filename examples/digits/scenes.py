@@ -2,8 +2,8 @@
 
     python examples/digits/scenes.py --output_dir runs/digits/data
 
-The digits are the ones that scikit-learn carries (UCI, 8 x 8 pixels). They are split before any scene is made, so no
-digit that the test shows was ever trained on.
+The digits are those of scikit-learn (UCI, 8 x 8 pixels). They are split before any scene is made, so no test digit
+appears in training.
 """
 
 import argparse
@@ -49,7 +49,7 @@ Scene = tuple[Cell, ...]
 
 
 def split_digits() -> dict[str, list[int]]:
-    """Numbers of scikit-learn's pictures, four fifths to train on and one to test with, each digit in both alike."""
+    """Numbers of scikit-learn's pictures, four fifths for training and one for testing, stratified by digit."""
     train, test = train_test_split(np.arange(1797), test_size=0.2, random_state=0, stratify=load_digits().target)
     return {"train": train.tolist(), "test": test.tolist()}
 
@@ -75,7 +75,7 @@ def render(scene: Scene, digits: np.ndarray, rng: random.Random) -> Image.Image:
 
 
 def describe(scene: Scene, rng: random.Random) -> str:
-    """The scene in words, in any order: what the language model reads where it has no picture."""
+    """The scene in words, in random order: what the language model reads instead of a picture."""
     cells = rng.sample(scene, len(scene))
     return "scene: " + ", ".join(f"{cell.place} {cell.colour} {DIGITS[cell.digit]}" for cell in cells) + "."
 
@@ -135,7 +135,7 @@ def write_data(output_dir: Path) -> None:
         {"id": f"image-{number}", "image": image[number], "conversations": conversation("<image>", scene, rng)}
         for number, scene in enumerate(scenes["train"])
     ]
-    # LLaVA-NeXT's data mixes in rows without pictures; a sixth of ours.
+    # LLaVA-NeXT's data mixes in rows without pictures; here they are a sixth.
     for number, scene in enumerate(scenes["train"][: SCENES["train"] // 5]):
         stage2.append({"id": f"text-{number}", "conversations": conversation(describe(scene, rng), scene, rng)})
     text = []

@@ -35,7 +35,7 @@ def expected_cosine(
     """Expected cosine of a visual and a text token after both have turned.
 
     Without attraction this is Theorem 1 (eq. 15, 16): `cos θ_v cos θ_t cos α`, for updates in random directions. With
-    attraction κ the part κ of each unit update, across its own token, points to the other token, and the rest is
+    attraction κ the part κ of each unit update, orthogonal to its token, points to the other token, and the rest is
     random; then it is `(cos θ_v cos θ_t - κ² sin θ_v sin θ_t) cos α + κ sin(θ_v + θ_t) sin α`, which κ = 1 turns into
     `cos(α - θ_v - θ_t)`. This extension is ours, not the paper's.
 
@@ -71,7 +71,7 @@ def attraction_window(
         Both ends, or `None` where it never helps.
 
     Raises:
-        ValueError: for a cosine or angles outside of these.
+        ValueError: for a cosine or angles outside these ranges.
     """
     if not (0 < cosine < 1 and 0 < theta_text <= math.pi / 2 and 0 <= theta_before < theta_after <= math.pi / 2):
         raise ValueError(
@@ -93,7 +93,7 @@ def attraction_window(
 def simulate_cosine(
     cosine: float, theta_visual: float, theta_text: float, attraction: float, size: int, draws: int, seed: int
 ) -> torch.Tensor:
-    """Cosines after random updates of two tokens, `(draws,)` in float64, to hold [`expected_cosine`] against.
+    """Cosines after random updates of two tokens, `(draws,)` in float64, to check [`expected_cosine`].
 
     Args:
         cosine, theta_visual, theta_text, attraction: As in [`expected_cosine`].
@@ -166,7 +166,7 @@ def main() -> None:
         description="Check the theory by random draws.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--draws", type=int, default=200_000, help="number of draws")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for name, value in count_failures(args.draws, args.seed).items():

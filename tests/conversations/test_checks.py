@@ -31,8 +31,8 @@ BAD_ROWS = {
     "empty or not a list": {"image": "a.png", "conversations": []},
     "empty or not a list of": {"image": "a.png"},
     "turn 0 is not": {"conversations": [{"from": "robot", "value": "Hi."}]},
-    "an assistant turn holds <image>": {"image": "a.png", "conversations": turns("What?", "<image>")},
-    r"turn 1 holds <\|image_pad\|>": {"conversations": turns("What?", "I say <|image_pad|>.")},
+    "an assistant turn contains <image>": {"image": "a.png", "conversations": turns("What?", "<image>")},
+    r"turn 1 contains <\|image_pad\|>": {"conversations": turns("What?", "I say <|image_pad|>.")},
 }
 
 
@@ -184,7 +184,7 @@ def test_text_that_would_become_a_control_token_is_a_bad_row(
     for token in tokens:
         for number, row in enumerate((turns(f"Say {token}.", "No."), turns("Say it.", f"It is{token}"))):
             rows = load_rows(str(write_json(tmp_path, [{"conversations": row}, GOOD_ROWS[1]])))
-            said = rf"row 0: turn {number} holds {re.escape(token)}, which this model's tokenizer reads as a control"
+            said = rf"row 0: turn {number} contains {re.escape(token)}, which this model's tokenizer reads as a"
             with pytest.raises(BadRowError, match=said):
                 check_rows(rows, tokens, tokenize, "error", tmp_path / "bad.jsonl")
             assert len(check_rows(rows, tokens, tokenize, "skip", tmp_path / "bad.jsonl")[0]) == 1
@@ -206,8 +206,8 @@ HOSTILE_ROWS: dict[str, dict[str, Any]] = {
     r"turn 0 is not .{1,2000}1 of 2 rows": {"conversations": [{"from": "human", "value": [LONG] * 50, LONG: 1}]},
     "empty or not a list of turns": {"conversations": 7},
     "empty or not a list of turns.": {"conversations": "null"},
-    r"turn 1 holds '\\ud800', which is half a character": {"conversations": turns("Hi.", "A \ud800 dog.")},
-    r"turn 0 holds '\\udc80'": {"conversations": turns("\udc80", "A dog.")},
+    r"turn 1 contains '\\ud800', which is an unpaired surrogate": {"conversations": turns("Hi.", "A \ud800 dog.")},
+    r"turn 0 contains '\\udc80'": {"conversations": turns("\udc80", "A dog.")},
     r"image file .*xxx\.\.\.xxx.* can't be read \(File name too long\)": {"image": LONG},
     r'image file .*/"\\+ud800.png" \(not a path\) is missing': {"image": "\ud800.png"},
     r'image file .*"" \(not a path\) is missing': {"image": ""},
@@ -219,11 +219,11 @@ HOSTILE_ROWS: dict[str, dict[str, Any]] = {
     r'image file .*\{"path": "a.png"\} \(not a path\) is missing': {"image": {"path": "a.png"}},
     r'image file .*\["a.png"\] \(not a path\) is missing': {"image": [["a.png"]]},
     r"image file .*/null \(not a path\) is missing": {"images": [None]},
-    "image file .*pictures is missing: what has its name is no file": {"image": "."},
+    "image file .*pictures is not a regular file": {"image": "."},
     "image file .*a.png/b.png is missing": {"image": "a.png/b.png"},
     "image file .*loop.png can't be read .Too many levels of symbolic links": {"image": "loop.png"},
     "image https://example.com/a.png is a web address; download it": {"image": "https://example.com/a.png"},
-    "image file .*pipe is missing: what has its name is no file": {"image": "pipe"},
+    "image file .*pipe is not a regular file": {"image": "pipe"},
 }
 
 
@@ -257,7 +257,7 @@ def test_that_no_row_is_left_is_said(tmp_path: Path) -> None:
     bad = [BAD_ROWS["no assistant turn"], BAD_ROWS["turn 0 is not"]]
     rows = load_rows(str(write_json(tmp_path, bad)), str(tmp_path / "pictures"))
     for bad_rows in ("error", "skip"):
-        said = "row 0: no assistant turn.* 2 of 2 rows are bad; mend the data, no row is left to train on"
+        said = "row 0: no assistant turn.* 2 of 2 rows are bad; fix the data, no row is left to train on"
         with pytest.raises(BadRowError, match=said) as error:
             check_rows(rows, NO_TOKENS, one_token, bad_rows, tmp_path / "bad.jsonl")
         assert "--bad_rows skip" not in str(error.value)
@@ -267,7 +267,7 @@ def test_that_no_row_is_left_is_said(tmp_path: Path) -> None:
 def test_a_stream_of_bad_rows_ends(tmp_path: Path) -> None:
     bad = [BAD_ROWS["no assistant turn"], BAD_ROWS["turn 0 is not"]]
     stream = load_rows(str(write_json(tmp_path, bad)), str(tmp_path / "pictures"), streaming=True)
-    said = "row 0: no assistant turn.* All 2 rows of the stream are bad; mend the data, no row is left to train on"
+    said = "row 0: no assistant turn.* All 2 rows of the stream are bad; fix the data, no row is left to train on"
     with pytest.raises(BadRowError, match=said):
         list(check_stream(stream, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl", epochs=2))
     stream = load_rows(str(write_json(tmp_path, [*bad, GOOD_ROWS[1]])), streaming=True)

@@ -62,7 +62,7 @@ def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path) -> None:
     for number, name in enumerate(("../secret.png", "/etc/passwd", "a/../../secret.png")):
         rows = [{"image": name, "conversations": turns("<image>\nWhat?", "A dog.")}]
         path = write_json(tmp_path, rows, f"{number}.json")
-        with pytest.raises(BadRowError, match=r"row 0: image .* lies outside the image folder .*pictures"):
+        with pytest.raises(BadRowError, match=r"row 0: image .* is outside the image folder .*pictures"):
             load_rows(str(path), str(tmp_path / "pictures"))
     inside = [{"image": "b/../a.png", "conversations": turns("<image>\nWhat?", "A dog.")}]
     assert load_rows(str(write_json(tmp_path, inside)), str(tmp_path / "pictures"))[0]["images"][0].endswith("/a.png")
@@ -159,12 +159,12 @@ def test_no_data_opens_a_file_outside_its_folder(tmp_path: Path, kind: str, lead
         "link into a twin": "twin.png",
     }[leads_out]
     data = store(tmp_path, kind, ["a.png", name])
-    with pytest.raises(BadRowError, match=r", row 1: image .* lies outside the image folder .*give --image_folder"):
+    with pytest.raises(BadRowError, match=r", row 1: image .* is outside the image folder .*set --image_folder"):
         read_whole(load_rows(str(data), str(folder), streaming=streaming), tmp_path)
     # What is opened unchecked is no way out either.
     if kind != "json":
         (_, row) = load_rows(str(data), str(folder))
-        with pytest.raises(BadRowError, match="lies outside the image folder"):
+        with pytest.raises(BadRowError, match="is outside the image folder"):
             open_images(row)
 
 
@@ -197,7 +197,7 @@ def test_a_saved_dataset_holds_its_pictures(tmp_path: Path) -> None:
     dataset.cast_column("image", Image()).save_to_disk(tmp_path / "stored")
     assert len(read_whole(load_rows(str(tmp_path / "stored")), tmp_path)) == 1
     dataset.save_to_disk(tmp_path / "paths")
-    with pytest.raises(BadRowError, match=r"paths, row 0: image .*a.png lies outside .*give --image_folder"):
+    with pytest.raises(BadRowError, match=r"paths, row 0: image .*a.png is outside .*set --image_folder"):
         read_whole(load_rows(str(tmp_path / "paths")), tmp_path)
 
 
@@ -274,19 +274,19 @@ WRONG_FILES = {
     "UTF-32": ("x.jsonl", json.dumps(GOOD_ROWS[0]).encode("utf-32-be"), "is not UTF-8, see the null bytes"),
     "empty": ("x.json", b"", "is empty"),
     "blank": ("x.jsonl", b"\n \n", "is empty"),
-    "no rows": ("x.json", b"[]", "holds no row"),
+    "no rows": ("x.json", b"[]", "has no rows"),
     "null": ("x.json", b"null", "is not a list of rows"),
-    "a line that is no row": ("x.jsonl", ROW.encode() + b"\n\n[1]\n", r"x.jsonl, line 3 is no row.*: \[1\]"),
-    "a list in lines": ("x.jsonl", f"[{ROW}]".encode(), "x.jsonl, line 1 is no row"),
-    "a row that is no row": ("x.json", f"[{ROW}, 7]".encode(), "x.json, row 1 is no row.*: 7"),
-    "a row of null": ("x.json", b"[null]", "x.json, row 0 is no row.*: null"),
+    "a line that is no row": ("x.jsonl", ROW.encode() + b"\n\n[1]\n", r"x.jsonl, line 3 is not a row.*: \[1\]"),
+    "a list in lines": ("x.jsonl", f"[{ROW}]".encode(), "x.jsonl, line 1 is not a row"),
+    "a row that is no row": ("x.json", f"[{ROW}, 7]".encode(), "x.json, row 1 is not a row.*: 7"),
+    "a row of null": ("x.json", b"[null]", "x.json, row 0 is not a row.*: null"),
     "a torn line": ("x.jsonl", ROW.encode() + b'\n{"conv', r"is not valid JSONL: line 2: .* near"),
     "lines in a list": ("x.json", f"{ROW}\n{ROW}".encode(), r"not valid JSON: .*name the file .jsonl"),
     "single quotes": ("x.json", b"[{'conversations': []}]", r"not valid JSON: .* near \"\[\{'conv"),
     "a deep nest": ("x.json", b"[" * 100_000, "x.json is not valid JSON: .*recursion"),
     "an endless number": ("x.json", b'[{"id": ' + b"1" * 5000 + b"}]", "x.json is not valid JSON: .*digits"),
-    "text": ("x.txt", b"Hello.", r"x.txt is no file of rows: give .json, .jsonl or .ndjson"),
-    "packed": ("x.json.gz", b"\x1f\x8b", "x.json.gz is no file of rows"),
+    "text": ("x.txt", b"Hello.", r"x.txt is not a file of rows: give .json, .jsonl or .ndjson"),
+    "packed": ("x.json.gz", b"\x1f\x8b", "x.json.gz is not a file of rows"),
 }
 
 
@@ -307,16 +307,16 @@ def test_folders_that_hold_no_rows_are_named(tmp_path: Path) -> None:
         with pytest.raises((FileNotFoundError, ConnectionError), match=name):
             load_rows(str(tmp_path / name))
     path = write_json(tmp_path, GOOD_ROWS)
-    with pytest.raises(ValueError, match=r"image folder .*gone is not there; mend --image_folder"):
+    with pytest.raises(ValueError, match=r"image folder .*gone does not exist; fix --image_folder"):
         load_rows(str(path), str(tmp_path / "gone"))
     Dataset.from_dict({"images": [["a"]], "conversations": ["[]"]}).select([]).save_to_disk(tmp_path / "stored")
-    with pytest.raises(ValueError, match="stored holds no row"):
+    with pytest.raises(ValueError, match="stored has no rows"):
         load_rows(str(tmp_path / "stored"))
     (tmp_path / "parquet").mkdir()
     table = pa.table({"images": pa.array([], pa.list_(pa.string())), "conversations": pa.array([], pa.string())})
     pq.write_table(table, tmp_path / "parquet" / "train.parquet")
     for streaming in (False, True):
-        with pytest.raises(ValueError, match=r"parquet (holds no row|can't be read: .* got 0)"):
+        with pytest.raises(ValueError, match=r"parquet (has no rows|can't be read: .* got 0)"):
             load_rows(str(tmp_path / "parquet"), streaming=streaming)
     (tmp_path / "parquet" / "train.parquet").write_bytes(b"PAR1")
     for streaming in (False, True):

@@ -134,7 +134,7 @@ def test_files_are_looked_at_in_every_run(tmp_path: Path) -> None:
     found = look(path, tokenize, identity="x")
     assert found.problems == dict.fromkeys((0, 1), f"image file {picture} is missing")
     picture.symlink_to(tmp_path / "data.json")
-    with pytest.raises(BadRowError, match=r"row 0: image a\.png lies outside the image folder"):
+    with pytest.raises(BadRowError, match=r"row 0: image a\.png is outside the image folder"):
         look(path, tokenize, identity="x")
     assert len(tokenize.seen) == 2
 

@@ -99,7 +99,7 @@ def test_the_fingerprint_of_tars_is_of_their_names_and_sizes(tmp_path: Path) -> 
 
 REFUSED: dict[str, dict[str, Any]] = {
     r"member 7\.mp4: neither a picture nor json": {"7.mp4": b"", "7.json": asked(0)},
-    r"0 json files for 7\.png, which lie side by side": {"7.png": picture(1), "8.json": asked(0), "7.json": asked(1)},
+    r"0 json files for 7\.png, which are adjacent": {"7.png": picture(1), "8.json": asked(0), "7.json": asked(1)},
     r"2 json files for 7\.json, 7\.meta\.json": {"7.json": asked(0), "7.meta.json": {"height": 3}},
     r"members 7\.left\.png, 7\.right\.png: pictures without an order": {
         "7.left.png": picture(1), "7.right.png": picture(1), "7.json": asked(2),
@@ -121,17 +121,17 @@ def test_tars_that_are_torn_or_not_there_are_refused(tmp_path: Path) -> None:
     whole = tar.read_bytes()
     for size in (1200, 1600):  # inside a header, at which tarfile ends without a word, and inside a member
         tar.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=r"train-1\.tar is torn: it has no end mark"):
+        with pytest.raises(ValueError, match=r"train-1\.tar is truncated: it has no end-of-archive marker"):
             load_rows(str(folder), streaming=True)
     tar.write_bytes(b"no tar at all")
     with pytest.raises(ValueError, match=r"train-1\.tar can't be read"):
         list(load_rows(str(folder), streaming=True))
     tar.write_bytes(whole)
-    with pytest.raises(ValueError, match=r"other-\*\.tar holds no row"):
+    with pytest.raises(ValueError, match=r"other-\*\.tar has no rows"):
         load_rows(str(folder / "other-*.tar"), streaming=True)
     with pytest.raises(ValueError, match=r"a glob must end in one of \.parquet, \.tar"):
         load_rows(str(folder / "*.zip"), streaming=True)
-    with pytest.raises(ValueError, match=r"tars: tars are read as a stream alone: give --dataset_streaming true"):
+    with pytest.raises(ValueError, match=r"tars: tars can only be streamed: set --dataset_streaming true"):
         load_rows(str(folder))
     with pytest.raises(ValueError, match="dev"):
         load_rows(str(folder), split="dev", streaming=True)

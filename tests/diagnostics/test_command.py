@@ -226,7 +226,7 @@ def test_two_models_of_one_name_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, "--model", composed(), composed(), "--data", data, "--output_dir", tmp_path / "r")
-    assert "two models have one name" in capsys.readouterr().err
+    assert "two models have the same name" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("query", ["-40", "0"])
@@ -240,17 +240,17 @@ def test_a_query_that_is_not_there(
 def test_data_without_pictures(tmp_path: Path, composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "texts.json"
     path.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
-    with pytest.raises(SystemExit, match=r"holds no pictures to ask about \(1 rows without one"):
+    with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
         run(monkeypatch, "--model", composed(), "--data", path, "--output_dir", tmp_path / "report")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match="holds no pictures"):
+    with pytest.raises(SystemExit, match="has no pictures"):
         run(monkeypatch, "--model", composed(), "--data", tmp_path / "empty", "--output_dir", tmp_path / "report")
 
 
 def test_a_model_without_pictures(
     backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(SystemExit, match=r"no model for pictures and text: .* the config LlamaConfig"):
+    with pytest.raises(SystemExit, match=r"not an image-text model: .* the config LlamaConfig"):
         run(monkeypatch, "--model", backbones("llama"), "--data", data, "--output_dir", tmp_path / "report")
 
 

@@ -98,7 +98,7 @@ def test_rows_and_what_is_wrong_with_them(composed: Composed, pictures: list[Ima
     assert measure(model, processor, rows).report.models[0].gradients is not None
     with pytest.raises(ValueError, match="row 0: 1 <image> marks but 2 images"):
         measure(model, processor, [{"images": pictures[:2], "conversations": turns}])
-    with pytest.raises(ValueError, match="holds no pictures"):
+    with pytest.raises(ValueError, match="has no pictures"):
         measure(model, processor, [])
     with pytest.raises(ValueError, match="Entry 0 is neither a picture nor a row: str"):
         measure(model, processor, ["0.png"])

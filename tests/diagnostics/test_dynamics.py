@@ -123,5 +123,5 @@ def test_the_command_draws_a_run(
     assert steps == ["0", "5", "10"]
 
     monkeypatch.setattr(sys, "argv", [*command[:2], str(rows.parent / "nowhere"), *command[3:]])
-    with pytest.raises(SystemExit, match="holds no checkpoint-<step> folders"):
+    with pytest.raises(SystemExit, match="has no checkpoint-<step> folders"):
         dynamics.main()

@@ -86,7 +86,7 @@ def test_a_broken_picture_is_passed_over_and_named(colours: Path, caplog: pytest
     (line,) = chosen.unreadable
     assert "row 1: image" in line
     assert "broken.png can't be read" in line
-    assert [record.getMessage() for record in caplog.records] == [f"passed over: {line}"]
+    assert [record.getMessage() for record in caplog.records] == [f"skipped: {line}"]
 
 
 def test_nothing_readable_is_an_error_that_names_it(colours: Path) -> None:

@@ -69,7 +69,7 @@ def test_questions_that_change_the_sign_are_named() -> None:
 def test_one_picture_has_no_spread() -> None:
     report = make_report("it", num_pictures=1)
     first, *sentences = summarize(report)
-    assert "One picture has no spread: there are no intervals." in first
+    assert "With one picture there are no intervals." in first
     text = " ".join(sentences)
     assert "this can't be told from no difference" in text
     assert not re.search(r"slowly|faster|\d to \d|\bp is\b|nan|None", text)
@@ -86,7 +86,7 @@ def test_p_is_given_with_its_floor() -> None:
     def said(p_value: list[float] | None) -> str:
         return headline(replace(model, key_space=replace(keys, p_value=p_value, smallest_p=0.031)))["Keys"]
 
-    floor = "0.031 is the least that 32 exchanges can give"
+    floor = "0.031 is the smallest possible with 32 swaps"
     assert f"p is 0.031 in every layer ({floor})" in said([0.031] * 6)
     assert f"p is 0.031 to 0.5 ({floor})" in said([0.031, 0.5])
     assert said([0.1, 0.5]).endswith("p is 0.1 to 0.5.")
@@ -102,7 +102,7 @@ def test_the_headline_names_numbers_of_pictures_and_what_attention_is_beside() -
     (line,) = [line for line in text if line.startswith("first: Of the text's attention")]
     low, high = gaze.mass.overall.interval or (0, 0)
     assert f"{100 * gaze.mass.overall.mean:.1f}% ({100 * low:.1f} to {100 * high:.1f}%) falls on the picture" in line
-    assert re.search(r"against 4\d\.\d+% \(4[\d.]+ to 4[\d.]+%\) if it were evenly spread; means over 12 layers", line)
+    assert re.search(r"against 4\d\.\d+% \(4[\d.]+ to 4[\d.]+%\) for uniform attention; means over 12 layers", line)
     assert not re.search(r"[*_`#]|&\w+;|&#", " ".join(text))
 
 
@@ -210,7 +210,7 @@ def test_what_was_not_measured_is_left_out() -> None:
     lacking = {"attention": None, "key_space": None, "value_space": None, "lens": None, "gradients": None}
     models = [replace(model, **lacking, projector_norm=None, prompts=[]) for model in report.models]
     markdown = render_markdown(replace(report, models=models), [])
-    for title in ("Where text looks", "Keys and values", "What visual tokens are read as", "Gradients"):
+    for title in ("Attention to the picture", "Keys and values", "What visual tokens decode to", "Gradients"):
         assert f"## {title}\n" not in markdown
     assert "*Attention.*" not in markdown
     mixed = render_markdown(replace(report, models=[report.models[0], models[1]]), [])

@@ -73,7 +73,7 @@ def test_a_grid_is_found_or_left_unknown() -> None:
 def test_what_has_nothing_visual_is_refused() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
     ids, words = token_ids(model), torch.tensor([[1, 20, 21]])
-    with pytest.raises(NoVisualTokensError, match="holds no visual tokens"):
+    with pytest.raises(NoVisualTokensError, match="has no visual tokens"):
         classify_sample({"input_ids": words}, ids)
     with pytest.raises(ValueError, match="no ordinary text"):
         classify_sample({"input_ids": sample["input_ids"][:, 4:20]}, ids)

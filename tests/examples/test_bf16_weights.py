@@ -56,4 +56,4 @@ def test_mixed_precision_is_refused(composed: Callable[..., Path], data: Path, t
     fields = {"model_name_or_path": str(composed()), "dataset_name": str(data), "output_dir": str(tmp_path / "out")}
     result = train("examples/digits/bf16_weights.py", tmp_path, **fields, bf16=True)
     assert result.returncode != 0
-    assert "With weights in bfloat16 leave bf16" in result.stderr
+    assert "With weights in bfloat16 set bf16: false" in result.stderr

@@ -367,7 +367,7 @@ def test_a_decoder_that_keeps_arguments_from_its_layers_gets_none(backbones: Cal
     vision = SiglipVisionModel.from_pretrained(backbones("siglip"))
     config = NormLlavaConfig(vision_config=vision.config, text_config=decoder.config, image_token_index=3)
     model = NormLlavaForConditionalGeneration(config, vision, decoder)
-    with pytest.raises(ValueError, match=r"keeps such arguments from its layers can't have key adapters"):
+    with pytest.raises(ValueError, match=r"doesn't pass such arguments to its layers can't have key adapters"):
         add_key_adapters(model, 4, 8, 0.0)
     with pytest.raises(StrictDataclassError, match="key_adapter_alpha must be a finite number above 0"):
         add_key_adapters(model, 4, -1, 0.0)

@@ -219,8 +219,8 @@ def test_what_is_wrong_with_a_source_names_its_entry(
         ({"path": str(tmp_path / "gone.json")}, r"datasets, entry 2: .*No such file.*gone.json"),
         ({"path": str(data), "split": "dev"}, "datasets, entry 2: .*has one split, train, so there is no 'dev'"),
         ({"path": str(data), "name": "large"}, "datasets, entry 2: .*has no configurations, so there is no 'large'"),
-        ({"path": str(data), "image_folder": "gone"}, "entry 2: The image folder gone is not there; mend the entry's"),
-        ({"path": str(tmp_path / "out.json")}, "datasets, entry 2: .* lies outside .*; give the entry's image_folder"),
+        ({"path": str(data), "image_folder": "gone"}, "entry 2: .* gone does not exist; fix the entry's"),
+        ({"path": str(tmp_path / "out.json")}, "datasets, entry 2: .* is outside .*; set the entry's image_folder"),
     ):
         with pytest.raises(ValueError, match=message):
             run(monkeypatch, tmp_path, **fields, datasets=[{"path": str(data)}, entry])

@@ -116,7 +116,7 @@ def train_vision(output_dir: Path, num_steps: int = VISION_STEPS) -> dict[str, f
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """Qwen2's byte-level BPE tokenizer with a small vocabulary, in which the words of the scenes are a token each."""
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(
-        texts, vocab_size=vocab_size, new_special_tokens=SPECIAL_TOKENS
+        texts, vocab_size=vocab_size, new_special_tokens=SPECIAL_TOKENS, show_progress=False
     )
     tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
     tokenizer.chat_template = chat_template(tokenizer, "<|image_pad|>")

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers.trainer
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
 from trl import SFTTrainer
@@ -163,7 +164,8 @@ class NormLlavaTrainer(SFTTrainer):
         self._answers = StepsFile(Path(self.args.output_dir) / "answers.jsonl")
         if questions is not None:
             self.add_callback(self._answers)
-        for printer in (ProgressCallback, PrinterCallback):
+        # In a notebook the default is another class than in a terminal.
+        for printer in (transformers.trainer.DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             self.remove_callback(printer)
         self._console = ConsoleTable(shows_mfu=mfu is not None)
         self.add_callback(self._console)

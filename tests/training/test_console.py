@@ -11,8 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers.trainer
 import yaml
 from transformers import AutoProcessor
+from transformers.utils.notebook import NotebookProgressCallback
 
 from conversations.loading import load_rows
 from conversations.rows import row_images
@@ -50,6 +52,21 @@ def test_the_console_shows_a_table(
     for phase in (f"Reading and checking {data} (0.0 MB)", f"Loading the weights of {composed()} ({size:.1f} MB)"):
         said = caplog.messages.index(f"{phase} ...")
         assert re.fullmatch(r"    done in \d+\.\d s", caplog.messages[said + 1])
+
+
+def test_a_notebook_shows_the_same_table_alone(
+    composed: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback)
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "disable_tqdm": False}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    printed = capsys.readouterr()
+    assert "norm ratio" in printed.err
+    assert "IPython" not in printed.out
 
 
 def test_the_share_of_the_peak_is_that_of_the_tokens_trained_on(

@@ -245,7 +245,7 @@ def test_only_a_llava_checkpoint_is_converted(
     backbones: Callable[[str], Path], composed: Callable[..., Path], tmp_path: Path
 ) -> None:
     # Converting starts the norm anew: a trained gain would be lost.
-    with pytest.raises(ValueError, match=r"'normllava', 'llava' is needed.*start it anew.*training/sft.py"):
+    with pytest.raises(ValueError, match=r"'normllava', 'llava' is needed.*would reset it.*training/sft.py"):
         convert_llava(str(composed()))
     with pytest.raises(ValueError, match=r"'qwen2', 'llava' is needed.*--vision_model.*--text_model"):
         convert_llava(str(backbones("qwen2")))
@@ -258,7 +258,7 @@ def test_only_a_llava_checkpoint_is_converted(
 
 @pytest.mark.parametrize("wanted", ["llava", "normllava"])
 def test_what_is_no_model_at_all(tmp_path: Path, wanted: str) -> None:
-    with pytest.raises(ValueError, match=r"gone is no folder here"):
+    with pytest.raises(ValueError, match=r"gone is not a local folder"):
         require_model_type(str(tmp_path / "gone"), wanted)
     with pytest.raises(ValueError, match=r"holds no model.*config.json"):
         require_model_type(str(tmp_path), wanted)
@@ -355,7 +355,7 @@ def test_key_adapters_are_added_to_a_model_as_it_is(
     assert all(torch.equal(state[name], tensor) for name, tensor in start.state_dict().items())
     new = {name: tensor for name, tensor in state.items() if name not in start.state_dict()}
     assert all(tensor.any() == name.endswith("key_adapter.down") for name, tensor in new.items())
-    with pytest.raises(ValueError, match="There are key adapters of rank 4 already"):
+    with pytest.raises(ValueError, match="already has key adapters of rank 4"):
         run_here("--normllava_model", tmp_path / "keys", *options[:-1], tmp_path / "twice")
 
 

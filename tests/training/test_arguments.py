@@ -145,7 +145,7 @@ def test_a_recipe_that_cannot_be_read_is_named(tmp_path: Path, content: str | by
     path = tmp_path / "recipe.yaml"
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=r"--config .*recipe.yaml (can't be read|is no mapping)"):
+    with pytest.raises(ValueError, match=r"--config .*recipe.yaml (can't be read|is not a mapping)"):
         parse_arguments(["--config", str(path)])
 
 

@@ -206,7 +206,7 @@ def test_another_run_is_refused_with_the_differences(
         "learning_rate": 2e-3,
         "global_batch_size": 8,
     }
-    with pytest.raises(ValueError, match="is of another run") as error:
+    with pytest.raises(ValueError, match="belongs to a different run") as error:
         run(monkeypatch, tmp_path, **changed)
     assert "learning_rate: 0.001 before, 0.002 now" in str(error.value)
     assert "global_batch_size: 4 before, 8 now" in str(error.value)
@@ -234,7 +234,7 @@ def test_every_argument_that_changes_the_weights_is_compared(
     finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
     fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, **changed}
-    with pytest.raises(ValueError, match=rf"is of another run .*\n(.*\n)*  {next(iter(changed))}: "):
+    with pytest.raises(ValueError, match=rf"belongs to a different run.*\n(.*\n)*  {next(iter(changed))}: "):
         run(monkeypatch, copied, **fields)
 
 

@@ -253,7 +253,10 @@ WRONG = [
     ({**EVERY_TWO, "do_eval": True}, "do_eval must stay False, got True: eval_strategy says when"),
     ({**EVERY_TWO, "include_for_metrics": ["loss"]}, "include_for_metrics must stay"),
     ({**EVERY_TWO, "greater_is_better": True}, "greater_is_better must stay None, got True: it follows from"),
-    ({**EVERY_TWO, "lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type reduce_lr_on_plateau takes its"),
+    (
+        {**EVERY_TWO, "lr_scheduler_type": "reduce_lr_on_plateau"},
+        "lr_scheduler_type reduce_lr_on_plateau sets the rate",
+    ),
     ({**EVERY_TWO, "save_strategy": "best"}, "metric_for_best_model must be one of loss, exact_match, got None"),
     ({**EVERY_TWO, "metric_for_best_model": "loss"}, "metric_for_best_model does nothing without load_best"),
     ({**EVERY_TWO, "load_best_model_at_end": True, "save_steps": 4}, "needs a checkpoint of every step that is"),

@@ -81,7 +81,7 @@ def read_picture(url: Any, place: str) -> Image.Image:
 
 
 def refuse(request: Request, error: Exception) -> JSONResponse:
-    """What is wrong with a request, in the shape of OpenAI's errors."""
+    """The error of a bad request, in OpenAI's format."""
     status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": body}, status)

@@ -63,8 +63,8 @@ FIXED: dict[str, tuple[Any, str]] = {
     "save_on_each_node": (False, "one checkpoint is written for all nodes, atomically"),
     "dataloader_in_order": (True, "a run could not be resumed with batches in another order"),
     "pad_to_multiple_of": ("auto", "rows are padded to the longest of their batch"),
-    "packing": (False, "TRL packs text alone; give packed_length to pack rows with pictures"),
-    "padding_free": (False, "TRL packs text alone; give packed_length to pack rows with pictures"),
+    "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
+    "padding_free": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
     "push_to_hub": (
         False, "it would upload training_args.bin, which holds your token; release the folder with hub_cards",
     ),

@@ -85,7 +85,7 @@ class ComposeArguments:
         wholes = (self.llava_model is not None, self.normllava_model is not None)
         if sum(wholes) + any(parts) != 1 or any(parts) != all(parts):
             raise ValueError(
-                "Give either --vision_model and --text_model, or --llava_model alone, or --normllava_model alone."
+                "Give either --vision_model and --text_model, or only --llava_model, or only --normllava_model."
             )
         if self.key_adapter_rank < 0 or (self.normllava_model is not None and self.key_adapter_rank == 0):
             raise ValueError("Give --key_adapter_rank, 1 or more: the rank of the key adapters that are to be added.")

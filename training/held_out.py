@@ -98,7 +98,7 @@ class HeldOutQuestions:
             self._truths.append(labels[start:end])
 
     def answer(self, trained: nn.Module, accelerator: Accelerator) -> list[Answer]:
-        """Let a model answer greedily, in no more tokens than the longest truth has. All processes must call this.
+        """Generate greedy answers with at most as many tokens as the longest truth. All processes must call this.
 
         Args:
             trained: The model, or the `PeftModel` around it; under FSDP2 after a forward pass.

@@ -375,7 +375,7 @@ def picture_tokens(config: NormLlavaConfig) -> int:
 def make_batch(
     model: NormLlavaForConditionalGeneration, rows: Sequence[Sequence[Sample]], packed: bool
 ) -> dict[str, Any]:
-    """A batch of such samples in the shapes that [`~training.collator.VisionLanguageCollator`] gives it, without
+    """A batch of these samples in the shapes that [`~training.collator.VisionLanguageCollator`] makes, without
     `pixel_values`: pictures first, then text, supervised at its end."""
     ids, config, per_picture = token_ids(model), model.config, picture_tokens(model.config)
     text = next(number for number in range(config.text_config.vocab_size) if number not in {ids.image, *ids.special})
@@ -415,7 +415,7 @@ def _sample_labels(sample: Sample, text: int) -> torch.Tensor:
 def forward(
     trained: Any, batch: dict[str, Any], args: TrainingConfig, key_alignment: KeyAlignment | None = None
 ) -> torch.Tensor:
-    """The loss as [`~training.trainer.NormLlavaTrainer`] computes it: the head on supervised positions alone."""
+    """The loss as [`~training.trainer.NormLlavaTrainer`] computes it: the head on supervised positions only."""
     scored, shift_labels = supervised_positions(batch["labels"])
 
     def keep_scored(module: nn.Module, args: Any, output: Any) -> Any:

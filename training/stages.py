@@ -16,7 +16,7 @@ class Stage(StrEnum):
     """The two stages of LLaVA's training, as "The Unseen Bias" (arXiv 2512.08374, App. E.1) runs them, and a third."""
 
     ALIGN = "align"
-    """Stage 1: projector and norm alone, on pictures followed by their captions ("plain" rows)."""
+    """Stage 1: only projector and norm, on pictures followed by their captions ("plain" rows)."""
     INSTRUCT = "instruct"
     """Stage 2: everything, on conversations in the language model's chat format."""
     ADAPT = "adapt"
@@ -29,11 +29,11 @@ class LearningRates:
     """Learning rate by module; what a stage freezes has none."""
 
     common: float
-    """Of the projector, the language model and its head."""
+    """Rate of the projector, the language model and its head."""
     vision: float
-    """Of the vision encoder, which only `Stage.INSTRUCT` trains."""
+    """Rate of the vision encoder, which only `Stage.INSTRUCT` trains."""
     norm: float
-    """Of the projector's norm. An AdamW step of 1e-3 is 5 to 7% of a gain of 0.0134 to 0.02."""
+    """Rate of the projector's norm. An AdamW step of 1e-3 is 5 to 7% of a gain of 0.0134 to 0.02."""
 
 
 @dataclass(frozen=True)

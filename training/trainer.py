@@ -57,7 +57,7 @@ def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def gather_head(model: NormLlavaForConditionalGeneration) -> None:
-    """Let FSDP2 gather a sharded head, so that its gradient is averaged over processes. TRL would gather it without
+    """Make FSDP2 gather a sharded head, so that its gradient is averaged over processes. TRL would gather it without
     FSDP2, and each process would keep its own gradient."""
     head = model.get_output_embeddings()
     if isinstance(head, FSDPModule):
@@ -363,7 +363,7 @@ class NormLlavaTrainer(SFTTrainer):
             norm = torch.stack(list(norms.values())).norm()
         else:
             norm = super()._clip_grad_norm(model)
-        if scaler is None and not math.isfinite(float(norm)):  # the scaler skips such a step by itself
+        if scaler is None and not math.isfinite(float(norm)):  # a scaler skips such a step itself
             raise FloatingPointError(
                 f"The gradient's norm is {float(norm)} in step {self.state.global_step + 1}, before its update; lower "
                 "the learning rate, or look at the rows of this step."

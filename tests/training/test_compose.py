@@ -321,7 +321,7 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     assert again.returncode != 0
     assert "is not empty" in again.stderr
     both = run_compose(*parts, "--llava_model", "x", "--output_dir", tmp_path / "other")
-    assert "Give either --vision_model and --text_model, or --llava_model alone" in both.stderr
+    assert "Give either --vision_model and --text_model, or only --llava_model" in both.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -380,7 +380,7 @@ def test_a_decoder_that_keeps_arguments_from_its_layers_gets_none(backbones: Cal
         ({"llava_model": "x", "key_adapter_alpha": 8}, "--key_adapter_alpha does nothing here"),
         ({"normllava_model": "x", "key_adapter_rank": 4, "projector_norm": "none"}, "--projector_norm does nothing"),
         ({"llava_model": "x", "vision_feature_layer": -1}, "--vision_feature_layer does nothing here"),
-        ({"llava_model": "x", "normllava_model": "x"}, "or --normllava_model alone"),
+        ({"llava_model": "x", "normllava_model": "x"}, "or only --normllava_model"),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

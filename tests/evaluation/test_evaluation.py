@@ -247,7 +247,7 @@ def test_a_model_is_told_apart_by_what_its_answers_depend_on(composed: Callable[
 
 
 def test_what_is_no_model_is_named(composed: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"me/model is not a local folder.*--output_dir"):
+    with pytest.raises(ValueError, match=r"me/model is no folder here.*--output_dir"):
         open_model("me/model", "m", None, None)
     with pytest.raises(ValueError, match=r"holds no \*.safetensors"):
         open_model(str(tmp_path), "m", None, None)

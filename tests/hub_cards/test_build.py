@@ -461,7 +461,7 @@ def test_a_tied_head_and_no_norm(composed: Callable[..., Path], prose: Path, tmp
     tied = build(composed(text="gemma3"), tmp_path / "tied", "me/Tied", prose, **OWN)
     assert check(tied) == []
     plain = build(composed(projector_norm="none"), tmp_path / "plain", "me/Plain", prose, **OWN)
-    assert "stands no norm: this is the baseline of the method" in (plain / "README.md").read_text()
+    assert "is followed by no norm: this is the baseline of the method" in (plain / "README.md").read_text()
 
 
 def test_the_recipes_bring_their_prose() -> None:

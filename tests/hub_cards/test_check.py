@@ -105,19 +105,19 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
         README, "snippet 0: load does not load `repository` at `revision`",
     ),
     "snippet with two revisions": (
-        edit(README, "\nprocessor = ", '\nrevision = "main"\nprocessor = '), README, "snippet 0 does not say"
+        edit(README, "\nprocessor = ", '\nrevision = "main"\nprocessor = '), README, "snippet 0 must contain"
     ),
     "pipeline without revision": (
         append(README, '\n```python\nask = pipeline(model="me/Tiny-NormLlava")  # v1.0\n```\n'),
         README, "snippet 1: pipeline does not load",
     ),
-    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "snippet 0 does not say repository,"),
+    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "snippet 0 must contain `repository,"),
     "snippet of another repository": (
-        edit(README, '= "me/Tiny-NormLlava"', '= "you/Tiny-NormLlava"'), README, "snippet 0 does not say"
+        edit(README, '= "me/Tiny-NormLlava"', '= "you/Tiny-NormLlava"'), README, "snippet 0 must contain"
     ),
     "snippet with a revision set in a loop": (
         edit(README, "\nprocessor = ", '\nfor revision in ["main"]:\n    pass\nprocessor = '),
-        README, "snippet 0 does not say",
+        README, "snippet 0 must contain",
     ),
     "snippet with another revision of the code": (
         edit(README, "(repository, revision", '(repository, code_revision="a", revision'),

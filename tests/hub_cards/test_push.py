@@ -458,7 +458,7 @@ def test_waiting_has_an_end_that_is_said(staged: Path, hub: HubServer, monkeypat
     for asked, most in (("86400", 0), ("100", MAX_WAIT)):
         hub.retry_after = asked
         hub.faults["429 GET /api/models"] = 1000
-        with pytest.raises(SystemExit, match=rf"{NAME}: the Hub asks to wait for {asked} s, and {MAX_WAIT} s is the"):
+        with pytest.raises(SystemExit, match=rf"{NAME}: the Hub asks to wait for {asked} s, but {MAX_WAIT} s is the"):
             run(monkeypatch, "push", str(staged), "--dry_run")
         assert sum(waits) <= 2 * most  # once for the plan, and once for what is on the Hub
 

@@ -415,7 +415,7 @@ def measure_probe(scale: Scale) -> dict[str, Any]:
 
 def measure_resume(scale: Scale) -> dict[str, Any]:
     """A run that is killed after its first checkpoint, and resumed: how far its weights are from those of two
-    uninterrupted runs. CUDA's own sums are not deterministic."""
+    uninterrupted runs. CUDA's own sums may differ from run to run."""
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory() as name:

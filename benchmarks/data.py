@@ -3,9 +3,9 @@
     nice python -m benchmarks.data --rows 1000000 --output benchmarks/results/data_cpu.json
 
 The rows are synthetic, with the lengths of `benchmarks.synthetic`; pictures are files of eight bytes. Every figure is
-of a process of its own, without what it took before it began. `held_bytes` are `RssAnon` of /proc, without the
-pages of mapped files; `peak_bytes` say how far the peak rose above that of importing. `cpu_seconds` depend less than
-`seconds` on what else the machine does. `parse` is what opening was before: the whole file through `json.loads`.
+from a separate process, relative to its state before the task. `held_bytes` are `RssAnon` of /proc, without the pages
+of mapped files; `peak_bytes` say how far the peak rose above that of importing. `cpu_seconds` depend less than
+`seconds` on other load. `parse` is how files were opened before: the whole file through `json.loads`.
 """
 
 import argparse
@@ -35,14 +35,14 @@ from training.tokenization import RowTokenizer
 logger = logging.getLogger(__name__)
 
 FOLDERS = 100
-# Different texts; rows after these have them again.
+# Number of different texts; later rows repeat them.
 TEXTS = 20_000
 PARSED_ROWS = 100_000
 CHECKED_ROWS = 5_000
 
 
 def write_rows(folder: Path, count: int, with_pictures: bool) -> Path:
-    """A LLaVA JSON file of so many rows, written a row at a time; the files of its pictures if they are looked for."""
+    """A LLaVA JSON file of `count` rows, written row by row; with the files of its pictures if they will be opened."""
     path, rng = folder / f"{count}.json", np.random.default_rng(0)
     shares = np.array([thousands for thousands, _, _ in MIXTURE.values()], dtype=float)
     names = rng.choice(list(MIXTURE), min(count, TEXTS), p=shares / shares.sum())
@@ -74,13 +74,13 @@ def write_rows(folder: Path, count: int, with_pictures: bool) -> Path:
 
 
 def private_memory() -> int:
-    """Bytes that this process alone holds: not the pages of mapped files, which the system may drop."""
+    """Private bytes of this process: without the pages of mapped files, which the system may drop."""
     with open("/proc/self/status", encoding="ascii") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
 
 
 def parse(path: Path) -> Dataset:
-    """Rows as they were opened before: all of the text, all of its values, and lists of these."""
+    """Rows as they were opened before: the whole text, all of its values, and lists of these."""
     rows = json.loads(path.read_text(encoding="utf-8"))
     return Dataset.from_dict(
         {
@@ -93,7 +93,7 @@ def parse(path: Path) -> Dataset:
 
 
 def check(path: Path, num_proc: int) -> Callable[[], Any]:
-    """What checks the rows as training does, and keeps them with their lengths."""
+    """A function that checks the rows as training does, and keeps them with their lengths."""
     processor = synthetic_processor(SIZES["Qwen2.5-7B"])
     tokenize = RowTokenizer(processor, processor.chat_template)
     tokens = control_tokens(processor.tokenizer, processor.image_token)
@@ -108,7 +108,7 @@ def check(path: Path, num_proc: int) -> Callable[[], Any]:
 
 
 def cpu_seconds() -> float:
-    """Time of the processor that this process and those that it has started have had."""
+    """CPU time of this process and its children."""
     return sum(
         used.ru_utime + used.ru_stime
         for used in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
@@ -116,7 +116,7 @@ def cpu_seconds() -> float:
 
 
 def peak_memory() -> int:
-    """The most bytes that were resident at once in this process, mapped files included."""
+    """Peak resident bytes of this process, mapped files included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -132,12 +132,12 @@ def run_task(name: str, path: Path, num_proc: int) -> dict[str, float]:
         "peak_bytes": peak_memory() - peak,
         "held_bytes": private_memory() - held,
     }
-    assert result is not None  # and so is held until here
+    assert result is not None  # which keeps it in memory until here
     return figures
 
 
 def in_process(name: str, path: Path, cache: Path, num_proc: int = 1) -> dict[str, float]:
-    """The same in a process of its own."""
+    """The same in a separate process."""
     command = [sys.executable, "-m", "benchmarks.data", "--task", name, "--file", str(path)]
     environment = {**os.environ, "HF_DATASETS_CACHE": str(cache), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     result = subprocess.run(
@@ -147,7 +147,7 @@ def in_process(name: str, path: Path, cache: Path, num_proc: int = 1) -> dict[st
 
 
 def measure_checks(path: Path, cache: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """First checks by one process and by two, and those of texts that are known, `repeats` of each."""
+    """First checks by one process and by two, and repeated checks of known texts, `repeats` of each."""
     found: dict[str, list[dict[str, float]]] = {"by_1_process": [], "by_2_processes": [], "again": []}
     for repeat in range(repeats):
         found["by_2_processes"].append(in_process("check", path, cache / f"{repeat}-2", 2))

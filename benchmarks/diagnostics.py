@@ -2,8 +2,8 @@
 
     python -m benchmarks.diagnostics --output benchmarks/results/diagnostics_cpu.json
 
-Plain and probed passes take turns in one process, so that other load hits both. Peak memory is that of a process of
-its own for each.
+Plain and probed passes alternate in one process, so that other load affects both. Peak memory is measured in a
+separate process for each.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def build_model() -> LlavaForConditionalGeneration:
 
 
 def build_sample(length: int) -> dict[str, torch.Tensor]:
-    """A sample of so many tokens, a picture's among them."""
+    """A sample of `length` tokens, including a picture's."""
     ids = torch.randint(3, 900, (1, length), generator=torch.Generator().manual_seed(0))
     ids[:, 8 : 8 + 144] = IMAGE_TOKEN
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.rand(1, 3, 168, 168)}
@@ -63,7 +63,7 @@ def build_sample(length: int) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def run_pass(model: LlavaForConditionalGeneration, sample: dict[str, torch.Tensor], probed: bool) -> int:
-    """One pass, probed as `python -m diagnostics` does it. Returns the bytes that are kept of it."""
+    """One pass, probed as `python -m diagnostics` does it. Returns the bytes that the probe keeps."""
     if not probed:
         model.base_model(**sample)
         return 0
@@ -106,7 +106,7 @@ def time_passes(length: int, repetitions: int) -> dict[str, Any]:
 
 
 def peak_memory(length: int, probed: bool) -> float:
-    """Peak resident memory in MiB of a process that makes three passes."""
+    """Peak resident memory, in MiB, of a process that runs three passes."""
     command = [sys.executable, "-m", "benchmarks.diagnostics", "--peak", str(length), str(int(probed))]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
@@ -123,7 +123,7 @@ def main() -> None:
         model, sample = build_model(), build_sample(args.peak[0])
         for _ in range(3):
             run_pass(model, sample, bool(args.peak[1]))
-        # Not getrusage's, which a process takes over from the one that started it.
+        # Not getrusage's, which a process inherits from its parent.
         status = Path("/proc/self/status").read_text(encoding="utf-8")
         sys.stdout.write(str(int(status.split("VmHWM:")[1].split()[0]) / 2**10))
         return

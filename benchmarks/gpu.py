@@ -1,13 +1,13 @@
 """Everything that only a GPU shows, in parts of a few minutes each.
 
     python -m benchmarks.gpu                    # all parts that have no figures yet
-    python -m benchmarks.gpu --quick            # fewer steps and repeats, and the smaller model alone
+    python -m benchmarks.gpu --quick            # fewer steps and repeats, and only the smaller model
     python -m benchmarks.gpu --parts norm qlora-Qwen2.5-7B
 
-Each part runs in a process of its own and writes its figures at once to `<results>/<part>.json`, by default below
-`benchmarks/results/<device>/`, or `<device>-quick/`. A part that has figures there is not run again. What a part needs
-and is not installed is said, and the part left out. Weights are random and rows synthetic (benchmarks/synthetic.py):
-speed and memory are those of real ones, losses are not.
+Each part runs in a separate process and writes its figures at once to `<results>/<part>.json`, by default below
+`benchmarks/results/<device>/`, or `<device>-quick/`. A part that has figures there is not run again. A part whose
+packages are not installed is skipped with a message. Weights are random and rows synthetic (benchmarks/synthetic.py):
+speed and memory are realistic, losses are not.
 """
 
 import argparse
@@ -66,16 +66,16 @@ MODELS = ("Llama-3.2-3B", "Qwen2.5-7B")
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the parts' models and how long their runs are."""
+    """Model sizes and run lengths of the parts."""
 
     device: str
     models: tuple[str, ...]
     steps: int
     repeats: int
     layers: int
-    """Of the decoder, where a whole model would not add to what is learnt."""
+    """Decoder layers, in parts where a whole model would show nothing more."""
     tokens: int
-    """Of a row, where no recipe says it."""
+    """Tokens of a row, in parts without a recipe."""
 
 
 FULL = Scale("cuda", MODELS, steps=8, repeats=3, layers=4, tokens=4096)
@@ -95,7 +95,7 @@ def measure_norm(scale: Scale) -> dict[str, Any]:
 
 
 def measure_attention(scale: Scale) -> dict[str, Any]:
-    """ "varlen" forward and backward in bfloat16: its error against float64, beside that of sdpa sample by sample, and
+    """ "varlen" forward and backward in bfloat16: its error against float64, compared with sdpa sample by sample, and
     its time over that of sdpa with a mask for the whole row."""
     config = synthetic_config(SIZES[scale.models[-1]], synthetic_processor(SIZES[scale.models[-1]]), True).text_config
     heads, groups = config.num_attention_heads, config.num_key_value_heads
@@ -153,7 +153,7 @@ def _synchronise() -> None:
 
 
 def _seconds(run: Callable[[], object], scale: Scale) -> float:
-    """The median of some runs, after two that don't count."""
+    """The median time of several runs, after two warm-up runs."""
     times = []
     for number in range(2 + 3 * scale.repeats):
         _synchronise()
@@ -166,7 +166,7 @@ def _seconds(run: Callable[[], object], scale: Scale) -> float:
 
 
 def measure_training(scale: Scale, model: str, stage: Stage, optim: str = "adamw_torch_fused") -> dict[str, Any]:
-    """Ours against TRL's plain trainer on the same rows, as the recipe of the stage trains: tokens/s, MFU, memory."""
+    """Ours against TRL's plain trainer on the same rows, trained as in the stage's recipe: tokens/s, MFU, memory."""
     common = common_arguments(scale.device == "cuda", gradient_checkpointing=True, optim=optim)
     comparison = Comparison(model, scale.steps, scale.repeats)
     planned = {"planned_memory_gib": plan_memory(model, stage, scale.steps, common)}
@@ -174,7 +174,7 @@ def measure_training(scale: Scale, model: str, stage: Stage, optim: str = "adamw
 
 
 def plan_memory(model: str, stage: Stage, steps: int, common: dict[str, Any]) -> float:
-    """What training/plan.py says of the peak of ours, in GiB."""
+    """Peak memory of ours as planned by training/plan.py, in GiB."""
     size, processor = SIZES[model], synthetic_processor(SIZES[model])
     fields = {
         "stage": stage.value, "packed_length": size.packed_length[stage], "attn_implementation": "varlen",
@@ -198,7 +198,7 @@ def measure_optimizer(scale: Scale, model: str, optim: str) -> dict[str, Any]:
 
 
 def recipe_arguments(scale: Scale, name: str, recipe: str, folder: Path, *changes: str) -> list[str]:
-    """What the training script is given to train `folder/model` on rows in `folder` by a recipe of the model's."""
+    """The training script's arguments to train `folder/model` on rows in `folder` by one of the model's recipes."""
     recipes = ROOT / "training" / "recipes" / {"tiny": "Qwen2.5-7B-Instruct"}.get(name, f"{name}-Instruct")
     size = SIZES[name]
     given = {
@@ -215,7 +215,7 @@ def recipe_arguments(scale: Scale, name: str, recipe: str, folder: Path, *change
 
 
 def measure_qlora(scale: Scale, model: str) -> dict[str, Any]:
-    """The recipe qlora.yaml by the training script: peak memory, and tokens/s from its own log."""
+    """The recipe qlora.yaml, run by the training script: peak memory, and tokens/s from its own log."""
     from training import sft
 
     with tempfile.TemporaryDirectory() as name:
@@ -240,7 +240,7 @@ def measure_qlora(scale: Scale, model: str) -> dict[str, Any]:
 
 
 class HandLoop:
-    """A decoder of a few layers at a model's width in training without Trainer, to compare ways of computing."""
+    """Trains a decoder of a few layers at a model's width without Trainer, to compare ways of computing."""
 
     def __init__(self, scale: Scale) -> None:
         self.scale, self.size = scale, SIZES[scale.models[-1]]
@@ -257,7 +257,7 @@ class HandLoop:
         self.model.train()
 
     def batch(self, number: int) -> dict[str, Any]:
-        """A packed row of samples with a picture each; its length changes from step to step, as packing has it."""
+        """A packed row of samples with a picture each; its length changes from step to step, as in packing."""
         config, side = self.model.config, self.size.vision["image_size"]
         per_picture = (side // self.size.vision["patch_size"]) ** 2
         generator = torch.Generator().manual_seed(number)
@@ -276,7 +276,7 @@ class HandLoop:
         return inputs | {"max_length_q": length, "max_length_k": length}
 
     def steps(self, step: Callable[[dict[str, Any]], torch.Tensor]) -> dict[str, Any]:
-        """Losses of some steps, their median time after the first two, and the peak of memory."""
+        """Losses of several steps, their median time after the first two, and peak memory."""
         losses, times = [], []
         for number in range(self.scale.steps):
             batch = self.batch(number)
@@ -291,8 +291,8 @@ class HandLoop:
 
 
 def measure_precision(scale: Scale, way: str) -> dict[str, Any]:
-    """A step of stage 2 in bfloat16 over float32 masters, by autocast; by FSDP2's cast of whole layers, on one device;
-    by a bfloat16 model whose masters the optimizer holds."""
+    """A step of stage 2 in bfloat16 with float32 master weights: by autocast; by FSDP2's cast of whole layers, on one
+    device; or by a bfloat16 model whose master weights are in the optimizer."""
     with one_process(scale):
         return _measure_precision(scale, way)
 
@@ -309,7 +309,7 @@ def _measure_precision(scale: Scale, way: str) -> dict[str, Any]:
         masters = parameters = [parameter for parameter in loop.model.parameters() if parameter.requires_grad]
     elif way == "masters in the optimizer":
         masters = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
-        for parameter in loop.model.parameters():  # what is not read too; buffers stay float32, as in the other ways
+        for parameter in loop.model.parameters():  # unread ones too; buffers stay float32, as in the other ways
             parameter.data = parameter.data.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(masters, lr=1e-5, weight_decay=0.0, fused=scale.device == "cuda")
 
@@ -335,7 +335,7 @@ def _measure_precision(scale: Scale, way: str) -> dict[str, Any]:
 
 @contextmanager
 def one_process(scale: Scale) -> Iterator[None]:
-    """A group of this process alone."""
+    """A process group of only this process."""
     backend = "nccl" if scale.device == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -345,7 +345,7 @@ def one_process(scale: Scale) -> Iterator[None]:
 
 
 def measure_compile(scale: Scale, compiled: bool) -> dict[str, Any]:
-    """A step under autocast, each layer of the decoder compiled by itself or not."""
+    """A step under autocast, with or without compiling each decoder layer separately."""
     loop = HandLoop(scale)
     if compiled:
         for layer in decoder_layers(loop.model):
@@ -364,7 +364,7 @@ def measure_compile(scale: Scale, compiled: bool) -> dict[str, Any]:
 
 
 def measure_waits(scale: Scale) -> dict[str, Any]:
-    """How often a run of ours waits for the device, its start included, by the line of Python that does."""
+    """How often a run of ours, start included, waits for the device, by Python line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if scale.device == "cuda":
@@ -379,7 +379,7 @@ def measure_waits(scale: Scale) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure_probe(scale: Scale) -> dict[str, Any]:
-    """A pass that the diagnostics watch against one that they don't: time, and memory on top of the weights."""
+    """A pass with the diagnostics' hooks against one without: time, and memory on top of the weights."""
     name = scale.models[-1]
     size, processor = SIZES[name], synthetic_processor(SIZES[name])
     with torch.device(scale.device):
@@ -414,8 +414,8 @@ def measure_probe(scale: Scale) -> dict[str, Any]:
 
 
 def measure_resume(scale: Scale) -> dict[str, Any]:
-    """A run that is killed once its first checkpoint is there, and goes on: how far its weights are from those of two
-    runs that nobody stopped. CUDA's own sums may come out otherwise from run to run."""
+    """A run that is killed after its first checkpoint, and resumed: how far its weights are from those of two
+    uninterrupted runs. CUDA's own sums may differ from run to run."""
     from safetensors.torch import load_file
 
     with tempfile.TemporaryDirectory() as name:
@@ -447,18 +447,18 @@ def measure_resume(scale: Scale) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part: what measures it, and the packages that it needs beside this project's own."""
+    """A part: the function that measures it, and the packages that it needs besides this project's own."""
 
     measure: Callable[[Scale], dict[str, Any]]
     needs: tuple[str, ...] = ()
 
 
 def parts(scale: Scale) -> dict[str, Part]:
-    """All parts by name, those first that tell most."""
+    """All parts by name, the most informative first."""
     found = {"norm": Part(measure_norm), "attention": Part(measure_attention)}
     for model in scale.models:
         found[f"training-{model}-align"] = Part(partial(measure_training, model=model, stage=Stage.ALIGN))
-        # One card holds no float32 states of the largest.
+        # One card can't hold float32 states of the largest model.
         optim = "adamw_bnb_8bit" if model == MODELS[-1] else "adamw_torch_fused"
         found[f"training-{model}-instruct"] = Part(
             partial(measure_training, model=model, stage=Stage.INSTRUCT, optim=optim),
@@ -477,7 +477,7 @@ def parts(scale: Scale) -> dict[str, Part]:
 
 
 def run_part(name: str, scale: Scale, results: Path) -> None:
-    """Measure a part and write its figures; that it needs more memory than there is, is a figure too."""
+    """Measure a part and write its figures; running out of memory is recorded as a figure too."""
     started = time.perf_counter()
     set_seed(SEED)
     try:
@@ -491,18 +491,18 @@ def run_part(name: str, scale: Scale, results: Path) -> None:
 
 
 def missing(part: Part) -> list[str]:
-    """Packages that a part needs and that are not installed."""
+    """Packages that a part needs but are not installed."""
     return [package for package in part.needs if importlib.util.find_spec(package) is None]
 
 
 def run_all(names: list[str], scale: Scale, results: Path, options: list[str]) -> Iterator[str]:
-    """Run parts one by one, each in a process of its own; yields those that failed."""
+    """Run parts one by one, each in a separate process; yields those that failed."""
     for name in names:
         needed = missing(parts(scale)[name])
         if (results / f"{name}.json").exists():
             logger.info("%-36s has figures in %s", name, results)
         elif needed:
-            logger.info("%-36s left out: needs %s", name, ", ".join(needed))
+            logger.info("%-36s skipped: needs %s", name, ", ".join(needed))
         else:
             started = time.perf_counter()
             command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--results", str(results), *options]
@@ -513,8 +513,8 @@ def run_all(names: list[str], scale: Scale, results: Path, options: list[str]) -
 
 
 def run_process(command: list[str], log: Path) -> str:
-    """Run a command with all that it starts, for `LIMIT` seconds at most; why it failed, if it did. What it says stays
-    in `log` then."""
+    """Run a command, for `LIMIT` seconds at most; it is killed with its children after that. Returns why it failed, or
+    "". If it failed, its output stays in `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as file:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
@@ -525,7 +525,7 @@ def run_process(command: list[str], log: Path) -> str:
             process.wait()
             return f"took more than {LIMIT} s, see {log}"
     if status:
-        return f"{(log.read_text(errors='replace').strip().splitlines() or ['no word'])[-1]}, see {log}"
+        return f"{(log.read_text(errors='replace').strip().splitlines() or ['no output'])[-1]}, see {log}"
     log.unlink()
     return ""
 
@@ -533,10 +533,10 @@ def run_process(command: list[str], log: Path) -> str:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="less of all, and the smaller model alone")
-    parser.add_argument("--parts", nargs="+", metavar="PART", help="these alone")
+    parser.add_argument("--quick", action="store_true", help="fewer steps and repeats, and only the smaller model")
+    parser.add_argument("--parts", nargs="+", metavar="PART", help="only these parts")
     parser.add_argument("--results", type=Path, help="folder of the figures")
-    parser.add_argument("--rehearsal", action="store_true", help="on the CPU, at a size that shows mistakes alone")
+    parser.add_argument("--rehearsal", action="store_true", help="on the CPU, at a tiny size, only to find mistakes")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

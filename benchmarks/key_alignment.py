@@ -1,9 +1,9 @@
-"""What key adapters and the losses on keys cost: a training pass with them against one of plain LoRA.
+"""What key adapters and the losses on keys cost: a training pass with them against one with plain LoRA.
 
     python -m benchmarks.key_alignment --output benchmarks/results/key_alignment_cpu.json
 
-The arms take turns in one process, so that a load of the machine hits all alike; the result is the ratio of their
-times in a round. Memory is that of all tensors which a forward pass keeps for the backward pass.
+The arms alternate in one process, so that other load affects all equally; the result is the ratio of their times in a
+round. Memory is that of all tensors that a forward pass keeps for the backward pass.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Arm:
         self.model.train()
 
     def inputs(self, length: int) -> dict[str, torch.Tensor]:
-        """A row of so many tokens: pictures, each followed by text, as a batch of stage 2 has them."""
+        """A row of `length` tokens: pictures, each followed by text, as in a batch of stage 2."""
         config, device = self.model.config, self.model.device
         side = config.vision_config.image_size
         num_tokens = (side // config.vision_config.patch_size) ** 2
@@ -82,7 +82,7 @@ class Arm:
             torch.cuda.synchronize()
 
     def kept_mib(self, inputs: dict[str, torch.Tensor]) -> float:
-        """Memory of what a forward pass keeps for the backward pass, weights left out."""
+        """Memory that a forward pass keeps for the backward pass, without weights."""
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
         kept: dict[int, int] = {}
 
@@ -98,7 +98,7 @@ class Arm:
 
 
 def measure(arms: dict[str, Arm], length: int, rounds: int) -> dict[str, Any]:
-    """Times of one length, in turn, as ratios to plain LoRA; and memory."""
+    """Times of the alternating arms at one length, as ratios to plain LoRA; and memory."""
     inputs = {name: arm.inputs(length) for name, arm in arms.items()}
     seconds: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 1):
@@ -125,7 +125,7 @@ def main() -> None:
         description="Cost of key alignment.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--size", choices=SIZES, default="small", help="model")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[600, 1200, 2400], help="tokens of a row")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[600, 1200, 2400], help="tokens per row")
     parser.add_argument("--rounds", type=int, default=15, help="passes of each arm and length")
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing in all arms")
     parser.add_argument("--output", type=Path, help="JSON file to write")

@@ -1,9 +1,9 @@
-"""Host memory of loading a model on several processes, each loading all weights or the main one alone.
+"""Host memory of loading a model on several processes: each loads all weights, or only the main one does.
 
     python -m benchmarks.loading --output benchmarks/results/loading_cpu.json
 
-The peak that a process takes for itself, before a GPU gets the weights: pages of the checkpoint's file, which the
-processes share and the system takes back as it likes, are left out.
+The figure is the peak of a process's private memory before a GPU gets the weights. Pages of the checkpoint's file,
+which the processes share and the system can drop, are not counted.
 """
 
 import argparse
@@ -31,7 +31,7 @@ WAYS = ("each process loads", "FSDP2", "DDP, DeepSpeed")
 
 
 class Peak:
-    """The most memory that this process takes, looked at every 5 ms."""
+    """The peak memory of this process, sampled every 5 ms."""
 
     def __init__(self) -> None:
         self.before = self.most = private_memory()
@@ -44,7 +44,7 @@ class Peak:
             self.most = max(self.most, private_memory())
 
     def stop(self) -> float:
-        """What was taken since the start, at most, in GiB."""
+        """Peak memory above that at the start, in GiB."""
         self._done.set()
         self._thread.join()
         return (max(self.most, private_memory()) - self.before) / 2**30
@@ -90,7 +90,7 @@ def measure(folder: Path) -> dict[str, Any]:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=3, help="of the decoder, at the width of Qwen2.5-7B")
+    parser.add_argument("--layers", type=int, default=3, help="decoder layers, at the width of Qwen2.5-7B")
     parser.add_argument("--output", type=Path, help="JSON file for the figures")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -2,8 +2,8 @@
 
     python benchmarks/norm.py --output benchmarks/results/norm_cpu.json
 
-Time is a ratio: forward and backward against `nn.LayerNorm`, the two in turn in one run, so that what else the machine
-does hits both. Exactness is the relative error in float64 against the paper's formula (eq. 22 to 26) written out.
+Time is a ratio: forward and backward against `nn.LayerNorm`, alternating in one run, so that other load affects both.
+Exactness is the relative error in float64 against the paper's formula (eq. 22 to 26) written out.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def gradient_error() -> float:
 
 
 def time_ratios(repeats: int, device: str, num_tokens: int = NUM_TOKENS, compiled: bool = False) -> list[float]:
-    """Time of forward and backward over that of `nn.LayerNorm`, once a repeat, in float32, both compiled or not."""
+    """Time of forward and backward over that of `nn.LayerNorm`, one per repeat, in float32, both compiled or not."""
     torch.manual_seed(0)
     x = torch.randn(num_tokens, HIDDEN_SIZE, device=device, requires_grad=True)
     grad_output = torch.randn_like(x)
@@ -70,7 +70,7 @@ def time_ratios(repeats: int, device: str, num_tokens: int = NUM_TOKENS, compile
         seconds(norm)
     ratios = []
     for repeat in range(repeats):
-        # Each goes first as often: a machine that gets slower or faster must not favour one.
+        # Each goes first equally often: a machine that gets slower or faster must not favour one.
         order = (ours, theirs) if repeat % 2 else (theirs, ours)
         elapsed = {norm: seconds(norm) for norm in order}
         ratios.append(elapsed[ours] / elapsed[theirs])

@@ -5,7 +5,7 @@
 
 Fields of the recipe can be given too, as for training/sft.py. The model is the recipe's checkpoint, or
 `--model_config`, or a known `--size`. Memory is that of training/plan.py's step (see there for what is counted, and
-what by formula alone), FLOPs those of training/flops.py; benchmarks/plan_check.py compares plans with runs on CPU.
+what is only by formula), FLOPs those of training/flops.py; benchmarks/plan_check.py compares plans with runs on CPU.
 """
 
 import argparse
@@ -29,25 +29,25 @@ from training.stages import Stage
 
 # Rows of the data that the recipes name.
 NUM_ROWS = {"LLaVA-Pretrain": 558_128, "LLaVA-NeXT-Data": 779_289}
-# Text of a sample and how much of it is supervised, in tokens: a caption; benchmarks/synthetic.py's mixture.
+# Text tokens of a sample, and supervised ones: of a caption, and of benchmarks/synthetic.py's mixture.
 TEXT_TOKENS = {Stage.ALIGN: (30, 25), Stage.INSTRUCT: (350, 175), Stage.ADAPT: (350, 175)}
-# Batches that each worker of a data loader holds ready.
+# Batches that each data loader worker prefetches.
 PREFETCH = 2
 STEP = 512
-"""Lengths that are tried for packed rows are multiples of it."""
+"""Packed lengths are tried in multiples of this."""
 
 
 def find_config(args: argparse.Namespace, run_args: RunArguments) -> NormLlavaConfig:
     """The model's config.
 
     Raises:
-        ValueError: if there is none, or it is no NormLlava's.
+        ValueError: if there is none, or it is not a NormLlava's.
     """
     if args.size is not None:
         size = SIZES[args.size]
         config = synthetic_config(size, synthetic_processor(size), ours=True)
         assert isinstance(config, NormLlavaConfig)
-        config.key_adapter_rank = 16 if run_args.key_losses else 0  # as malora.yaml's compose command has it
+        config.key_adapter_rank = 16 if run_args.key_losses else 0  # as in malora.yaml's compose command
         return config
     name = args.model_config or str(run_args.model_name_or_path)
     name = str(Path(name).parent) if name.endswith("config.json") else name
@@ -59,10 +59,10 @@ def find_config(args: argparse.Namespace, run_args: RunArguments) -> NormLlavaCo
 
 
 def fill_rows(run_args: RunArguments, args: TrainingConfig, sample: Sample, text_share: float) -> list[list[Sample]]:
-    """What a device gets in a pass: a packed row that is full, what is left of it text alone, or padded rows.
+    """What a device gets in a pass: a full packed row, its remainder filled with text only, or padded rows.
 
     Raises:
-        ValueError: if not one sample fits a row.
+        ValueError: if no sample fits into a row.
     """
     if run_args.packed_length is None:
         return [[sample]] * args.per_device_train_batch_size
@@ -74,7 +74,7 @@ def fill_rows(run_args: RunArguments, args: TrainingConfig, sample: Sample, text
 
 
 class Planner:
-    """Plans one recipe on one kind of device, spread in several ways."""
+    """Plans one recipe on one kind of device, with several kinds of sharding."""
 
     def __init__(self, options: argparse.Namespace, fields: Sequence[str]) -> None:
         given = ["--config", str(options.config), *fields, "--use_cpu", "true", "--report_to", "none"]
@@ -94,7 +94,7 @@ class Planner:
         self._planned: dict[tuple[str, int | None], StepPlan] = {}
 
     def plan(self, sharding: str, packed_length: int | None) -> StepPlan:
-        """The plan of a step with rows of such a length."""
+        """The plan of a step with rows of this length."""
         if (sharding, packed_length) not in self._planned:
             if sharding == "zero3":
                 planned = as_zero3(self.plan("fsdp2", packed_length), self.options.num_processes)
@@ -110,7 +110,7 @@ class Planner:
         return self._planned[sharding, packed_length]
 
     def samples_per_step(self) -> int:
-        """Over all devices."""
+        """Samples of a step over all devices."""
         per_pass = self.args.per_device_train_batch_size * self.options.num_processes
         return self.run_args.global_batch_size or per_pass * self.args.gradient_accumulation_steps
 
@@ -123,10 +123,10 @@ class Planner:
         return math.ceil(self.samples_per_step() / (per_device * self.options.num_processes))
 
     def longest(self, sharding: str) -> int | None:
-        """About the longest packed row that fits, itself planned, at most a device's share of a step; `None` if not
-        even a row of one sample does.
+        """Approximately the longest packed row whose plan fits, at most a device's share of a step; `None` if not even
+        a row of one sample fits.
 
-        Memory is close to linear in the length, so each guess is where the line through two plans meets the limit.
+        Memory is close to linear in the length, so each guess interpolates linearly between two plans.
         """
         limit = self.options.device_memory * 10**9
         share = math.ceil(self.samples_per_step() / self.options.num_processes)
@@ -144,7 +144,7 @@ class Planner:
         return low
 
     def report(self) -> dict[str, Any]:
-        """Everything, as it goes into JSON."""
+        """The whole report, for JSON."""
         options, length = self.options, self.run_args.packed_length
         planned = {sharding: self.plan(sharding, length) for sharding in self.shardings}
         model = next(iter(planned.values())).model
@@ -185,7 +185,7 @@ class Planner:
                 for sharding, plan in planned.items()
             },
             "host memory": {
-                # By the main process alone, but for what is quantized, bfloat16 then.
+                # By the main process only; a quantized model is loaded by every process, in bfloat16.
                 "weights while loading": num_weights
                 * (2 * options.num_processes if self.run_args.load_in_4bit else 4),
                 "pictures ready": options.num_processes
@@ -253,18 +253,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--sharding", nargs="+", choices=ways, default=ways, help="how several devices share the model"
     )
     parser.add_argument(
-        "--device_memory", type=float, default=80, help="of a device, in GB of 10^9 bytes. A card has some 6%% more "
-        "than it is sold by, which is left to CUDA, communication and what the allocator loses",
+        "--device_memory", type=float, default=80, help="of a device, in GB of 10^9 bytes. A card has about 6%% more "
+        "than its nominal size, which is left to CUDA, communication and fragmentation",
     )  # fmt: skip
-    parser.add_argument("--device", choices=PEAK_FLOPS, default="H100", help="whose peak the time is of")
+    parser.add_argument("--device", choices=PEAK_FLOPS, default="H100", help="device whose peak FLOP/s is used")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that training reaches")
-    parser.add_argument("--pictures", type=int, default=1, help="of a sample")
-    parser.add_argument("--text_tokens", type=int, help="of a sample; 30 in stage align, 350 else")
-    parser.add_argument("--supervised_tokens", type=int, help="of a sample; 25 in stage align, 175 else")
-    parser.add_argument("--rows", type=int, help="of the data; known for the recipes' own")
+    parser.add_argument("--pictures", type=int, default=1, help="per sample")
+    parser.add_argument("--text_tokens", type=int, help="per sample; 30 in stage align, otherwise 350")
+    parser.add_argument("--supervised_tokens", type=int, help="per sample; 25 in stage align, otherwise 175")
+    parser.add_argument("--rows", type=int, help="rows of the data; known for the recipes' own")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options, fields = parser.parse_known_args(argv)
-    logging.disable(logging.WARNING)  # libraries say what is of no use here
+    logging.disable(logging.WARNING)  # libraries' messages are of no use here
     try:
         with warnings.catch_warnings(action="ignore"):
             planner = Planner(options, fields)

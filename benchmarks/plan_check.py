@@ -1,11 +1,11 @@
-"""Plans of a step's memory against what runs really allocate, on CPU.
+"""Plans of a step's memory against what runs actually allocate, on CPU.
 
     python -m benchmarks.plan_check --output benchmarks/results/plan_cpu.json
 
-Each run has a process of its own: a small model of random weights, trained by NormLlavaTrainer on synthetic rows
-while torch's profiler writes down every allocation of the CPU's allocator. The plan knows the config and how long the
-rows of the largest batch are. FSDP2, which accelerate does not run on a CPU, is sharded as in a plan and stepped by
-hand, in one of two processes whose exchange is left out: gloo's holds buffers of its own that no tensor tells of.
+Each run has a separate process: a small model of random weights, trained by NormLlavaTrainer on synthetic rows while
+torch's profiler records every allocation of the CPU's allocator. The plan gets the config and the lengths of the rows
+of the largest batch. For FSDP2, which accelerate does not run on a CPU, the model is sharded as in a plan and stepped
+by hand, as one of two processes without communication: gloo's own buffers belong to no tensor.
 """
 
 import argparse
@@ -68,7 +68,7 @@ RUNS += [
     for stage in (ALIGN, INSTRUCT)
     for checkpointing, sharding in ((PLAIN, "ddp"), (PLAIN, "fsdp2"), (CHECKPOINTED, "fsdp2"))
 ]
-"""Fields of runs, and how they are spread over two processes, if they are."""
+"""Fields of runs, and their sharding over two processes, if any."""
 
 
 def parse(fields: dict[str, Any], folder: Path) -> tuple[RunArguments, TrainingConfig]:
@@ -82,7 +82,7 @@ def parse(fields: dict[str, Any], folder: Path) -> tuple[RunArguments, TrainingC
 
 
 def config_of(fields: dict[str, Any], processor: LlavaProcessor) -> NormLlavaConfig:
-    """The config of the model that a run is of."""
+    """The config of a run's model."""
     config = synthetic_config(SIZE, processor, ours=True)
     assert isinstance(config, NormLlavaConfig)
     config.key_adapter_rank = 16 if "key_mmd_weight" in fields else 0
@@ -90,7 +90,7 @@ def config_of(fields: dict[str, Any], processor: LlavaProcessor) -> NormLlavaCon
 
 
 def make_rows(fields: dict[str, Any], folder: Path, processor: LlavaProcessor) -> tuple[Dataset, RowTokenizer]:
-    """Checked rows of the stage, the same eight over and over: whichever pass holds most must hold a largest batch."""
+    """Checked rows of the stage, the same eight repeated, so that the pass with the peak has a largest batch."""
     rows, tokenize = checked_rows(folder, Stage(fields["stage"]), SIZE, 2 * SAMPLES_PER_STEP, processor)
     return rows.select([number % ROWS_PER_BATCH for number in range(len(rows))]), tokenize
 
@@ -103,7 +103,7 @@ def train(
     run_args, args = parse(fields, folder)
     rows, tokenize = make_rows(fields, folder, processor)
     sampler = deal_rows(run_args, args, rows)
-    assert sampler is not None  # as it is no stream
+    assert sampler is not None  # since it is not a stream
     key_alignment = None
     if run_args.key_losses:
         weights = run_args.key_mmd_weight, run_args.key_gram_weight, run_args.key_bandwidths
@@ -163,16 +163,16 @@ def run(fields: dict[str, Any], sharding: str, folder: Path) -> list[list[Sample
     trained, groups = prepare_model(model, run_args, args)
     if sharding != "fsdp2":
         return train(fields, folder, processor, (model, trained, groups))
-    del groups  # they hold whole parameters
+    del groups  # they hold unsharded parameters
     return step_sharded(fields, folder, model, trained)
 
 
 def measure(fields: dict[str, Any], sharding: str) -> dict[str, Any]:
-    """Bytes that this process's CPU allocator held at most in a run, model included, and what the batch held."""
+    """Peak bytes of this process's CPU allocator in a run, model included, and what the batch held."""
     with tempfile.TemporaryDirectory() as name:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
             rows = run(fields, sharding, Path(name))
-        # The allocator's own total: what other threads give back, as those of gloo, is no event of its own.
+        # The allocator's own total: releases by other threads, such as gloo's, are not separate events.
         record.export_chrome_trace(f"{name}/trace.json")
         events = json.loads(Path(name, "trace.json").read_text(encoding="utf-8"))["traceEvents"]
     peak = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
@@ -180,7 +180,7 @@ def measure(fields: dict[str, Any], sharding: str) -> dict[str, Any]:
 
 
 def compare(fields: dict[str, Any], sharding: str) -> dict[str, Any]:
-    """Measure a run in processes of its own, and set the plan of the same beside it."""
+    """Measure a run in separate processes, and compare it with its plan."""
     command = [sys.executable, "-m", "benchmarks.plan_check", "--measure", json.dumps([fields, sharding])]
     if sharding == "ddp":
         command[1:2] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
@@ -193,7 +193,7 @@ def compare(fields: dict[str, Any], sharding: str) -> dict[str, Any]:
 
 
 def set_beside(fields: dict[str, Any], sharding: str, measured: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, and the plan of it."""
+    """The measurement and its plan."""
     num_processes = 1 if sharding == "none" else 2
     rows = [[Sample(**sample) for sample in row] for row in measured["rows"]]
     with tempfile.TemporaryDirectory() as name:

@@ -1,10 +1,10 @@
-"""Seconds until a run that goes on at a step of a stream has its first batch, and the size of its place there.
+"""Seconds until a run resumed at a step of a stream has its first batch, and the size of its place there.
 
     nice python -m benchmarks.stream --output benchmarks/results/stream_cpu.json
 
-Two ways: reading every batch up to there and dropping it, as Trainer does by itself, and going on at the place that a
-checkpoint holds. The rows are tiny (a picture of 8 x 8 pixels and a few words), so that the first way can be waited
-for. They come as tars and parquet in 40 shards, as one JSON file with pictures beside it, and as a single tar, which
+Two ways: reading and dropping every batch up to there, as Trainer does by default, and resuming at the place that a
+checkpoint holds. The rows are tiny (a picture of 8 x 8 pixels and a few words), so that the first way takes bearable
+time. They come as tars and parquet in 40 shards, as one JSON file with separate pictures, and as a single tar, which
 has to be read up to the place.
 """
 
@@ -51,7 +51,7 @@ Rows = list[tuple[bytes, list[dict[str, str]]]]
 
 
 def make_rows(count: int) -> Rows:
-    """Pictures, encoded, and turns."""
+    """Encoded pictures and their turns."""
     rng = np.random.default_rng(0)
     pictures = []
     for _ in range(64):
@@ -119,7 +119,7 @@ def measure(path: Path, packed: bool, steps: list[int], repeats: int, folder: Pa
             dropping, seconds = time.perf_counter() - started, []
             batches.write_place(folder, is_main_process=True)
             for _ in range(repeats):
-                again = dataclasses.replace(batches)  # with a place of its own
+                again = dataclasses.replace(batches)  # with a separate place
                 began = time.perf_counter()
                 again.go_on(folder)
                 first = next(iter(again.loader(args)))
@@ -134,7 +134,7 @@ def measure(path: Path, packed: bool, steps: list[int], repeats: int, folder: Pa
                     "bytes_of_place": (folder / STREAM_FILE).stat().st_size,
                 }
             )
-            started += time.perf_counter() - started - dropping  # measuring took none of the first way's time
+            started += time.perf_counter() - started - dropping  # the first way's time must not include measuring
             if step == max(steps):
                 break
         batches.trained_on(batch["place"])
@@ -144,17 +144,17 @@ def measure(path: Path, packed: bool, steps: list[int], repeats: int, folder: Pa
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        description="Going on in a stream.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description="Time to resume in a stream.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--steps", type=int, nargs="+", default=[10, 1000, 10000], help="batches before the stop")
-    parser.add_argument("--repeats", type=int, default=5, help="times to go on at each place")
+    parser.add_argument("--repeats", type=int, default=5, help="times to resume at each place")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     disable_progress_bars()
     environment = describe_environment(1, resumed=False)
-    # Two rows a batch where they are packed, and the window that is read ahead.
+    # Two rows per batch when packed, plus the window that is read ahead.
     rows, arms = make_rows(2 * max(args.steps) + 600), []
     with tempfile.TemporaryDirectory() as folder:
         for kind, packed in ARMS:

@@ -1,8 +1,8 @@
 """Models of random weights and rows of synthetic text, for benchmarks.
 
-The rows of stage 2 mix the sources of LLaVA-1.5 in their published sizes (arXiv 2310.03744, Table 7); how long a row
-of each is, is our estimate from how they are made. Stage 1 is a picture and a short caption. For the small model
-pictures have 81 tokens in place of 729, and texts are a ninth as long.
+The rows of stage 2 mix the sources of LLaVA-1.5 in their published sizes (arXiv 2310.03744, Table 7); the lengths of
+their rows are our estimates from how they are made. Stage 1 is a picture and a short caption. For the small model
+pictures have 81 tokens instead of 729, and texts are a ninth as long.
 """
 
 import json
@@ -46,7 +46,7 @@ class Size:
     """Texts are this many times shorter than real ones."""
     samples_per_step: int
     rows_per_batch: int
-    """Of the padded arm."""
+    """Batch size of the padded arm."""
     packed_length: dict[Stage, int]
     text_config: type[PreTrainedConfig] = Qwen2Config
 
@@ -54,7 +54,7 @@ class Size:
 SIGLIP_SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16,
                  "image_size": 384, "patch_size": 14}  # fmt: skip
 SIZES = {
-    # Shows that code runs, and no more.
+    # Only shows that code runs.
     "tiny": Size(
         vision={"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
                 "image_size": 28, "patch_size": 14},
@@ -101,7 +101,7 @@ def write_rows(folder: Path, stage: Stage, size: Size, count: int) -> Path:
     rng = np.random.default_rng(0)
     pictures = []
     for number in range(64):
-        # Half as large again as the encoder's, as photographs are larger too.
+        # 1.5 times the encoder's size, since photographs are larger too.
         side = size.vision["image_size"] * 3 // 2
         noise = Image.fromarray(rng.integers(0, 256, (side // 8, side // 8, 3), dtype=np.uint8)).resize((side, side))
         noise.save(folder / f"{number}.jpg")
@@ -131,7 +131,7 @@ def write_rows(folder: Path, stage: Stage, size: Size, count: int) -> Path:
 def checked_rows(
     folder: Path, stage: Stage, size: Size, count: int, processor: LlavaProcessor
 ) -> tuple[Dataset, RowTokenizer]:
-    """Such rows as training has them: checked, with their `length`; and what tokenizes them."""
+    """These rows as in training, checked and with their `length`; and their tokenizer."""
     plain = plain_template(processor.tokenizer, processor.image_token)
     tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
     rows = load_rows(str(write_rows(folder, stage, size, count)))
@@ -161,7 +161,7 @@ def synthetic_processor(size: Size) -> LlavaProcessor:
 
 
 def write_model(folder: Path, size: Size, device: str) -> None:
-    """A composed model of random weights with its processor, in bfloat16, in which language models are published."""
+    """Save a composed model of random weights with its processor, in bfloat16, like published language models."""
     processor = synthetic_processor(size)
     with torch.device(device):
         model = NormLlavaForConditionalGeneration._from_config(

@@ -3,10 +3,10 @@
     python -m benchmarks.training --size small --output benchmarks/results/training_cpu.json
     python -m benchmarks.training --size Qwen2.5-7B --output benchmarks/results/training_gpu.json    # on a GPU
 
-Each arm runs in a process of its own, the arms in turn, several times; the result is the ratio of their speeds in a
-repeat. Both train alike: the same weights and dtypes, samples a step, optimizer and checkpointing. What differs is
-what a user gets: padded batches of rows as they come and sdpa, or packed rows and "varlen". See training/flops.py
-for MFU, whose peak is measured beside each run, and benchmarks/synthetic.py for the rows.
+Each arm runs in a separate process, the arms alternate, several times; the result is the ratio of their speeds in a
+repeat. Both have the same weights and dtypes, samples per step, optimizer and checkpointing. They differ in what a
+user gets: padded batches in the order of the rows and sdpa, or packed rows and "varlen". See training/flops.py for
+MFU, whose peak is measured with each run, and benchmarks/synthetic.py for the rows.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class StepTimes(TrainerCallback):
         self.times: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Note the time, once the device is done."""
+        """Record the time, once the device is done."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.times.append(time.perf_counter())
@@ -99,7 +99,7 @@ def our_trainer(
 
 
 def plain_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as TRL takes it: it puts the pictures before the text by itself."""
+    """A row in TRL's format: TRL itself puts the pictures before the text."""
     roles = {"human": "user", "gpt": "assistant"}
     messages = [
         {"role": roles[turn["from"]], "content": turn["value"].replace("<image>\n", "")} for turn in row_turns(row)
@@ -115,13 +115,13 @@ def plain_trainer(
     tokenize: RowTokenizer,
     common: dict[str, Any],
 ) -> SFTTrainer:
-    """TRL's SFTTrainer as its documentation has it for pictures."""
+    """TRL's SFTTrainer as documented for pictures."""
     for module in (model.model.vision_tower, model.model.language_model, model.lm_head):
         module.requires_grad_(stage is Stage.INSTRUCT)
         if stage is Stage.ALIGN and common["bf16"]:
             module.to(torch.bfloat16)
     processor: LlavaProcessor = tokenize.processor
-    # TRL makes a list of parts of every message.
+    # TRL turns every message into a list of parts.
     processor.chat_template = tokenize.chat_template.replace('message["content"] +', 'message["content"][0]["text"] +')
     batch = size.rows_per_batch
     return SFTTrainer(
@@ -140,7 +140,7 @@ def plain_trainer(
 
 
 def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str, Any]) -> dict[str, Any]:
-    """Train for some steps and measure, in this process."""
+    """Train for `steps` steps and measure, in this process."""
     size, cuda = SIZES[size_name], torch.cuda.is_available()
     set_seed(SEED)
     with tempfile.TemporaryDirectory() as name:
@@ -173,7 +173,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
     share = 1 - WARM_UP_STEPS / steps
     seconds = times.times[-1] - times.times[WARM_UP_STEPS - 1]
     tokens = sum(rows["length"])
-    # Of the whole process on a CPU.
+    # On a CPU, that of the whole process.
     memory = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "seconds": seconds,
@@ -210,13 +210,13 @@ def utilisation(run: dict[str, Any]) -> float:
     """MFU of one run, over the higher of the peaks that were measured right before and right after it.
 
     Raises:
-        ValueError: if it is over 100%: other load hit both measurements of the peak and not the run.
+        ValueError: if it is over 100%: other load slowed both measurements of the peak but not the run.
     """
     flops, before, after = (run[name] for name in ("model_flops_per_second", "peak_flops_before", "peak_flops_after"))
     mfu = flops / max(before, after)
     if mfu > 1:
         raise ValueError(
-            f"An MFU of {mfu:.0%} can't be: the run did {flops:.3g} FLOP/s, the device at most {before:.3g} right "
+            f"An MFU of {mfu:.0%} is impossible: the run did {flops:.3g} FLOP/s, the device at most {before:.3g} just "
             f"before it and {after:.3g} right after. Something else was running: measure again."
         )
     return mfu
@@ -237,7 +237,7 @@ def summarise(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: the size's name, steps of each arm, times that the two arms run in turn."""
+    """What is compared: the size's name, steps of each arm, and how often the two arms alternate."""
 
     size: str
     steps: int
@@ -261,7 +261,7 @@ def common_arguments(cuda: bool, gradient_checkpointing: bool, optim: str) -> di
 
 
 def compare(stage: Stage, comparison: Comparison, common: dict[str, Any]) -> dict[str, Any]:
-    """Run both arms in turn, each in a process of its own, and compare them repeat by repeat."""
+    """Alternate the arms, each in a separate process, and compare them repeat by repeat."""
     measured: dict[str, list[dict[str, Any]]] = {"plain": [], "ours": []}
     for repeat in range(comparison.repeats):
         for arm in ("plain", "ours") if repeat % 2 == 0 else ("ours", "plain"):
@@ -298,7 +298,7 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=12, help=f"steps of each arm, the first {WARM_UP_STEPS} not timed"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="times that the two arms run in turn")
+    parser.add_argument("--repeats", type=int, default=3, help="how often the two arms alternate")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="in both arms")
     parser.add_argument("--optim", default="adamw_torch", help="optimizer of both arms")
     parser.add_argument("--output", type=Path, help="JSON file to write")

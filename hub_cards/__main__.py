@@ -35,26 +35,28 @@ def parse_arguments() -> argparse.Namespace:
     add("run", type=Path, help="output folder of the last stage")
     add("--repo_id", required=True, help="owner/name that the repository will have")
     add("--output_dir", type=Path, help="stage folder to make (default: release in the run folder)")
-    add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml beside the run's recipe)")
-    add("--revision", default="v1.0", help="tag that the card pins, no branch (default: v1.0)")
+    add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml next to the run's recipe)")
+    add("--revision", default="v1.0", help="tag that the card pins, not a branch (default: v1.0)")
     add(
         "--diagnostics", type=Path, help="folder of a report about this model (default: diagnostics in the run folder)"
     )
     add(
         "--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples with the model's own answers"
     )
-    add("--dtype", choices=["bfloat16", "float16"], help="cast the weights, all but the norm's (default: as they are)")
+    add("--dtype", choices=["bfloat16", "float16"], help="cast all weights except the norm's (default: no cast)")
     add("--text_model", help="Hub id of the language model, if it was loaded from a folder")
     add("--vision_model", help="Hub id of the vision encoder, if it was loaded from a folder")
-    add("--license", help="of parts that were trained from scratch")
-    add("--base_licence_file", type=Path, help="the base model's licence text, where a copy has to come along")
-    add = commands.add_parser("check", help="every finding, at once").add_argument
+    add("--license", help="licence of parts that were trained from scratch")
+    add("--base_licence_file", type=Path, help="the base model's licence text, if a copy is needed")
+    add = commands.add_parser("check", help="list all findings").add_argument
     add("stage", type=Path, help="stage folder")
     command = commands.add_parser("push", help="one commit and a tag; private unless --public")
     command.add_argument("stage", type=Path, help="stage folder without findings")
     visibility = command.add_mutually_exclusive_group()
     visibility.add_argument("--private", action="store_true", help="keep the repository private, the default")
-    visibility.add_argument("--public", action="store_true", help="make the repository public once all is there")
+    visibility.add_argument(
+        "--public", action="store_true", help="make the repository public once everything is there"
+    )
     command.add_argument("--dry_run", action="store_true", help="show what would change and stop")
     add = commands.add_parser("verify", help="fresh download, compared with the stage folder").add_argument
     add("repo_id", help="owner/name")
@@ -86,12 +88,12 @@ def run_build(args: argparse.Namespace) -> None:
 
 
 def find_prose(run: Path) -> Path:
-    """The prose beside the recipe that a run was started with. Raises `ValueError` if there is none."""
+    """The prose next to the recipe that a run was started with. Raises `ValueError` if there is none."""
     recipe = Run.read(run).recipe if (run / RUN_FILE).exists() else None
     prose = None if recipe is None else Path(recipe).with_name("card.yaml")
     if prose is None or not prose.exists():
         raise ValueError(
-            f"{prose or f'{RUN_FILE}, which names the recipe,'} is not there: give the card's prose by --prose. "
+            f"{prose or f'{RUN_FILE}, which names the recipe,'} is missing: give the card's prose with --prose. "
             "training/recipes/*/card.yaml are examples."
         )
     return prose
@@ -111,7 +113,7 @@ def run_push(args: argparse.Namespace) -> None:
     """Show what would change, and unless it is a dry run, push it."""
     token = read_token()
     if token is None and not args.dry_run:
-        raise SystemExit("HF_TOKEN is not set: a push needs a token that may write.")
+        raise SystemExit("HF_TOKEN is not set: a push needs a token with write access.")
     manifest = read_manifest(args.stage)
     api = HfApi(token=token or False)
     plan = plan_push(args.stage, manifest, api, args.public)
@@ -138,12 +140,12 @@ def run_verify(args: argparse.Namespace) -> None:
         logger.info("%s", problem)
     if verdict.problems:
         raise SystemExit(f"NOT verified: {len(verdict.problems)} problems with {args.repo_id} at {args.revision}.")
-    staged = "what its manifest says" if args.stage is None else "what was staged"
-    logger.info("Verified: %s at %s is %s.", args.repo_id, args.revision, staged)
+    staged = "its manifest" if args.stage is None else "the stage folder"
+    logger.info("Verified: %s at %s matches %s.", args.repo_id, args.revision, staged)
 
 
 def read_token() -> str | None:
-    """The token in the environment; an empty one is none."""
+    """The token in the environment; an empty one counts as none."""
     return os.environ.get("HF_TOKEN") or None
 
 

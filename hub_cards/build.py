@@ -1,4 +1,4 @@
-"""Stage a trained folder for the Hub: what is on the list is copied, everything else stays behind."""
+"""Stage a trained folder for the Hub: only listed files are copied."""
 
 import json
 import logging
@@ -38,10 +38,10 @@ APACHE_TEXT = ASSETS / "LICENSE-APACHE"
 SERVING_FILES = (ASSETS / "handler.py", ASSETS / "requirements.txt")
 # Files of a checkpoint that are copied as they are, if they are there.
 OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
-# Names of tags, without those that git refuses or the Hub gives to others.
+# Allowed tag names, without those that git refuses or the Hub reserves.
 TAG = re.compile(r"[A-Za-z0-9][\w.+-]*")
 BRANCHES = {"main", "master", "head"}
-# Plots of the diagnostics' figures, and what is to be seen on them.
+# Plots of the diagnostics' figures, with their captions.
 PLOTS = {
     "layers.png": "Norm of visual and text tokens at each layer, and how far each layer turns them",
     "attention.png": "Attention to the picture at each layer: its mass, its entropy, the share of the bottom third",
@@ -63,24 +63,24 @@ def build(
     base_licence_file: Path | None = None,
     dtype: str | None = None,
 ) -> Path:
-    """Make the stage folder, its card last and its manifest after that. It is there whole, or not at all.
+    """Make the stage folder, its card last and its manifest after that. It appears only when it is complete.
 
     Args:
         run: Output folder of the last stage.
-        output_dir: Folder to make; must be empty or not there.
-        repo_id: What the repository will be called, `owner/name`.
+        output_dir: Folder to make; must be empty or not exist.
+        repo_id: Name that the repository will have, `owner/name`.
         prose_file: YAML with the card's prose.
         revision: Tag that the card pins.
         diagnostics: Folder of a report about this model.
         widget_data: LLaVA JSON whose first pictures and questions become examples.
         text_model, vision_model: Hub ids of parts that were loaded from a folder.
-        own_licence: Licence of parts that are on no Hub.
-        base_licence_file: The base model's licence text, where its licence asks for a copy.
-        dtype: Cast the weights to it, all but the norm's.
+        own_licence: Licence of parts that are not on the Hub.
+        base_licence_file: The base model's licence text, if its licence requires a copy.
+        dtype: Cast all weights except the norm's to it.
 
     Raises:
-        ValueError: if a fact or file that is needed is not there, the name breaks the base model's licence, or the
-            model is not what a stranger should load; the message lists all that was found.
+        ValueError: if a needed fact or file is missing, the name breaks the base model's licence, or the model is not
+            fit to be published; the message lists all findings.
     """
     check_repo_id(repo_id)
     check_revision(revision)
@@ -93,7 +93,7 @@ def build(
     prose = read_prose(prose_file)
     refuse(run, find_model_faults(run, facts.weights, facts.steps))
     stage = output_dir.with_name(f"{output_dir.name}.partial")
-    if stage.exists():  # of a build that was interrupted
+    if stage.exists():  # from an interrupted build
         shutil.rmtree(stage)
     stage.mkdir(parents=True)
     if dtype is not None:
@@ -103,7 +103,7 @@ def build(
         refuse(stage, find_model_faults(stage, facts.weights, facts.steps))
         if facts.cast is not None and not math.isfinite(facts.cast.difference):
             raise ValueError(
-                f"Logits before or after the cast to {dtype} are no finite numbers: choose another --dtype."
+                f"Logits before or after the cast to {dtype} are NaN or infinite: choose another --dtype."
             )
     (stage / "LICENSE").write_text(text, encoding="utf-8")
     if "LICENSE-APACHE" in licence.files:
@@ -127,7 +127,7 @@ def refuse(folder: Path, findings: Iterable[Finding]) -> None:
     """Raises `ValueError`, with all of them, if there are findings."""
     listed = "".join(f"\n  {finding}" for finding in findings)
     if listed:
-        raise ValueError(f"{folder} holds no model to publish:{listed}")
+        raise ValueError(f"The model in {folder} can't be published:{listed}")
 
 
 def check_repo_id(repo_id: str) -> None:
@@ -141,31 +141,31 @@ def check_repo_id(repo_id: str) -> None:
 
 
 def check_revision(revision: str) -> None:
-    """Raises `ValueError` if it can't be a tag that pins code: not git's, or a name that branches and commits have."""
+    """Raises `ValueError` if it can't be a tag that pins code: invalid in git, or like a branch's or commit's name."""
     if not TAG.fullmatch(revision) or ".." in revision or revision.endswith((".", ".lock")):
-        raise ValueError(f"--revision {revision!r} is no name of a tag. Give one such as v1.0.")
+        raise ValueError(f"--revision {revision!r} is not a valid tag. Give one such as v1.0.")
     if revision.lower() in BRANCHES or re.fullmatch("[0-9a-f]{7,64}", revision):
         raise ValueError(
-            f"--revision {revision!r} is a name of a branch or a commit, which pins nothing. Give a tag such as v1.0."
+            f"--revision {revision!r} is a branch or commit name, which pins nothing. Give a tag such as v1.0."
         )
 
 
 def check_name(repo_id: str, licence: Licence) -> None:
-    """Raises `ValueError` if the licence asks for a name that begins otherwise."""
+    """Raises `ValueError` if the name lacks a prefix that the licence requires."""
     name = repo_id.split("/")[1]
     if licence.name_prefix is not None and not name.startswith(licence.name_prefix):
         raise ValueError(
-            f"The {licence.title} asks that the model's name begin with {licence.name_prefix!r}: not {name!r}, but "
+            f"The {licence.title} requires a model name that begins with {licence.name_prefix!r}: not {name!r}, but "
             f"for example {licence.name_prefix}-{name}."
         )
 
 
 @torch.no_grad()
 def cast_model(run: Path, stage: Path, dtype: str, weights: Weights) -> dict[str, Any]:
-    """Save the model in another dtype, and ask both one fixed question.
+    """Save the model in another dtype, and ask both the same fixed question.
 
     Returns:
-        What changes in the facts: `weights` and `cast`.
+        The facts that change: `weights` and `cast`.
     """
     model = AutoModelForImageTextToText.from_pretrained(run, dtype=dtype)  # which keeps the norm in float32
     model.save_pretrained(stage, max_shard_size="5GB")
@@ -182,7 +182,7 @@ def cast_model(run: Path, stage: Path, dtype: str, weights: Weights) -> dict[str
 
 
 def copy_model(run: Path, stage: Path, weights: Weights) -> None:
-    """Weights and class files, settings without names of this machine; not what a cast has put there."""
+    """Copy weights, class files, and settings without names of this machine; keep what a cast has written."""
     for name in [*weights.sha256, *OTHER_FILES]:
         if (run / name).exists() and not (stage / name).exists():
             shutil.copy(run / name, stage)
@@ -197,7 +197,7 @@ def copy_model(run: Path, stage: Path, weights: Weights) -> None:
 
 
 def without_local_names(value: Any) -> Any:
-    """The same without `_name_or_path` fields that don't name a Hub repository."""
+    """The same value without `_name_or_path` fields that don't name a Hub repository."""
     if isinstance(value, dict):
         return {
             key: without_local_names(entry)
@@ -208,13 +208,13 @@ def without_local_names(value: Any) -> Any:
 
 
 def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
-    """Text of `LICENSE`. Raises `ValueError` if it is not at hand, or of another licence."""
+    """Text of `LICENSE`. Raises `ValueError` if it is missing, or of another licence."""
     if licence is APACHE:
         return APACHE_TEXT.read_text(encoding="utf-8")
     if base_licence_file is None:
         raise ValueError(
-            f"The {licence.title} asks for a copy of the agreement: give --base_licence_file, which the base model's "
-            "repository holds as LICENSE.txt."
+            f"The {licence.title} requires a copy of the agreement: give --base_licence_file, LICENSE.txt in the base "
+            "model's repository."
         )
     text = base_licence_file.read_text(encoding="utf-8")
     if licence.title.split(" License")[0].lower() not in re.sub(r"\s+", " ", text).lower():
@@ -223,10 +223,10 @@ def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
 
 
 def draw_plots(measured: ModelReport | None, name: str, output_dir: Path) -> dict[str, str]:
-    """Draw the diagnostics' figures under the model's own name: their report's plots may show a folder's.
+    """Draw the diagnostics' figures with the model's own name: the report's plots may show a folder's name.
 
     Returns:
-        What is to be seen on each plot, by file name.
+        The caption of each plot, by file name.
     """
     if measured is None:
         return {}
@@ -262,20 +262,20 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
         answer = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         widgets.append(Widget(name, question, answer.strip()))
     if not widgets:
-        raise ValueError(f"{data} holds no row with one picture and a question to make an example of.")
+        raise ValueError(f"{data} has no row with one picture and a question for an example.")
     return widgets
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """The pixels alone: no EXIF, no text, no colour profile, all of which can name places and people."""
+    """Save only the pixels: no EXIF, text or colour profile, all of which can name places and people."""
     Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(path)
 
 
 def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> None:
-    """What the folder is and is made of, and hash and size of every file in it: of weights, what was read and found
-    sound, so that a copy that went wrong is found.
+    """Write what the folder is made of, and hash and size of every file in it: for weights, the hashes of what was
+    checked, so that a corrupt copy is found.
 
-    The commit is that of the last stage; it counts as clean only where that of no stage is known not to be.
+    The commit is that of the last stage; it counts as clean only if no stage is known to be unclean.
     """
     environments = [stage.environment for stage in facts.stages if stage.environment is not None]
     clean = [environment.commit_is_clean for environment in environments] or [None]

@@ -22,8 +22,8 @@ NORMS = {
 }
 KEY_ADAPTERS = (
     "The decoder's keys have adapters of rank {rank}, one for visual and one for text tokens (MaLoRA-style, after the "
-    "abstract of [arXiv 2510.26721](https://arxiv.org/abs/2510.26721); that paper's text was not to be had): "
-    "transformers runs them, vLLM refuses a model that has them."
+    "abstract of [arXiv 2510.26721](https://arxiv.org/abs/2510.26721); that paper's full text was not available): "
+    "transformers runs them, vLLM refuses a model with them."
 )
 
 
@@ -38,7 +38,7 @@ class Widget:
 
 @dataclass(frozen=True, kw_only=True)
 class Prose:
-    """What a recipe says of its model in words, and the Hub ids of its data."""
+    """A recipe's text about its model, and the Hub ids of its data."""
 
     summary: str
     intended_use: str
@@ -49,22 +49,23 @@ class Prose:
 
 
 def read_prose(path: Path) -> Prose:
-    """The recipe's prose; `datasets` alone may be missing.
+    """The recipe's prose; only `datasets` may be missing.
 
     Raises:
-        ValueError: if it is no YAML mapping, or a field is missing or empty.
+        ValueError: if it is not a YAML mapping, or a field is missing or empty.
     """
     try:
         prose = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no YAML ({error}).") from error
+        raise ValueError(f"{path} is not valid YAML ({error}).") from error
     names = [field.name for field in fields(Prose) if field.name != "datasets"]
     if not isinstance(prose, dict):
-        raise ValueError(f"{path} is no mapping of fields to text. A card needs each: {', '.join(names)}.")
+        raise ValueError(f"{path} is not a mapping of fields to text. A card needs each: {', '.join(names)}.")
     unknown = prose.keys() - {*names, "datasets"}
     if unknown:
         raise ValueError(
-            f"{path}: {', '.join(map(str, unknown))} is no field of a card: {', '.join(names)}, datasets."
+            f"{path}: {', '.join(map(str, unknown))} is not a field of a card; the fields are: {', '.join(names)}, "
+            "datasets."
         )
     texts = {name: str(prose.get(name) or "").strip() for name in names}
     missing = [name for name in names if not texts[name]]
@@ -129,7 +130,7 @@ def render_card(
     widgets: list[Widget],
     code_lines: int,
 ) -> ModelCard:
-    """The whole card. Every fact that is `None` reads "not recorded"; `plots` says what is to be seen on each."""
+    """The whole card. Every fact that is `None` reads "not recorded"; `plots` are the plots' captions by file."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -173,15 +174,15 @@ def render_card(
 
 
 def describe_source(source: Source) -> str:
-    """What a stage took of a source of rows; of a file or folder of the machine the last part of its path alone."""
+    """What a stage took from a source of rows; of a local file or folder only the last part of its path is shown."""
     link = f"[{source.path}](https://huggingface.co/datasets/{source.path})"
     name = Path(source.path).name if source.is_local else link
     parts = [name, source.name, None if source.split == "train" else source.split]
     text = f"{', '.join(filter(None, parts))}: {source.good_rows:,} rows"
     if source.good_rows < source.rows:
-        text += f" (of {source.rows:,}; the others are bad)"
+        text += f" (of {source.rows:,}; the rest are bad)"
     if source.weight != 1:
-        text += f", weight {source.weight:g}, {source.drawn:,} an epoch"
+        text += f", weight {source.weight:g}, {source.drawn:,} per epoch"
     return f"{text}; content {source.fingerprint[:12]}"
 
 
@@ -197,7 +198,7 @@ def attribute(facts: Facts) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds, minutes or hours, whichever reads best."""
+    """A duration in seconds, minutes or hours, whichever reads best."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,7 +1,7 @@
 """The app of `python -m hub_cards.serve`: one model, and `transformers serve`'s handlers for the OpenAI client.
 
-Only its chat routes are taken. Its others load any repository that a request names, code included, and read any file
-that one names as sound or video.
+Only its chat routes are used. The others load any repository that a request names, including its code, and read any
+file that one names as audio or video.
 """
 
 import uuid
@@ -26,7 +26,7 @@ LIMITED = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 class OneModelHandler(BaseHandler):
-    """The model goes by `<id>` and `<id>@<revision>`; messages hold text and pictures, and nothing on this machine."""
+    """The model's names are `<id>` and `<id>@<revision>`; messages hold text and pictures, but no local files."""
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         pinned = self.model_manager.force_model
@@ -49,7 +49,7 @@ class OneModelHandler(BaseHandler):
                 if part["type"] == "image":
                     part["image"] = read_picture(part.pop("url"), f"messages[{number}]")
                 elif part["type"] != "text":
-                    raise ValueError(f"messages[{number}]: only text and pictures are taken, no {part['type']}")
+                    raise ValueError(f"messages[{number}]: only text and pictures are accepted, not {part['type']}")
         return read
 
 
@@ -64,7 +64,7 @@ class Responses(OneModelHandler, ResponseHandler):
 def read_picture(url: Any, place: str) -> Image.Image:
     """A picture from the web, or in base64. Raises `ValueError` with the place and the reason; paths are refused."""
     if not str(url).startswith(("data:", "http://", "https://")):
-        raise ValueError(f"{place}: a picture is an http(s) URL or `data:image/png;base64,...`; no file is read")
+        raise ValueError(f"{place}: a picture is an http(s) URL or `data:image/png;base64,...`; files are not read")
     if url.startswith("data:"):
         return read_image(url, place)
     try:
@@ -81,7 +81,7 @@ def read_picture(url: Any, place: str) -> Image.Image:
 
 
 def refuse(request: Request, error: Exception) -> JSONResponse:
-    """What is wrong with a request, in the shape of OpenAI's errors."""
+    """The error of a bad request, in OpenAI's format."""
     status, message = (error.status_code, error.detail) if isinstance(error, HTTPException) else (400, str(error))
     body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
     return JSONResponse({"error": body}, status)
@@ -89,7 +89,7 @@ def refuse(request: Request, error: Exception) -> JSONResponse:
 
 def build_app(model: str, revision: str) -> FastAPI:
     """Load the model at `revision`, its own code included, and return the app that serves it."""
-    # Of custom code, transformers 5.23 serves only the model types that it lists.
+    # transformers 5.23 serves only the model types that it lists, even with custom code.
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava"] = "NormLlavaForConditionalGeneration"
     manager = ModelManager(trust_remote_code=True, force_model=f"{model}@{revision}")
     state = GenerationState()
@@ -102,7 +102,7 @@ def build_app(model: str, revision: str) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def ask_chat(body: dict[str, Any]) -> Response:
         if not body.get("messages"):
-            raise ValueError("messages: there are none")
+            raise ValueError("messages: missing or empty")
         return await chat.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
 
     @app.post("/v1/responses")

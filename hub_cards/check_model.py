@@ -1,4 +1,4 @@
-"""Every reason why a folder's model is not what a stranger should load, before it is staged and after."""
+"""Every reason why a folder's model should not be published, checked before and after staging."""
 
 import json
 import re
@@ -23,14 +23,14 @@ from modeling_normllava import NormLlavaConfig
 CLASS_FILES = tuple(
     sorted(Path(str(modeling_normllava.__file__)).parent.glob("*_normllava.py"), key=lambda path: path.name)
 )
-# Files of a checkpoint that are staged if they are there, beside weights and class files.
+# Files of a checkpoint that are staged if they exist, besides weights and class files.
 JSON_FILES = (
     "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", INDEX,
 )  # fmt: skip
 QUESTION = "What is it?"
 NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
-# Fields by which transformers finds code to run or other files to read, and a value that names code elsewhere.
+# Fields that make transformers run code or read other files, and values that name code elsewhere.
 CODE_FIELDS = {
     "auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation",
     "transformers_weights", "configuration_files", "fast_tokenizer_files",
@@ -39,12 +39,12 @@ OTHER_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+--[\w.]+")
 
 
 def find_model_faults(folder: Path, weights: Weights, steps: int) -> Iterator[Finding]:
-    """Code first: where it is not this version's, nothing is loaded.
+    """All faults of a model. Code comes first: if it is not this version's, nothing is loaded.
 
     Args:
         folder: A run's folder, or a stage folder.
         weights: What [`read_weights`] returned for it.
-        steps: How many steps of training it claims.
+        steps: Training steps that it claims.
     """
     faults = [*find_code_faults(folder)]
     yield from faults
@@ -56,8 +56,8 @@ def find_model_faults(folder: Path, weights: Weights, steps: int) -> Iterator[Fi
             raise ValueError(f"model_type is {config.model_type!r}, not {NormLlavaConfig.model_type!r}")
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config, dtype=config.dtype or torch.float32)
-    except Exception as error:  # whatever somebody wrote into a file
-        yield Finding("config.json", f"describes no model that can be built ({explain(error)})", REBUILD)
+    except Exception as error:  # files may hold anything
+        yield Finding("config.json", f"no model can be built from it ({explain(error)})", REBUILD)
         return
     yield from find_config_faults(read_json(folder / "config.json"))
     yield from find_weight_faults(weights, stored_tensors(model))
@@ -67,13 +67,13 @@ def find_model_faults(folder: Path, weights: Weights, steps: int) -> Iterator[Fi
 
 
 def find_code_faults(folder: Path) -> Iterator[Finding]:
-    """Class files that are not this version's, and settings by which other code would be run."""
+    """Class files that are not this version's, and settings that would run other code."""
     for path in CLASS_FILES:
         if not (folder / path.name).is_file():
             yield Finding(path.name, "is missing", f"Copy it from {path.parent.name}/.")
         elif (folder / path.name).read_bytes() != path.read_bytes():
-            fix = f"Look at the difference; then copy it from {path.parent.name}/, or use the version that it is of."
-            yield Finding(path.name, "is not, byte for byte, that of this version", fix)
+            fix = f"Look at the difference; then copy it from {path.parent.name}/, or use the version it comes from."
+            yield Finding(path.name, "differs from this version's file", fix)
     for name in NEEDED:
         if not (folder / name).is_file():
             yield Finding(name, "is missing", REBUILD)
@@ -83,22 +83,22 @@ def find_code_faults(folder: Path) -> Iterator[Finding]:
         try:
             value = parse_json((folder / name).read_text(encoding="utf-8"))
         except ValueError as error:
-            yield Finding(name, f"is no JSON ({error})", REBUILD)
+            yield Finding(name, f"is not valid JSON ({error})", REBUILD)
             continue
         if name == "config.json":
             ours = NormLlavaConfig().auto_map
             if not isinstance(value, dict) or value.pop("auto_map", None) != ours:
-                yield Finding(name, f"its auto_map is not {json.dumps(ours)}", "Save the model anew.")
+                yield Finding(name, f"its auto_map is not {json.dumps(ours)}", "Save the model again.")
         for field, entry in walk(value):
             if field in CODE_FIELDS and entry is not None:
-                reason = f"has {field}, {json.dumps(entry)}, by which other code would be run, or other files read"
-                yield Finding(name, reason, "Take it out.")
+                reason = f"has {field}, {json.dumps(entry)}, which would run other code or read other files"
+                yield Finding(name, reason, "Remove it.")
             elif isinstance(entry, str) and OTHER_REPOSITORY.fullmatch(entry):
-                yield Finding(name, f"{field} points to another repository, {entry}", "Take it out.")
+                yield Finding(name, f"{field} points to another repository, {entry}", "Remove it.")
 
 
 def walk(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value inside a JSON value, with the name of its field."""
+    """Every value inside a JSON value, with its field's name."""
     if field:
         yield field, value
     if isinstance(value, dict):
@@ -110,48 +110,48 @@ def walk(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def stored_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """What `save_pretrained` would write of a model, by name."""
+    """The tensors that `save_pretrained` would write for a model, by name."""
     tensors = {name: entry for name, entry in model.state_dict().items() if name not in model.all_tied_weights_keys}
     return revert_weight_conversion(model, tensors)
 
 
 def find_config_faults(config: dict[str, Any]) -> Iterator[Finding]:
-    """Settings under which the weights would be taken for something else."""
+    """Settings that don't describe the weights."""
     if config.get("architectures") != ["NormLlavaForConditionalGeneration"]:
         reason = f"architectures is {config.get('architectures')}, not ['NormLlavaForConditionalGeneration']"
-        yield Finding("config.json", reason, "Save the model anew.")
+        yield Finding("config.json", reason, "Save the model again.")
     if not config.get("dtype"):
-        yield Finding("config.json", "says no dtype", "Save the model anew.")
+        yield Finding("config.json", "has no dtype", "Save the model again.")
     for field, _ in walk(config):
         if field == "quantization_config":
-            yield Finding("config.json", "has a quantization_config, and its weights are plain ones", "Take it out.")
+            yield Finding("config.json", "has a quantization_config, but the weights are not quantized", "Remove it.")
 
 
 def find_norm_faults(weights: Weights, steps: int) -> Iterator[Finding]:
-    """A norm that silences the picture, or that no training has reached."""
+    """A norm that blocks the picture, or that was never trained."""
     if "weight" not in weights.norm:
         return
     file = next(tensor.file for tensor in weights.tensors if tensor.name == f"{NORM}weight")
     gain, bias = weights.norm["weight"], weights.norm.get("bias", torch.zeros(1))
     if not gain.any():
-        yield Finding(file, "holds a gain of the norm that is 0 everywhere: no picture gets through", REBUILD)
+        yield Finding(file, "holds a norm with a gain of 0 everywhere: no picture gets through", REBUILD)
     elif steps > 0 and (gain == gain[0]).all() and not bias.any():
-        reason = f"holds a norm as it starts, gain {gain[0].item():.4g} and bias 0 everywhere, after {steps} steps"
+        reason = f"holds an untrained norm, gain {gain[0].item():.4g} and bias 0 everywhere, after {steps} steps"
         yield Finding(file, reason, "Stage the folder that training wrote.")
 
 
 def find_key_adapter_faults(weights: Weights, steps: int) -> Iterator[Finding]:
-    """Key adapters that no training has reached."""
+    """Key adapters that were never trained."""
     starts = [tensor for tensor in weights.tensors if tensor.name.endswith(f"{KEY_ADAPTER}up") and tensor.is_zero]
     if steps > 0 and starts:
         more = f" (and {len(starts) - 1} more)" if starts[1:] else ""
-        reason = f"holds {starts[0].name}{more} as key adapters start, 0 everywhere, after {steps} steps"
+        reason = f"holds untrained key adapters: {starts[0].name}{more} is 0 everywhere after {steps} steps"
         fix = "Train them, in stage adapt or instruct, or publish the model without them."
         yield Finding(starts[0].file, reason, fix)
 
 
 def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
-    """A processor whose tokens or pictures are not those that the model takes."""
+    """A processor whose tokens or pictures don't fit the model."""
     config = model.config
     try:
         processor = AutoProcessor.from_pretrained(folder)
@@ -159,7 +159,7 @@ def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
         (features,) = model.get_image_features(inputs["pixel_values"].to("meta")).pooler_output
         generation = GenerationConfig.from_pretrained(folder)
         asked, ends = processor.decode(inputs["input_ids"][0]), generation.eos_token_id
-    except Exception as error:  # whatever somebody wrote into a file
+    except Exception as error:  # files may hold anything
         reason = f"can't prepare a picture and a question for this model ({explain(error)})"
         yield Finding("processor_config.json", reason, "Stage the processor that the model was trained with.")
         return
@@ -167,19 +167,19 @@ def find_processor_faults(folder: Path, model: Any) -> Iterator[Finding]:
     token, count = processor.image_token_id, int((inputs["input_ids"] == config.image_token_id).sum())
     if token != config.image_token_id:
         reason = (
-            f"image_token_index is {config.image_token_id}, and the processor's {processor.image_token} is {token}"
+            f"image_token_index is {config.image_token_id}, but the processor's {processor.image_token} is {token}"
         )
-        yield Finding("config.json", reason, "Write the tokenizer's.")
+        yield Finding("config.json", reason, "Set it to the tokenizer's.")
     elif count != features.shape[0]:
-        reason = f"makes {count} tokens of a picture, and the model {features.shape[0]}"
+        reason = f"makes {count} tokens of a picture, but the model {features.shape[0]}"
         yield Finding("processor_config.json", reason, "Stage the processor that the model was trained with.")
     if config.image_seq_length != features.shape[0]:
-        reason = f"image_seq_length is {config.image_seq_length}, and a picture becomes {features.shape[0]} tokens"
-        yield Finding("config.json", reason, f"Write {features.shape[0]}, which the card takes from there.")
+        reason = f"image_seq_length is {config.image_seq_length}, but a picture becomes {features.shape[0]} tokens"
+        yield Finding("config.json", reason, f"Set it to {features.shape[0]}; the card shows it.")
     if QUESTION not in asked:
         yield Finding("chat_template.jinja", f"makes {asked!r} of the question {QUESTION!r}", "Stage the model's own.")
     if generation.return_dict_in_generate:
-        yield Finding("generation_config.json", "has return_dict_in_generate, so tokens are no tensor", "Take it out.")
+        yield Finding("generation_config.json", "has return_dict_in_generate, which returns no tensor", "Remove it.")
     if max(tokenizer.get_vocab().values()) >= rows:
         yield Finding("tokenizer.json", f"has more tokens than the model's {rows}", "Stage the model's own tokenizer.")
     if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):

@@ -1,4 +1,4 @@
-"""What push, verify and the fresh process share to talk to the Hub: patience, and words for what went wrong.
+"""What push, verify and the fresh process share to talk to the Hub: a client that waits, and error messages.
 
 Imports nothing of ours: `fresh_load.py` runs this file by its path.
 """
@@ -22,39 +22,39 @@ from huggingface_hub.utils._runtime import is_xet_available
 
 logger = logging.getLogger(__name__)
 
-# Seconds that one request waits in all: twice the five minutes by which the Hub counts requests.
+# Seconds that one request waits in total: twice the five-minute window of the Hub's rate limit.
 MAX_WAIT = 600
-# What stops a question to the Hub: errors of the HTTP library and of the machine, and answers of another shape.
+# Errors of a request to the Hub: those of the HTTP library and the system, and answers of an unexpected form.
 HUB_ERRORS = (httpx.HTTPError, OSError, ValueError, LookupError, TypeError)
 
 
 class _Interrupt:
-    """Whether Ctrl-C was pressed where requests look out for it. No event: a handler may not wait for its lock."""
+    """Whether Ctrl-C was pressed while requests check for it. Not an event: a handler may not wait for its lock."""
 
     pressed = False
 
 
 class PatientClient(httpx.Client):
-    """Waits as an answer 429 asks, whoever asked what, and takes no page of a proxy for an answer of the Hub."""
+    """Waits as long as a 429 response says, for every request, and rejects a proxy's page as an answer of the Hub."""
 
     def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
         """As the base class.
 
         Raises:
-            ConnectionError: if the Hub asks to wait too long, or the answer to a question to its API is no JSON.
+            ConnectionError: if the Hub asks to wait too long, or its API's answer is not JSON.
             KeyboardInterrupt: if Ctrl-C was pressed within [`interrupts_at_requests`].
         """
         stop_if_interrupted()
         name, waited = f"{request.method} {request.url.path}", 0
-        if not isinstance(request.stream, httpx.ByteStream):  # of a file, part by part
+        if not isinstance(request.stream, httpx.ByteStream):  # a file, uploaded in parts
             request.stream = InterruptibleStream(request.stream)
         while (response := super().send(request, **options)).status_code == 429:
             seconds = seconds_to_wait(response.headers)
             if waited + seconds > MAX_WAIT:
                 response.close()
-                raise ConnectionError(f"{name}: the Hub asks to wait for {seconds} s, and {MAX_WAIT} s is the most")
+                raise ConnectionError(f"{name}: the Hub asks to wait for {seconds} s, but {MAX_WAIT} s is the limit")
             if isinstance(request.stream, InterruptibleStream):
-                response.headers["Retry-After"] = str(seconds)  # of a file: the Hub's client rewinds it, and waits
+                response.headers["Retry-After"] = str(seconds)  # for a file, the Hub's client rewinds it and waits
                 return response
             logger.warning("%s: the Hub asks to wait for %d s", name, seconds)
             response.close()
@@ -65,14 +65,14 @@ class PatientClient(httpx.Client):
             try:
                 json.loads(content or "null")
             except ValueError as error:
-                if not content.isalpha():  # a bare OK is no page
+                if not content.isalpha():  # a bare OK is not a page
                     line = content.splitlines()[0]
-                    raise ConnectionError(f"{name}: the Hub answered with no JSON: {line[:200]}") from error
+                    raise ConnectionError(f"{name}: the Hub's answer is not JSON: {line[:200]}") from error
         return response
 
 
 class InterruptibleStream(httpx.SyncByteStream):
-    """What is uploaded, part by part, until Ctrl-C."""
+    """An upload, part by part, that Ctrl-C stops."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -86,14 +86,14 @@ class InterruptibleStream(httpx.SyncByteStream):
 
 @contextmanager
 def interrupts_at_requests() -> Iterator[None]:
-    """Let Ctrl-C raise `KeyboardInterrupt` before the next request or the next part of a file; at once, if it is
+    """Make Ctrl-C raise `KeyboardInterrupt` before the next request or the next part of a file; at once, if it is
     pressed again. For the main thread.
 
-    Raised wherever it strikes, it can leave a lock of the client's thread pool held, and the push waits forever.
+    Raised at any other place, it can leave a lock of the client's thread pool held, and the push would hang.
     """
 
     def note(signum: int, frame: Any) -> None:
-        if _Interrupt.pressed or is_xet_available():  # whose uploads are no requests, and end by themselves
+        if _Interrupt.pressed or is_xet_available():  # xet's uploads are not requests, and stop on their own
             raise KeyboardInterrupt
         _Interrupt.pressed = True
         os.write(2, b"\nStopping at the next request. Ctrl-C again stops at once.\n")  # logging is not safe here
@@ -114,19 +114,19 @@ def stop_if_interrupted() -> None:
 
 
 def wait(seconds: int) -> None:
-    """Wait, but not beyond Ctrl-C."""
+    """Wait, until Ctrl-C at most."""
     for _ in range(seconds):
         stop_if_interrupted()
         time.sleep(1)
 
 
 def forget_interrupt() -> None:
-    """Let requests be made again."""
+    """Allow requests again."""
     _Interrupt.pressed = False
 
 
 def seconds_to_wait(headers: Mapping[str, str]) -> int:
-    """What an answer 429 asks for: by the Hub's own header, or by Retry-After, a number or a date; else 10."""
+    """Seconds that a 429 response asks for: by the Hub's own header, or Retry-After, a number or a date; else 10."""
     limit, value = parse_ratelimit_headers(headers), headers.get("Retry-After", "").strip()
     if limit is not None and limit.remaining == 0:
         return limit.reset_in_seconds + 1  # it is rounded
@@ -138,20 +138,20 @@ def seconds_to_wait(headers: Mapping[str, str]) -> int:
 
 
 def use_patient_client() -> None:
-    """Let the Hub's client, of which transformers' downloads are a part, ask by [`PatientClient`]."""
+    """Make the Hub's client, which transformers' downloads use too, send requests by [`PatientClient`]."""
     hooks = {"request": [hf_request_event_hook]}
     set_client_factory(lambda: PatientClient(event_hooks=hooks, follow_redirects=True, timeout=None))
 
 
 def explain(error: BaseException) -> str:
-    """What went wrong in a line: an error's type, and what a 401 or 403 means, else its message's first line."""
+    """An error in one line: its type, and what a 401 or 403 means, or else the first line of its message."""
     while type(error) is RuntimeError and error.__cause__ is not None:  # the client's, around an upload's error
         error = error.__cause__
-    refused = {401: "is not valid, or no more", 403: "may not do this"}.get(status_of(error) or 0)
+    refused = {401: "is invalid or expired", 403: "may not do this"}.get(status_of(error) or 0)
     lines = [f"the token in HF_TOKEN {refused}"] if refused else str(error).strip().splitlines()[:1]
     return ": ".join([type(error).__name__, *lines])
 
 
 def status_of(error: BaseException) -> int | None:
-    """The status of the answer that an error came of."""
+    """The status of the response that caused an error."""
     return getattr(getattr(error, "response", None), "status_code", None)

@@ -1,6 +1,6 @@
-"""What the card says, read from artefacts: weight files, config, the run's files, evaluation, diagnostics.
+"""The card's facts, read from artefacts: weight files, config, the run's files, evaluation, diagnostics.
 
-What an artefact doesn't hold is `None`, which the card shows as "not recorded".
+A fact that no artefact holds is `None`, which the card shows as "not recorded".
 """
 
 import json
@@ -20,13 +20,13 @@ from training.run import RUN_FILE, Run, Source
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Arguments of a run that the card lists; paths and names of the machine are not among them.
+# Arguments of a run that the card lists, without paths and names of the machine.
 ARGUMENTS = (
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length",
     "num_train_epochs", "max_steps", "learning_rate", "vision_learning_rate", "norm_learning_rate",
     "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16", "seed",
 )  # fmt: skip
-# Those that are listed only where they are not what they are by default.
+# Arguments that are listed only if they differ from the default.
 UNUSUAL = (
     "clip_by_module", "lr_scheduler_kwargs", "optim_args", "adam_beta1", "adam_beta2", "adam_epsilon", "loss_type",
     "neftune_noise_alpha", "train_sampling_strategy", "data_seed", "fp16", "load_in_4bit", "bnb_4bit_quant_type",
@@ -34,7 +34,7 @@ UNUSUAL = (
     "key_layers", "key_bandwidths",
 )  # fmt: skip
 ADAPTER_ARGUMENTS = ("lora_r", "lora_alpha")
-# How far the mean |gain| of a report may be from that of the weights: one is summed on another device, perhaps.
+# Relative tolerance between the mean |gain| of a report and of the weights: they may be summed on different devices.
 GAIN_TOLERANCE = 1e-3
 # Settings of a run by name, of any type.
 Arguments = dict[str, Any]
@@ -47,7 +47,7 @@ class StageFacts:
     Attributes:
         stage: `align`, `instruct` or `adapt`, if it is recorded.
         steps, tokens, first_loss, last_loss: From `trainer_state.json` and `metrics.jsonl`.
-        seconds: From `metrics.jsonl`; `None` for a resumed run, of which only the last session's time is there.
+        seconds: From `metrics.jsonl`; `None` for a resumed run, whose file has only the last session's time.
         arguments: Those that the card lists.
         environment: What it ran on, if it is recorded.
         sources: Where its rows are from, if it is recorded.
@@ -66,13 +66,13 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class Cast:
-    """How a model that was stored in another dtype answers one fixed question, against the model that was trained.
+    """How a model that was cast to another dtype answers a fixed question, compared with the trained model.
 
     Attributes:
-        dtypes: Weights by dtype before it.
-        difference: The largest of two logits.
-        spread: Standard deviation of the logits before it.
-        same_tokens, tokens: Greedy tokens until the first that differs, and all.
+        dtypes: Weights by dtype before the cast.
+        difference: Largest difference between logits.
+        spread: Standard deviation of the logits before the cast.
+        same_tokens, tokens: Greedy tokens before the first that differs, and in total.
     """
 
     dtypes: dict[str, int]
@@ -88,7 +88,7 @@ class Facts:
 
     Attributes:
         weights: What the weight files hold.
-        vision_model, text_model: Hub ids of the parts, `None` where they are not from the Hub.
+        vision_model, text_model: Hub ids of the parts, `None` if they are not from the Hub.
         image_size, image_tokens: Side of a picture in pixels, and its visual tokens.
         hidden_size, layers: Of the decoder.
         projector_norm, target: Arm of the norm, and T.
@@ -96,7 +96,7 @@ class Facts:
         stages: In the order that they were run in.
         earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
         diagnostics: The model's entry in the diagnostics' `report.json`.
-        cast: What a cast did, if there was one.
+        cast: Effect of a cast, if there was one.
     """
 
     weights: Weights
@@ -134,7 +134,7 @@ class Facts:
 def collect_facts(
     run: Path, diagnostics: Path | None, text_model: str | None = None, vision_model: str | None = None
 ) -> Facts:
-    """Read what there is in a run's folder, and in those of the stages before it.
+    """Read the facts in a run's folder, and in those of earlier stages.
 
     Args:
         run: Output folder of the last stage.
@@ -142,8 +142,8 @@ def collect_facts(
         text_model, vision_model: Hub ids of parts that were loaded from a folder.
 
     Raises:
-        ValueError: if the folder holds no complete model, a file can't be read, a Hub id contradicts the one that is
-            recorded, or the diagnostics are of another model or of several.
+        ValueError: if the folder holds no complete model, a file can't be read, a Hub id contradicts the recorded
+            one, or the diagnostics are of another model or of several.
     """
     if (run / "adapter_config.json").exists():
         raise ValueError(
@@ -158,11 +158,11 @@ def collect_facts(
         raise ValueError(f"{config_file}: model_type is {found!r}, not 'normllava'.")
     missing = [name for name in ("text_config", "vision_config", "projector_norm") if name not in config]
     if missing:
-        raise ValueError(f"{config_file}: no {', '.join(missing)}. Save the model anew.")
+        raise ValueError(f"{config_file}: no {', '.join(missing)}. Save the model again.")
     text, vision = config["text_config"], config["vision_config"]
     stages, earlier_is_recorded = collect_stages(run)
     evaluations = read_evaluations(run)
-    weights = read_weights(run)  # which takes longest
+    weights = read_weights(run)  # last, since it takes longest
     return Facts(
         weights=weights,
         vision_model=choose_id("vision_model", vision_model, vision.get("_name_or_path"), config_file),
@@ -184,28 +184,28 @@ def collect_facts(
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds. Raises `ValueError`, with the file's name, if it is broken."""
+    """The content of a JSON file. Raises `ValueError`, with the file's name, if it is invalid."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}).") from error
+        raise ValueError(f"{path} is not valid JSON ({error}).") from error
 
 
 def parse_json(text: str) -> Any:
-    """What a JSON text holds. Raises `ValueError` if it is broken, or holds what Python alone reads, as NaN, or what
-    readers take differently: a key twice.
+    """The content of a JSON text. Raises `ValueError` if it is invalid, or holds what only Python accepts, such as
+    NaN, or a duplicate key, which parsers read differently.
     """
 
     def read_number(name: str) -> float:
         if not isfinite(float(name)):  # "1e999" too
-            raise ValueError(f"{name} is no value of JSON")
+            raise ValueError(f"{name} is not a JSON value")
         return float(name)
 
     def read_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries = dict(pairs)
         if len(entries) < len(pairs):
             twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise ValueError(f"{twice} is there twice")
+            raise ValueError(f"duplicate key {twice}")
         return entries
 
     return json.loads(text, parse_constant=read_number, parse_float=read_number, object_pairs_hook=read_object)
@@ -217,24 +217,24 @@ def hub_id(name: str | None) -> str | None:
 
 
 def choose_id(option: str, given: str | None, recorded: str | None, config_file: Path) -> str | None:
-    """The Hub id of a part, from the command line or the config. Raises `ValueError` if these contradict."""
+    """The Hub id of a part, from the command line or the config. Raises `ValueError` if they disagree."""
     known = hub_id(recorded)
     if given is None:
         return known
     if not HUB_ID.fullmatch(given):
         raise ValueError(f"--{option} {given!r} is not owner/name.")
     if known not in (None, given):
-        raise ValueError(f"--{option} is {given}, but {config_file} records {known}. Leave the option out.")
+        raise ValueError(f"--{option} is {given}, but {config_file} records {known}. Omit the option.")
     return given
 
 
 def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
-    """The stages of training, from this folder back through those that it started from, as far as they are here.
+    """The stages of training: this folder's, and those of the folders that it started from, as far as they are local.
 
     Returns:
-        The stages in order, and whether they begin with a model that had not been trained before: stage "align" does,
-        and so does one that started from a folder here without a `trainer_state.json`. Not where that has key
-        adapters, which may have been added to a trained model from the Hub.
+        The stages in order, and whether they begin with an untrained model: stage "align" does, and so does a stage
+        that started from a local folder without `trainer_state.json`, unless its model has key adapters, which may
+        have been added to a trained model from the Hub.
     """
     stages: list[StageFacts] = []
     folder, seen = run, set()
@@ -252,20 +252,20 @@ def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
 
 
 def read_stage(folder: Path, run: Run | None) -> StageFacts:
-    """One stage, from its folder and what it recorded of itself."""
+    """One stage, from its folder and its record."""
     metrics = folder / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
     try:
         logged = [parse_json(line) for line in lines]
     except ValueError as error:
-        raise ValueError(f"{metrics}: a line is no JSON ({error}).") from error
+        raise ValueError(f"{metrics}: a line is not valid JSON ({error}).") from error
     state = read_json(folder / "trainer_state.json")
     if not all(isinstance(line, dict) for line in logged) or not isinstance(state, dict) or "global_step" not in state:
         raise ValueError(f"{folder}: trainer_state.json and metrics.jsonl are not those of a run.")
     arguments: Arguments = {} if run is None else run.arguments
     steps = state["best_global_step" if arguments.get("load_best_model_at_end") else "global_step"]
     seconds = [line["train_runtime"] for line in logged if "train_runtime" in line]
-    logged = [line for line in logged if line.get("step", 0) <= steps]  # of the model that was taken
+    logged = [line for line in logged if line.get("step", 0) <= steps]  # of the published model
     losses = [line["loss"] for line in logged if "loss" in line]
     tokens = [line["num_tokens"] for line in logged if "num_tokens" in line]
     return StageFacts(
@@ -287,7 +287,7 @@ def read_stage(folder: Path, run: Run | None) -> StageFacts:
 
 @cache
 def usual_arguments() -> Arguments:
-    """The arguments of a run that names none."""
+    """The default arguments of a run."""
     from training.arguments import RunArguments, TrainingConfig  # here, since TRL takes seconds to import
 
     return {
@@ -298,7 +298,7 @@ def usual_arguments() -> Arguments:
 
 
 def is_listed(name: str, arguments: Arguments) -> bool:
-    """Whether the card lists an argument: not one that does nothing."""
+    """Whether the card lists an argument: not if it has no effect."""
     value = arguments[name]
     if name in UNUSUAL:
         return value != usual_arguments()[name]
@@ -316,11 +316,11 @@ def read_evaluations(run: Path) -> list[Evaluation]:
     path = run / EVALUATION_FILE
     rows = read_json(path) if path.exists() else []
     if not isinstance(rows, list):
-        raise ValueError(f"{path} is no list of results.")
+        raise ValueError(f"{path} is not a list of results.")
     evaluations = [from_json(Evaluation, row, f"{path}, row {number}") for number, row in enumerate(rows)]
     for number, row in enumerate(evaluations):
         if not isfinite(row.value):  # from null
-            raise ValueError(f"{path}, row {number}: value is no number.")
+            raise ValueError(f"{path}, row {number}: value is null, NaN or infinite.")
     return evaluations
 
 
@@ -333,14 +333,14 @@ def read_diagnostics(folder: Path, run: Path, ours: tuple[int, int, float | None
         ours: The model's layers and width, and the mean |gain| of its norm.
 
     Raises:
-        ValueError: if there is no report, or one that lacks something, of several models or of another one.
+        ValueError: if there is no report, or it is incomplete, or about several models or another one.
     """
     path = folder / "report.json"
     if not path.exists():
         raise ValueError(f"{folder} holds no report.json; python -m diagnostics --model <run> --output_dir {folder}")
     models = from_json(Report, read_json(path), path).models
     if len(models) != 1:
-        raise ValueError(f"{path} is about {len(models)} models; the card needs a report about this one alone.")
+        raise ValueError(f"{path} is about {len(models)} models; the card needs a report about this one only.")
     (model,) = models
     gain = None if model.projector_norm is None else model.projector_norm.gain_mean_abs
     seen = (model.num_layers, model.hidden_size, gain)

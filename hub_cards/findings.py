@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 
-REBUILD = "Build the stage folder anew from a complete run."
+REBUILD = "Rebuild the stage folder from a complete run."
 
 
 @dataclass(frozen=True, order=True)

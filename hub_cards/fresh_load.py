@@ -1,9 +1,9 @@
-"""Load a model as a stranger would, in a process of its own that knows nothing of this repository.
+"""Load a model as any user would, in a separate process without this repository's modules.
 
     python -I hub_cards/fresh_load.py <repository or folder> --revision v1.0 --output result/
 
 Writes hashes of all files and a copy of the manifest, logits and greedy tokens on a fixed picture, and what the card's
-snippet prints, in this order: what is there says how far it came.
+snippet prints, in this order: the files that exist show how far it got.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def fixed_picture() -> Image.Image:
 
 
 def ask(processor: Any, picture: Image.Image, question: str) -> Any:
-    """Inputs for a picture and a question, as a stranger prepares them."""
+    """Inputs for a picture and a question, as any user would prepare them."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
     return processor.apply_chat_template(
         [{"role": "user", "content": content}],
@@ -45,7 +45,7 @@ def ask(processor: Any, picture: Image.Image, question: str) -> Any:
     )
 
 
-# A function each, so that the model is gone before the next one is loaded: a large one may fit only once.
+# Separate functions, so that a model is freed before the next is loaded: a large one may fit only once.
 @torch.no_grad()
 def generate(source: str, inputs: Any, **pinned: Any) -> dict[str, torch.Tensor]:
     """Logits and greedy tokens, computed in the dtype that the weights are stored in."""
@@ -66,7 +66,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source")
-    parser.add_argument("--revision", help="of a repository on the Hub; a folder has none")
+    parser.add_argument("--revision", help="revision of a repository on the Hub; a folder has none")
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -101,5 +101,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except Exception as error:  # of a stranger's code, in the line that is handed on
+    except Exception as error:  # from the repository's code, in one line for the caller
         raise SystemExit(CLIENT["explain"](error)) from error

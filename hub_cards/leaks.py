@@ -13,7 +13,7 @@ from detect_secrets.plugins.keyword import KeywordDetector
 from hub_cards.facts import parse_json
 
 
-# What detect-secrets 1.5 does not know.
+# Secrets that detect-secrets 1.5 does not know.
 SECRETS = {
     "Hugging Face Token": re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}"),
     "GitHub Fine-grained Token": re.compile(r"\bgithub_pat_\w{20,}"),
@@ -23,7 +23,7 @@ SECRETS = {
     "npm Token": re.compile(r"\bnpm_[A-Za-z0-9]{36}"),
     "Weights & Biases Key": re.compile(r"wandb[\w.]*key\W{1,4}[0-9a-f]{40}|\bwandb_v1_\w{20,}", re.IGNORECASE),
 }
-# Not its guesses by entropy, which take hashes for secrets, and not public addresses.
+# Without its entropy detectors, which mistake hashes for secrets, and without public addresses.
 KINDS: Mapping[str, type[BasePlugin]] = get_mapping_from_secret_type_to_class()
 DETECTORS = [
     kind()
@@ -33,7 +33,7 @@ DETECTORS = [
 MACHINES = {
     "a path of a machine": re.compile(
         r"file:/+[\w.~-]+"
-        r"|(?<![\w./<~}:])/(?!v\d+/)[\w.@+-]+(?:/[\w.@+-]+)+"  # of two segments or more, but no route as /v1/models
+        r"|(?<![\w./<~}:])/(?!v\d+/)[\w.@+-]+(?:/[\w.@+-]+)+"  # two or more segments, but not a route like /v1/models
         r"|(?<!\w):/[\w.@+-]+(?:/[\w.@+-]+)+|(?<=\w):/(?!/)[\w.@+-]+(?:/[\w.@+-]+)+"  # after host:
         r"|(?<![\w./~])~(?!\d)[\w-]*/[\w.-]+"
         r"|(?<!\w)[A-Za-z]:\\{1,2}[\w.-]+"
@@ -78,7 +78,7 @@ def find_machines(text: str) -> Iterator[str]:
 
 
 def as_lines(value: Any, key: str = "") -> Iterator[str]:
-    """What a JSON value says, a string a line after its key, without the escapes that hide a pattern."""
+    """The strings in a JSON value, one per line after its key, without the escapes that hide a pattern."""
     if isinstance(value, dict):
         for name, entry in value.items():
             yield from as_lines(entry, str(name))
@@ -92,7 +92,7 @@ def as_lines(value: Any, key: str = "") -> Iterator[str]:
 
 
 def plain_text(text: str) -> str:
-    """A text as it is, or if it is JSON that all read alike, what it says."""
+    """A text unchanged, or if it is valid JSON, its strings."""
     try:
         return "\n".join(as_lines(parse_json(text)))
     except ValueError:

@@ -1,4 +1,4 @@
-"""What the licence of a base model asks of a model that is made from it."""
+"""What the licence of a base model requires of a model made from it."""
 
 import re
 from collections.abc import Iterable
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 
 class UnknownLicenceError(ValueError):
-    """A part whose licence is not known here; the message says what to do."""
+    """A part whose licence is unknown here; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Licence:
-    """What goes into the repository of a model that is made from a base under this licence.
+    """What the repository of a model needs if its base is under this licence.
 
     Attributes:
-        identifier: What the Hub's metadata field `license` takes.
-        title: What the card calls it.
+        identifier: Value of the Hub's metadata field `license`.
+        title: Its name on the card.
         link: Where it is published.
-        name_prefix: What the model's name has to begin with, or `None`.
+        name_prefix: Required prefix of the model's name, or `None`.
         notice: Text of a file `NOTICE`, or `None`.
-        attribution: Sentence that has to be shown, or `None`.
+        attribution: Sentence that must be shown, or `None`.
         files: Files that the repository must hold.
     """
 
@@ -44,7 +44,7 @@ LLAMA_3_2 = Licence(
         "All Rights Reserved.\n"
     ),
     attribution="Built with Llama",
-    # The vision encoder and the class files are Apache-2.0, whose section 4a asks for a copy too.
+    # The vision encoder and the class files are Apache-2.0, whose section 4a requires a copy too.
     files=("LICENSE", "NOTICE", "LICENSE-APACHE"),
 )
 # Base models by Hub id. Qwen2.5 has other licences at 3B and 72B, so sizes are named.
@@ -54,7 +54,7 @@ KNOWN: list[tuple[str, Licence]] = [
     (r"Qwen/Qwen3-[\d.]+B(-Base)?", APACHE),
     (r"google/siglip2?-[\w-]+", APACHE),
 ]
-# A part of one's own, trained from scratch, can be given under a licence by its identifier.
+# Licences that can be chosen for a part that was trained from scratch.
 BY_IDENTIFIER = {licence.identifier: licence for licence in (APACHE, LLAMA_3_2)}
 
 
@@ -68,13 +68,13 @@ def known_licence(base_model: str) -> Licence:
         if re.fullmatch(pattern, base_model):
             return licence
     raise UnknownLicenceError(
-        f"The licence of the base model {base_model} is not known. Read it, and add what it asks for to KNOWN in "
-        "hub_cards/licences.py; nothing is published on a guess."
+        f"The licence of the base model {base_model} is not known. Read it, and add what it requires to KNOWN in "
+        "hub_cards/licences.py; licences are not guessed."
     )
 
 
 def strictest(licences: Iterable[Licence]) -> Licence:
-    """The one that a model made from parts under all of these has to follow."""
+    """The licence that a model made from parts under all of these must follow."""
     return LLAMA_3_2 if LLAMA_3_2 in licences else APACHE
 
 
@@ -82,8 +82,8 @@ def licence_of(text_model: str | None, vision_model: str | None, own_licence: st
     """The licence of a model that is made from these parts: the strictest of all.
 
     Args:
-        text_model, vision_model: Hub ids; `None` for a part of which none is known.
-        own_licence: Identifier of the licence under which a part without a Hub id is its owner's to give.
+        text_model, vision_model: Hub ids; `None` if unknown.
+        own_licence: Identifier of the licence that the owner chose for a part without a Hub id.
 
     Raises:
         UnknownLicenceError: if a part's licence is not known, or a part has no Hub id and no licence is given.
@@ -94,10 +94,9 @@ def licence_of(text_model: str | None, vision_model: str | None, own_licence: st
     unknown = [part for part, name in parts.items() if name is None]
     if unknown and own_licence not in BY_IDENTIFIER:
         raise UnknownLicenceError(
-            f"No Hub id of the {' and the '.join(unknown)} is recorded, so no licence follows from it. If it was "
-            f"loaded from a folder, say what it is: {' '.join(f'--{part} owner/name' for part in unknown)}; if it was "
-            f"trained from scratch, say under which licence it is yours to give: --license "
-            f"{' or '.join(BY_IDENTIFIER)}."
+            f"No Hub id of the {' and the '.join(unknown)} is recorded, so its licence is not known. If it was "
+            f"loaded from a folder, name it: {' '.join(f'--{part} owner/name' for part in unknown)}; if you trained "
+            f"it from scratch, choose its licence: --license {' or '.join(BY_IDENTIFIER)}."
         )
     if not unknown and own_licence is not None:
         raise ValueError(

@@ -7,5 +7,5 @@ MANIFEST = "manifest.json"
 
 
 def staged_files(folder: Path) -> list[Path]:
-    """All files of a stage folder, the manifest left out."""
+    """All files of a stage folder except the manifest."""
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)

@@ -1,4 +1,4 @@
-"""Push a stage folder to the Hub: one commit, a tag, the visibility. The same push again goes on where one stopped."""
+"""Push a stage folder to the Hub: one commit, a tag, the visibility. Repeating a push resumes it where it stopped."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ from hub_cards.manifest import MANIFEST
 from hub_cards.verify import KEPT, ReleaseError
 
 
-# Bytes up to which a file is held in memory, so that what is hashed is what is sent. The Hub takes no larger file but
-# as a large one, whose hash is that of what was uploaded.
+# Bytes up to which a file is held in memory, so that what is hashed is what is sent. The Hub accepts larger files only
+# through LFS, where the hash is that of the upload.
 IN_MEMORY = 10 * 2**20
 IS_PUBLIC = (
-    "{} is public, so what is pushed is seen by all at once, and nothing was: push with --public, or make the "
-    "repository private first."
+    "{} is public, so a push would be visible at once; nothing was pushed. Push with --public, or make the repository "
+    "private first."
 )
 VERBS = ("to add", "to change", "to delete", "as they are")
 
@@ -31,11 +31,11 @@ class State:
     """What is on the Hub.
 
     Attributes:
-        repo_id: Repository.
+        repo_id: Name of the repository.
         tag: Name of the release's tag.
-        head: Commit that the repository is at; `None` if there is none that the token can see.
+        head: Commit that the repository is at; `None` if the token can see no repository.
         visibility: `"new"`, `"private"` or `"public"`.
-        tagged: Commit that has the tag; `None` if none has.
+        tagged: Commit that has the tag; `None` without one.
     """
 
     repo_id: str
@@ -46,7 +46,7 @@ class State:
 
     def __str__(self) -> str:
         if self.head is None:
-            return f"{self.repo_id} is new: there is none that this token can see"
+            return f"{self.repo_id} is new: this token can see no such repository"
         tag = f"{'without' if self.tagged is None else 'with'} the tag {self.tag}"
         elsewhere = f" on {self.tagged}" if self.tagged not in (None, self.head) else ""
         return f"{self.repo_id} is {self.visibility}, at {self.head}, {tag}{elsewhere}"
@@ -68,7 +68,7 @@ class Plan:
     keep: list[str]
 
     def describe(self) -> str:
-        """What is there, a line for each path, and a sum."""
+        """The state, a line for each path, and the counts."""
         groups = (self.add, self.change, self.delete, self.keep)
         lines = [f"{sign} {path}" for sign, paths in zip("+~-=", groups, strict=True) for path in paths]
         counts = ", ".join(f"{len(paths)} {verb}" for paths, verb in zip(groups, VERBS, strict=True))
@@ -76,15 +76,15 @@ class Plan:
 
 
 def read_manifest(stage: Path) -> dict[str, Any]:
-    """The manifest of a stage folder that has no findings, with its own hash among those of the files.
+    """The manifest of a stage folder without findings, with its own hash added to those of the files.
 
     Raises:
-        ReleaseError: if it has some.
+        ReleaseError: if there are findings.
     """
     findings = check(stage)
     if findings:
         listed = "\n".join(f"  {finding}" for finding in findings)
-        raise ReleaseError(f"{stage} is not to be published:\n{listed}")
+        raise ReleaseError(f"{stage} can't be published:\n{listed}")
     content = (stage / MANIFEST).read_bytes()
     manifest = json.loads(content)
     manifest["files"][MANIFEST] = {"sha256": hashlib.sha256(content).hexdigest()}
@@ -98,13 +98,13 @@ def ask_state(api: HfApi, repo_id: str, tag: str) -> State:
     except RepositoryNotFoundError:
         return State(repo_id, tag)
     if tag in {ref.name for ref in refs.branches}:
-        raise ReleaseError(f"{tag} is a branch of {repo_id}, not a name for a tag. Build with another --revision.")
+        raise ReleaseError(f"{tag} is a branch of {repo_id} and can't be a tag. Build with another --revision.")
     tagged = {ref.name: ref.target_commit for ref in refs.tags}.get(tag)
     return State(repo_id, tag, info.sha, "private" if info.private else "public", tagged)
 
 
 def plan_push(stage: Path, manifest: dict[str, Any], api: HfApi, public: bool) -> Plan:
-    """Compare the stage folder with what is on the Hub: with the tag, if it is there, else with the head.
+    """Compare the stage folder with the Hub: with the tag if it exists, otherwise with the head.
 
     Args:
         stage: Stage folder.
@@ -113,7 +113,7 @@ def plan_push(stage: Path, manifest: dict[str, Any], api: HfApi, public: bool) -
         public: Whether the repository is to be public.
 
     Raises:
-        ReleaseError: if the tag is on other files, the repository is public and is not to be, or can't be asked about.
+        ReleaseError: if the tag is on other files, the repository is unexpectedly public, or the Hub can't be asked.
         KeyboardInterrupt: with what is on the Hub.
     """
     repo_id, tag, files = manifest["repo_id"], manifest["revision"], manifest["files"]
@@ -136,8 +136,8 @@ def plan_push(stage: Path, manifest: dict[str, Any], api: HfApi, public: bool) -
     differing = plan.add + plan.change + plan.delete
     if state.tagged is not None and differing:
         raise ReleaseError(
-            f"{repo_id} has a tag {tag} already, which stays what it is, and {differing[0]} is not as there. Build "
-            "with another --revision."
+            f"{repo_id} already has a tag {tag}, which is not moved, and {differing[0]} differs from it. Build with "
+            "another --revision."
         )
     if state.visibility == "public" and not public and state.tagged is None:
         raise ReleaseError(IS_PUBLIC.format(repo_id))
@@ -145,7 +145,7 @@ def plan_push(stage: Path, manifest: dict[str, Any], api: HfApi, public: bool) -
 
 
 def is_same(path: Path, digest: str, entry: RepoFile) -> bool:
-    """Whether the Hub has what was checked: by sha256 of large files, by git's hash of others."""
+    """Whether the Hub has the checked file: by sha256 for large files, by git's hash for others."""
     if entry.lfs is not None:
         return entry.lfs.sha256 == digest
     content = path.read_bytes()
@@ -154,16 +154,16 @@ def is_same(path: Path, digest: str, entry: RepoFile) -> bool:
 
 
 def push(stage: Path, manifest: dict[str, Any], plan: Plan, api: HfApi, public: bool) -> State:
-    """Publish a stage folder: one commit that also deletes what is stale, on the head that was seen, then a tag.
+    """Publish a stage folder: one commit, which also deletes stale files, on the head that was seen, then a tag.
 
-    What is there is not made again, and what was uploaded is not uploaded again. A repository is made private, and
-    made public, if it is to be, only once commit and tag are there.
+    Nothing is created or uploaded twice. A repository is created private, and made public, if asked, only after commit
+    and tag.
 
     Args:
         stage: Stage folder.
         manifest: What [`read_manifest`] returned for it.
         plan: What [`plan_push`] returned for these.
-        api: Client with a token that may write.
+        api: Client with a token that has write access.
         public: Make the repository public.
 
     Returns:
@@ -182,7 +182,7 @@ def push(stage: Path, manifest: dict[str, Any], plan: Plan, api: HfApi, public: 
                 state = plan.state
                 if state.head is None:
                     raise ReleaseError(
-                        f"{state.repo_id} was made and can't be seen: may the token in HF_TOKEN read it?"
+                        f"{state.repo_id} was created but can't be seen: may the token in HF_TOKEN read it?"
                     )
             if plan.add or plan.change or plan.delete:
                 state = replace(state, head=commit(stage, manifest["files"], plan, api, public))
@@ -194,16 +194,16 @@ def push(stage: Path, manifest: dict[str, Any], plan: Plan, api: HfApi, public: 
                 state = replace(state, visibility="public")
     except ReleaseError:
         raise
-    except (Exception, KeyboardInterrupt) as error:  # the client lets errors of many types through
+    except (Exception, KeyboardInterrupt) as error:  # the client raises errors of many types
         raise stopped(error, api, state.repo_id, state.tag, state) from error
     return state
 
 
 def commit(stage: Path, files: dict[str, dict[str, str]], plan: Plan, api: HfApi, public: bool) -> str:
-    """Upload and commit what was checked, and return the commit.
+    """Upload and commit the checked files, and return the commit.
 
     Raises:
-        ReleaseError: if a file is not what was checked, or the repository has become public and is not to be.
+        ReleaseError: if a file was changed after the check, or the repository has unexpectedly become public.
     """
     repo_id, additions = plan.state.repo_id, []
 
@@ -216,11 +216,11 @@ def commit(stage: Path, files: dict[str, dict[str, str]], plan: Plan, api: HfApi
         additions.append(CommitOperationAdd(path, (stage / path).read_bytes() if is_small else stage / path))
     stop_if_public()
     api.preupload_lfs_files(repo_id, additions)
-    for addition in additions:  # a large file was hashed on its way, so that it is read no more often than needed
+    for addition in additions:  # large files were hashed during the upload, which saves a read
         if addition.upload_info.sha256.hex() != files[addition.path_in_repo]["sha256"]:
             raise ReleaseError(f"{addition.path_in_repo} was changed after it was checked: nothing was committed.")
     operations = additions + [CommitOperationDelete(path, is_folder=False) for path in plan.delete]
-    stop_if_public()  # as late as can be: a commit can name the parent that it needs, and not the visibility
+    stop_if_public()  # as late as possible: a commit can require its parent, but not the visibility
     message = f"Release {plan.state.tag}"
     return api.create_commit(repo_id, operations, commit_message=message, parent_commit=plan.state.head).oid
 
@@ -228,19 +228,19 @@ def commit(stage: Path, files: dict[str, dict[str, str]], plan: Plan, api: HfApi
 def stopped(
     error: BaseException, api: HfApi, repo_id: str, tag: str, last: State | None = None
 ) -> ReleaseError | KeyboardInterrupt:
-    """What to raise for what stopped a push: in a line, with what is on the Hub, or was when it was last seen."""
+    """The error to raise for a stopped push: one line, with the state of the Hub, or its last known state."""
     forget_interrupt()
     try:
         now = ask_state(api, repo_id, tag)
-    except (Exception, KeyboardInterrupt):  # as in push, and whoever interrupts twice does not want to wait
+    except (Exception, KeyboardInterrupt):  # as in push, and a second interrupt must not wait
         now = None
-    seen = "What is on the Hub can't be asked." if now is None else f"On the Hub, {now}."
+    seen = "The state of the Hub is unknown." if now is None else f"On the Hub, {now}."
     if last is not None and last.head is not None and (now is None or now.head is None):
         seen = f"On the Hub, when last seen, {last}."  # a token that is no longer valid sees nothing
     if isinstance(error, KeyboardInterrupt):
-        return KeyboardInterrupt(f"Interrupted. {seen} Push again: it goes on from there.")
+        return KeyboardInterrupt(f"Interrupted. {seen} Push again to continue from there.")
     if status_of(error) == 412:
         return ReleaseError(
-            f"Somebody else committed in the meantime, so nothing was. {seen} Look at what they did, and push again."
+            f"Somebody else committed in the meantime, so nothing was committed. {seen} Check it, and push again."
         )
-    return ReleaseError(f"The push stopped ({explain(error)}). {seen} Push again: it goes on from there.")
+    return ReleaseError(f"The push stopped ({explain(error)}). {seen} Push again to continue from there.")

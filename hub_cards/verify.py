@@ -1,4 +1,4 @@
-"""Verify a release by loading it as a stranger would."""
+"""Verify a release by loading it as any user would."""
 
 import json
 import os
@@ -18,15 +18,15 @@ from hub_cards.client import HUB_ERRORS, explain
 from hub_cards.manifest import MANIFEST
 
 
-# The Hub makes it, and keeps by it which files are large.
+# Made by the Hub, to record which files are large.
 KEPT = {".gitattributes"}
-# Variables by which the Hub's client and transformers find a token, a cache or a mode; the fresh process sees but two.
+# Variables that give the Hub's client and transformers a token, a cache or a mode; the fresh process gets only two.
 HIDDEN = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
 PASSED_ON = {"HF_ENDPOINT", "HF_HUB_DISABLE_XET"}
 
 
 class ReleaseError(RuntimeError):
-    """A push or a verification that did not succeed; the message says what is on the Hub now."""
+    """A failed push or verification; the message says what is on the Hub now."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class Verdict:
     """What a fresh download showed.
 
     Attributes:
-        files: How many there are.
-        largest_difference: Of logits and hidden states to those of the stage folder; `None` where these were not
+        files: Number of files.
+        largest_difference: Between logits and hidden states and those of the stage folder; `None` if they were not
             compared.
-        snippet: What the card's snippet printed; `None` if it did not run to its end.
-        problems: Empty if all is as it was staged.
+        snippet: Output of the card's snippet; `None` if it failed.
+        problems: Empty if everything matches.
     """
 
     files: int
@@ -50,12 +50,12 @@ class Verdict:
 def verify(repo_id: str, revision: str, stage: Path | None, token: str | None) -> Verdict:
     """Download into an empty cache in a fresh process, and compare with the stage folder.
 
-    Files by the manifest's sha256; logits, the base model's hidden states and greedy tokens with those of the folder;
-    the card's own snippet is run. Without a folder, files are compared with the manifest in the repository, and logits
-    with nothing. The token is passed on only if the repository can't be read without one.
+    Files are compared by the manifest's sha256; logits, the base model's hidden states and greedy tokens with those of
+    the folder; the card's own snippet is run. Without a folder, files are compared with the manifest in the
+    repository, and logits are not compared. The token is passed on only if the repository can't be read without one.
 
     Raises:
-        ReleaseError: if there is nothing to download, or the stage folder itself is not whole.
+        ReleaseError: if there is nothing to download, or the stage folder itself is incomplete.
     """
     if stage is not None and not (stage / MANIFEST).exists():
         raise ReleaseError(f"{stage} holds no {MANIFEST}: give the stage folder that was pushed.")
@@ -65,7 +65,7 @@ def verify(repo_id: str, revision: str, stage: Path | None, token: str | None) -
         downloaded, local = Path(scratch) / "downloaded", Path(scratch) / "local"
         failure = load_fresh(repo_id, revision, downloaded, used_token)
         if failure is not None:
-            find_revision(repo_id, revision, used_token)  # a token or network that went is no fault of the files
+            find_revision(repo_id, revision, used_token)  # a lost token or network is not a fault of the files
         if not (downloaded / "hashes.json").exists():
             raise ReleaseError(f"{repo_id} at {revision} can't be downloaded: {failure}")
         hashes = json.loads((downloaded / "hashes.json").read_text(encoding="utf-8"))
@@ -90,7 +90,7 @@ def is_public(repo_id: str) -> bool:
     """Whether the repository can be read without a token.
 
     Raises:
-        ReleaseError: if it could not be asked, so that no token is sent after an error.
+        ReleaseError: if the Hub could not be asked, so that no token is sent after an error.
     """
     try:
         HfApi(token=False).repo_info(repo_id)
@@ -109,13 +109,13 @@ def find_revision(repo_id: str, revision: str, token: str | None) -> None:
         raise ReleaseError(f"{repo_id} has no revision {revision}.") from error
     except RepositoryNotFoundError as error:
         needed = "HF_TOKEN, which is not set" if token is None else "another token than the one in HF_TOKEN"
-        raise ReleaseError(f"{repo_id} is not there, or is private and needs {needed}.") from error
+        raise ReleaseError(f"{repo_id} does not exist, or is private and needs {needed}.") from error
     except HUB_ERRORS as error:
         raise ReleaseError(f"{repo_id} at {revision} could not be asked about ({explain(error)}).") from error
 
 
 def compare_files(hashes: dict[str, str], manifest_file: Path) -> list[str]:
-    """What differs between downloaded files, by their hashes, and a manifest, that itself among them."""
+    """Differences between downloaded files, by hash, and a manifest; the manifest itself is compared too."""
     try:
         manifest = json.loads(manifest_file.read_text(encoding="utf-8"))
         files = {name: entry["sha256"] for name, entry in manifest["files"].items()}
@@ -133,14 +133,14 @@ def compare_files(hashes: dict[str, str], manifest_file: Path) -> list[str]:
 
 
 def compare_results(theirs: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]) -> tuple[float | None, list[str]]:
-    """The largest difference between what two folders compute, `None` where shapes differ, and what is not equal."""
+    """The largest difference between two folders' results, `None` if shapes differ, and a list of what differs."""
     differences, problems = [], []
     for name in ("logits", "last_hidden_state"):
         if theirs[name].shape != ours[name].shape:
             problems.append(f"{name}: of shape {list(theirs[name].shape)}, not {list(ours[name].shape)}")
             continue
         differences.append((theirs[name] - ours[name]).abs().max())
-        if not torch.equal(theirs[name], ours[name]):  # which a NaN is to nothing
+        if not torch.equal(theirs[name], ours[name]):  # NaN is equal to nothing
             problems.append(f"{name}: differ by up to {differences[-1].item():.3g}")
     if not torch.equal(theirs["tokens"], ours["tokens"]):
         problems.append("greedy tokens differ")
@@ -151,7 +151,7 @@ def load_fresh(source: str, revision: str | None, output: Path, token: str | Non
     """Run `fresh_load.py` in a process with an empty cache and without this repository's modules.
 
     Returns:
-        What went wrong, `None` if nothing did. What was done before that is in `output`.
+        The error, `None` on success. Results up to the error are in `output`.
     """
     command = [sys.executable, "-I", str(Path(__file__).with_name("fresh_load.py")), source, "--output", str(output)]
     command += ["--revision", revision] if revision is not None else []

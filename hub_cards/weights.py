@@ -1,4 +1,4 @@
-"""The weights of a folder, read once: what is where, whether it is finite, and the files' hashes."""
+"""The weights of a folder, read once: where each tensor is, whether it is finite, and the files' hashes."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from hub_cards.findings import REBUILD, Finding
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Those that can hold a NaN, by the names of safetensors.
+# Dtypes that can hold a NaN, by their names in safetensors.
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 NORM = "model.multi_modal_projector.norm."
 KEY_ADAPTER = ".key_adapter."
@@ -40,11 +40,11 @@ class Weights:
     """What a folder's weight files hold.
 
     Attributes:
-        tensors: In the order of files and bytes; a name may be there twice.
+        tensors: In the order of files and bytes; a name may occur twice.
         sha256: By file.
         headers: JSON text by file, metadata included.
-        index: File by tensor, `None` where there is no index.
-        norm: `weight` and `bias` of the norm behind the projector; empty if there is none.
+        index: File by tensor, `None` if there is no index.
+        norm: `weight` and `bias` of the norm after the projector; empty if there is none.
     """
 
     tensors: list[StoredTensor]
@@ -106,9 +106,9 @@ def read_index(path: Path) -> dict[str, str] | None:
 
 
 def read_file(path: Path, weights: Weights, progress: tqdm) -> None:
-    """Add a weight file to `weights`. Raises `ValueError` if it is torn."""
+    """Add a weight file to `weights`. Raises `ValueError` if it is truncated."""
     try:
-        with safe_open(path, framework="pt"):  # which compares the header with the length, without a gap
+        with safe_open(path, framework="pt"):  # checks that header and file length match, without gaps
             pass
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} can't be read ({error}).") from error
@@ -132,7 +132,7 @@ def read_file(path: Path, weights: Weights, progress: tqdm) -> None:
                     values = torch.frombuffer(piece, dtype=dtype)
                     is_finite = is_finite and bool(values.isfinite().all())
                     is_zero = is_zero and not values.any()
-                    if name.startswith(NORM):  # of one piece
+                    if name.startswith(NORM):  # fits in one piece
                         weights.norm[name.removeprefix(NORM)] = values
             shape = tuple(entry["shape"])
             weights.tensors.append(StoredTensor(name, path.name, entry["dtype"], shape, is_finite, is_zero))
@@ -140,11 +140,11 @@ def read_file(path: Path, weights: Weights, progress: tqdm) -> None:
 
 
 def find_weight_faults(weights: Weights, expected: Mapping[str, torch.Tensor]) -> Iterator[Finding]:
-    """What the files hold and the model does not, and the other way round.
+    """Tensors that the files hold and the model does not, or the other way round, or that differ.
 
     Args:
         weights: What [`read_weights`] returned.
-        expected: The model's own tensors, of which names, shapes and dtypes count.
+        expected: The model's own tensors; only names, shapes and dtypes matter.
     """
     names = {dtype: name for name, dtype in FLOATS.items()}
     index = weights.index or dict.fromkeys(expected, WEIGHTS)
@@ -160,9 +160,9 @@ def find_weight_faults(weights: Weights, expected: Mapping[str, torch.Tensor]) -
         elif tensor.dtype != names.get(own.dtype):
             faults[file, "holds {}"].append(f"{name} as {tensor.dtype}, not {names.get(own.dtype, own.dtype)}")
         if not tensor.is_finite:
-            faults[file, "holds {} with values that are no finite numbers"].append(name)
+            faults[file, "holds {} with NaN or infinite values"].append(name)
         if name in files:
-            faults[file, "holds {}, which is there twice"].append(f"{name}, as {files[name]} does")
+            faults[file, "holds duplicate {}"].append(f"{name}, also in {files[name]}")
         elif index.get(name, file) != file:
             faults[file, "holds {}, which the index puts elsewhere"].append(name)
         files[name] = file
@@ -172,4 +172,4 @@ def find_weight_faults(weights: Weights, expected: Mapping[str, torch.Tensor]) -
         yield Finding(file, reason.format(items[0] + (f" (and {len(items) - 1} more)" if items[1:] else "")), REBUILD)
     for file in sorted(set(index.values()) ^ weights.sha256.keys()):
         stale = file in weights.sha256
-        yield Finding(file, "is there and not in the index" if stale else "is in the index and not there", REBUILD)
+        yield Finding(file, "is not in the index" if stale else "is in the index but missing", REBUILD)

@@ -1,8 +1,8 @@
-"""4-bit weights and LoRA for the language model alone; vision encoder, projector and norm stay whole.
+"""4-bit weights and LoRA for the language model only; vision encoder, projector and norm have neither.
 
-The libraries' short cuts hit the wrong modules: short names of modules to skip are ignored in silence, so that the
-projector is quantized too; a list of them replaces the default that spares the head; and
-`target_modules="all-linear"` puts adapters into the vision encoder.
+The libraries' shortcuts hit the wrong modules: short names of modules to skip are silently ignored, so the projector
+is quantized too; a list of them replaces the default, which skips the head; and `target_modules="all-linear"` puts
+adapters into the vision encoder.
 """
 
 import re
@@ -41,7 +41,7 @@ def add_adapters(
 ) -> PeftModel:
     """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
 
-    Where the model has key adapters, these are trained in full, and the `k_proj` inside them stays as it is.
+    If the model has key adapters, they are trained in full, and the `k_proj` inside them gets no LoRA.
 
     Args:
         model: The model, quantized or not.

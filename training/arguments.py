@@ -1,4 +1,4 @@
-"""What a run is told: TRL's arguments and ours, every field checked before anything is loaded."""
+"""The arguments of a run: TRL's and ours. Every field is checked before anything is loaded."""
 
 import argparse
 import dataclasses
@@ -35,22 +35,22 @@ POSITIVE = (
 )  # fmt: skip
 # Fields of TRL and transformers that have one sensible value here, with the reason.
 FIXED: dict[str, tuple[Any, str]] = {
-    "dtype": ("float32", "what is trained is held in float32; bf16 says how it is multiplied"),
+    "dtype": ("float32", "trained weights stay in float32; bf16 sets the precision of arithmetic"),
     "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
     "lora_target_modules": (None, "adapters go on all linear layers of the language model"),
     "lora_target_parameters": (None, "adapters go on all linear layers of the language model"),
     "lora_modules_to_save": (None, "projector and norm are trained in full, and nothing else"),
-    "lora_task_type": ("CAUSAL_LM", "a NormLlava writes text"),
+    "lora_task_type": ("CAUSAL_LM", "a NormLlava is a causal language model"),
     "load_in_8bit": (False, "use load_in_4bit"),
-    "bnb_4bit_quant_storage": (None, "4-bit weights are held in bytes"),
+    "bnb_4bit_quant_storage": (None, "4-bit weights are stored as bytes"),
     "ignore_bias_buffers": (False, "no model here has such buffers"),
     "do_eval": (False, "eval_strategy says when to evaluate"),
     "do_predict": (False, "eval_samples says how many held-out questions are answered"),
-    "eval_packing": (None, "held-out rows are packed where packed_length packs the others"),
+    "eval_packing": (None, "packed_length packs held-out rows too"),
     "greater_is_better": (None, "it follows from metric_for_best_model"),
-    "label_names": (None, "the labels are the collator's"),
+    "label_names": (None, "the collator makes the labels"),
     **dict.fromkeys(
-        ("bf16_full_eval", "fp16_full_eval"), (False, "held-out rows are measured in the precision of training")
+        ("bf16_full_eval", "fp16_full_eval"), (False, "evaluation runs in the precision of training")
     ),
     **dict.fromkeys(
         ("prediction_loss_only", "batch_eval_metrics", "eval_use_gather_object"), (False, "no logits are gathered")
@@ -58,13 +58,13 @@ FIXED: dict[str, tuple[Any, str]] = {
     "eval_do_concat_batches": (True, "no logits are gathered"),
     "eval_accumulation_steps": (None, "no logits are gathered"),
     "include_for_metrics": ([], "no logits are gathered"),
-    "average_tokens_across_devices": (True, "every token of a step counts alike, on whatever device it is"),
-    "accelerator_config": (None, "the rows of a step are dealt out here, each to one device"),
-    "save_on_each_node": (False, "checkpoints are complete or not there, for all nodes together"),
-    "dataloader_in_order": (True, "batches in another order could not be gone on with"),
+    "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
+    "accelerator_config": (None, "our own samplers distribute the rows of a step"),
+    "save_on_each_node": (False, "one checkpoint is written for all nodes, atomically"),
+    "dataloader_in_order": (True, "a run could not be resumed with batches in another order"),
     "pad_to_multiple_of": ("auto", "rows are padded to the longest of their batch"),
-    "packing": (False, "TRL packs text alone; give packed_length to pack rows with pictures"),
-    "padding_free": (False, "TRL packs text alone; give packed_length to pack rows with pictures"),
+    "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
+    "padding_free": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
     "push_to_hub": (
         False, "it would upload training_args.bin, which holds your token; release the folder with hub_cards",
     ),
@@ -74,56 +74,56 @@ FIXED: dict[str, tuple[Any, str]] = {
     "dataloader_drop_last": (False, "no row is left out"),
     "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
     "activation_offloading": (False, "it has not been made to work with pictures; use gradient_checkpointing"),
-    "label_smoothing_factor": (0.0, "the head sees supervised positions alone, and smoothing needs all"),
-    "assistant_only_loss": (False, "the loss is always on what the assistant says alone"),
-    "completion_only_loss": (None, "the loss is always on what the assistant says alone"),
-    "use_liger_kernel": (False, "Liger knows no model of this type and would do nothing"),
-    "shuffle_dataset": (False, "train_sampling_strategy says in what order rows come"),
-    "length_column_name": ("length", "the rows' check measures their lengths"),
-    "chat_template_path": (None, "the chat template is the checkpoint's; compose writes it"),
+    "label_smoothing_factor": (0.0, "the head sees only supervised positions, and smoothing needs all"),
+    "assistant_only_loss": (False, "the loss always covers assistant turns only"),
+    "completion_only_loss": (None, "the loss always covers assistant turns only"),
+    "use_liger_kernel": (False, "Liger does not support this model type and would do nothing"),
+    "shuffle_dataset": (False, "train_sampling_strategy sets the order of rows"),
+    "length_column_name": ("length", "lengths are measured when rows are checked"),
+    "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
     "dataset_text_field": ("text", "rows hold conversations"),
     "dataset_kwargs": (None, "rows are tokenized when they are needed"),
-    "eos_token": (None, "the tokens are the checkpoint's; compose chooses them"),
-    "pad_token": (None, "the tokens are the checkpoint's; compose chooses them"),
-    "truncation_mode": ("keep_start", "no row is cut"),
-    "packing_strategy": ("bfd", "packed_length packs"),
+    "eos_token": (None, "the tokens come with the checkpoint; compose chooses them"),
+    "pad_token": (None, "the tokens come with the checkpoint; compose chooses them"),
+    "truncation_mode": ("keep_start", "no row is truncated"),
+    "packing_strategy": ("bfd", "use packed_length to pack"),
     "model_init_kwargs": (None, "the model is loaded from model_name_or_path"),
     "trust_remote_code": (False, "the classes of this repository are used"),
 }  # fmt: skip
-# Fields that concern held-out rows alone.
+# Fields that concern only held-out rows.
 HELD_OUT = (*CHOOSING, "eval_image_folder", "dataset_test_split", "eval_on_start", "per_device_eval_batch_size")
-# Fields that an entry of `datasets` has in their place.
+# Fields that each entry of `datasets` has instead.
 ONE_SOURCE = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
-# Kernels of the losses on keys, as the diagnostics measure MMD².
+# Kernel bandwidths of the losses on keys, as in the diagnostics' MMD².
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 SAMPLING = ("random", "group_by_length", "sequential")
 
 
 @dataclass
 class RunArguments(DatasetArguments, ModelConfig):
-    """What a run needs beside [`TrainingConfig`]: TRL's fields for model and data, and ours."""
+    """What a run needs besides [`TrainingConfig`]: TRL's fields for model and data, and ours."""
 
     attn_implementation: str = field(
         default="sdpa", metadata={"help": "Attention of the language model: 'varlen' for packed rows, 'sdpa', ..."}
     )
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the adapters; TRL's is 0.05."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters; TRL's is 0.05."})
     use_bnb_nested_quant: bool = field(default=True, metadata={"help": "Quantize the 4-bit weights' scales too."})
     stage: Literal["align", "instruct", "adapt"] | None = field(
         default=None, metadata={"help": "What to train; see training/stages.py."}
     )
     datasets: list[SourceArguments] | None = field(
         default=None,
-        metadata={"help": "Several sources in place of dataset_name: each a path, and what SourceArguments has."},
+        metadata={"help": "Several sources instead of dataset_name, each with the fields of SourceArguments."},
     )
     image_folder: str | None = field(
-        default=None, metadata={"help": "Goes before the image paths of a JSON file; its own folder by default."}
+        default=None, metadata={"help": "Prefix of the image paths in a JSON file; by default the file's folder."}
     )
     eval_dataset_name: str | None = field(
-        default=None, metadata={"help": "Held-out rows to measure the model on while it is trained."}
+        default=None, metadata={"help": "Held-out rows to evaluate the model on during training."}
     )
-    eval_image_folder: str | None = field(default=None, metadata={"help": "The same for held-out rows."})
+    eval_image_folder: str | None = field(default=None, metadata={"help": "image_folder of the held-out rows."})
     eval_samples: int = field(
-        default=64, metadata={"help": "Held-out rows, the first, that are answered at each evaluation; 0 for none."}
+        default=64, metadata={"help": "Held-out rows to answer at each evaluation, the first ones; 0 for none."}
     )
     vision_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the vision encoder; required in stage 'instruct'."}
@@ -132,46 +132,46 @@ class RunArguments(DatasetArguments, ModelConfig):
         default=None, metadata={"help": "Learning rate of the projector's norm; learning_rate by default."}
     )
     clip_by_module: bool = field(
-        default=False, metadata={"help": "Clip each module's gradient to max_grad_norm, not that of all together."}
+        default=False, metadata={"help": "Clip each module's gradient to max_grad_norm, not the whole gradient."}
     )
     key_mmd_weight: float = field(
         default=0.0, metadata={"help": "Weight of the MMD² between visual and text keys; see key_alignment.py."}
     )
     key_gram_weight: float = field(
-        default=0.0, metadata={"help": "Weight of the distance of the keys' Gram matrices from the frozen k_proj's."}
+        default=0.0, metadata={"help": "Weight of the distance between the Gram matrices of keys and frozen keys."}
     )
     key_layers: list[int] | None = field(
-        default=None, metadata={"help": "Layers of the decoder whose keys have these losses; all by default."}
+        default=None, metadata={"help": "Decoder layers whose keys have these losses; all by default."}
     )
     key_bandwidths: list[float] = field(
         default_factory=lambda: list(BANDWIDTHS),
-        metadata={"help": "Kernels of the MMD², as multiples of the mean squared distance."},
+        metadata={"help": "Kernel bandwidths of the MMD², as multiples of the mean squared distance."},
     )
     global_batch_size: int | None = field(
         default=None,
-        metadata={"help": "Samples a step over all devices; sets gradient_accumulation_steps to what this takes."},
+        metadata={"help": "Samples per step over all devices; sets gradient_accumulation_steps."},
     )
     packed_length: int | None = field(
         default=None,
         metadata={"help": "Join samples into rows of at most this many tokens, instead of padding them."},
     )
     bad_rows: Literal["error", "skip"] = field(
-        default="error", metadata={"help": "Stop at a bad row, or leave all of them out and list them in a file."}
+        default="error", metadata={"help": "Stop at a bad row, or skip bad rows and list them in a file."}
     )
     probe_steps: int | None = field(
         default=None,
-        metadata={"help": "Measure norms and turning by layer every so many steps, into dynamics.jsonl."},
+        metadata={"help": "Measure norms and turning by layer every N steps, into dynamics.jsonl."},
     )
-    probe_samples: int = field(default=16, metadata={"help": "Pictures to measure on: the data's first."})
+    probe_samples: int = field(default=16, metadata={"help": "Number of pictures to measure on, the data's first."})
     resume_changed: bool = field(
-        default=False, metadata={"help": "Resume although data, batch or learning rate are not those of before."}
+        default=False, metadata={"help": "Resume even if data, batch or learning rate have changed."}
     )
     recipe: str | None = field(default=None, init=False)
     """Path of the YAML file that `--config` named."""
 
     @property
     def key_losses(self) -> list[str]:
-        """The weights of the losses on keys that are not 0, by name."""
+        """Names of the key-loss weights that are not 0."""
         return [name for name in ("key_mmd_weight", "key_gram_weight") if getattr(self, name)]
 
     @property
@@ -191,27 +191,29 @@ class RunArguments(DatasetArguments, ModelConfig):
 
 @dataclass
 class TrainingConfig(SFTConfig):
-    """TRL's arguments, with defaults that don't lose data in silence."""
+    """TRL's arguments, with defaults that don't silently lose data."""
 
     max_length: int | None = field(
-        default=None, metadata={"help": "Longest sample allowed, in tokens; a longer one is a bad row, none is cut."}
+        default=None, metadata={"help": "Longest sample allowed, in tokens; longer ones are bad rows, never cut."}
     )
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay off: rows are read when needed."})
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Off: every trained parameter has a gradient in every batch."}
     )
-    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Off: a loss that is no number ends it."})
+    logging_nan_inf_filter: bool = field(
+        default=False, metadata={"help": "Off: training stops when the loss is NaN or infinite."}
+    )
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.output_dir is None:
             raise ValueError("output_dir is missing: give the folder that the trained model is written to.")
-        # `--resume_from_checkpoint false` comes as text.
+        # `--resume_from_checkpoint false` arrives as a string.
         resume = {"true": True, "false": None}.get(
             str(self.resume_from_checkpoint).lower(), self.resume_from_checkpoint
         )
         self.resume_from_checkpoint: str | bool | None = resume
-        # The name since transformers 5.23, which warns of the old one even where it is TRL's own default.
+        # transformers 5.23 renamed these, and warns about the old names even when TRL's default sets them.
         for old in ("gradient_checkpointing", "gradient_checkpointing_kwargs"):
             new = old.replace("gradient", "activation")
             if hasattr(self, new) and getattr(self, new) is None:
@@ -220,10 +222,10 @@ class TrainingConfig(SFTConfig):
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, TrainingConfig]:
-    """The command line, or `argv`, over the recipe that `--config` names.
+    """Parse the command line, or `argv`, which overrides the recipe given by `--config`.
 
     Raises:
-        ValueError: if the recipe can't be read, or a field is unknown or has a value that makes no sense.
+        ValueError: if the recipe can't be read, or a field is unknown or has an invalid value.
     """
     recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     recipe_parser.add_argument("--config")
@@ -240,13 +242,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
 
 
 def check_recipe(path: Path) -> None:
-    """Raises `ValueError` if a recipe is not there, no mapping of fields to values, or has an empty field."""
+    """Raises `ValueError` if a recipe is missing, is not a mapping of fields to values, or has an empty field."""
     try:
         recipe = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} can't be read ({error}).") from error
     if not isinstance(recipe, dict):
-        raise ValueError(f"--config {path} is no mapping of fields to values, such as `learning_rate: 1.0e-3`.")
+        raise ValueError(f"--config {path} is not a mapping of fields to values, such as `learning_rate: 1.0e-3`.")
     hints = typing.get_type_hints(RunArguments) | typing.get_type_hints(TrainingConfig)
     for name, value in recipe.items():
         if value is None and name in hints and not _fits(None, hints[name]):
@@ -254,7 +256,7 @@ def check_recipe(path: Path) -> None:
 
 
 def check_fields(args: Any) -> None:
-    """Check each field of a dataclass by itself: a recipe's values bypass the parser's types and choices.
+    """Check each field of a dataclass on its own: a recipe's values bypass the parser's types and choices.
 
     Raises:
         ValueError: that names the field.
@@ -264,7 +266,7 @@ def check_fields(args: Any) -> None:
         name, value = entry.name, getattr(args, entry.name)
         if value is None:
             continue
-        # `resume_from_checkpoint: true` is no path.
+        # `resume_from_checkpoint: true` is not a path.
         if value != entry.default and not _fits(value, hints[name]) and name != "resume_from_checkpoint":
             raise ValueError(f"{name} must be {_describe(hints[name])}, got {value!r}.")
         if isinstance(value, float) and not math.isfinite(value):
@@ -280,7 +282,7 @@ def check_fields(args: Any) -> None:
 
 
 def read_source(place: str, entry: Any) -> SourceArguments:
-    """An entry of `datasets` as a recipe has it. Raises `ValueError` that names its place and the field."""
+    """Parse an entry of a recipe's `datasets`. Raises `ValueError` that names the entry and the field."""
     if isinstance(entry, SourceArguments):
         return entry
     hints = typing.get_type_hints(SourceArguments)
@@ -288,9 +290,9 @@ def read_source(place: str, entry: Any) -> SourceArguments:
         raise ValueError(f"{place} must be a mapping of {', '.join(hints)}, got {entry!r}.")
     for name, value in entry.items():
         if name == "fraction":
-            raise ValueError(f"{place}: give weight, how often an epoch sees each row, in place of TRL's fraction.")
+            raise ValueError(f"{place}: give weight, how often an epoch sees each row, instead of TRL's fraction.")
         if name not in hints:
-            raise ValueError(f"{place}: {name} is no field of an entry; these are: {', '.join(hints)}.")
+            raise ValueError(f"{place}: {name} is not a field of an entry; the fields are: {', '.join(hints)}.")
         if not _fits(value, hints[name]):
             raise ValueError(f"{place}: {name} must be {_describe(hints[name])}, got {value!r}.")
     if "path" not in entry:
@@ -328,7 +330,7 @@ def _describe(hint: Any) -> str:
 
 
 def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Refuse what does not go together. Raises `ValueError` that names the fields."""
+    """Refuse arguments that don't go together. Raises `ValueError` that names the fields."""
     for name in ("model_name_or_path", "dataset_name", "stage"):
         if getattr(run_args, name) is None and not (name == "dataset_name" and run_args.datasets is not None):
             raise ValueError(
@@ -341,11 +343,11 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     _check_held_out(run_args, args)
     _check_key_losses(run_args, args)
     if run_args.clip_by_module and args.deepspeed_plugin is not None:
-        raise ValueError("DeepSpeed clips all gradients together by itself: leave clip_by_module.")
+        raise ValueError("DeepSpeed can only clip all gradients together: remove clip_by_module.")
     if args.max_grad_norm == 0 and args.deepspeed_plugin is not None:
-        raise ValueError("Under DeepSpeed max_grad_norm 0 would leave gradients unwatched: give a large number.")
+        raise ValueError("Under DeepSpeed max_grad_norm 0 would leave gradients unchecked: give a large number.")
     if run_args.clip_by_module and args.max_grad_norm == 0:
-        raise ValueError("max_grad_norm 0 clips nothing: leave clip_by_module, or give max_grad_norm.")
+        raise ValueError("max_grad_norm 0 clips nothing: remove clip_by_module, or give max_grad_norm.")
     if run_args.probe_steps is None and run_args.probe_samples != RunArguments.probe_samples:
         raise ValueError("probe_samples does nothing without probe_steps.")
     if run_args.resume_changed and args.resume_from_checkpoint is None:
@@ -359,11 +361,11 @@ def _check_sources(run_args: RunArguments) -> None:
         raise ValueError("datasets is empty: give an entry for each source, or dataset_name.")
     for name in ONE_SOURCE:
         if getattr(run_args, name) != getattr(RunArguments, name):
-            raise ValueError(f"Give either {name} or datasets, whose entries say it each for itself, not both.")
+            raise ValueError(f"Give either {name} or datasets, whose entries have their own, not both.")
     if run_args.dataset_streaming and [source.weight for source in run_args.datasets] != [1]:
         raise ValueError(
-            "dataset_streaming reads one source as it is: leave it, or give dataset_name in place of datasets. "
-            "Without it rows are not held in memory either."
+            "dataset_streaming reads a single source of weight 1: remove it, or give dataset_name instead of "
+            "datasets. Without it rows are not held in memory either."
         )
 
 
@@ -374,7 +376,7 @@ def _check_stage(run_args: RunArguments, args: TrainingConfig) -> None:
     if stage is not Stage.INSTRUCT and run_args.vision_learning_rate is not None:
         raise ValueError(f"vision_learning_rate does nothing in stage {stage.value!r}, which freezes the encoder.")
     if stage is not Stage.ADAPT and run_args.load_in_4bit:
-        raise ValueError("load_in_4bit goes with stage 'adapt' alone: 4-bit weights can't be trained.")
+        raise ValueError("load_in_4bit works only with stage 'adapt': 4-bit weights can't be trained.")
     for entry in dataclasses.fields(run_args):
         if getattr(run_args, entry.name) == entry.default:
             continue
@@ -395,14 +397,12 @@ def _check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
     if not used:
         return
     if Stage(str(run_args.stage)) is not Stage.ADAPT:
-        raise ValueError(f"{used[0]} goes with stage 'adapt' alone, in which k_proj itself is frozen.")
+        raise ValueError(f"{used[0]} works only with stage 'adapt', which freezes k_proj itself.")
     if args.torch_compile:
-        raise ValueError(
-            f"{used[0]} takes keys out of the model by hooks, at which compiling breaks: set torch_compile to false."
-        )
+        raise ValueError(f"{used[0]} reads keys through hooks, which break compiling: set torch_compile to false.")
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ValueError(
-            f"{used[0]} needs gradient_checkpointing_kwargs use_reentrant false: else keys have no graph."
+            f"{used[0]} needs gradient_checkpointing_kwargs use_reentrant false: otherwise keys have no graph."
         )
 
 
@@ -413,7 +413,7 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
             f"train_sampling_strategy must be one of {', '.join(SAMPLING)}, got {args.train_sampling_strategy!r}."
         )
     if args.train_sampling_strategy != "random" and (packed or streaming):
-        cause = "a stream comes in its own order" if streaming else "packed_length deals rows out by length itself"
+        cause = "a stream comes in its own order" if streaming else "packed_length balances rows by length itself"
         raise ValueError(f"train_sampling_strategy {args.train_sampling_strategy!r} does nothing here: {cause}.")
     if not packed and run_args.attn_implementation == "varlen":
         raise ValueError("attn_implementation 'varlen' is for packed rows: give packed_length, or use 'sdpa'.")
@@ -423,8 +423,8 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError("The length of a stream is not known: give max_steps.")
     if streaming and packed and run_args.global_batch_size is not None:
         raise ValueError(
-            "Rows packed from a stream hold as many samples as fit, so no global_batch_size can be kept: give "
-            "gradient_accumulation_steps, or leave dataset_streaming or packed_length."
+            "Rows packed from a stream hold as many samples as fit, so global_batch_size can't be met: give "
+            "gradient_accumulation_steps, or remove dataset_streaming or packed_length."
         )
     if packed and not streaming and run_args.global_batch_size is None:
         raise ValueError("Packed rows hold varying numbers of samples: give global_batch_size, the samples of a step.")
@@ -435,8 +435,8 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
 def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
-            f"lr_scheduler_type {args.lr_scheduler_type.value} takes its rate from evaluation, which changes "
-            "nothing in training here: use another one, such as cosine."
+            f"lr_scheduler_type {args.lr_scheduler_type.value} sets the rate from evaluation results, but evaluation "
+            "does not affect training here: use another one, such as cosine."
         )
     if run_args.eval_dataset_name is None:
         defaults = {entry.name: entry.default for kind in (run_args, args) for entry in dataclasses.fields(kind)}
@@ -445,7 +445,7 @@ def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
             if given[name] != defaults[name]:
                 raise ValueError(f"{name} does nothing without eval_dataset_name, the held-out rows.")
         if args.save_strategy == "best":
-            raise ValueError("save_strategy 'best' needs held-out rows to choose by: give eval_dataset_name.")
+            raise ValueError("save_strategy 'best' needs held-out rows: give eval_dataset_name.")
         return
     if args.eval_strategy == "no":
         raise ValueError("eval_dataset_name does nothing without eval_strategy: 'steps' (with eval_steps) or 'epoch'.")
@@ -456,19 +456,19 @@ def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
             raise ValueError("A stream has no epochs: set eval_strategy to 'steps', and give eval_steps.")
         if args.save_strategy == "steps":
             raise ValueError(
-                "With eval_strategy 'epoch' a checkpoint of an epoch's last step would come before its evaluation, "
-                "which a run that goes on from there never makes: set save_strategy to 'epoch', 'best' or 'no'."
+                "With eval_strategy 'epoch' a checkpoint at an epoch's last step would be saved before its "
+                "evaluation, which a resumed run would skip: set save_strategy to 'epoch', 'best' or 'no'."
             )
     batch_size_is_given = args.per_device_eval_batch_size != TrainingConfig.per_device_eval_batch_size
     if run_args.packed_length is not None and run_args.eval_samples == 0 and batch_size_is_given:
-        raise ValueError("per_device_eval_batch_size does nothing with packed_length and no eval_samples.")
+        raise ValueError("per_device_eval_batch_size does nothing with packed_length and eval_samples 0.")
     if args.loss_type != "nll":
         raise ValueError(
-            f"loss_type {args.loss_type!r} is no measure: it falls where a model grows less sure of the truth. Leave "
-            "eval_dataset_name, or take 'nll'."
+            f"loss_type {args.loss_type!r} can't measure quality: it falls when a model gets less sure of the truth. "
+            "Remove eval_dataset_name, or use 'nll'."
         )
     if args.optim.startswith("schedule_free"):
-        raise ValueError(f"optim {args.optim.value!r} holds other weights for evaluation: leave eval_dataset_name.")
+        raise ValueError(f"optim {args.optim.value!r} uses other weights for evaluation: remove eval_dataset_name.")
     _check_best(run_args, args)
 
 
@@ -499,7 +499,7 @@ def set_accumulation(args: TrainingConfig, global_batch_size: int | None) -> Non
     per_pass = args.per_device_train_batch_size * args.world_size
     if global_batch_size % per_pass:
         raise ValueError(
-            f"global_batch_size {global_batch_size} is no multiple of per_device_train_batch_size "
+            f"global_batch_size {global_batch_size} is not a multiple of per_device_train_batch_size "
             f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
         )
     args.gradient_accumulation_steps = global_batch_size // per_pass

@@ -1,7 +1,7 @@
 """Attention over packed rows that computes each sample on its own, registered with transformers as "varlen".
 
-sdpa and eager mask a packed row by a matrix of its length squared and compute all of it. Here the cost is the sum of
-the samples' squares: on CUDA by the variable-length FlashAttention that ships with torch, elsewhere sample by sample.
+sdpa and eager mask a packed row with a length x length matrix and compute all of it. Here the cost is the sum of the
+samples' squared lengths: by torch's variable-length FlashAttention on CUDA, sample by sample elsewhere.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from transformers.masking_utils import flash_attention_mask
 
 
 def runs_flash(query: torch.Tensor) -> bool:
-    """Whether FlashAttention takes such tensors."""
+    """Whether FlashAttention supports the tensor's device and dtype."""
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
 
@@ -52,14 +52,14 @@ def varlen_attention_forward(
         raise ValueError('Attention "varlen" is for packed rows; use "sdpa" for padded batches.')
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, **kwargs)
-    # Under autocast the rotary embedding makes float32 of queries and keys, which FlashAttention does not take.
+    # Under autocast the rotary embedding returns float32 queries and keys, which FlashAttention does not support.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if runs_flash(query):
         if dropout:
             raise ValueError(
                 'Attention "varlen" has no dropout; use "sdpa" or set the model\'s attention_dropout to 0.'
             )
-        # Only here, so that older versions of torch can train with other attention.
+        # Imported here, so that older versions of torch can train with other attention.
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
@@ -79,7 +79,7 @@ def varlen_attention_forward(
         )  # [sequence_length, num_heads, head_dim]
         return output[None], None
     if sliding_window is not None and max_length_q is not None and max_length_q > sliding_window:
-        raise ValueError('Attention "varlen" knows sliding windows on CUDA only; use "sdpa".')
+        raise ValueError('Attention "varlen" supports sliding windows on CUDA only; use "sdpa".')
     lengths = cu_seq_lens_q.diff().tolist()
     outputs = [
         sdpa_attention_forward(module, q, k, v, None, dropout, scaling, is_causal=True)[0]

@@ -1,4 +1,4 @@
-"""The batches of padded rows, dealt to the processes so that every row is seen once an epoch."""
+"""Batches of padded rows, distributed to the processes so that every row is seen once per epoch."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,23 +11,23 @@ from training.overrides import checks_overrides
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """The numbers below `count` in the order that accelerate's own sampler has for a seed: int64 [count]."""
+    """A permutation of `range(count)`, the one of accelerate's own sampler for this seed: int64 [count]."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
-# Trainer takes this class of sampler as it is: one that deals batches to processes by itself. accelerate would repeat
-# rows where the last ones don't go round.
+# Trainer leaves this class of sampler unwrapped, since it distributes batches to processes itself. accelerate would
+# repeat rows when there are too few left for all processes.
 @checks_overrides
 class PaddedBatchSampler(BatchRebalanceSampler):
-    """Yields the batches of one process, each a list of sample numbers; an empty one where there is none left for it.
+    """Yields the batches of one process, each a list of sample indices, empty if none are left for it.
 
     Args:
         lengths: Tokens of each sample, integers [samples].
-        batch_size: Samples of a batch, but for the last one of each process.
-        num_processes, process_index: Who shares the work.
-        seed: Of the order, together with the epoch.
+        batch_size: Samples per batch; the last batch of a process may have fewer.
+        num_processes, process_index: Number of processes, and this one's index.
+        seed: Seed of the order; the epoch is added to it.
         strategy: `train_sampling_strategy`: `"random"`, `"group_by_length"` or `"sequential"`.
-        accumulation_steps: Batches of a process in an optimizer step, of which `"group_by_length"` takes account.
+        accumulation_steps: Batches per process in an optimizer step; `"group_by_length"` uses it.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class PaddedBatchSampler(BatchRebalanceSampler):
             [], batch_size * num_processes * accumulation_steps, num_processes, accumulation_steps,
             seed=seed, rank=process_index, drop_last=False,
         )  # fmt: skip
-        self.lengths = lengths  # as they are: a list of a million takes 36 MB in every process
-        # Not `batch_size`, by which accelerate would know how to fill a last batch up.
+        self.lengths = lengths  # kept as an array: a list of a million takes 36 MB per process
+        # Not named `batch_size`: accelerate would use it to fill up the last batch.
         self.rows_per_batch, self.strategy = batch_size, strategy
 
     def order(self) -> np.ndarray:
@@ -64,7 +64,7 @@ class PaddedBatchSampler(BatchRebalanceSampler):
         per_pass = self.rows_per_batch * self.dp_size
         for start in range(0, len(order), per_pass):
             samples = order[start : start + per_pass].tolist()
-            # A last pass that is not full is shared out evenly.
+            # An incomplete last pass is split evenly.
             size, longer = divmod(len(samples), self.dp_size)
             begin = self.rank * size + min(self.rank, longer)
             yield samples[begin : begin + size + (self.rank < longer)]
@@ -76,9 +76,9 @@ class PaddedBatchSampler(BatchRebalanceSampler):
 
 @checks_overrides
 class FixedBatchSampler(BatchRebalanceSampler):
-    """Yields one process's share of batches that are given; an empty one where there is none left for it.
+    """Yields one process's share of the given batches; an empty one if none are left for it.
 
-    Every process gets the same number of them: those that share a sharded model must run it equally often.
+    Every process gets the same number of batches, since all must run a sharded model equally often.
     """
 
     def __init__(self, batches: Sequence[list[int]], num_processes: int, process_index: int) -> None:

@@ -1,4 +1,4 @@
-"""What training measures of itself and says: norms at the modality interface, gradients by module, files, a table."""
+"""What training measures and reports: norms at the modality interface, gradients by module, files, a table."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
-    """L2 norm of the gradient of all `parameters` together, a scalar, whole where they are sharded."""
+    """L2 norm of the gradient of all `parameters` together, a scalar; over all shards if they are sharded."""
     norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     return _whole(norm)
 
@@ -45,20 +45,20 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 class InterfaceMonitor(TrainerCallback):
     """Measures the step that is about to be logged, through hooks that stay idle on every other step.
 
-    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the decoder's first layer; `norm/ratio`. The
-      diagnostics' code says which tokens count. But sinks, which show only at later layers, are not left out here.
+    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the decoder's first layer; `norm/ratio`. Tokens
+      are classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded here.
     - `projector_norm/gain_mean_abs`, `gain_l2`, `bias_mean_abs`, `bias_l2` (Table 5 of arXiv 2512.08374).
     - `grad_norm/<module>`: L2 norm of the gradient of a trained module's parameters, before clipping.
 
     Args:
-        model: The model that is trained; adapters in place, wrappers off.
-        processor: Its processor, which knows special tokens.
+        model: The model that is trained, with adapters and without wrappers.
+        processor: Its processor, for the special tokens.
     """
 
     def __init__(self, model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
         self.active = False
         self.gradients: dict[str, torch.Tensor] = {}
-        """By module, filled in by the trainer before it clips."""
+        """Gradient norms by module, set by the trainer before it clips."""
         self._model = model
         self._ids = token_ids(model, processor)
         self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2))  # sum of norms, tokens
@@ -70,7 +70,7 @@ class InterfaceMonitor(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Wake up for a step that will be logged."""
+        """Become active for a step that will be logged."""
         step = state.global_step + 1
         self.active = step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
 
@@ -97,7 +97,7 @@ class InterfaceMonitor(TrainerCallback):
             metrics |= {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
         norm = trained_projector(self._model).norm
         for name, parameter in (("gain", getattr(norm, "weight", None)), ("bias", getattr(norm, "bias", None))):
-            if parameter is not None and parameter.numel():  # ZeRO-3 takes it away between passes
+            if parameter is not None and parameter.numel():  # empty between passes under ZeRO-3
                 metrics[f"projector_norm/{name}_mean_abs"] = _whole(parameter.abs().mean()).item()
                 metrics[f"projector_norm/{name}_l2"] = _whole(parameter.norm()).item()
         metrics |= {f"grad_norm/{name}": value.item() for name, value in self.gradients.items()}
@@ -107,7 +107,7 @@ class InterfaceMonitor(TrainerCallback):
 
 @checks_overrides
 class StepsFile(TrainerCallback):
-    """A file with lines of JSON, each with its `step`, that goes on with the run where it is resumed."""
+    """A file with lines of JSON, each with its `step`, which a resumed run continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -116,14 +116,14 @@ class StepsFile(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Drop the lines past the step that training goes on from: they will be written again."""
+        """Drop the lines after the step that training resumes from: they will be written again."""
         if state.is_world_process_zero:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             kept: list[str] = []
             if state.global_step > 0 and self._path.exists():
                 lines = self._path.read_text(encoding="utf-8").splitlines(True)
                 if lines and not lines[-1].endswith("\n"):
-                    logger.warning("%s: dropped its last line, torn when the run was stopped", self._path)
+                    logger.warning("%s: dropped its last line, incomplete since the run was stopped", self._path)
                     lines.pop()
                 kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
             write_whole(self._path, "".join(kept))
@@ -137,7 +137,7 @@ class StepsFile(TrainerCallback):
 
 @checks_overrides
 class MetricsFile(StepsFile):
-    """Everything that is logged; names of held-out figures begin with `eval/`, as trackers have them."""
+    """Everything that is logged; names of held-out figures begin with `eval/`, as in trackers."""
 
     @override
     def on_log(
@@ -154,7 +154,7 @@ class MetricsFile(StepsFile):
 
 @checks_overrides
 class ConsoleTable(TrainerCallback):
-    """Prints a line for people at each log, under a header, with a bar between; everything else is in the files."""
+    """Prints a header, a line per log, and a progress bar; everything else is in the files."""
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
     NUM_ANSWERS = 4
@@ -162,11 +162,11 @@ class ConsoleTable(TrainerCallback):
     def __init__(self, shows_mfu: bool) -> None:
         self.shows_mfu = shows_mfu
         self.answers: list[Answer] = []
-        """To the held-out questions, filled in by the trainer before it logs an evaluation."""
+        """Answers to the held-out questions, set by the trainer before it logs an evaluation."""
         self.tokens_before = 0
-        """Of the run before this start, filled in by the trainer."""
+        """Tokens of the run before this start, set by the trainer."""
         self.seconds_evaluating = 0.0
-        """Since this start, filled in by the trainer: they are none of training's."""
+        """Seconds of evaluation since this start, set by the trainer; not counted as training."""
         self._bar: Any = None
         self._started = self._steps_before = 0.0
 
@@ -179,7 +179,7 @@ class ConsoleTable(TrainerCallback):
         if state.is_world_process_zero:
             self._bar = tqdm(
                 total=state.max_steps, initial=state.global_step, leave=False, unit="step",
-                disable=args.disable_tqdm or None,  # and where there is no terminal
+                disable=args.disable_tqdm or None,  # also off without a terminal
             )  # fmt: skip
             columns = (*self.COLUMNS, "MFU") if self.shows_mfu else self.COLUMNS
             self._write("".join(f"{name:>15}" for name in columns))
@@ -188,7 +188,7 @@ class ConsoleTable(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Move the bar."""
+        """Update the bar."""
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
@@ -237,7 +237,7 @@ class ConsoleTable(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 

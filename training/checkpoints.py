@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or not there: how one is published, examined, chosen, and taken for the result."""
+"""Atomic checkpoints: how one is published, checked, chosen, and made the result."""
 
 import errno
 import fcntl
@@ -29,22 +29,22 @@ from training.run import RUN_FILE, Run
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-# What the model card knows the training from.
+# Files that the model card reads the training from.
 RECORD = (RUN_FILE, STATE_FILE, "metrics.jsonl")
-# Of a file of weights, at most, but for one larger weight.
+# Maximum size of a weights file, unless a single weight is larger.
 BYTES_PER_FILE = 5 * 10**9
 LOCK_FILE = ".lock"
 SAVING_FOLDER = ".saving"
 BROKEN_FOLDER = "broken"
 SUPERSEDED_FOLDER = "superseded"
-# What a checkpoint holds beside a model: the state of training.
+# Files of a checkpoint besides the model: the state of training.
 TRAINING_STATE = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "global_step*", "latest", "zero_to_fp32.py",
                   "pytorch_model_fsdp*", "stream.json")  # fmt: skip
 
 
 @contextmanager
 def lock(output_dir: Path) -> Iterator[None]:
-    """Keep a folder to one run. The system drops the lock of a process that ends, however it ends.
+    """Lock a folder for one run. The system releases the lock when the process ends, however it ends.
 
     Raises:
         ValueError: if another run holds it.
@@ -52,30 +52,30 @@ def lock(output_dir: Path) -> Iterator[None]:
     output_dir.mkdir(parents=True, exist_ok=True)
     with (output_dir / LOCK_FILE).open("w") as file:
         try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would go on to hold
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would keep holding
         except OSError as error:
-            cause = f"can't be locked ({error}): its file system must know POSIX locks"
+            cause = f"can't be locked ({error}): its file system must support POSIX locks"
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                cause = "is in use by another run. Wait for its end"
+                cause = "is in use by another run. Wait until it ends"
             raise ValueError(f"output_dir {output_dir} {cause}, or choose another folder.") from error
         yield
 
 
 def publish(folder: Path, destination: Path) -> None:
-    """Move a finished folder to its place, so that a power cut leaves either all of it there or nothing.
+    """Move a finished folder to its place atomically: after a power cut either all of it is there or nothing.
 
-    Files become readable by others: safetensors creates them for their owner alone.
+    Files become readable by others: safetensors makes them readable by their owner only.
     """
     _make_durable(folder)
-    if destination.exists():  # of an earlier run from an older checkpoint
+    if destination.exists():  # left by an earlier run from an older checkpoint
         shutil.rmtree(destination)
     os.rename(folder, destination)
     _sync(destination.parent)
 
 
 def publish_files(folder: Path, destination: Path) -> None:
-    """Move the files of a finished folder into one that is there already. No model without config.json, which comes
-    late, and no end of a run without its state, which comes last."""
+    """Move the files of a finished folder into an existing one. config.json, which makes it a model, is moved second
+    to last; the trainer state, which marks the end of the run, is moved last."""
     _make_durable(folder)
     last = ("config.json", STATE_FILE)
     for path in sorted(folder.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
@@ -92,14 +92,14 @@ def best_checkpoint(state: dict[str, Any], output_dir: Path) -> Path:
     """
     if state["best_global_step"] is None:
         raise ValueError(
-            "load_best_model_at_end: nothing was evaluated. Go on by --load_best_model_at_end false "
+            "load_best_model_at_end: nothing was evaluated. Resume with --load_best_model_at_end false "
             "--resume_changed true."
         )
     checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state['best_global_step']}"
     if not checkpoint.exists():
         raise ValueError(
             f"load_best_model_at_end: the best checkpoint of step {state['best_global_step']} is not in {output_dir}. "
-            "Copy it there, and the one to go on from, and give --resume_from_checkpoint true; or go on by "
+            "Copy it there, with the one to resume from, and give --resume_from_checkpoint true; or resume with "
             "--load_best_model_at_end false --resume_changed true."
         )
     return checkpoint
@@ -111,15 +111,16 @@ def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any]) 
     Args:
         checkpoint: The checkpoint.
         output_dir: Where the result goes.
-        end: What `trainer_state.json` is to hold: the state of the run's end, of which the checkpoint may not be.
+        end: Content of `trainer_state.json`: the state at the end of the run, which may be after the checkpoint.
 
     Raises:
         ValueError: if the checkpoint's weights are sharded.
     """
     if not weight_files(checkpoint):
         raise ValueError(
-            f"{checkpoint} is the end of the run, but its weights are sharded. Join them into {output_dir} by FSDP's "
-            "`accelerate merge-weights` or DeepSpeed's zero_to_fp32.py, and copy the checkpoint's other files there."
+            f"{checkpoint} is the end of the run, but its weights are sharded. Merge them into {output_dir} with "
+            "FSDP's `accelerate merge-weights` or DeepSpeed's zero_to_fp32.py, and copy the checkpoint's other files "
+            "there."
         )
     aside = fresh_folder(output_dir / SAVING_FOLDER)
     for path in checkpoint.iterdir():
@@ -131,9 +132,9 @@ def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any]) 
 
 
 def write_sharded_weights(model: nn.Module, folder: Path, is_main_process: bool) -> None:
-    """Write the weights of a model that FSDP2 has sharded as `from_pretrained` reads them. Every process must call it.
+    """Write the weights of a model sharded by FSDP2 in `from_pretrained`'s format. Every process must call it.
 
-    They are gathered file by file, so that no more than one file's bytes are held at once.
+    They are gathered file by file, so that at most one file's weights are in memory.
     """
     weights: dict[str, Any] = dict(model.named_parameters())  # tied ones once
     split = split_state_dict_into_shards_factory(
@@ -171,7 +172,7 @@ def _sync(path: Path) -> None:
 
 
 def copy_record(source: Path, destination: Path) -> None:
-    """Copy what a folder records of its training, if it does, to a model that was made from its model."""
+    """Copy a folder's record of its training, if it has one, to a model that was made from its model."""
     for name in RECORD:
         if (source / name).exists():
             shutil.copy(source / name, destination)
@@ -232,10 +233,10 @@ def weight_files(checkpoint: Path) -> list[Path]:
 
 
 def check_weights(checkpoint: Path, model: Any) -> None:
-    """Compare the names of a checkpoint's weights with those of the model that is to take them over.
+    """Compare the names of a checkpoint's weights with those of the model that will load them.
 
     Raises:
-        ValueError: if a name is missing or unknown; transformers would go on with a warning.
+        ValueError: if a name is missing or unknown; transformers would only warn.
     """
     given: set[str] = set()
     for path in weight_files(checkpoint):
@@ -252,8 +253,8 @@ def check_weights(checkpoint: Path, model: Any) -> None:
     missing, unexpected = sorted(expected - given - tied), sorted(given - expected - tied)
     if missing or unexpected:
         raise ValueError(
-            f"The weights of {checkpoint} are not those of the model. Missing: {missing or 'none'}; unexpected: "
-            f"{unexpected or 'none'}. Resume with the model that the run began with."
+            f"The weights of {checkpoint} don't match the model. Missing: {missing or 'none'}; unexpected: "
+            f"{unexpected or 'none'}. Resume with the model that the run started with."
         )
 
 
@@ -264,7 +265,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def newest_complete(output_dir: Path, is_main_process: bool) -> Path | None:
-    """The newest checkpoint that can be resumed from. Broken ones after it are moved into a folder `broken` beside it.
+    """The newest checkpoint that can be resumed from. Newer, broken ones are moved into a folder `broken` next to it.
 
     Raises:
         ValueError: if there are checkpoints, but none that can be resumed from.
@@ -282,19 +283,19 @@ def newest_complete(output_dir: Path, is_main_process: bool) -> Path | None:
     if problems:
         causes = "".join(f"\n  {path.name}: {problem}" for path, problem in problems.items())
         raise ValueError(
-            f"{output_dir} holds no checkpoint that can be resumed from:{causes}\nMend them, or start again with "
+            f"{output_dir} holds no checkpoint that can be resumed from:{causes}\nRepair them, or start again with "
             "another output_dir."
         )
     return None
 
 
 def supersede(output_dir: Path, checkpoint: Path) -> None:
-    """Move what a run did after the checkpoint that it goes on from again into a folder `superseded`."""
+    """Move what a run wrote after the checkpoint that it resumes from into a folder `superseded`."""
     step = steps_done(checkpoint)
     later = [path for path in checkpoints(output_dir) if steps_done(path) > step]
     for path in [*later, output_dir / STATE_FILE]:
         if path.exists():
-            logger.warning("%s is of steps that are taken again. Moved to %s", path, output_dir / SUPERSEDED_FOLDER)
+            logger.warning("%s is from steps that will be redone. Moved to %s", path, output_dir / SUPERSEDED_FOLDER)
             _move_into(output_dir / SUPERSEDED_FOLDER, path)
 
 

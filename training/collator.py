@@ -1,4 +1,4 @@
-"""From rows to a batch, padded or packed: pictures opened here, loss on what the assistant says and nothing else."""
+"""From rows to a padded or packed batch: opens the pictures, and puts the loss on assistant turns only."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,14 +17,14 @@ class VisionLanguageCollator:
     """Collates rows of `conversations.rows` into what the model and TRL's loss take.
 
     Padded, it returns `input_ids`, `attention_mask` and `labels`, each `(batch_size, sequence_length)`. Packed, all
-    samples stand in one row: `input_ids`, `labels` and `position_ids`, which restart at each sample, are
+    samples are in one row: `input_ids`, `labels` and `position_ids`, which restart at each sample, are
     `(1, sequence_length)`, there is no `attention_mask`, and `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
-    `max_length_k` tell attention kernels where samples begin, as transformers has it. Both ways `pixel_values` is
+    `max_length_k` tell attention kernels where samples begin, as in transformers. In both cases `pixel_values` is
     `(num_images, 3, height, width)`, in the order of the image tokens.
 
     A batch without pictures, or without any row, gets a blank one, whose tokens no other token sees and which has no
-    label. It changes no result, but without it the projector would have no part in the loss: a stage that trains
-    nothing else would get no gradient, and processes that share the work would wait for each other forever.
+    label. It changes no result, but without it the projector would not take part in the loss: a stage that trains
+    nothing else would get no gradient, and parallel processes would deadlock.
 
     Args:
         tokenize: Turns a row into token ids and labels.
@@ -51,7 +51,7 @@ class VisionLanguageCollator:
         return image_processor(images, return_tensors="pt")["pixel_values"]
 
     def _pad(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> Inputs:
-        if not samples:  # attention is defined only where something is attended to
+        if not samples:  # attention needs at least one token to attend to
             samples = [([self.tokenize.processor.tokenizer.pad_token_id], [IGNORED])]
         longest = max(len(input_ids) for input_ids, _ in samples)
         num_blank = self.tokenize.tokens_per_image if blank else 0
@@ -72,7 +72,7 @@ class VisionLanguageCollator:
         input_ids = [token for sample_ids, _ in samples for token in sample_ids]
         labels = [label for _, sample_labels in samples for label in sample_labels]
         if blank:
-            # Every token a sample of its own, which tells it from a real picture and costs next to nothing.
+            # Each token is a separate sample, which tells it from a real picture and costs almost nothing.
             lengths += [1] * self.tokenize.tokens_per_image
             input_ids += [self.tokenize.processor.image_token_id] * self.tokenize.tokens_per_image
             labels += [IGNORED] * self.tokenize.tokens_per_image

@@ -5,7 +5,7 @@
     python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --output_dir checkpoints/composed
     python training/compose.py --normllava_model checkpoints/stage1 --key_adapter_rank 16 --output_dir checkpoints/keys
 
-The last adds key adapters to a NormLlava as it is. All print the norms at the modality interface with and without the
+The last adds key adapters to an existing NormLlava. All print the norms at the modality interface with and without the
 alignment, and write a complete checkpoint folder.
 """
 
@@ -47,10 +47,10 @@ from training.model_type import require_model_type
 
 logger = logging.getLogger(__name__)
 
-# Tokens that language models carry and never use in text: taking one over spares the embeddings a new row.
+# Tokens that language models have but never use in text: with one of them the embeddings need no new row.
 IMAGE_TOKEN_CANDIDATES = ("<image>", "<|image_pad|>", "<|reserved_special_token_0|>", "<unused0>")
 PAD_TOKEN_CANDIDATES = ("<|finetune_right_pad_id|>", "<|endoftext|>", "<pad>")
-# Llava's head is a bare linear layer: a language model that does more to its logits would lose it.
+# Llava's head is a plain linear layer: anything else that a language model does to its logits would be lost.
 LOGIT_FIELDS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
 
 
@@ -58,7 +58,7 @@ LOGIT_FIELDS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_sca
 class ComposeArguments:
     """The command line."""
 
-    output_dir: str = field(metadata={"help": "Folder to write; must be empty or not there yet."})
+    output_dir: str = field(metadata={"help": "Folder to write; must be empty or not exist yet."})
     vision_model: str | None = field(default=None, metadata={"help": "Vision encoder: folder or Hub id."})
     text_model: str | None = field(default=None, metadata={"help": "Decoder language model: folder or Hub id."})
     llava_model: str | None = field(default=None, metadata={"help": "Llava checkpoint to convert: folder or Hub id."})
@@ -77,8 +77,8 @@ class ComposeArguments:
     key_adapter_rank: int = field(
         default=0, metadata={"help": "Rank of gated key adapters (MaLoRA-style); 0 for none."}
     )
-    key_adapter_alpha: float = field(default=32, metadata={"help": "Key adapters are scaled by this over the rank."})
-    key_adapter_dropout: float = field(default=0.05, metadata={"help": "Dropout in front of key adapters."})
+    key_adapter_alpha: float = field(default=32, metadata={"help": "Key adapters are scaled by alpha / rank."})
+    key_adapter_dropout: float = field(default=0.05, metadata={"help": "Dropout before key adapters."})
     seed: int = field(default=42, metadata={"help": "Seed of new weights."})
 
     def __post_init__(self) -> None:
@@ -86,7 +86,7 @@ class ComposeArguments:
         wholes = (self.llava_model is not None, self.normllava_model is not None)
         if sum(wholes) + any(parts) != 1 or any(parts) != all(parts):
             raise ValueError(
-                "Give either --vision_model and --text_model, or --llava_model alone, or --normllava_model alone."
+                "Give either --vision_model and --text_model, or only --llava_model, or only --normllava_model."
             )
         if self.key_adapter_rank < 0 or (self.normllava_model is not None and self.key_adapter_rank == 0):
             raise ValueError("Give --key_adapter_rank, 1 or more: the rank of the key adapters that are to be added.")
@@ -103,10 +103,10 @@ class ComposeArguments:
 
 
 def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The vision encoder at `path`, alone where the checkpoint holds a text encoder too (CLIP, SigLIP).
+    """The vision encoder at `path`, without the text encoder that CLIP and SigLIP checkpoints also hold.
 
     Raises:
-        ValueError: if it doesn't take whole pictures of one size.
+        ValueError: if it doesn't take whole pictures of one fixed size.
     """
     config = AutoConfig.from_pretrained(path)
     config = getattr(config, "vision_config", config)
@@ -114,8 +114,8 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
         if not isinstance(getattr(config, name, None), int):
             raise ValueError(
                 f"{path}: vision_config.{name} is {getattr(config, name, None)!r}, an integer is needed. NormLlava "
-                f"reads vision transformers with pictures of one size; {config.model_type!r} is of another kind (of "
-                "SigLIP2, take a fixed-resolution checkpoint, not a NaFlex one)."
+                f"needs a vision transformer with a fixed picture size; {config.model_type!r} is not one (for "
+                "SigLIP2, use a fixed-resolution checkpoint, not a NaFlex one)."
             )
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # SigLIP's pooling, which Llava doesn't read and vLLM on CPU can't run
@@ -134,16 +134,16 @@ def load_text_model(path: str) -> PreTrainedModel:
     for name, neutral in LOGIT_FIELDS.items():
         if getattr(config, name, neutral) not in (None, neutral):
             raise ValueError(
-                f"{path}: text_config.{name} is {getattr(config, name)!r}. Llava's head applies no such change to "
-                "the logits, so this language model would give other answers than by itself."
+                f"{path}: text_config.{name} is {getattr(config, name)!r}. Llava's head can't do this to the "
+                "logits, so the answers would differ from the language model's own."
             )
     return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> str:
-    """A token of the tokenizer that can stand for a picture; adds `<image>` to it where there is none.
+    """A token of the tokenizer that can stand for a picture; adds `<image>` if there is none.
 
-    A token counts only if the embedding has a row for it: Gemma 3's text checkpoints lack the one of their
+    A token counts only if the embedding has a row for it: Gemma 3's text checkpoints have none for their
     `<image_soft_token>`.
     """
     vocabulary = tokenizer.get_vocab()
@@ -155,7 +155,7 @@ def choose_image_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) 
 
 
 def set_pad_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> None:
-    """Give the tokenizer a pad token that is not the end-of-turn one, where it has a spare one."""
+    """Give the tokenizer a pad token that is not the end-of-turn one, if it has a spare one."""
     if tokenizer.pad_token is not None:
         return
     vocabulary = tokenizer.get_vocab()
@@ -166,7 +166,7 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> No
 def vision_tokens(
     vision_model: PreTrainedModel, image_processor: BaseImageProcessor
 ) -> tuple[int, Literal["default", "full"]]:
-    """Number of patches of a picture, and whether a CLS token stands before them (`"default"`: it is dropped).
+    """Number of patches of a picture, and whether a CLS token precedes them (`"default"`: it is dropped).
 
     Raises:
         ValueError: if the image processor's pictures don't fit the encoder, naming the field.
@@ -216,7 +216,7 @@ def build_processor(
 def generation_config(
     text_generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> GenerationConfig:
-    """The language model's own, which also stops at the end of a turn and knows the pad token."""
+    """The language model's own, extended to stop at the end of a turn, with the pad token."""
     end_of_turn = tokenizer.convert_tokens_to_ids(chat_format(tokenizer).end_of_turn)
     known = text_generation_config.eos_token_id
     known = [] if known is None else known if isinstance(known, list) else [known]
@@ -273,7 +273,7 @@ def compose(
         projector_norm=projector_norm,
         projector_norm_target=target,
         dtype=text_model.dtype,
-        # A new config resets the attention of the parts that it holds, and they were built already.
+        # A new config would reset the attention implementation of its parts, which are built already.
         attn_implementation=text_model.config._attn_implementation,
     )
     set_seed(seed)
@@ -282,7 +282,7 @@ def compose(
     )
     projector = model.model.multi_modal_projector
     for linear in (projector.linear_1, projector.linear_2):
-        linear.reset_parameters()  # as LLaVA starts it; transformers' fixed std of 0.02 fades out in narrow models
+        linear.reset_parameters()  # as LLaVA does; transformers' fixed std of 0.02 is too small in narrow models
     projector.to(text_model.dtype)
     model.generation_config = generation_config(text_model.generation_config, tokenizer)
     return model, build_processor(image_processor, tokenizer, image_token, config)
@@ -291,12 +291,12 @@ def compose(
 def convert_llava(
     llava_model_path: str, projector_norm: str = "gwc", align_norm: bool = True
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava from a Llava checkpoint: every weight taken over, only the norm new.
+    """A NormLlava from a Llava checkpoint: all weights are kept, only the norm is new.
 
     The native class does the loading, so that checkpoints with legacy keys come out right.
 
     Raises:
-        ValueError: if `llava_model_path` is no Llava checkpoint, a NormLlava with a norm of its own among them.
+        ValueError: if `llava_model_path` is not a Llava checkpoint; a NormLlava, which already has a norm, is not.
     """
     require_model_type(llava_model_path, "llava")
     llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
@@ -337,16 +337,16 @@ def convert_llava(
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaForConditionalGeneration:
-    """The same model with key adapters, which change nothing until they are trained; its parts are taken over.
+    """The same model with key adapters, which change nothing until they are trained; its parts are reused.
 
     Raises:
         ValueError: if it has key adapters already or is quantized, or its decoder can't have any.
-        huggingface_hub.errors.StrictDataclassError: if rank, alpha or dropout make no sense.
+        huggingface_hub.errors.StrictDataclassError: if rank, alpha or dropout are invalid.
     """
     if model.config.key_adapter_rank:
-        raise ValueError(f"There are key adapters of rank {model.config.key_adapter_rank} already.")
+        raise ValueError(f"The model already has key adapters of rank {model.config.key_adapter_rank}.")
     if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError("This model is quantized. Add key adapters to the unquantized one, and train --load_in_4bit.")
+        raise ValueError("This model is quantized. Add key adapters to the unquantized one, and use --load_in_4bit.")
     config = copy.deepcopy(model.config)
     config.key_adapter_rank, config.key_adapter_alpha, config.key_adapter_dropout = rank, alpha, dropout
     config.validate()
@@ -356,17 +356,17 @@ def add_key_adapters(
     )
     adapted.model.multi_modal_projector = model.model.multi_modal_projector
     adapted.generation_config = model.generation_config
-    with torch.no_grad():  # does the decoder hand on what its adapters need?
+    with torch.no_grad():  # fails if the decoder doesn't pass on what its adapters need
         adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
     return adapted
 
 
 @torch.no_grad()
 def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
-    """Mean L2 norms at the modality interface on eight pictures of seeded noise: no data is at hand here.
+    """Mean L2 norms at the modality interface on eight pictures of seeded noise, since there is no data here.
 
-    By place of [`InterfaceHooks`] before the decoder, and `"text"`, T. Without a norm, `"norm_input"` is what the
-    projector returns.
+    Keys are the places of [`InterfaceHooks`] before the decoder, and `"text"` for T. Without a norm, `"norm_input"` is
+    what the projector returns.
     """
     size = model.config.vision_config.image_size
     noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The data of a run: its rows, checked, and who gets which of them when."""
+"""The data of a run: its checked rows, and which process gets which of them when."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from training.run import Source
 from training.tokenization import RowTokenizer
 
 
-# Bad rows that were left out.
+# Lists the bad rows that were skipped.
 BAD_ROWS_FILE = "bad_rows.jsonl"
 
 
@@ -31,7 +31,7 @@ def open_rows(run_args: RunArguments) -> list[Any]:
     """The rows of each source that a run names, unchecked: datasets, or one stream.
 
     Raises:
-        ValueError: as `load_rows` does; of several sources the message names the entry.
+        ValueError: as `load_rows` does; with several sources the message names the entry.
     """
     rows = []
     for number, source in enumerate(run_args.sources):
@@ -45,8 +45,8 @@ def open_rows(run_args: RunArguments) -> list[Any]:
 def read_rows(
     run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer
 ) -> tuple[Dataset | RowStream, str, list[Source]]:
-    """The checked rows with their lengths, a fingerprint that a resumed run must find again, and what was taken of
-    each source; of a stream the last is not known, and its rows are checked when they are read (`check_of_stream`)."""
+    """The checked rows with their lengths, a fingerprint that must be the same when a run is resumed, and what was
+    taken from each source. For a stream the last is empty, and rows are checked when read (`check_of_stream`)."""
     report_file = Path(args.output_dir) / BAD_ROWS_FILE
     opened = _open_on_main_first(args, lambda: open_rows(run_args), report_file, run_args.dataset_streaming)
     if run_args.dataset_streaming:
@@ -60,7 +60,7 @@ def read_rows(
 
 
 def sampling_seed(args: TrainingConfig) -> int:
-    """The seed of which rows are drawn, and of their order."""
+    """The seed for drawing rows and for their order."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
@@ -73,7 +73,7 @@ def _named_source(run_args: RunArguments, number: int) -> Any:
 
 @contextmanager
 def _named(field: str, image_folder: str) -> Iterator[None]:
-    """A `with` block whose errors name a field, and its own field of the folder of pictures."""
+    """A `with` block whose errors name a field, and that field's image folder instead of --image_folder."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -82,7 +82,7 @@ def _named(field: str, image_folder: str) -> Iterator[None]:
 
 
 def check_of_stream(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> StreamCheck:
-    """What looks at the rows of a stream when they are read."""
+    """The check of a stream's rows, made when they are read."""
     return StreamCheck(
         control_tokens(tokenize.processor.tokenizer, tokenize.processor.image_token),
         tokenize,
@@ -118,7 +118,7 @@ def _open_on_main_first(
 ) -> Any:
     with args.main_process_first(desc="reading the data"):
         if args.process_index == 0 and (args.resume_from_checkpoint is None or not is_stream):
-            report_file.unlink(missing_ok=True)  # an earlier run's, or what this run finds again
+            report_file.unlink(missing_ok=True)  # from an earlier run, or to be written again
         return load()
 
 
@@ -136,7 +136,7 @@ def _check_rows(
 
 
 def deal_held_out(run_args: RunArguments, args: TrainingConfig, lengths: list[int]) -> FixedBatchSampler:
-    """The batches of held-out rows, packed where the run packs: the same ones on any number of processes.
+    """The batches of held-out rows, packed if the run packs: the same ones for any number of processes.
 
     Raises:
         ValueError: if a row is longer than a packed one.
@@ -151,7 +151,7 @@ def deal_held_out(run_args: RunArguments, args: TrainingConfig, lengths: list[in
 
 
 def deal_rows(run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowStream) -> BatchRebalanceSampler | None:
-    """The sampler of rows, which a stream has none of; sets the accumulation steps."""
+    """The sampler of rows, `None` for a stream; sets the accumulation steps."""
     if isinstance(rows, RowStream):
         if run_args.packed_length is None:
             set_accumulation(args, run_args.global_batch_size)

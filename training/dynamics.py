@@ -1,4 +1,4 @@
-"""A run that measures itself on a fixed set of pictures while it trains. Needs the extra "diagnostics"."""
+"""Measures a model on a fixed set of pictures during training. Needs the extra "diagnostics"."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,10 +18,10 @@ from training.overrides import checks_overrides
 class DynamicsCallback(TrainerCallback):
     """Measures the model in training before the first step, every `steps` steps and after the last one.
 
-    Every process measures, since a sharded model can't run otherwise; the first one writes.
+    Every process measures, since a sharded model can't run otherwise; only the main process writes.
 
     Args:
-        model: The model that is trained; adapters in place, wrappers off.
+        model: The model that is trained, with adapters and without wrappers.
         processor: Its processor.
         questions: What to measure on.
         steps: Steps between two measurements.
@@ -38,7 +38,7 @@ class DynamicsCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure the start, unless the run goes on from a checkpoint.
+        """Measure the start, unless the run is resumed from a checkpoint.
 
         Raises:
             ValueError: if the run was measured on other questions before.
@@ -55,7 +55,7 @@ class DynamicsCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure when it is time."""
+        """Measure every `steps` steps and after the last one."""
         if state.global_step % self._steps == 0 or state.global_step == state.max_steps:
             self._measure(args, state)
 

@@ -1,4 +1,4 @@
-"""What a run was made with and on, for its model card."""
+"""Hardware and software of a run, for its model card."""
 
 import platform
 import subprocess
@@ -14,14 +14,14 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run was made with and on.
+    """Hardware and software of a run.
 
     Attributes:
         device: Name of the GPU, or the kind of CPU.
         num_processes: How many processes train.
-        resumed: Whether the run went on from a checkpoint, so that what was timed is not all of it.
-        commit: Of this code; `None` where there is no git repository.
-        commit_is_clean: Whether the code was that of the commit.
+        resumed: Whether the run was resumed from a checkpoint, so that timings don't cover all of it.
+        commit: Of this code; `None` without a git repository.
+        commit_is_clean: Whether the code was exactly that of the commit.
         python: Version of Python.
         packages: Versions of `PACKAGES`.
     """
@@ -36,7 +36,7 @@ class Environment:
 
 
 def describe_environment(num_processes: int, resumed: bool) -> Environment:
-    """The environment of a run that is about to start: by its end there may be another commit."""
+    """The environment at the start of a run: the commit may have changed by its end."""
     commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     return Environment(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),

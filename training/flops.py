@@ -8,7 +8,7 @@ one that is read don't count. With N weights in matrix products and t tokens, a 
     gradient of its input      2 N t    if anything before it is trained
     gradient of its weights    2 N t    if it is trained itself
 
-so a frozen language model costs 4 N t in stage 1, not 6 N t, LoRA beside it 6 N t, and a frozen vision encoder 2 N t.
+so a frozen language model costs 4 N t in stage 1, not 6 N t, its LoRA adapters 6 N t, a frozen vision encoder 2 N t.
 Key adapters and the losses on keys, which are small, are left out. The head sees only the
 supervised tokens. Attention over a sample of L tokens costs 4 L² d a layer forward (d = heads x head size), half of
 that where it is causal, and twice the forward again in the backward pass.
@@ -26,11 +26,11 @@ from training.stages import Stage, trained_projector, unread_parameters
 from training.tokenization import IGNORED
 
 
-# What FLOPs go with.
+# What FLOPs are proportional to.
 UNITS = ("token", "squared length", "picture", "supervised token")
 # Dense bfloat16 FLOP/s by the vendors' data sheets.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# As CUDA names them. Other cards of these names, such as the H100 PCIe, are slower.
+# CUDA's device names. Other cards of the same kind, such as the H100 PCIe, are slower.
 NAMES = {
     "NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-40GB": "A100",
     "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA A100-PCIE-40GB": "A100", "NVIDIA A100 80GB PCIe": "A100",
@@ -38,13 +38,13 @@ NAMES = {
 
 
 def device_peak(device: torch.device) -> float | None:
-    """FLOP/s of a device by its data sheet; `None` if that is not known here, or the device is no GPU."""
+    """FLOP/s of a device by its data sheet; `None` if it is not known here, or the device is not a GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return PEAK_FLOPS[NAMES[name]] if name in NAMES else None
 
 
 class MfuMeter:
-    """The share of the devices' peak that training reaches, measured without waiting for them.
+    """The share of the devices' peak that training reaches, measured without extra synchronization.
 
     Args:
         model: The model, prepared for the stage and not yet sharded.
@@ -61,11 +61,11 @@ class MfuMeter:
         self._since: float | None = None
 
     def begin(self) -> None:
-        """Start the clock, unless it runs."""
+        """Start the clock, unless it is running."""
         self._since = time.monotonic() if self._since is None else self._since
 
     def add(self, inputs: Inputs) -> None:
-        """Count a batch in a collator's layout, on whatever device it is."""
+        """Count a batch in a collator's layout, on any device."""
         packed = "cu_seq_lens_q" in inputs
         lengths = inputs["cu_seq_lens_q"].diff() if packed else inputs["attention_mask"].sum(1)
         supervised = (inputs["labels"][:, 1:] != IGNORED).sum()
@@ -80,9 +80,9 @@ class MfuMeter:
         Args:
             reduce: Sums a tensor over processes.
             num_processes: Devices that share the work.
-            idle: Seconds since then in which nothing was trained.
+            idle: Seconds since then that were not spent on training.
         """
-        flops = (reduce(self._work).cpu() * self._costs).sum().item()  # the device is done with them here
+        flops = (reduce(self._work).cpu() * self._costs).sum().item()  # waits for the device
         now = time.monotonic()
         assert self._since is not None
         seconds, self._since = now - self._since - idle, now
@@ -91,7 +91,7 @@ class MfuMeter:
 
 
 def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
-    """Weights in matrix products; those in 4 bits count whole, though they are held in half a byte."""
+    """Number of weights in matrix products; a 4-bit weight counts as one, though it takes half a byte."""
     return sum(
         m.in_features * m.out_features if isinstance(m, nn.Linear) else m.weight.numel()
         for m in module.modules()
@@ -100,7 +100,7 @@ def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
 
 
 def unit_flops(model: NormLlavaForConditionalGeneration, stage: Stage) -> dict[str, tuple[str, float]]:
-    """Model FLOPs by part: the unit that they go with, of `UNITS`, and what one of it costs.
+    """Model FLOPs by part: the unit of `UNITS` that they scale with, and the FLOPs per unit.
 
     Args:
         model: The model, prepared for the stage.

@@ -1,4 +1,4 @@
-"""Held-out questions that a model answers while it is trained, and how its answers compare with the truth."""
+"""Held-out questions that a model answers during training, and how its answers compare with the truth."""
 
 import re
 import string
@@ -21,7 +21,7 @@ from training.collator import VisionLanguageCollator
 from training.tokenization import IGNORED
 
 
-# Whatever the checkpoint's generation config says: a language model's own may hold penalties.
+# Overrides the checkpoint's generation config, which may set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
@@ -31,10 +31,10 @@ class Answer:
 
     Attributes:
         source: File or dataset and number of the row.
-        question: What the human says last before the answer, without marks of pictures.
+        question: The last human turn before the answer, without image marks.
         answer: What the model said.
         truth: What the row says.
-        right: Whether it came to its end, and both are the same after [`normalise`].
+        right: Whether the answer is complete and equals the truth after [`normalise`].
     """
 
     source: str
@@ -45,9 +45,9 @@ class Answer:
 
 
 def normalise(answer: str) -> str:
-    """An answer in lower case, without punctuation, articles and further spaces: what SQuAD's exact match compares
-    (Rajpurkar et al. 2016, arXiv 1606.05250; `normalize_answer` of its evaluation script). What is made of these alone
-    is kept, as the "A" of a multiple choice."""
+    """An answer in lower case, without punctuation, articles and extra spaces: what SQuAD's exact match compares
+    (Rajpurkar et al. 2016, arXiv 1606.05250; `normalize_answer` of its evaluation script). An answer that consists
+    only of these is kept, such as the "A" of a multiple choice."""
     text = "".join(character for character in answer.lower() if character not in string.punctuation)
     words = re.sub(r"\b(a|an|the)\b", " ", text)
     return " ".join((words.strip() or text.strip() or answer).split())
@@ -55,11 +55,11 @@ def normalise(answer: str) -> str:
 
 @contextmanager
 def generating(trained: nn.Module, accelerator: Accelerator) -> Iterator[NormLlavaForConditionalGeneration]:
-    """The model inside of what is trained, ready to generate from padded prompts in the precision of training."""
+    """The unwrapped model, ready to generate from padded prompts in the precision of training."""
     unwrapped: Any = accelerator.unwrap_model(trained)
     model = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
     attention = model.config.text_config._attn_implementation
-    if attention == "varlen":  # for packed rows alone
+    if attention == "varlen":  # for packed rows only
         model.set_attn_implementation({"text_config": "sdpa"})
     if isinstance(trained, FSDPModule):  # generating encodes pictures outside of the forward that gathers the weights
         trained.unshard()
@@ -74,14 +74,14 @@ def generating(trained: nn.Module, accelerator: Accelerator) -> Iterator[NormLla
 
 
 class HeldOutQuestions:
-    """The first answers of some rows, to be given by a model.
+    """The first question of each of some rows, for a model to answer.
 
-    Prompt and truth are those of training: all tokens up to the first that is trained, and from there on those that
-    are. So a question is the same in every stage and chat format.
+    The prompt is all tokens before the first supervised one, the truth the supervised tokens from there on, both as in
+    training. So questions work alike in every stage and chat format.
 
     Args:
         rows: The rows.
-        collate: What makes the batches of training from them.
+        collate: The collator of training.
         batch_size: Questions that are answered at once.
         one_line: Whether a line break ends an answer, as in the rows of stage "align"; nothing else does there.
     """
@@ -98,17 +98,17 @@ class HeldOutQuestions:
             self._truths.append(labels[start:end])
 
     def answer(self, trained: nn.Module, accelerator: Accelerator) -> list[Answer]:
-        """Let a model answer greedily, in no more tokens than the longest truth has. All processes must call this.
+        """Generate greedy answers with at most as many tokens as the longest truth. All processes must call this.
 
         Args:
             trained: The model, or the `PeftModel` around it; under FSDP2 after a forward pass.
-            accelerator: Knows the processes and the precision.
+            accelerator: Holds the processes and the precision.
 
         Returns:
             The answers to all questions, on every process.
         """
         count, step = len(self._rows), accelerator.num_processes
-        # All processes answer equally many, as a sharded model needs it; what is answered again is dropped.
+        # All processes answer equally many, as a sharded model requires; repeated answers are dropped.
         numbers = range(accelerator.process_index, -(-count // step) * step, step)
         answers: list[tuple[int, Answer]] = []
         for start in range(0, len(numbers), self._batch_size):
@@ -156,7 +156,7 @@ class HeldOutQuestions:
                 break
             question = turn["value"] if turn["from"] == "human" else question
         answer, truth = self._text(said), self._text(self._truths[number])
-        # What was cut off behind the truth is another answer.
+        # An answer that was cut off after the truth is not the same answer.
         ended = "\n" in self._decode(said) if self._one_line else not ends.isdisjoint(said)
         right = ended and normalise(answer) == normalise(truth)
         return Answer(row["source"], question.replace(IMAGE_MARK, "").strip(), answer, truth, right)

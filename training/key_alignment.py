@@ -1,8 +1,8 @@
 """Losses that bring visual and text keys together while adapters are trained, MaLoRA-style (arXiv 2510.26721).
 
-The paper's abstract names a multi-kernel MMD and a Gram reference; its text was not to be had. What it leaves open is
-chosen here: keys are those that attention gets before rotary embedding (behind the norm that some families, as Qwen3,
-put on keys), each head by itself, of the tokens that the diagnostics count as visual and text.
+The paper's abstract names a multi-kernel MMD and a Gram reference; its full text was not available. The rest is our
+choice: keys are taken before rotary embedding (after the key norm of families such as Qwen3), per head, of the tokens
+that the diagnostics count as visual and text.
 """
 
 from collections import defaultdict
@@ -19,26 +19,26 @@ from diagnostics.tokens import Inputs, Tokens, classify, find_sinks, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-# Of either modality, of a forward pass.
+# Per modality and forward pass.
 MAX_TOKENS = 256
 
 
 class _WeightedKernelSum(torch.autograd.Function):
-    """Sum of `weights_ij * k(x_i, x_j)` over all pairs, mean over heads; the gradient is made with the value.
+    """Sum of `weights_ij * k(x_i, x_j)` over all pairs, mean over heads; the gradient is computed with the value.
 
     With `k` a function of the squared distance d and `M = weights * dk/dd`, symmetric, the gradient at x_i is `4 sum_j
-    M_ij (x_i - x_j)`. Autograd would keep five matrices of all pairs for each head and layer, and pass over them anew.
+    M_ij (x_i - x_j)`. Autograd would keep five matrices of all pairs per head and layer, and read them again.
     """
 
     @staticmethod
     def forward(ctx: Any, keys: torch.Tensor, weights: torch.Tensor, bandwidths: Sequence[float]) -> torch.Tensor:
-        centred = keys - keys.mean(dim=1, keepdim=True)  # distances stay, rounding is less
+        centred = keys - keys.mean(dim=1, keepdim=True)  # same distances, less rounding error
         squares = centred.square().sum(-1)
         distances = squares[:, :, None] + squares[:, None] - 2 * centred @ centred.transpose(1, 2)
         distances.clamp_(min=0).diagonal(dim1=1, dim2=2).zero_()
         count = keys.shape[1]
         scale = distances.sum((1, 2), keepdim=True) / (count * (count - 1))  # σ² of each head, [num_heads, 1, 1]
-        scale = scale.clamp(min=torch.finfo(keys.dtype).eps ** 2)  # where all keys are alike
+        scale = scale.clamp(min=torch.finfo(keys.dtype).eps ** 2)  # in case all keys are equal
         kernel, slope = torch.zeros_like(distances), torch.zeros_like(distances)
         for bandwidth in bandwidths:
             rate = 1 / (bandwidth * scale)
@@ -64,7 +64,7 @@ def mmd(visual: torch.Tensor, text: torch.Tensor, bandwidths: Sequence[float]) -
     without a gradient.
 
     Args:
-        visual, text: `(num_heads, num_tokens, head_dim)`, two tokens of either at least.
+        visual, text: `(num_heads, num_tokens, head_dim)`, at least two tokens each.
         bandwidths: s.
     """
     n, m = visual.shape[1], text.shape[1]
@@ -76,13 +76,13 @@ def mmd(visual: torch.Tensor, text: torch.Tensor, bandwidths: Sequence[float]) -
 
 
 def gram_distance(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """`|G - G_ref|²_F / n²` of the Gram matrices of keys, centred and then of length 1, mean over heads.
+    """`|G - G_ref|²_F / n²` of the Gram matrices of keys, centred and then normalized, mean over heads.
 
-    Centring makes it blind to a shift of all keys, which MMD may ask for.
+    Centring makes it invariant to a shift of all keys, which the MMD may require.
 
     Args:
         keys: Of one modality, `(num_heads, n, head_dim)`.
-        reference: What the same tokens' keys are to resemble, of the same shape.
+        reference: Reference keys of the same tokens, in the same shape.
     """
 
     def gram(of: torch.Tensor) -> torch.Tensor:
@@ -93,8 +93,8 @@ def gram_distance(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
 
 
 class _Watched(NamedTuple):
-    """Which tokens of a forward pass are looked at: their places in the batch, `(n,)`, of which the first `num_visual`
-    are visual; and the batch's shape."""
+    """The tokens of a forward pass that are used: their positions in the batch, `(n,)`, the first `num_visual` of them
+    visual; and the batch's shape."""
 
     positions: torch.Tensor
     num_visual: int
@@ -102,18 +102,18 @@ class _Watched(NamedTuple):
 
 
 class KeyAlignment:
-    """Watches the decoder's keys in training, and gives what is added to the loss.
+    """Records the decoder's keys in training, and computes what is added to the loss.
 
-    A pass with fewer than two tokens of a modality, as one without pictures, adds nothing. A sink is told from all
-    tokens that are drawn, where the diagnostics look at each sample by itself.
+    A pass with fewer than two tokens of a modality, such as one without pictures, adds nothing. Sinks are found among
+    all drawn tokens together; the diagnostics find them per sample.
 
     Args:
-        model: The model with key adapters, LoRA adapters in place, wrappers off.
-        processor: Its processor, which knows special tokens.
-        mmd_weight, gram_weight: Of [`mmd`], and of [`gram_distance`] to the keys that the frozen `k_proj` makes of the
-            same hidden states, mean over the modalities. Both are means over `layers`.
+        model: The model with key adapters, with LoRA adapters and without wrappers.
+        processor: Its processor, for the special tokens.
+        mmd_weight, gram_weight: Of [`mmd`], and of [`gram_distance`] to the keys that the frozen `k_proj` computes
+            from the same hidden states, mean over the modalities. Both are means over `layers`.
         bandwidths: s of [`mmd`].
-        layers: Of the decoder; `None` for all.
+        layers: Layers of the decoder; `None` for all.
 
     Raises:
         ValueError: if there are no such layers.
@@ -151,14 +151,14 @@ class KeyAlignment:
             (_key_norm(attention) or attention.k_proj).register_forward_hook(self._see_keys(number))
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
-        """Draw the tokens that are looked at."""
+        """Draw the tokens to use."""
         self._watched, self._norms, self._keys, self._references = None, [], {}, {}
         if module.training:
             tokens = classify(kwargs, self._ids)
             visual, text = (_draw(mask.flatten()) for mask in (tokens.visual, tokens.text))
             self._watched = _Watched(torch.cat([visual, text]), len(visual), tokens.visual.shape)
 
-    # After `penalty` nothing is seen: gradient checkpointing runs the layers again in the backward pass.
+    # After `penalty` the hooks do nothing: gradient checkpointing runs the layers again in the backward pass.
 
     @torch.no_grad()
     def _see_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
@@ -175,7 +175,7 @@ class KeyAlignment:
             keys = projection.base(args[0].flatten(0, 1)[self._watched.positions])
             norm = _key_norm(attention)
             if norm is not None:
-                # Not as a call, which `_see_keys` would take for the model's.
+                # `forward`, since a call would trigger the hook of `_see_keys`.
                 keys = norm.forward(keys.unflatten(-1, (-1, *norm.weight.shape)))
             self._references[number] = keys.reshape(len(keys), -1, attention.head_dim).transpose(0, 1)
 
@@ -183,7 +183,7 @@ class KeyAlignment:
 
     def _see_keys(self, number: int) -> Callable[..., None]:
         def see(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            # Whole, since to choose tokens here would be among what gradient checkpointing has to run again.
+            # All tokens: gradient checkpointing would have to rerun a selection made here.
             if self._watched is not None and torch.is_grad_enabled():
                 self._keys[number] = output
 
@@ -200,7 +200,7 @@ class KeyAlignment:
         """What the last forward pass adds to the loss, a scalar.
 
         Raises:
-            RuntimeError: if keys were made without a graph, as under reentrant gradient checkpointing.
+            RuntimeError: if keys have no autograd graph, as under reentrant gradient checkpointing.
         """
         watched, self._watched = self._watched, None
         if watched is None:
@@ -209,7 +209,7 @@ class KeyAlignment:
             raise RuntimeError("The keys have no graph: set use_reentrant in gradient_checkpointing_kwargs to false.")
         is_visual = torch.arange(len(watched.positions)) < watched.num_visual
         drawn = Tokens(is_visual, ~is_visual, {})
-        norms = torch.stack([self._norms[0], *self._norms]).cpu()  # the first is what enters, which doesn't count
+        norms = torch.stack([self._norms[0], *self._norms]).cpu()  # the first is the input, which doesn't count
         drawn = drawn.without("sink", find_sinks(norms, drawn))
         visual, text = (mask.nonzero()[:, 0].to(watched.positions.device) for mask in (drawn.visual, drawn.text))
         if min(len(visual), len(text)) < 2:
@@ -222,7 +222,7 @@ class KeyAlignment:
         return distance * self._mmd_weight + change * self._gram_weight
 
     def _measure(self, number: int, watched: _Watched, visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """MMD² and the distance of Gram matrices of one layer, `(2,)`; 0 for what has no weight."""
+        """MMD² and the distance of Gram matrices of one layer, `(2,)`; 0 for a loss without weight."""
         keys = self._take_keys(number, watched)
         keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
         distance = change = keys.new_zeros(())
@@ -230,7 +230,7 @@ class KeyAlignment:
             distance = mmd(keys[:, visual], keys[:, text], self._bandwidths)
         if self._gram_weight:
             reference = self._references.pop(number).to(keys.dtype)
-            # Again in the backward pass, so that the matrices of one layer at a time are held.
+            # Recomputed in the backward pass, so that only one layer's matrices are held at a time.
             of_both = [
                 checkpoint(gram_distance, keys[:, of], reference[:, of], use_reentrant=False) for of in (visual, text)
             ]
@@ -256,7 +256,7 @@ class KeyAlignment:
 
 
 def _key_norm(attention: Any) -> Any:
-    """The norm on keys, by the names that transformers has for it (Qwen3's, Phi's), or `None`."""
+    """The norm on keys, by transformers' names for it (Qwen3's, Phi's), or `None`."""
     return getattr(attention, "k_norm", None) or getattr(attention, "k_layernorm", None)
 
 

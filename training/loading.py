@@ -1,4 +1,4 @@
-"""The model of a run: loaded, by the main process for all, and prepared for its stage."""
+"""Loads the model of a run, in the main process for all, and prepares it for its stage."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model to start from: float32, but for a language model in 4 bits.
+    """The model to start from, in float32 except for a 4-bit language model.
 
-    Processes other than the main one get its parameters on the meta device, until [`make_room`] gives them memory, and
-    DDP, FSDP2 or DeepSpeed the main process's values.
+    Processes other than the main one get its parameters on the meta device. [`make_room`] allocates them, and DDP,
+    FSDP2 or DeepSpeed copy the main process's values.
     """
-    # ZeRO-3 would share the weights out while loading, before the stage has looked at them.
+    # ZeRO-3 would shard the weights while loading, before they are prepared for the stage.
     unset_hf_deepspeed_config()
-    # Packing concerns the language model alone.
+    # Packing concerns only the language model.
     options: dict[str, Any] = {
         "dtype": torch.float32,
         "attn_implementation": {"text_config": run_args.attn_implementation, "vision_config": "sdpa"},
@@ -44,10 +44,10 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
             model = NormLlavaForConditionalGeneration._from_config(
                 NormLlavaConfig.from_pretrained(**source), **options
             )
-    if args.world_size > 1 and not run_args.load_in_4bit:  # then each has loaded all, onto its own device
+    if args.world_size > 1 and not run_args.load_in_4bit:  # in 4 bits every process has loaded all
         _send_what_is_no_parameter(model)
     for module in model.modules():
-        # bitsandbytes would rewrite 4-bit weights on a CPU, and round their scales, wherever they run out of training.
+        # On a CPU bitsandbytes would rewrite 4-bit weights, and round their scales, when they run in eval mode.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     name_sharding_units(model)
@@ -55,12 +55,12 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
 
 
 def _weights_are_sent() -> bool:
-    """Whether the main process's weights reach the others: always, but with FSDP2 only if it is told to send them."""
+    """Whether the main process's weights are sent to the others: always, but under FSDP2 only if set so."""
     return is_fsdp_enabled() or not parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def _send_what_is_no_parameter(model: NormLlavaForConditionalGeneration) -> None:
-    """Give all processes the main one's buffers, and what it knows of generating."""
+    """Send the main process's buffers and generation config to all."""
     sent: list[Any] = [(dict(model.named_buffers()), model.generation_config)]
     broadcast_object_list(sent)
     buffers, model.generation_config = sent[0]
@@ -70,10 +70,10 @@ def _send_what_is_no_parameter(model: NormLlavaForConditionalGeneration) -> None
 
 
 def make_room(model: nn.Module) -> None:
-    """Give parameters on the meta device memory, for the main process's values to be put there.
+    """Allocate parameters that are on the meta device, to receive the main process's values.
 
-    It is the CPU's, where memory that nothing is written to takes none. FSDP2 would do without, but accelerate tells
-    an optimizer's parameters apart by their addresses, and would train others in their place.
+    They are put on the CPU, where untouched memory takes no space. FSDP2 would not need this, but accelerate
+    identifies an optimizer's parameters by address, and would train the wrong ones.
     """
     for parameter in model.parameters():
         if parameter.is_meta:
@@ -82,9 +82,9 @@ def make_room(model: nn.Module) -> None:
 
 
 def name_sharding_units(model: PreTrainedModel) -> None:
-    """Leave the names of modules that the model has in `_no_split_modules`, which FSDP2 shards one by one.
+    """Limit `_no_split_modules`, which FSDP2 shards one by one, to the modules that the model has.
 
-    A vision encoder names its whole family's, text encoder included, and accelerate refuses names that it can't find.
+    A vision encoder lists its whole family's, text encoder included, and accelerate refuses names that it can't find.
     """
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
@@ -99,8 +99,8 @@ def prepare_model(
         What Trainer trains (the model or the `PeftModel` around it), and its parts.
 
     Raises:
-        ValueError: if there is no norm that `norm_learning_rate` could be of, or no key adapters for the losses on
-            keys, or key adapters where they can't run.
+        ValueError: if `norm_learning_rate` is given but there is no norm, losses on keys but no key adapters, or if
+            key adapters can't run under this sharding.
     """
     if run_args.key_losses and not model.config.key_adapter_rank:
         raise ValueError(
@@ -111,7 +111,7 @@ def prepare_model(
         raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
     if model.config.key_adapter_rank and getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
         raise ValueError(
-            "ZeRO-3 hands modules copies of their inputs, without the mask that key adapters read: use FSDP2 or DDP."
+            "ZeRO-3 passes modules copies of their inputs, without the mask that key adapters read: use FSDP2 or DDP."
         )
     trained: Any = model
     stage = Stage(str(run_args.stage))

@@ -1,6 +1,6 @@
-"""The memory that a run is about to take on a device, beside what the device has.
+"""Compares the memory that a run will take on a device with what the device has.
 
-It is planned (`training/plan.py`) in a process of its own, while the weights are loaded.
+The plan (`training/plan.py`) is made in a separate process, while the weights are loaded.
 """
 
 import os
@@ -20,16 +20,16 @@ from training.plan import GIB, Sample, as_zero3, plan_step
 from training.tokenization import IGNORED, RowTokenizer
 
 
-# Share of a device's memory that a plan may take: the rest is CUDA's, and lost between blocks.
+# Share of a device's memory that a plan may take: the rest goes to CUDA and fragmentation.
 USABLE = 0.94
-# What tells a process that it is one of several, or to look for a GPU.
+# Environment variables that tell a process that it is one of several, or to look for a GPU.
 NOT_HANDED_ON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "ACCELERATE_", "FSDP_", "TORCHELASTIC_", "GROUP_")
 
 
 def largest_batch(
     rows: Dataset, tokenize: RowTokenizer, sampler: BatchRebalanceSampler, packed: bool
 ) -> list[list[Sample]]:
-    """What the batch with the most tokens of an epoch holds, padding included."""
+    """The samples of an epoch's largest batch, by tokens including padding."""
     lengths = sampler.lengths
 
     def size(batch: list[int]) -> int:
@@ -45,7 +45,7 @@ def largest_batch(
 
 
 def start_plan(run_args: RunArguments, args: TrainingConfig, rows: list[list[Sample]]) -> subprocess.Popen[bytes]:
-    """Begin to plan a run whose devices get at most these rows in a pass."""
+    """Start planning a run whose devices get at most these rows per pass."""
     sharding = "none" if args.world_size == 1 else "ddp"
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         sharding = "fsdp2"
@@ -65,15 +65,15 @@ def start_plan(run_args: RunArguments, args: TrainingConfig, rows: list[list[Sam
 
 
 def finish_plan(process: subprocess.Popen[bytes]) -> dict[str, int] | str:
-    """What `start_plan` found: bytes by kind at the peak of a step; or why it failed, which stops no run."""
+    """The result of `start_plan`: bytes by kind at the peak of a step, or why it failed; a run goes on without it."""
     output, errors = process.communicate()
     if process.returncode:
-        return (errors.decode(errors="replace").strip().splitlines() or ["no word"])[-1]
+        return (errors.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
     return pickle.loads(output)
 
 
 def describe_plan(found: dict[str, int] | str, available: int) -> str:
-    """What was found, in a line, beside the bytes that a device has."""
+    """The plan in one line, with the bytes that a device has."""
     if isinstance(found, str):
         return f"memory a device: not planned ({found})"
     total = sum(found.values())

@@ -40,11 +40,11 @@ def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLla
     try:
         require_model_type(name, "normllava")
     except ValueError as error:
-        raise ValueError(f"The base of {adapter} can't be merged into: {error} Name the base by --base.") from error
+        raise ValueError(f"Can't merge into the base of {adapter}: {error} Give the base with --base.") from error
     config = NormLlavaConfig.from_pretrained(name)
     if "key_adapter" in (peft_config.modules_to_save or ()) and not config.key_adapter_rank:
         raise ValueError(
-            f"{adapter} holds key adapters, and its base {name} has none. Name by --base the one that has."
+            f"{adapter} has key adapters, but its base {name} has none. Give the base that has them with --base."
         )
     stated = config.dtype or torch.float32
     model = NormLlavaForConditionalGeneration.from_pretrained(name, dtype=torch.float32)

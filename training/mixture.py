@@ -24,7 +24,7 @@ class SourceArguments:
         path: A file or dataset, as for `dataset_name`.
         name: Its configuration, as for `dataset_config`.
         split: Its split.
-        image_folder: Goes before the paths of its pictures.
+        image_folder: Prefix of its image paths.
         weight: How often an epoch sees each of its rows: 2 is twice, 0.1 a tenth of them, 2.5 all twice and half of
             them once more.
     """
@@ -37,10 +37,10 @@ class SourceArguments:
 
 
 def draw(count: int, weight: float, seed: Sequence[int]) -> np.ndarray:
-    """The rows of an epoch that are of a source with `count` rows: int64 [drawn].
+    """The rows that an epoch takes from a source with `count` rows: int64 [drawn].
 
-    Each comes as often as the whole part of the weight says. For what is left of it a share is drawn without
-    replacement: by the seed, so that all epochs, processes and later starts of a run have the same rows.
+    Each row is repeated as often as the integer part of the weight says. For the fraction, rows are drawn without
+    replacement by the seed, so that all epochs, processes and resumed starts have the same rows.
     """
     times = math.floor(weight)
     share = round((weight - times) * count)
@@ -54,13 +54,13 @@ def mix(
     checked: Sequence[tuple[Dataset, str]],
     seed: int,
 ) -> tuple[Dataset, str, list[Source]]:
-    """The rows of an epoch, a fingerprint of what they say, and what was taken of each source.
+    """The rows of an epoch, a fingerprint of their content, and what was taken from each source.
 
     Args:
         entries: The sources.
         counts: Rows of each, bad ones included.
         checked: Good rows of each, with their `length`, and a fingerprint of them.
-        seed: Of what is drawn.
+        seed: Seed of the draw.
 
     Raises:
         ValueError: if no row of a source is drawn.
@@ -85,9 +85,9 @@ def mix(
 
 
 def _join(parts: Sequence[Dataset], numbers: Sequence[np.ndarray]) -> Dataset:
-    """Rows of several datasets, which stay as they are: their columns may be of different types.
+    """Rows of several datasets, which are not concatenated: their columns may have different types.
 
-    What this holds of a row is where it lies and its `length`; the rest is fetched when the row is asked for.
+    Only a row's location and `length` are stored here; the rest is fetched on access.
     """
     places = np.repeat(np.arange(len(parts), dtype=np.int16), [len(rows) for rows in numbers])
     lengths = [row_lengths(part) for part in parts]
@@ -102,7 +102,7 @@ def _join(parts: Sequence[Dataset], numbers: Sequence[np.ndarray]) -> Dataset:
 
 
 class _Fetch:
-    """Rows by the number of a dataset and their number in it."""
+    """Fetches rows by dataset index and row index."""
 
     def __init__(self, parts: Sequence[Dataset]) -> None:
         self._parts = parts

@@ -1,4 +1,4 @@
-"""What a folder or a Hub repository holds, read from its config before anything of it is loaded."""
+"""What a folder or a Hub repository holds, read from its config before anything is loaded."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 ADAPTER = "adapter"
 LANGUAGE_MODEL = "language model"
-# What to do with something else than what is wanted.
+# What to do with a model of another type than the one wanted.
 WAY_OUT = {
-    "normllava": "It has its norm, which may be trained, and converting would start it anew. Train it as it is: "
+    "normllava": "It already has a norm, which may be trained; converting would reset it. Train it as it is: "
     "training/sft.py --model_name_or_path {name}",
     "llava": "Convert it first: python training/compose.py --llava_model {name} --output_dir <folder>",
     ADAPTER: "Merge it into its base first: python training/merge.py --adapter {name} --output_dir <folder>",
@@ -18,13 +18,13 @@ WAY_OUT = {
     "--text_model {name} --output_dir <folder>",
 }
 OTHER = (
-    "Take a Llava checkpoint (model_type 'llava'), or a vision encoder and a language model: python "
+    "Use a Llava checkpoint (model_type 'llava'), or a vision encoder and a language model: python "
     "training/compose.py --help"
 )
 
 
 def require_model_type(name: str, wanted: str, revision: str | None = None) -> None:
-    """Refuse whatever is not a model of the type that is wanted.
+    """Refuse anything but a model of the wanted type.
 
     Args:
         name: Folder or Hub id.
@@ -32,14 +32,14 @@ def require_model_type(name: str, wanted: str, revision: str | None = None) -> N
         revision: Of a Hub repository.
 
     Raises:
-        ValueError: if it is not there or of another type, saying which and what to do.
+        ValueError: if it is missing or of another type; the message says what to do.
     """
     if Path(name, "adapter_config.json").exists():
         raise ValueError(f"{name} is an adapter, not a whole model. {WAY_OUT[ADAPTER].format(name=name)}")
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     except OSError as error:
-        raise ValueError(f"{name} is no folder here, and can't be read from the Hub either: {error}") from error
+        raise ValueError(f"{name} is not a local folder and can't be read from the Hub: {error}") from error
     found = fields.get("model_type")
     if found == wanted:
         return

@@ -1,4 +1,4 @@
-"""A method that is meant to replace one of transformers or TRL must find it there: a rename would switch it off."""
+"""Checks that overridden methods still exist in transformers and TRL: after a rename ours would never be called."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -8,7 +8,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def checks_overrides(cls: Class) -> Class:
-    """Check, when a class is made, that every method marked with `typing_extensions.override` is one of its bases'.
+    """Check, when a class is created, that every method marked with `typing_extensions.override` exists in its bases.
 
     Raises:
         ImportError: if the installed version of the library has no such method.

@@ -1,8 +1,8 @@
-"""Which samples share a packed row, planned from their lengths: packing changes the speed and not the training.
+"""Which samples share a packed row, planned from their lengths: packing changes speed, not training.
 
 Every optimizer step sees the samples that it would see unpacked: `samples_per_step` of them, in a shuffled order. They
-are dealt into as many rows as there are processes and accumulation steps, all rows of nearly the same length, so that
-no process waits for another and there is no padding at all.
+are packed into one row per process and accumulation step, all of nearly the same length, so that no process waits for
+another and there is no padding.
 """
 
 import heapq
@@ -45,7 +45,7 @@ def check_longest(lengths: list[int] | np.ndarray, packed_length: int, name: str
 
 
 def partition_fitting(lengths: list[int], packed_length: int) -> list[list[int]]:
-    """Deal samples, none longer than that, into as few rows of at most `packed_length` tokens as `partition` finds."""
+    """Deal samples of at most `packed_length` tokens into the fewest rows of that length that `partition` finds."""
     for num_rows in range(-(-sum(lengths) // packed_length), len(lengths)):
         rows = partition(lengths, num_rows)
         if sum(lengths[member] for member in rows[0]) <= packed_length:
@@ -53,17 +53,17 @@ def partition_fitting(lengths: list[int], packed_length: int) -> list[list[int]]
     return partition(lengths, len(lengths))
 
 
-# Trainer takes this class of sampler as it is: one that deals batches to processes by itself.
+# Trainer leaves this class of sampler unwrapped, since it distributes batches to processes itself.
 @checks_overrides
 class PackedBatchSampler(BatchRebalanceSampler):
-    """Yields the packed rows of one process, each a list of sample numbers.
+    """Yields the packed rows of one process, each a list of sample indices.
 
     Args:
         lengths: Tokens of each sample, integers [samples].
         samples_per_step: Samples of an optimizer step over all processes.
-        num_processes, process_index: Who shares the work.
+        num_processes, process_index: Number of processes, and this one's index.
         accumulation_steps: Rows of a process in an optimizer step.
-        seed: Of the shuffled order, together with the epoch.
+        seed: Seed of the shuffled order; the epoch is added to it.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class PackedBatchSampler(BatchRebalanceSampler):
         self.samples_per_step = samples_per_step
 
     def steps(self) -> list[np.ndarray]:
-        """The samples of each step of the epoch; fewer than there are processes join the step before them."""
+        """The samples of each step of the epoch. A last step with fewer samples than processes is merged into the one
+        before."""
         order = shuffled(len(self.lengths), self.seed + self.epoch)
         steps = [order[start : start + self.samples_per_step] for start in range(0, len(order), self.samples_per_step)]
         if len(steps) > 1 and len(steps[-1]) < self.dp_size:
@@ -96,7 +97,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return steps
 
     def rows(self, step: np.ndarray) -> list[list[int]]:
-        """The rows of a step for all processes: those of an accumulation step stand together."""
+        """The rows of a step for all processes: those of an accumulation step are adjacent."""
         accumulation_steps = min(self.grad_accum, len(step) // self.dp_size)
         rows = partition(self.lengths[step].tolist(), accumulation_steps * self.dp_size)
         return [step[row].tolist() for row in rows]
@@ -112,7 +113,7 @@ class PackedBatchSampler(BatchRebalanceSampler):
         return full * self.grad_accum + min(self.grad_accum, rest // self.dp_size)
 
     def fits(self, packed_length: int) -> bool:
-        """Whether no row of the epoch has more tokens than that."""
+        """Whether no row of the epoch has more than `packed_length` tokens."""
         return all(self.lengths[self.rows(step)[0]].sum() <= packed_length for step in self.steps())
 
 

@@ -1,4 +1,4 @@
-"""What a run does before its first step, said as it begins and ends: minutes on a large model or much data."""
+"""Logs what a run does before its first step, which takes minutes with a large model or much data."""
 
 import logging
 import time
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def phase(what: str) -> Iterator[None]:
-    """Say what begins, and how long it took."""
+    """Log what begins, and how long it took."""
     started = time.monotonic()
     logger.info("%s ...", what)
     yield
@@ -20,7 +20,7 @@ def phase(what: str) -> Iterator[None]:
 
 
 def with_size(name: str, pattern: str = "*") -> str:
-    """A name, and if it is a local file or folder how large it is, or what of it fits the pattern."""
+    """A name, with its size if it is a local file, or a folder with files that match the pattern."""
     path = Path(name)
     files: Iterable[Path] = path.rglob(pattern) if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files if file.is_file())

@@ -1,12 +1,12 @@
-"""What memory a training step takes on a device, from the model's config alone.
+"""The memory that a training step takes on a device, from the model's config alone.
 
-The step is run as training runs it - stage, dtypes, loss, gradient checkpointing, packed or padded rows, optimizer,
-sharding - on tensors that have shapes and no data, while every piece of memory is booked when it is made and when it
-is given back. Token ids and masks are real, as what is computed depends on them. Tensors are on the CPU for
-autograd's sake; where CUDA's way of computing holds other memory, that one is taken (`_like_cuda`).
+The step is run as in training - stage, dtypes, loss, gradient checkpointing, packed or padded rows, optimizer,
+sharding - on tensors with shapes but no data, and every allocation and release of memory is recorded. Token ids and
+masks are real, since the computation depends on them. Tensors are on the CPU, for autograd; where CUDA's kernels use
+memory differently, the plan follows CUDA (`_like_cuda`).
 
-By formula alone: 4-bit weights, `adamw_bnb_8bit`, DDP's buckets and all of ZeRO-3's states. Not counted: what kernels
-need inside, CUDA's context, communication libraries, what the allocator loses between blocks.
+By formula only: 4-bit weights, `adamw_bnb_8bit`, DDP's buckets and all of ZeRO-3's states. Not counted: memory inside
+kernels, CUDA's context, communication libraries, and fragmentation.
 """
 
 import contextlib
@@ -46,14 +46,14 @@ from training.trainer import gather_head, supervised_positions
 GIB = 2**30
 SHARDINGS = ("none", "ddp", "fsdp2")
 KINDS = ("weights", "gradients", "optimizer states", "gathered", "activations", "temporary")
-"""What memory is of. "activations" are what the forward pass makes, "temporary" what the backward pass and the
-optimizer do, layers that are run again among it; "gathered" are whole weights and gradients on their way between
-processes, DDP's buckets among them."""
+"""Kinds of memory. "activations" are allocated by the forward pass, "temporary" by the backward pass, recomputed
+layers included, and the optimizer; "gathered" are unsharded weights and gradients in communication, DDP's buckets
+included."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What a sample holds: tokens, of its pictures too; pictures; supervised tokens."""
+    """What a sample holds: tokens (image tokens included), pictures and supervised tokens."""
 
     tokens: int
     pictures: int
@@ -62,8 +62,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Bytes on one device when most are held, by kind (`KINDS`); and what was planned: the prepared model, without
-    data, and its parts."""
+    """Bytes on one device at the peak, by kind (`KINDS`); and what was planned: the prepared model, without data, and
+    its parts."""
 
     peak: dict[str, int]
     model: NormLlavaForConditionalGeneration
@@ -76,16 +76,16 @@ class StepPlan:
 
 
 class _Block:
-    """A piece of memory: its kind, by where it was made or what it turned out to be."""
+    """A piece of memory and its kind, which is given by where it was allocated or by a later `book`."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
 
 class Ledger(TorchDispatchMode):
-    """Books every tensor's memory when it is made, resized and given back.
+    """Records every tensor's memory when it is allocated, resized and released.
 
-    Floating tensors that come out of nothing, as buffers of zeros do, are made without data too.
+    Floating-point tensors that are made from no other tensor, such as buffers of zeros, have no data either.
     """
 
     def __init__(self, fake: FakeTensorMode) -> None:
@@ -95,7 +95,7 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, tuple[_Block, int, Any]] = {}  # by storage
 
     def book(self, tensors: Iterable[Any], kind: str) -> None:
-        """Say what tensors are."""
+        """Set the kind of tensors."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor):
                 local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -116,18 +116,18 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local tensors come here by themselves
+            return NotImplemented  # its local tensors are dispatched here themselves
         kwargs = kwargs or {}
-        if active_fake_mode() is not None:  # DTensor works out a shape
+        if active_fake_mode() is not None:  # DTensor infers a shape
             return func(*args, **kwargs)
-        if func is torch.ops.aten.index.Tensor:  # the size of what a mask chooses is known: masks are real
+        if func is torch.ops.aten.index.Tensor:  # the size of a masked selection is known: masks are real
             places = [place.nonzero().unbind(1) if _is_mask(place) else (place,) for place in args[1]]
             args = (args[0], [place for group in places for place in group])
         from_nothing = not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves((args, kwargs)))
         dtype = kwargs.get("dtype") or (torch.int64 if "arange" in str(func) else torch.get_default_dtype())
         with self.fake if from_nothing and dtype.is_floating_point else contextlib.nullcontext():
             output = func(*args, **kwargs)
-        # What is sharded is gathered into flat buffers.
+        # Sharded tensors are gathered into flat buffers.
         gathers = self.sharded and func is torch.ops.aten.empty.memory_format and output.dim() == 1
         for leaf in tree_leaves(output):
             if isinstance(leaf, torch.Tensor):
@@ -144,7 +144,7 @@ class Ledger(TorchDispatchMode):
                 self._live[storage._cdata] = (block, storage.nbytes(), reference)
                 self._events.append((block, storage.nbytes() - before))
 
-        # No operation tells of it. FSDP2 gives gathered weights back so.
+        # FSDP2 releases gathered weights this way, which no operation shows.
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", resize_and_book)
         self._patch.start()
         super().__enter__()
@@ -155,7 +155,7 @@ class Ledger(TorchDispatchMode):
         self._patch.stop()
 
     def peak(self) -> dict[str, int]:
-        """Bytes by kind when most were held."""
+        """Bytes by kind at the peak."""
         totals = list(accumulate(change for _, change in self._events))
         until = totals.index(max(totals)) + 1
         sizes = dict.fromkeys(KINDS, 0)
@@ -171,7 +171,7 @@ def _is_mask(places: Any) -> bool:
 @contextlib.contextmanager
 def _like_cuda() -> Iterator[None]:
     """Memory as on CUDA: FlashAttention; autocast that computes layer norms in float32, which the CPU's does not;
-    Triton's kernels and cuBLAS in the head, which need none beside tiles."""
+    Triton's kernels and cuBLAS in the head, which need no memory besides tiles."""
     layer_norm = nn.functional.layer_norm
 
     def in_float32(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -187,7 +187,7 @@ def _like_cuda() -> Iterator[None]:
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """bitsandbytes' way: weights are spelled out for the product, forward and backward, and not kept."""
+    """As in bitsandbytes: weights are dequantized for the product, forward and backward, and not kept."""
 
     @staticmethod
     def forward(ctx: Any, states: torch.Tensor, packed: torch.Tensor, bias: Any, shape: tuple[int, int]) -> Any:
@@ -202,8 +202,8 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 class _FourBitLinear(nn.Linear):
-    """A linear layer in 4 bits with the memory that QLoRA states (arXiv 2305.14314, section 3): half a byte a weight,
-    a scale for 64 of them, in 8 bits and scaled again by 256, or in float32."""
+    """A linear layer in 4 bits with the memory that QLoRA states (arXiv 2305.14314, section 3): half a byte per weight
+    and a scale per 64 weights, in float32, or in 8 bits with a second scale per 256 scales."""
 
     def __init__(self, base: nn.Linear, double_quant: bool, compute_dtype: torch.dtype) -> None:
         super().__init__(base.in_features, base.out_features, bias=False, device="meta")
@@ -244,19 +244,19 @@ def plan_step(
     """Run an optimizer step without data.
 
     Args:
-        config: The model's.
-        run_args, args: The run's.
+        config: The model's config.
+        run_args, args: The run's arguments.
         rows: What a device gets in a forward pass: one packed row of samples, or padded rows of one sample.
         num_processes: Devices.
         sharding: One of `SHARDINGS`, as `training/accelerate/` has them.
-        accumulation_steps: Forward passes of an optimizer step; more than two are as two.
-        cuda: Whether memory is to be that of CUDA's kernels, or a CPU's.
+        accumulation_steps: Forward passes of an optimizer step; more than two count as two.
+        cuda: Whether to plan the memory of CUDA's kernels, or a CPU's.
 
     Raises:
         ValueError: if the optimizer's memory is not known, or 4-bit weights are to be sharded.
     """
     if sharding == "fsdp2" and run_args.load_in_4bit:
-        raise ValueError("load_in_4bit is planned for DDP and single devices, as its recipes run: no sharding.")
+        raise ValueError("load_in_4bit is planned for DDP and single devices only, as in its recipes: no sharding.")
     with torch.device("meta"), no_init_weights():
         model = _build(config, run_args, args)
         trained, groups = prepare_model(model, run_args, args)
@@ -290,7 +290,7 @@ def plan_step(
         ledger.book(batch.values(), "activations")
         parameters = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         optimizer = Optimizer(trained, parameters, args, cuda)
-        for parameter in parameters:  # a step before, for the optimizer's states
+        for parameter in parameters:  # a first step, which creates the optimizer's states
             parameter.grad = torch.zeros_like(parameter)
         ledger.book((parameter.grad for parameter in parameters), "gradients")
         ledger.book(optimizer.step(), "optimizer states")
@@ -324,13 +324,13 @@ def _build(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig
             base = model.model.language_model.get_submodule(name)
             quantized = _FourBitLinear(base, run_args.use_bnb_nested_quant, compute_dtype)
             model.model.language_model.set_submodule(name, quantized)
-    model.tie_weights()  # which is part of the initialization that is left out
+    model.tie_weights()  # part of the initialization that was skipped
     name_sharding_units(model)
     return model
 
 
 def _to_fake(model: nn.Module, fake: FakeTensorMode) -> None:
-    """Put tensors on "the CPU" in the place of those on the meta device, where nothing mixes with real ids."""
+    """Replace tensors on the meta device, which can't be mixed with real ids, by fake ones on "the CPU"."""
     made: dict[torch.Tensor, Any] = {}
     for module in model.modules():
         tensors: Any
@@ -347,7 +347,7 @@ def _to_fake(model: nn.Module, fake: FakeTensorMode) -> None:
 
 
 def arm(model: NormLlavaForConditionalGeneration, trained: Any, args: TrainingConfig) -> None:
-    """What TRL and Trainer do to a model before they train it."""
+    """Do what TRL and Trainer do to a model before they train it."""
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if getattr(args, "activation_checkpointing", args.gradient_checkpointing):
         if trained is not model:
@@ -375,8 +375,8 @@ def picture_tokens(config: NormLlavaConfig) -> int:
 def make_batch(
     model: NormLlavaForConditionalGeneration, rows: Sequence[Sequence[Sample]], packed: bool
 ) -> dict[str, Any]:
-    """A batch of such samples in the shapes that [`~training.collator.VisionLanguageCollator`] gives it, without
-    `pixel_values`: pictures first, text behind them, its end supervised."""
+    """A batch of these samples in the shapes that [`~training.collator.VisionLanguageCollator`] makes, without
+    `pixel_values`: pictures first, then text, supervised at its end."""
     ids, config, per_picture = token_ids(model), model.config, picture_tokens(model.config)
     text = next(number for number in range(config.text_config.vocab_size) if number not in {ids.image, *ids.special})
     tokens, labels = [], []
@@ -415,7 +415,7 @@ def _sample_labels(sample: Sample, text: int) -> torch.Tensor:
 def forward(
     trained: Any, batch: dict[str, Any], args: TrainingConfig, key_alignment: KeyAlignment | None = None
 ) -> torch.Tensor:
-    """The loss as [`~training.trainer.NormLlavaTrainer`] computes it: the head on supervised positions alone."""
+    """The loss as [`~training.trainer.NormLlavaTrainer`] computes it: the head on supervised positions only."""
     scored, shift_labels = supervised_positions(batch["labels"])
 
     def keep_scored(module: nn.Module, args: Any, output: Any) -> Any:
@@ -435,7 +435,7 @@ def forward(
 
 @contextlib.contextmanager
 def fake_processes(count: int) -> Iterator[None]:
-    """A group of processes of which this is one, and the others do not exist."""
+    """A process group in which only this process exists."""
     import torch.distributed._tools.fake_collectives
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -448,7 +448,7 @@ def fake_processes(count: int) -> Iterator[None]:
 
 def shard(trained: Any, args: TrainingConfig) -> None:
     """Shard a model over the CPU processes of this group, by accelerate's own code and the settings of
-    `training/accelerate/fsdp2.yaml`; accelerate itself takes DDP on a CPU."""
+    `training/accelerate/fsdp2.yaml`; accelerate itself would use DDP on a CPU."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -468,8 +468,8 @@ def shard(trained: Any, args: TrainingConfig) -> None:
 
 
 class Optimizer:
-    """The optimizer of the arguments; bitsandbytes' 8-bit AdamW by what it holds: two states of a byte, a scale of
-    four bytes for 256 of them."""
+    """The optimizer of the arguments. bitsandbytes' 8-bit AdamW is replaced by its states: two of one byte per weight,
+    each with a scale of four bytes per 256."""
 
     def __init__(self, model: Any, parameters: list[nn.Parameter], args: TrainingConfig, cuda: bool) -> None:
         self.parameters, self.optimizer = parameters, None
@@ -501,9 +501,9 @@ class Optimizer:
 
 
 def as_zero3(sharded: StepPlan, num_processes: int) -> StepPlan:
-    """The plan under DeepSpeed's ZeRO-3 with bfloat16: the activations of FSDP2's, and by DeepSpeed's defaults
-    bfloat16 weights, float32 ones, gradients in both and Adam's states of what is trained, all shared out; at most
-    10⁹ weights gathered and 5·10⁷ ahead, a bucket of 5·10⁸ gradients."""
+    """The plan under DeepSpeed's ZeRO-3 with bfloat16: activations as under FSDP2; the rest by DeepSpeed's defaults.
+    Sharded are bfloat16 weights and, of trained parameters, float32 weights, gradients in both dtypes and Adam's
+    states. At most 10⁹ weights are gathered and 5·10⁷ prefetched, with a bucket of 5·10⁸ gradients."""
     whole = trained = 0
     for group in sharded.groups:
         count = sum(parameter.numel() for parameter in group.parameters.values())

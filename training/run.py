@@ -1,4 +1,4 @@
-"""What a run is made of, as `run.json` beside every checkpoint and every finished model has it."""
+"""The record of a run, `run.json`, written with every checkpoint and every finished model."""
 
 import json
 import os
@@ -12,11 +12,11 @@ from diagnostics.results import from_json
 from training.environment import Environment
 
 
-if TYPE_CHECKING:  # who reads a record has no need of TRL, which takes seconds to import
+if TYPE_CHECKING:  # reading a record doesn't need TRL, which takes seconds to import
     from training.arguments import RunArguments, TrainingConfig
 
 RUN_FILE = "run.json"
-# Fields that the weights don't depend on. The data is compared by what it holds, wherever it lies.
+# Fields that the weights don't depend on. The data is compared by its content, not its path.
 IMMATERIAL = (
     "output_dir", "dataset_name", "datasets", "image_folder", "bad_rows", "dataset_num_proc", "dataset_config",
     "probe_steps", "probe_samples", "resume_changed", "resume_from_checkpoint", "logging_strategy",
@@ -42,25 +42,25 @@ CHOOSING = (
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a checkpoint is, beyond what transformers keeps."""
+    """How far a checkpoint is, beyond what transformers records."""
 
     num_tokens: int
-    """Tokens trained on, padding left out."""
+    """Tokens trained on, without padding."""
     loss_sum: float
     """Sum of the losses of all steps."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a run takes of a source.
+    """What a run takes from a source.
 
     Attributes:
         path, name, split, weight: As given.
-        is_local: Whether `path` is a file or folder of the machine, and no dataset of the Hub.
-        rows: Rows that are there.
-        good_rows: Those that can be trained on.
-        drawn: Rows of an epoch that are of this source.
-        fingerprint: Of what the good rows say.
+        is_local: Whether `path` is a local file or folder, not a dataset on the Hub.
+        rows: Number of rows.
+        good_rows: Rows that can be trained on.
+        drawn: Rows of an epoch that come from this source.
+        fingerprint: Fingerprint of the good rows' content.
     """
 
     path: str
@@ -76,16 +76,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is made of, and made with.
+    """A run's data, arguments, environment and progress.
 
     Attributes:
         data: Fingerprint of the data.
         num_processes: How many processes share the work.
-        arguments: All arguments but those of `IMMATERIAL`; a resumed run must have the same.
+        arguments: All arguments except `IMMATERIAL`; a resumed run must have the same.
         recipe: The YAML file that the run was started with, if there was one.
         environment: Devices, versions and commit.
         progress: Of a checkpoint; `None` in the folder of a finished run.
-        sources: What was taken of each source of rows; nothing of a stream.
+        sources: What was taken from each source of rows; empty for a stream.
     """
 
     data: str
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def weights(self) -> list[float]:
-        """How often an epoch sees the rows of each source; of one that is seen once, nothing."""
+        """How often an epoch sees the rows of each source; empty for a single source of weight 1."""
         weights = [source.weight for source in self.sources]
         return [] if weights == [1] else weights
 
@@ -112,7 +112,7 @@ class Run:
         """Read `run.json` from a folder.
 
         Raises:
-            ValueError: if it can't be read or lacks something, as one of an older version does.
+            ValueError: if it can't be read or lacks a field, as records of older versions do.
         """
         path = folder / RUN_FILE
         try:
@@ -131,7 +131,7 @@ def describe_run(
 ) -> Run:
     """The record of a run that is about to start; `held_out` is the fingerprint of its held-out rows."""
     values = {**vars(run_args), **args.to_dict(), "model_name_or_path": local_path(str(run_args.model_name_or_path))}
-    # The workers of a stream take turns, so that their number decides the order of its rows.
+    # The workers of a stream take turns, so their number affects the order of its rows.
     immaterial = {*IMMATERIAL, "recipe"} | (set() if run_args.dataset_streaming else {"dataloader_num_workers"})
     if args.metric_for_best_model is None:
         immaterial |= {*CHOOSING}
@@ -141,7 +141,7 @@ def describe_run(
     return Run(
         data=data,
         num_processes=args.world_size,
-        arguments=json.loads(json.dumps(arguments, default=str)),  # as it is read again
+        arguments=json.loads(json.dumps(arguments, default=str)),  # as it will be read back
         recipe=None if run_args.recipe is None else str(Path(run_args.recipe).resolve()),
         environment=environment,
         sources=tuple(sources),
@@ -149,15 +149,15 @@ def describe_run(
 
 
 def local_path(name: str) -> str:
-    """A folder's path without detours; the id of a Hub repository as it is."""
+    """A folder's normalized path; a Hub repository's id unchanged."""
     return os.path.normpath(name) if os.path.exists(name) else name
 
 
 def check_same_run(checkpoint: Path, run: Run) -> None:
-    """Compare what a run is made of with what the checkpoint's was made of.
+    """Compare a run with the record in a checkpoint.
 
     Raises:
-        ValueError: if they differ; the message lists how.
+        ValueError: if they differ; the message lists the differences.
     """
     before, now = (
         {"data": made.data, "num_processes": made.num_processes, "weights": made.weights, **made.arguments}
@@ -170,6 +170,6 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
     ]
     if differences:
         raise ValueError(
-            f"{checkpoint} is of another run than this one:\n" + "\n".join(differences) + "\nPut these back, or go "
-            "on all the same with --resume_changed true."
+            f"{checkpoint} belongs to a different run:\n" + "\n".join(differences) + "\nRestore these, or resume "
+            "anyway with --resume_changed true."
         )

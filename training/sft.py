@@ -68,11 +68,11 @@ logger = logging.getLogger(__name__)
 
 
 def find_checkpoint(args: TrainingConfig) -> Path | None:
-    """Where to go on from: `resume_from_checkpoint: true` means the newest complete checkpoint, if there is one.
+    """Where to resume from: `resume_from_checkpoint: true` means the newest complete checkpoint, if there is one.
 
     Raises:
-        ValueError: if the output folder holds a run and nothing says to go on with it, or a checkpoint that is named
-            can't be resumed from.
+        ValueError: if the output folder holds a run that is not to be resumed, or a given checkpoint can't be resumed
+            from.
     """
     output_dir = Path(args.output_dir)
     if args.resume_from_checkpoint is True:
@@ -86,7 +86,7 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
     is_own = checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()
     if not is_own and (any(output_dir.glob("checkpoint-*")) or any(output_dir.glob("*config.json"))):
         raise ValueError(
-            f"output_dir {args.output_dir} already holds a run. Go on with it by --resume_from_checkpoint true, or "
+            f"output_dir {args.output_dir} already holds a run. Resume it with --resume_from_checkpoint true, or "
             "choose another folder."
         )
     return checkpoint
@@ -103,7 +103,7 @@ def check_delay(args: TrainingConfig, num_steps: int) -> None:
     """Raises `ValueError` if a run ends before `eval_delay`, which would leave it without any evaluation."""
     unit, end = ("steps", num_steps) if args.eval_strategy == "steps" else ("epochs", args.num_train_epochs)
     if args.eval_strategy != "no" and args.eval_delay > end:
-        raise ValueError(f"eval_delay {args.eval_delay:g}: the run ends before, after {end:g} {unit}.")
+        raise ValueError(f"eval_delay {args.eval_delay:g}: the run ends earlier, after {end:g} {unit}.")
 
 
 def finish(
@@ -114,14 +114,14 @@ def finish(
     num_steps: int,
     stream: StreamBatches | None = None,
 ) -> bool:
-    """Whether a run has taken all of its steps; then its model is published. What is to be gone on from is made ready.
+    """Whether a run has taken all of its steps; then its model is published. Otherwise prepares to resume, if asked.
 
     Raises:
-        ValueError: if the folder or the checkpoint is of another run or has no place in the stream that fits, or there
-            is nothing to go on from.
+        ValueError: if the folder or the checkpoint is of another run or its place in the stream does not fit, or there
+            is nothing to resume from.
     """
     output_dir, is_main_process = Path(args.output_dir), args.process_index == 0
-    # A checkpoint that is named is gone on from, whatever came after it.
+    # A checkpoint given by path is resumed from, whatever came after it.
     done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
     before = checkpoint or (output_dir if done else None)
     if before is None:
@@ -133,8 +133,8 @@ def finish(
         return True
     if checkpoint is None:
         raise ValueError(
-            f"{output_dir} holds a run of {done} steps, and no checkpoint to go on from to {num_steps}. Start from "
-            "its model, with another output_dir."
+            f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {num_steps}. Start "
+            "from its model, with another output_dir."
         )
     state, result = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")), checkpoint
     ends = state["global_step"] >= num_steps
@@ -153,7 +153,7 @@ def finish(
 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Read the data, prepare the model, train, and publish the result; of a run that is finished, publish alone."""
+    """Read the data, prepare the model, train, and publish the result; for a finished run, only publish."""
     require_model_type(str(run_args.model_name_or_path), "normllava", run_args.model_revision)
     checkpoint = find_checkpoint(args)
     environment = describe_environment(args.world_size, resumed=checkpoint is not None)
@@ -236,13 +236,13 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if run_args.probe_steps is not None:
         trainer.add_callback(watch_dynamics(run_args, args, model, processor))
     logger.info("%s", describe_stage(stage, groups))
-    del groups  # whole parameters, which sharding replaces
+    del groups  # holds unsharded parameters, which sharding replaces
     logger.info("%s", describe_batch(run_args, args, rows))
     if planning is not None:
         available = torch.cuda.get_device_properties(args.device).total_memory
         logger.info("%s", describe_plan(finish_plan(planning), available))
     if args.world_size > 1:
-        logger.info("Handing the model out to %d processes ...", args.world_size)
+        logger.info("Distributing the model to %d processes ...", args.world_size)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     trainer.save_model()
     logger.info("Saved to %s", args.output_dir)
@@ -283,7 +283,7 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset |
 
 
 def interrupt_quietly() -> None:
-    """Raise `KeyboardInterrupt` in this process alone: workers that it forks end with it, without a word."""
+    """Raise `KeyboardInterrupt` in this process only: workers that it forks end with it, silently."""
     owner = os.getpid()
 
     def interrupt(signum: int, frame: Any) -> None:
@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     run_args, args = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO if args.process_index == 0 else logging.ERROR, format="%(message)s")
-    # It would say of every last batch that rows were repeated, which ours never are.
+    # It would warn on every last batch that rows were repeated, which never happens here.
     logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
     interrupt_quietly()
     output_dir = Path(args.output_dir)
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             train(run_args, args)
     except KeyboardInterrupt:
         last = checkpoints(output_dir)[:1]
-        way_on = "Go on by the same command with --resume_from_checkpoint true"
+        way_on = "Resume with the same command and --resume_from_checkpoint true"
         logger.info("\nStopped. %s", f"{way_on}, from {last[0].name}." if last else "There is no checkpoint yet.")
         sys.exit(128 + signal.SIGINT)
 

@@ -16,7 +16,7 @@ class Stage(StrEnum):
     """The two stages of LLaVA's training, as "The Unseen Bias" (arXiv 2512.08374, App. E.1) runs them, and a third."""
 
     ALIGN = "align"
-    """Stage 1: projector and norm alone, on pictures followed by their captions ("plain" rows)."""
+    """Stage 1: only projector and norm, on pictures followed by their captions ("plain" rows)."""
     INSTRUCT = "instruct"
     """Stage 2: everything, on conversations in the language model's chat format."""
     ADAPT = "adapt"
@@ -29,16 +29,16 @@ class LearningRates:
     """Learning rate by module; what a stage freezes has none."""
 
     common: float
-    """Of the projector, the language model and its head."""
+    """Rate of the projector, the language model and its head."""
     vision: float
-    """Of the vision encoder, which only `Stage.INSTRUCT` trains."""
+    """Rate of the vision encoder, which only `Stage.INSTRUCT` trains."""
     norm: float
-    """Of the projector's norm. An AdamW step of 1e-3 is 5 to 7% of a gain of 0.0134 to 0.02."""
+    """Rate of the projector's norm. An AdamW step of 1e-3 is 5 to 7% of a gain of 0.0134 to 0.02."""
 
 
 @dataclass(frozen=True)
 class ModuleGroup:
-    """A part of the model that is trained, or not, as one."""
+    """A part of the model that is trained or frozen as a whole."""
 
     name: str
     parameters: dict[str, nn.Parameter]
@@ -55,9 +55,9 @@ def prepare_stage(
     rates: LearningRates,
     frozen_dtype: torch.dtype = torch.float32,
 ) -> list[ModuleGroup]:
-    """Freeze what the stage doesn't train, give each part its dtype, and say which is which.
+    """Freeze what the stage doesn't train, give each part its dtype, and return the parts.
 
-    Layers of the vision encoder past the one that is read are not run in training; their weights stay as they are.
+    Layers of the vision encoder past the one that is read are not run in training; their weights don't change.
 
     Args:
         model: The model to prepare, in place. Its language model may hold LoRA adapters; for `Stage.ADAPT` it must.
@@ -74,7 +74,7 @@ def prepare_stage(
     skip_unread_layers(model.model.vision_tower, groups)
     if stage is not Stage.INSTRUCT:
         run_without_gradients(model.model.vision_tower)
-    if stage is Stage.ALIGN:  # in which they are frozen
+    if stage is Stage.ALIGN:  # key adapters are frozen here
         for module in model.modules():
             if isinstance(module, KeyAdapter):
                 module.dropout.p = 0.0
@@ -95,7 +95,7 @@ def group_parameters(
         UNREAD: ModuleGroup(UNREAD, {}, None),
         "multi_modal_projector": ModuleGroup("multi_modal_projector", {}, rates.common),
         "multi_modal_projector.norm": ModuleGroup("multi_modal_projector.norm", {}, rates.norm),
-        # PEFT trains a copy and keeps the first state beside it.
+        # PEFT trains a copy and keeps the original next to it.
         "multi_modal_projector, before": ModuleGroup("multi_modal_projector, before", {}, None),
         "language_model": ModuleGroup("language_model", {}, rate),
         "language_model.lora": ModuleGroup("language_model.lora", {}, rates.common),
@@ -105,7 +105,7 @@ def group_parameters(
         "key_adapter, before": ModuleGroup("key_adapter, before", {}, None),
         "lm_head": ModuleGroup("lm_head", {}, rate),
     }
-    for name, parameter in model.named_parameters():  # a tied head comes as the embedding alone
+    for name, parameter in model.named_parameters():  # a tied head appears only as the embedding
         part = name.removeprefix("model.").split(".")[0]
         if name in unread:
             part = UNREAD
@@ -121,7 +121,7 @@ def group_parameters(
 
 
 def freeze(groups: Iterable[ModuleGroup]) -> None:
-    """Let gradients flow to what has a learning rate, and to nothing else."""
+    """Require gradients for the groups with a learning rate, and for no others."""
     for group in groups:
         for parameter in group.parameters.values():
             if parameter.is_floating_point():  # 4-bit weights are packed into bytes
@@ -129,9 +129,9 @@ def freeze(groups: Iterable[ModuleGroup]) -> None:
 
 
 def cast(groups: Iterable[ModuleGroup], stage: Stage, frozen_dtype: torch.dtype) -> None:
-    """Hold what is trained in float32, where a step of 1e-5 is not lost in rounding, and the rest in another dtype."""
+    """Cast trained parts to float32, where a step of 1e-5 is not lost in rounding, and the rest to `frozen_dtype`."""
     for group in groups:
-        # What is not read of an encoder that is trained takes over what comes out of it.
+        # Unread layers of a trained encoder get its float32 output as their input.
         whole = group.learning_rate is not None or (stage is Stage.INSTRUCT and group.name == UNREAD)
         for parameter in group.parameters.values():
             if parameter.is_floating_point():
@@ -146,11 +146,11 @@ def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:
 
 def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that its features don't depend on: layers past the one that is read,
-    the last norm, a pooling head. The autograd graph of a model without data tells, so that no encoder's order of
-    layers is known here; its config has to name `num_channels` and `image_size`, as composing sees to."""
+    the last norm, a pooling head. Found from the autograd graph of a model without data, so that no encoder's layer
+    order is assumed here; its config must have `num_channels` and `image_size`, which composing ensures."""
     vision = model.config.vision_config
     with torch.device("meta"):
-        shape: Any = type(model.model)(model.config)  # plain Llava's too
+        shape: Any = type(model.model)(model.config)  # works for plain Llava too
         pixel_values = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
     parameters = dict(shape.vision_tower.named_parameters(prefix="model.vision_tower"))
     features = shape.get_image_features(pixel_values).pooler_output[0]
@@ -159,9 +159,9 @@ def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
 
 
 def skip_unread_layers(vision_tower: nn.Module, groups: Iterable[ModuleGroup]) -> None:
-    """Let layers that are not read hand their input on in training: transformers runs all of them and picks one.
+    """Make unread layers return their input in training: transformers runs all of them and picks one output.
 
-    Out of training all layers run, so that what is measured of the encoder is what it is.
+    In eval mode all layers run, so that the encoder is measured unchanged.
     """
     unread = {id(parameter) for group in groups if group.name == UNREAD for parameter in group.parameters.values()}
     for layers in [module for module in vision_tower.modules() if isinstance(module, nn.ModuleList)]:
@@ -172,8 +172,8 @@ def skip_unread_layers(vision_tower: nn.Module, groups: Iterable[ModuleGroup]) -
 
 
 def run_without_gradients(vision_tower: nn.Module) -> None:
-    """Let a frozen vision encoder run without a graph: where checkpointing is on, transformers makes the patches ask
-    for gradients, and the encoder would be run again and back for nothing."""
+    """Run a frozen vision encoder without a graph: with checkpointing, transformers makes the patches require
+    gradients, and the encoder would be recomputed and run backward for nothing."""
     vision_tower.forward = torch.no_grad()(vision_tower.forward)
 
 

@@ -1,8 +1,8 @@
-"""Batches of a stream, each with its place there: a run goes on where it was, at once, however far it had come.
+"""Batches of a stream, each with its place there: a run resumes where it was, at once, however far it had come.
 
-A stream is read by one reader in each worker of each process. Each reads its share over and over: all of some shards,
-and of the shards that are left when these are dealt out evenly every so-many-th row. So a row is read once in each
-round of its reader, whatever the numbers of shards, processes and workers.
+A stream is read by one reader in each worker of each process. Whole shards are dealt out evenly to the readers; of the
+shards that are left over, each of n readers reads every n-th row. Each reads its share repeatedly. So a row is read
+once in each round of its reader, whatever the numbers of shards, processes and workers.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from training.packing import pack_window
 STREAM_FILE = "stream.json"
 # Rows of a stream that are packed together.
 PACKING_WINDOW = 512
-# What a batch calls its place.
+# Key of a batch's place.
 PLACE = "place"
 
 
@@ -46,7 +46,7 @@ class Place:
     row: int = 0
     """Rows of the next shard that it has read."""
     packs: int = 0
-    """Packed rows that it has given of the window that begins there."""
+    """Packed rows that it has yielded from the window that begins there."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class ProcessPlace:
 
 @dataclass(frozen=True)
 class StreamPlace:
-    """How far a run is in its stream, as `stream.json` of a checkpoint has it."""
+    """How far a run is in its stream, stored as `stream.json` in a checkpoint."""
 
     num_shards: int
     processes: list[ProcessPlace]
@@ -71,20 +71,20 @@ class StreamPlace:
 
     @classmethod
     def read(cls, checkpoint: Path, num_shards: int, num_processes: int, num_readers: int) -> "StreamPlace":
-        """Read `stream.json` of a checkpoint that is to be gone on from by so many readers in each process.
+        """Read `stream.json` of a checkpoint, to resume from it with `num_readers` readers in each process.
 
         Raises:
             ValueError: if there is none, or other numbers of shards, processes or readers wrote it.
         """
         way_on = (
-            f"Or train on from its model: give --model_name_or_path {checkpoint} (of an adapter, what "
-            "training/merge.py makes of it) and another output_dir, which reads the stream from its start."
+            f"Or continue training its model: give --model_name_or_path {checkpoint} (for an adapter, the output of "
+            "training/merge.py) and another output_dir, which reads the stream from its start."
         )
         path = checkpoint / STREAM_FILE
         if not path.exists():
             raise ValueError(
                 f"{checkpoint} has no {STREAM_FILE}, its place in the stream: an older version wrote it, or its run "
-                f"read no stream. Go on as it was written. {way_on}"
+                f"read no stream. Resume the way it was written. {way_on}"
             )
         place = from_json(cls, json.loads(path.read_text(encoding="utf-8")), path)
         before = {
@@ -96,14 +96,14 @@ class StreamPlace:
         if before != now:
             differences = ", ".join(f"{before[name]} {name} before, {now[name]} now" for name in before)
             raise ValueError(
-                f"{path} is a place among other readers: {differences}. Their places can't be dealt out anew: go on "
+                f"{path} was written with other readers: {differences}. Their places can't be redistributed: resume "
                 f"with the numbers of before. {way_on}"
             )
         return place
 
 
 def deal_shards(num_shards: int, reader: int, num_readers: int) -> list[tuple[int, bool]]:
-    """The shards that one of so many readers reads, and of each whether all of it or every `num_readers`-th row."""
+    """The shards that a reader reads, and for each whether it reads all of it or every `num_readers`-th row."""
     num_whole = num_shards - num_shards % num_readers
     whole = [(shard, True) for shard in range(reader, num_whole, num_readers)]
     return whole + [(shard, False) for shard in range(num_whole, num_shards)]
@@ -111,16 +111,16 @@ def deal_shards(num_shards: int, reader: int, num_readers: int) -> list[tuple[in
 
 @dataclass(eq=False)
 class StreamBatches(IterableDataset):
-    """The batches of one process, without an end. Each names the place behind it, as `place`.
+    """The endless batches of one process. Each holds the place after it, as `place`.
 
     Args:
         rows: The rows, unchecked.
-        check: What gives a good row its length.
+        check: Checks a row and gives a good one its length.
         collate: Makes a batch of rows.
         batch_size: Rows of a batch; one packed row where rows are packed.
         packed_length: Longest packed row, in tokens; `None` pads.
-        process_index, num_processes: Who shares the stream.
-        num_workers: Workers of this process's data loader; without any it reads by itself.
+        process_index, num_processes: This process's index, and the number of processes that share the stream.
+        num_workers: Workers of this process's data loader; with 0 the process itself reads.
     """
 
     rows: RowStream
@@ -142,12 +142,12 @@ class StreamBatches(IterableDataset):
         return max(self.num_workers, 1)
 
     def go_on(self, checkpoint: Path) -> None:
-        """Begin where a checkpoint was. Raises `ValueError` as `StreamPlace.read` does."""
+        """Resume at a checkpoint's place. Raises `ValueError` as `StreamPlace.read` does."""
         place = StreamPlace.read(checkpoint, self.rows.num_shards, self.num_processes, self.num_readers)
         self.place = place.processes[self.process_index]
 
     def trained_on(self, place: dict[str, int]) -> None:
-        """Note that a batch was trained on, by the place that it named."""
+        """Record that a batch was trained on, by its place."""
         reader = place["reader"]
         self.place.readers[reader] = Place(**{name: place[name] for name in place if name != "reader"})
         self.place.next_reader = (reader + 1) % self.num_readers
@@ -168,13 +168,13 @@ class StreamBatches(IterableDataset):
             persistent_workers=args.dataloader_persistent_workers,
             multiprocessing_context=args.dataloader_multiprocessing_context,
             prefetch_factor=args.dataloader_prefetch_factor,
-            generator=torch.Generator(),  # else it takes one of the random numbers of training
+            generator=torch.Generator(),  # otherwise it takes one of training's random numbers
         )
 
     @override
     def __iter__(self) -> Iterator[dict[str, Any]]:
         worker = get_worker_info()
-        # A data loader begins with its first worker, which plays the reader whose turn it is.
+        # A data loader begins with its first worker, which acts as the reader whose turn it is.
         reader = self.place.next_reader if worker is None else (worker.id + self.place.next_reader) % self.num_readers
         if worker is not None:
             fsspec.asyn.reset_lock()  # files of the Hub would wait for a thread that only the parent process has
@@ -202,7 +202,7 @@ class StreamBatches(IterableDataset):
             begin, given = end, 0
 
     def _read(self, reader: int, place: Place) -> Iterator[tuple[Row, Place]]:
-        """Good rows from a place on, each with the place behind it; never ends.
+        """Good rows from a place on, each with the place after it; never ends.
 
         Raises:
             BadRowError: as `check` does.

@@ -1,4 +1,4 @@
-"""From a row to the token ids and labels of a sample, pictures unopened: their number of tokens is known."""
+"""From a row to token ids and labels, without opening pictures: their number of tokens is known."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ IGNORED = -100
 class RowTokenizer:
     """Turns a row into `input_ids` and `labels`, two lists of the same length.
 
-    Labels are -100 but for what the template marks with `{% generation %}`; the first is always -100, since nothing
-    comes before it to predict it from. Each image token of the text is repeated as often as a picture has tokens.
+    Labels are -100 except for what the template marks with `{% generation %}`; the first is always -100, since there
+    is nothing before it to predict it from. Each image token of the text is repeated as often as a picture has tokens.
 
     Args:
         processor: The model's processor.
@@ -41,7 +41,7 @@ class RowTokenizer:
         (self.tokens_per_image,) = counts.num_image_tokens
 
     def identity(self) -> str:
-        """Hash of all that a row's tokens depend on beside the row: tokenizer as it is saved, template, versions."""
+        """Hash of all that a row's tokens depend on besides the row: saved tokenizer, template, versions."""
         with tempfile.TemporaryDirectory() as folder:
             self.processor.tokenizer.save_pretrained(folder)
             files = [(path.name, sha256(path)) for path in sorted(Path(folder).iterdir())]
@@ -52,7 +52,7 @@ class RowTokenizer:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def __call__(self, row: Row) -> tuple[list[int], list[int]]:
-        """Tokenize a row. Raises `BadRowError` if it is too long or has nothing to learn."""
+        """Tokenize a row. Raises `BadRowError` if it is too long or has no supervised token."""
         encoded = self.processor.tokenizer.apply_chat_template(
             to_messages(row),
             chat_template=self.chat_template,
@@ -64,7 +64,7 @@ class RowTokenizer:
         labels: list[int] = []
         for token, trained in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True):
             if token == self.processor.image_token_id:
-                # The mask goes by characters, and a picture may touch the answer in LLaVA's plain format.
+                # The mask is per character, and a picture may be adjacent to the answer in LLaVA's plain format.
                 input_ids += [token] * self.tokens_per_image
                 labels += [IGNORED] * self.tokens_per_image
             else:
@@ -78,5 +78,5 @@ class RowTokenizer:
                 "cut: raise max_length, or leave the row out with --bad_rows skip."
             )
         if all(label == IGNORED for label in labels):
-            raise BadRowError(f"{row['source']}: no token of it is trained; the template marks no answer.")
+            raise BadRowError(f"{row['source']}: no supervised token; the template marks no answer.")
         return input_ids, labels

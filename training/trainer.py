@@ -1,4 +1,4 @@
-"""Trains a NormLlava: learning rates by module, safe checkpoints, and measurements beside the loss."""
+"""Trains a NormLlava: learning rates by module, safe checkpoints, and measurements besides the loss."""
 
 import dataclasses
 import math
@@ -58,17 +58,17 @@ def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def gather_head(model: NormLlavaForConditionalGeneration) -> None:
-    """Let FSDP2 gather a sharded head: its gradient is then the mean over processes. TRL gathers one by itself, and
-    each process keeps its own gradient."""
+    """Make FSDP2 gather a sharded head, so that its gradient is averaged over processes. TRL would gather it without
+    FSDP2, and each process would keep its own gradient."""
     head = model.get_output_embeddings()
     if isinstance(head, FSDPModule):
         head.unshard()
 
 
 def write_class_files(folder: Path) -> None:
-    """Name the model's class in a saved folder's config, and put its files there.
+    """Write the model's class into a saved folder's config, and copy its files there.
 
-    Saving does so by itself, but FSDP2 makes a class of its own on the fly, whose name nobody can import.
+    Saving normally does this, but FSDP2 creates a class on the fly that can't be imported by name.
     """
     NormLlavaConfig.from_pretrained(folder).save_pretrained(folder)
     shutil.copy(modeling_normllava.__file__, folder)
@@ -76,7 +76,7 @@ def write_class_files(folder: Path) -> None:
 
 @checks_overrides
 class EpochSetter(TrainerCallback):
-    """Tells a sampler the epoch where Trainer does not: where several processes resume in the middle of one."""
+    """Sets a sampler's epoch where Trainer does not: when several processes resume in the middle of one."""
 
     def __init__(self, sampler: BatchRebalanceSampler) -> None:
         self._sampler = sampler
@@ -85,19 +85,19 @@ class EpochSetter(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The epoch's number, whole also where a run goes on in the middle of one."""
+        """Set the epoch's number, an integer also when a run resumes in the middle of one."""
         self._sampler.set_epoch(int(state.epoch or 0))
 
 
 @checks_overrides
 class StreamEpoch(TrainerCallback):
-    """Says how much of a run is done, for which Trainer counts from 0 again where it goes on without skipping."""
+    """Sets how much of a run is done, which Trainer counts from 0 again when it resumes without skipping."""
 
     @override
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The part of the run's steps that is done, as Trainer calculates it in a run that was never stopped."""
+        """Set the part of the run's steps that is done, as Trainer computes it in an uninterrupted run."""
         state.epoch = state.global_step / state.max_steps
 
 
@@ -108,14 +108,14 @@ class NormLlavaTrainer(SFTTrainer):
     Args:
         model: The model, or the `PeftModel` around it.
         groups: What `prepare_stage` returned: learning rates and names of the modules.
-        run: What the run is made of, written into each checkpoint and beside the result.
+        run: The run's record, written into each checkpoint and with the result.
         sampler: Deals batches of padded or packed rows to the processes; `None` for a stream.
-        stream: The batches of a stream, which a run that goes on reads from where it was.
-        eval_sampler: The same of held-out rows.
+        stream: The batches of a stream; a resumed run continues where it was.
+        eval_sampler: The sampler of held-out rows.
         questions: Held-out questions to answer at each evaluation.
         key_alignment: Losses on the decoder's keys.
         mfu: Measures how much of the devices' peak is reached.
-        clip_by_module: Clip the gradient of each module to `max_grad_norm` rather than that of all together.
+        clip_by_module: Clip the gradient of each module to `max_grad_norm` instead of the whole gradient.
         kwargs: As for [`SFTTrainer`].
     """
 
@@ -133,7 +133,7 @@ class NormLlavaTrainer(SFTTrainer):
         clip_by_module: bool = False,
         **kwargs: Any,
     ) -> None:
-        # Names alone: sharding replaces parameters, and whole ones that are held here would stay on the device.
+        # Only names: sharding replaces parameters, and unsharded ones referenced here would stay on the device.
         self._modules = {name: group.name for group in groups for name in group.parameters}
         self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
         self._run = run
@@ -146,16 +146,16 @@ class NormLlavaTrainer(SFTTrainer):
         self._scored: torch.Tensor | None = None
         # Sum of the losses of all steps, and tokens trained on: of this process, and of all before this start.
         self._seen, self._seen_before = torch.zeros(2, dtype=torch.float64), Progress(num_tokens=0, loss_sum=0.0)
-        # TRL rounds what a quantized model trains to bfloat16, in which small steps and most of the gain are lost.
+        # TRL casts a quantized model's trained parameters to bfloat16, which loses small steps and most of the gain.
         masters = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
         super().__init__(model=model, **kwargs)
         for parameter, master in masters.items():
             if parameter.dtype != master.dtype:
                 parameter.data = master.to(parameter.device)
         if self.args.max_grad_norm == 0 and not self.is_deepspeed_enabled:
-            self.args.max_grad_norm = math.inf  # Trainer does not look at gradients at all with 0
+            self.args.max_grad_norm = math.inf  # with 0 Trainer does not check gradients at all
         if self.args.load_best_model_at_end and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError("load_best_model_at_end does not know sharded checkpoints: leave it out.")
+            raise ValueError("load_best_model_at_end does not support sharded checkpoints: remove it.")
         base: NormLlavaForConditionalGeneration = self._unwrapped()
         base.model.register_forward_hook(self._keep_scored)
         self._monitor = InterfaceMonitor(base, self.processing_class)
@@ -173,7 +173,7 @@ class NormLlavaTrainer(SFTTrainer):
             self.add_callback(EpochSetter(sampler))
         if stream is not None:
             self.add_callback(StreamEpoch())
-            self.args.ignore_data_skip = True  # it begins where it was
+            self.args.ignore_data_skip = True  # the stream itself resumes where it was
 
     def _unwrapped(self) -> Any:
         model = self.accelerator.unwrap_model(self.model)
@@ -185,7 +185,7 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def get_train_dataloader(self) -> DataLoader:
-        """The loader of training; of a stream that of `StreamBatches`, which deals the rows to processes itself."""
+        """The training data loader; for a stream that of `StreamBatches`, which deals rows to processes itself."""
         return super().get_train_dataloader() if self._stream is None else self._stream.loader(self.args)
 
     @override
@@ -203,7 +203,7 @@ class NormLlavaTrainer(SFTTrainer):
             check_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
             self._seen_before = Run.read(Path(resume_from_checkpoint)).progress or self._seen_before
             self._console.tokens_before = self._seen_before.num_tokens
-            self.args.eval_on_start = False  # which was then
+            self.args.eval_on_start = False  # done at the first start
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @override
@@ -238,7 +238,7 @@ class NormLlavaTrainer(SFTTrainer):
         """A forward and backward pass.
 
         Returns:
-            The loss without what [`KeyAlignment`] adds, so that runs with and without it compare.
+            The loss without what [`KeyAlignment`] adds, so that runs with and without it are comparable.
 
         Raises:
             FloatingPointError: if the loss is not finite.
@@ -252,8 +252,8 @@ class NormLlavaTrainer(SFTTrainer):
         loss = super().training_step(model, inputs, *args, **kwargs)
         if not math.isfinite(loss.item()):
             raise FloatingPointError(
-                f"The loss is {loss.item()} in step {self.state.global_step + 1}. The weights are those of step "
-                f"{self.state.global_step}, unharmed; lower the learning rate, or look at the rows of this step."
+                f"The loss is {loss.item()} in step {self.state.global_step + 1}. The weights are still those of step "
+                f"{self.state.global_step}; lower the learning rate, or look at the rows of this step."
             )
         if self._key_alignment is not None:
             loss = loss - self._penalty
@@ -266,9 +266,9 @@ class NormLlavaTrainer(SFTTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's loss, with the head applied to supervised positions alone, and in training the losses on keys.
+        """TRL's loss, with the head applied only to supervised positions, and in training the losses on keys.
 
-        TRL does so by itself where it has Triton; elsewhere it scores every position, the pictures' included.
+        TRL itself does this only with Triton; without, it scores every position, image tokens included.
         """
         self._scored, shift_labels = supervised_positions(inputs["labels"])
         if model.training:
@@ -286,8 +286,8 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate on the held-out rows. Training goes on as if that had not been: in its mode, and with its random
-        numbers, of which a data loader takes one for its workers."""
+        """Evaluate on the held-out rows without any effect on training: its mode and its random state, from which a
+        data loader takes a number for its workers, are restored."""
         training, device, started = self.model.training, self.args.device, time.monotonic()
         self.model.eval()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -303,8 +303,8 @@ class NormLlavaTrainer(SFTTrainer):
     ) -> EvalLoopOutput:
         """The loss on held-out rows, with their pictures and with blank ones, and how many questions are answered.
 
-        Every supervised token of all rows counts alike. transformers' own loop takes the mean of each batch, and of
-        these the mean, whatever they hold.
+        Every supervised token has the same weight. transformers' own loop averages the means of batches, whatever
+        their size.
         """
         has_pictures = self._eval_has_pictures
         blank = self.data_collator.pixels([]).to(self.args.device)
@@ -315,7 +315,7 @@ class NormLlavaTrainer(SFTTrainer):
             if has_pictures:
                 batches.append({**inputs, "pixel_values": blank.expand_as(inputs["pixel_values"])})
             for number, batch in enumerate(batches):
-                # TRL multiplies by the number of processes, as DDP will take their mean.
+                # TRL multiplies by the number of processes, since DDP averages over them.
                 loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=self.accelerator.num_processes)
                 sums[number] += loss.item()
             sums[2] += (inputs["labels"] != IGNORED).sum().item()
@@ -323,7 +323,7 @@ class NormLlavaTrainer(SFTTrainer):
             sums = self._sum_over_processes(sums)
         total, total_blank, num_tokens = sums.tolist()
         metrics = {"loss": total / num_tokens} | ({"loss_blank": total_blank / num_tokens} if has_pictures else {})
-        self._metrics["eval"].clear()  # TRL's, which are means of batches, and of tokens since the last resume
+        self._metrics["eval"].clear()  # TRL's own, averaged over batches, and over tokens since the last resume
         if self._questions is not None:
             answers = self._questions.answer(self.model, self.accelerator)
             self._console.answers = answers
@@ -342,13 +342,13 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Clip, all together or module by module, and measure the modules' norms beforehand.
+        """Measure the modules' gradient norms, then clip, all together or module by module.
 
         Returns:
             Norm of the whole gradient before clipping.
         """
-        scaler = self.accelerator.scaler  # of float16, which multiplies the loss
-        # DeepSpeed clips by itself and leaves no gradients to look at.
+        scaler = self.accelerator.scaler  # float16's loss scaler
+        # DeepSpeed does its own clipping and leaves no gradients to measure.
         if (self._monitor.active or self._clip_by_module) and not self.is_deepspeed_enabled:
             by_module: dict[str, list[nn.Parameter]] = {}
             for module, parameter in self._by_module(self.accelerator.unwrap_model(model)):
@@ -365,7 +365,7 @@ class NormLlavaTrainer(SFTTrainer):
             norm = torch.stack(list(norms.values())).norm()
         else:
             norm = super()._clip_grad_norm(model)
-        if scaler is None and not math.isfinite(float(norm)):  # the scaler skips such a step by itself
+        if scaler is None and not math.isfinite(float(norm)):  # a scaler skips such a step itself
             raise FloatingPointError(
                 f"The gradient's norm is {float(norm)} in step {self.state.global_step + 1}, before its update; lower "
                 "the learning rate, or look at the rows of this step."
@@ -388,7 +388,7 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the measurements of the step beside the loss; sums are of the whole run, also after a resume."""
+        """Log the loss with the step's measurements; sums are over the whole run, also after a resume."""
         if "loss" in logs:
             # The scheduler has stepped already; these are the rates of the step that is logged, as `learning_rate` is.
             scale = logs["learning_rate"] / self.args.learning_rate
@@ -399,7 +399,7 @@ class NormLlavaTrainer(SFTTrainer):
             if self._mfu is not None:
                 idle, self._idle = self._console.seconds_evaluating - self._idle, self._console.seconds_evaluating
                 logs["mfu"] = self._mfu.collect(self._sum_over_processes, self.accelerator.num_processes, idle)
-            # TRL's own count starts at 0 again with every resume.
+            # TRL's own count restarts at 0 on every resume.
             self._metrics["train"]["num_tokens"] = [self._progress().num_tokens]
         if "train_loss" in logs:
             logs["train_loss"] = self._progress().loss_sum / max(self.state.global_step, 1)
@@ -420,8 +420,8 @@ class NormLlavaTrainer(SFTTrainer):
     def _not_written(self, name: str, error: Exception) -> OSError:
         last = get_last_checkpoint(self.args.output_dir)
         return OSError(
-            f"{name} could not be written ({error}). Make room and go on with --resume_from_checkpoint true; the "
-            f"last checkpoint is {last or 'the start'}."
+            f"{name} could not be written ({error}). Free disk space and resume with --resume_from_checkpoint true; "
+            f"last checkpoint: {last or 'none'}."
         )
 
     def _save_aside(self, model: nn.Module, trial: Any) -> None:
@@ -433,7 +433,7 @@ class NormLlavaTrainer(SFTTrainer):
             super()._save_checkpoint(model, trial)
         finally:
             self.args.output_dir = output_dir
-        # Not one in the folder aside. The best one is known by its step, and no weights are loaded at the end.
+        # It would be a path in the temporary folder. The best one is known by its step, and not loaded at the end.
         self.state.best_model_checkpoint = None
         self.accelerator.wait_for_everyone()
         folder = aside / f"checkpoint-{self.state.global_step}"
@@ -444,7 +444,7 @@ class NormLlavaTrainer(SFTTrainer):
             self.state.save_to_json(str(folder / STATE_FILE))
             publish(folder, Path(output_dir) / folder.name)
             shutil.rmtree(aside)
-            best = self.state.best_global_step  # a name without one would be counted among those that are kept
+            best = self.state.best_global_step  # a path without a best step would count as a kept one
             rotate_checkpoints(
                 output_dir=output_dir,
                 save_total_limit=self.args.save_total_limit,
@@ -462,7 +462,7 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save model and processor; those of the whole run, for which no folder is named, only once all is written.
+        """Save model and processor. The run's result, for which no folder is given, appears only once all is written.
 
         Raises:
             OSError: if the result can't be written; the checkpoints are untouched.
@@ -478,7 +478,7 @@ class NormLlavaTrainer(SFTTrainer):
             return
         base = self._unwrapped()
         if self.is_fsdp_enabled and base is self.accelerator.unwrap_model(self.model):
-            base.config.save_pretrained(output_dir)  # which saving leaves out beside sharded weights
+            base.config.save_pretrained(output_dir)  # not saved with sharded weights
             base.generation_config.save_pretrained(output_dir)
             self.processing_class.save_pretrained(output_dir)
         if (Path(output_dir) / "config.json").exists():
@@ -509,8 +509,8 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: TRL's card would overwrite the one of the checkpoint, which says more."""
+        """Do nothing: TRL's card would overwrite the checkpoint's own, which says more."""
 
     @override
     def _send_telemetry(self) -> None:
-        """Nothing: a training run is its owner's business."""
+        """Do nothing: training runs are private."""

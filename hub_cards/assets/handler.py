@@ -2,7 +2,7 @@
 
 A request is `{"inputs": [messages], "parameters": {"max_new_tokens": 256, "temperature": 0.0}}`; a message's content
 is text or a list of `{"type": "text", "text": ...}` and `{"type": "image", "image": "data:image/png;base64,..."}`.
-Only pictures in the request are opened: a path or URL is refused, so that nobody reads files or inner networks
+Only pictures in the request are opened: paths and URLs are refused, so that nobody can read files or internal networks
 through it.
 """
 
@@ -17,11 +17,11 @@ from PIL import Image, ImageOps
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, EPS starts a program
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of the other formats, EPS starts a program
 MAX_IMAGES, MAX_BYTES, MAX_PIXELS = 8, 10_000_000, 40_000_000
-MAX_RATIO = 100  # of its sides; where the shorter one is resized to a fixed length, the longer one grows along
+MAX_RATIO = 100  # of its sides: resizing the shorter one to a fixed length scales the longer one too
 MAX_CHARACTERS, MAX_NEW_TOKENS = 50_000, 1024
-MIN_TEMPERATURE = 0.01  # logits are divided by it
+MIN_TEMPERATURE = 0.01  # logits are divided by the temperature
 PARAMETERS = {"max_new_tokens": 256, "temperature": 0.0}
 
 
@@ -44,8 +44,8 @@ class EndpointHandler:
             inputs = self.processor.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
             ).to(self.model.device, dtype=self.model.dtype)
-        except (ValueError, StopIteration, TemplateError) as error:  # a picture's token in a text, an order of roles
-            raise ValueError(f"inputs: {str(error) or 'not as many pictures as tokens for them'}") from error
+        except (ValueError, StopIteration, TemplateError) as error:  # an image token in a text, a bad order of roles
+            raise ValueError(f"inputs: {str(error) or 'the numbers of pictures and image tokens differ'}") from error
         asked, limit = inputs["input_ids"].shape[1], self.model.config.get_text_config().max_position_embeddings
         if asked + parameters["max_new_tokens"] > limit:
             raise ValueError(
@@ -61,21 +61,21 @@ class EndpointHandler:
 def read_messages(messages: Any) -> list[dict[str, Any]]:
     """Chat messages with decoded pictures."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError("inputs: a list of chat messages is needed")
+        raise ValueError("inputs: must be a list of chat messages")
     read, images, characters = [], 0, 0
     for number, message in enumerate(messages):
         if not isinstance(message, dict) or message.get("role") not in ("system", "user", "assistant"):
-            raise ValueError(f"inputs[{number}]: a message has a role (system, user or assistant) and content")
+            raise ValueError(f"inputs[{number}]: a message needs a role (system, user or assistant) and content")
         content = message.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, list) or not parts:
-            raise ValueError(f"inputs[{number}].content: text or a list of parts is needed")
+            raise ValueError(f"inputs[{number}].content: must be text or a list of parts")
         filled = []
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
                 characters += len(part["text"])
-                if re.search("[\ud800-\udfff]", part["text"]):  # JSON can hold it, a tokenizer can't read it
+                if re.search("[\ud800-\udfff]", part["text"]):  # possible in JSON, but a tokenizer can't read it
                     raise ValueError(f"inputs[{number}].content: half a surrogate pair in the text")
                 filled.append({"type": "text", "text": part["text"]})
             elif kind == "image":
@@ -84,7 +84,7 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
                     raise ValueError(f"inputs: more than {MAX_IMAGES} pictures")
                 filled.append({"type": "image", "image": read_image(part.get("image"), f"inputs[{number}]")})
             else:
-                raise ValueError(f"inputs[{number}].content: a part is text, or an image in base64")
+                raise ValueError(f"inputs[{number}].content: a part must be text, or an image in base64")
         read.append({"role": message["role"], "content": filled})
     if characters > MAX_CHARACTERS:
         raise ValueError(f"inputs: more than {MAX_CHARACTERS} characters of text")
@@ -99,11 +99,11 @@ def read_image(value: Any, place: str) -> Image.Image:
         raise ValueError(f"{place}: the picture has more than {MAX_BYTES} bytes")
     head, separator, body = value.partition(",")
     if separator and not (head.startswith("data:image/") and head.endswith(";base64")):
-        raise ValueError(f"{place}: only pictures in base64 are taken, no URLs and no paths")
+        raise ValueError(f"{place}: only pictures in base64 are accepted, no URLs or paths")
     try:
         content = base64.b64decode(body if separator else value, validate=True)
     except ValueError as error:
-        raise ValueError(f"{place}: no picture in base64 ({error}); URLs and paths are not taken") from error
+        raise ValueError(f"{place}: not valid base64 ({error}); URLs and paths are not accepted") from error
     return open_image(content, place)
 
 
@@ -114,11 +114,11 @@ def open_image(content: bytes, place: str) -> Image.Image:
         width, height = picture.size
         if width * height <= MAX_PIXELS and max(width, height) <= MAX_RATIO * min(width, height):
             return ImageOps.exif_transpose(picture).convert("RGB")  # as in training
-    except Exception as error:  # what is no picture fails in many ways
-        raise ValueError(f"{place}: no picture ({type(error).__name__}), one of {', '.join(FORMATS)}") from error
+    except Exception as error:  # invalid pictures fail in many ways
+        raise ValueError(f"{place}: not a picture in {', '.join(FORMATS)} ({type(error).__name__})") from error
     raise ValueError(
-        f"{place}: the picture has {width} x {height} pixels, more than {MAX_PIXELS} or {MAX_RATIO} times as many one "
-        "way as the other"
+        f"{place}: the picture has {width} x {height} pixels, more than {MAX_PIXELS} in total or an aspect ratio over "
+        f"{MAX_RATIO}"
     )
 
 
@@ -129,8 +129,8 @@ def read_parameters(given: Any) -> dict[str, Any]:
     parameters = PARAMETERS | given
     tokens, temperature = parameters["max_new_tokens"], parameters["temperature"]
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= MAX_NEW_TOKENS:
-        raise ValueError(f"parameters.max_new_tokens: a whole number from 1 to {MAX_NEW_TOKENS}")
+        raise ValueError(f"parameters.max_new_tokens: must be an integer from 1 to {MAX_NEW_TOKENS}")
     is_number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
     if not is_number or not (temperature == 0 or MIN_TEMPERATURE <= temperature <= 2):
-        raise ValueError(f"parameters.temperature: 0, or a number from {MIN_TEMPERATURE} to 2")
+        raise ValueError(f"parameters.temperature: must be 0, or a number from {MIN_TEMPERATURE} to 2")
     return parameters

@@ -94,7 +94,7 @@ def test_a_part_runs_once_and_says_what_it_lacks(
     monkeypatch.setattr(gpu, "missing", lambda part: list(part.needs))
     assert list(gpu.run_all(["norm", "qlora-tiny"], gpu.REHEARSAL, tmp_path, ["--rehearsal"])) == []
     assert "norm                                 has figures" in caplog.text
-    assert "left out: needs bitsandbytes, peft" in caplog.text
+    assert "skipped: needs bitsandbytes, peft" in caplog.text
 
 
 def test_a_part_that_takes_too_long_ends_with_all_that_it_started(

@@ -42,7 +42,7 @@ def test_load_beside_one_measurement_of_the_peak_does_not_count() -> None:
 
 def test_more_than_the_peak_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"MFU of 117% can't be: .*117 FLOP/s.* 90 right before it and 100 right after"
+        ValueError, match=r"MFU of 117% is impossible: .*117 FLOP/s.* 90 just before it and 100 right after"
     ):
         summarise({"plain": [run(60, 100, 100)], "ours": [run(117, 90, 100)]})
 

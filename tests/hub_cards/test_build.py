@@ -90,7 +90,7 @@ def test_the_card_says_what_the_artefacts_say(staged: Path, trained: Path) -> No
     model = NormLlavaForConditionalGeneration.from_pretrained(trained)
     count = sum(parameter.numel() for parameter in model.parameters())
     assert f"{count:,} weights" in card.text
-    assert f"| norm behind it | trained here | {2 * 32} |" in card.text
+    assert f"| norm after it | trained here | {2 * 32} |" in card.text
     assert "| steps | 8 |" in card.text
     assert "| tokens | 200 |" in card.text
     assert "| loss, first and last logged | 2.5, 1.5 |" in card.text
@@ -123,16 +123,16 @@ def test_what_is_not_there_is_not_made_up(trained: Path, prose: Path, tmp_path: 
     assert "What it does in this model: not recorded." in text
     assert "Training time: not recorded." in text
     assert "| vision encoder | not recorded |" in text
-    assert "| norm behind it | not recorded |" in text
+    assert "| norm after it | not recorded |" in text
     assert check(tmp_path / "stage") == []
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({}, "visual tokens are as long as text tokens are in the mean, T = "),
-        ({"projector_norm_target": None}, "gain starts at 1, which makes visual tokens 5.66 long"),
-        ({"projector_norm": "none", "projector_norm_target": None}, "This model has nothing against it."),
+        ({}, "gives visual tokens the mean norm of text tokens, T = "),
+        ({"projector_norm_target": None}, "gain starts at 1, which gives visual tokens a norm of 5.66"),
+        ({"projector_norm": "none", "projector_norm_target": None}, "This model has no norm to prevent this."),
     ],
 )
 def test_the_card_says_where_the_norm_started(
@@ -175,7 +175,7 @@ def test_the_first_question_is_asked_and_may_hold_quotes(trained: Path, prose: P
 def test_rows_that_ask_nothing_make_no_example(trained: Path, prose: Path, tmp_path: Path) -> None:
     Image.new("RGB", (30, 20)).save(tmp_path / "0.png")
     (tmp_path / "rows.json").write_text(json.dumps([{"image": "0.png", "label": 3}]))
-    with pytest.raises(ValueError, match=r"rows.json holds no row with one picture and a question"):
+    with pytest.raises(ValueError, match=r"rows.json has no row with one picture and a question"):
         build(trained, tmp_path / "stage", "me/Bare", prose, widget_data=tmp_path / "rows.json", **OWN)
 
 
@@ -219,12 +219,12 @@ def test_the_card_warns_of_llavas_own_class(trained: Path, staged: Path) -> None
 def test_a_cast_that_overflows_is_refused(trained: Path, prose: Path, tmp_path: Path) -> None:
     run = copy(trained, tmp_path / "run")
     tensors(lambda weights: weights["lm_head.weight"].fill_(1e5))(run)
-    with pytest.raises(ValueError, match=r"lm_head.weight with values that are no finite numbers"):
+    with pytest.raises(ValueError, match=r"lm_head.weight with NaN or infinite values"):
         build(run, tmp_path / "stage", "me/Mine", prose, dtype="float16", **OWN)
     assert not (tmp_path / "stage").exists()
     build(run, tmp_path / "stage", "me/Mine", prose, dtype="bfloat16", **OWN)  # what was left half-made goes
     tensors(lambda weights: weights["lm_head.weight"].fill_(6e4))(run)
-    with pytest.raises(ValueError, match=r"Logits before or after the cast to float16 are no finite numbers"):
+    with pytest.raises(ValueError, match=r"Logits before or after the cast to float16 are NaN or infinite"):
         build(run, tmp_path / "other", "me/Mine", prose, dtype="float16", **OWN)
 
 
@@ -241,8 +241,8 @@ def test_results_are_read_as_they_stand(trained: Path, prose: Path, tmp_path: Pa
     card = (build(run, tmp_path / "second", "me/Mine", prose, **OWN) / "README.md").read_text()
     assert "| 0.5 | 200 | lm-eval 1 |" in card
     for rows, message in (
-        ([{**result, "value": None}], ", row 0: value is no number"),
-        (result, " is no list of results"),
+        ([{**result, "value": None}], ", row 0: value is null, NaN or infinite"),
+        (result, " is not a list of results"),
     ):
         (run / "evaluation.json").write_text(json.dumps(rows))
         with pytest.raises(ValueError, match=f"evaluation.json{message}"):
@@ -259,16 +259,16 @@ def test_a_run_that_names_itself_ends(trained: Path, tmp_path: Path) -> None:
 def test_fields_that_no_card_has_are_refused(prose: Path, tmp_path: Path) -> None:
     path = tmp_path / "card.yaml"
     path.write_text(prose.read_text() + "dataset: [owner/rows]\n")
-    with pytest.raises(ValueError, match=r"card.yaml: dataset is no field of a card"):
+    with pytest.raises(ValueError, match=r"card.yaml: dataset is not a field of a card"):
         read_prose(path)
 
 
 @pytest.mark.parametrize(
     ("revision", "message"),
     [
-        ("main", "a name of a branch"), ("HEAD", "a name of a branch"), ("0" * 40, "a name of a branch or a commit"),
-        ("v1 0", "no name of a tag"), ("v1..0", "no name of a tag"), ("-v1", "no name of a tag"), ("", "no name of a"),
-        ("v1.lock", "no name of a tag"), ("v1~1", "no name of a tag"), ("refs/pr/1", "no name of a tag"),
+        ("main", "a branch or commit"), ("HEAD", "a branch or commit"), ("0" * 40, "a branch or commit"),
+        ("v1 0", "not a valid tag"), ("v1..0", "not a valid tag"), ("-v1", "not a valid tag"), ("", "not a valid tag"),
+        ("v1.lock", "not a valid tag"), ("v1~1", "not a valid tag"), ("refs/pr/1", "not a valid tag"),
     ],
 )  # fmt: skip
 def test_a_revision_that_pins_nothing_is_refused(
@@ -337,7 +337,7 @@ def test_earlier_stages_are_found(trained: Path, prose: Path, tmp_path: Path) ->
     stage = build(second, tmp_path / "stage", "me/Mine", prose, **OWN)
     text = (stage / "README.md").read_text()
     assert text.index("### Stage: align") < text.index("### Stage: instruct")
-    assert "Training took 60 s in all" in text
+    assert "Training took 60 s in total" in text
     assert "Training before" not in text
     assert [finding.reason for finding in check(stage)] == ["the run was made with uncommitted changes"]
 
@@ -354,7 +354,7 @@ def test_a_composed_model_is_where_training_begins(trained: Path, prose: Path, t
     (tmp_path / "composed").mkdir()
     run = record(copy(trained, tmp_path / "run"), model_name_or_path=str(tmp_path / "composed"))
     text = (build(run, tmp_path / "stage", "me/Mine", prose, **OWN) / "README.md").read_text()
-    assert "Training took 30 s in all" in text
+    assert "Training took 30 s in total" in text
     assert "Training before" not in text
 
 
@@ -370,7 +370,7 @@ def test_the_card_says_what_was_drawn_of_which_data(trained: Path, prose: Path, 
     text = (stage / "README.md").read_text()
     assert f"| data | rows.json: 1,000 rows; content {'a' * 12} |\n" in text
     link = "[owner/rows](https://huggingface.co/datasets/owner/rows)"
-    drawn = "990 rows (of 1,000; the others are bad), weight 2.5, 2,475 an epoch"
+    drawn = "990 rows (of 1,000; the rest are bad), weight 2.5, 2,475 per epoch"
     assert f"| data | {link}, large, dev: {drawn}; content {'b' * 12} |\n" in text
     assert "someone" not in text
 
@@ -415,7 +415,7 @@ def test_the_diagnostics_are_shown(trained: Path, report: Path, prose: Path, tmp
     assert "| measured on 2 pictures | |" in text
     assert f"| norm of visual over text tokens at the decoder | {with_interval(model.interface.ratio)} |" in text
     for group in model.layers.groups:
-        assert f"visual less text, {group.name} of the layers | {with_interval(group.gap)} |\n" in text
+        assert f"visual minus text, {group.name} of the layers | {with_interval(group.gap)} |\n" in text
     assert "![Norm of visual and text tokens at each layer, and how far each layer turns them](diagnostics/" in text
     # Drawn anew: the report's own plots name the folder that was measured.
     for name in ("layers.png", "attention.png"):
@@ -452,10 +452,10 @@ def test_build_finds_what_training_left(
     run = copy(trained, tmp_path / "run")
     command = ["hub_cards", "build", str(run), "--repo_id", "me/Mine", "--license", "apache-2.0"]
     monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match=r"run.json, which names the recipe, is not there: give .* --prose. training"):
+    with pytest.raises(SystemExit, match=r"run.json, which names the recipe, is missing: give .* --prose. training"):
         main()
     record(run, recipe=tmp_path / "recipes" / "stage2.yaml")
-    with pytest.raises(SystemExit, match=r"recipes/card.yaml is not there: give .* --prose. training/recipes/\*/card"):
+    with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing: give .* --prose. training/recipes/\*/card"):
         main()
     (tmp_path / "recipes").mkdir()
     shutil.copy(prose, tmp_path / "recipes")
@@ -469,7 +469,7 @@ def test_a_tied_head_and_no_norm(composed: Callable[..., Path], prose: Path, tmp
     tied = build(composed(text="gemma3"), tmp_path / "tied", "me/Tied", prose, **OWN)
     assert check(tied) == []
     plain = build(composed(projector_norm="none"), tmp_path / "plain", "me/Plain", prose, **OWN)
-    assert "stands no norm: this is the baseline of the method" in (plain / "README.md").read_text()
+    assert "is followed by no norm: this is the baseline of the method" in (plain / "README.md").read_text()
 
 
 def test_the_recipes_bring_their_prose() -> None:
@@ -484,10 +484,10 @@ def test_the_recipes_bring_their_prose() -> None:
     [
         ("mystery/model-7B", "google/siglip-so400m-patch14-384", "base model mystery/model-7B is not known"),
         ("Qwen/Qwen2.5-3B-Instruct", None, "base model Qwen/Qwen2.5-3B-Instruct is not known"),  # another licence
-        (None, None, "say what it is: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
+        (None, None, "name it: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
         (None, SIGLIP, "No Hub id of the text_model is recorded.* --text_model owner/name;"),
         (LLAMA, None, "No Hub id of the vision_model is recorded.* --vision_model owner/name;"),
-        (LLAMA, SIGLIP, "name begin with 'Llama': not 'Mine', but for example Llama-Mine"),
+        (LLAMA, SIGLIP, "name that begins with 'Llama': not 'Mine', but for example Llama-Mine"),
     ],
 )
 def test_a_licence_that_does_not_follow_is_a_stop(
@@ -501,7 +501,7 @@ def test_a_licence_that_does_not_follow_is_a_stop(
 
 def test_a_part_that_was_loaded_from_a_folder_is_named(trained: Path, prose: Path, tmp_path: Path) -> None:
     run = rename_parts(copy(trained, tmp_path / "run"), "/data/models/Llama-3.2-3B-Instruct", SIGLIP)
-    with pytest.raises(ValueError, match="name begin with 'Llama'"):
+    with pytest.raises(ValueError, match="name that begins with 'Llama'"):
         build(run, tmp_path / "stage", "me/Mine", prose, text_model=LLAMA)
     with pytest.raises(ValueError, match=f"--vision_model is google/siglip2-x, but .*config.json records {SIGLIP}"):
         build(run, tmp_path / "stage", "me/Mine", prose, text_model=LLAMA, vision_model="google/siglip2-x")
@@ -520,7 +520,7 @@ def test_the_licence_is_the_strictest_of_what_is_known_and_ones_own(
     trained: Path, prose: Path, tmp_path: Path
 ) -> None:
     run = rename_parts(copy(trained, tmp_path / "run"), LLAMA, None)
-    with pytest.raises(ValueError, match="name begin with 'Llama'"):
+    with pytest.raises(ValueError, match="name that begins with 'Llama'"):
         build(run, tmp_path / "stage", "me/Mine", prose, **OWN)
     run = rename_parts(copy(trained, tmp_path / "other"), None, SIGLIP)
     card = ModelCard.load(build(run, tmp_path / "stage", "me/Mine", prose, **OWN) / "README.md")
@@ -532,7 +532,7 @@ def test_the_licence_is_the_strictest_of_what_is_known_and_ones_own(
 def test_llama_brings_its_agreement_its_notice_and_its_name(trained: Path, prose: Path, tmp_path: Path) -> None:
     bases = (LLAMA, SIGLIP)
     run = rename_parts(copy(trained, tmp_path / "run"), *bases)
-    with pytest.raises(ValueError, match="asks for a copy of the agreement: give --base_licence_file"):
+    with pytest.raises(ValueError, match="requires a copy of the agreement: give --base_licence_file"):
         build(run, tmp_path / "without", "me/Llama-Mine", prose)
     licence = tmp_path / "LICENSE.txt"
     licence.write_text("Apache License")
@@ -563,7 +563,7 @@ def test_qwen_is_apache(trained: Path, prose: Path, tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda run, prose: (run / "config.json").unlink(), "holds no config.json"),
-        (lambda run, prose: (run / "config.json").write_text("{"), "config.json is no JSON"),
+        (lambda run, prose: (run / "config.json").write_text("{"), "config.json is not valid JSON"),
         (lambda run, prose: put("config.json", text_config=None)(run), "config.json: no text_config"),
         (lambda run, prose: (run / "run.json").write_text("{"), "run.json can't be read"),
         (lambda run, prose: (run / "run.json").write_text('{"data": ""}'), "run.json: no num_processes, arguments"),
@@ -572,13 +572,19 @@ def test_qwen_is_apache(trained: Path, prose: Path, tmp_path: Path) -> None:
             lambda run, prose: (run / "trainer_state.json").write_text("[]"),
             "trainer_state.json and metrics.jsonl are no",
         ),
-        (lambda run, prose: (run / "metrics.jsonl").write_text("{"), "metrics.jsonl: a line is no JSON"),
+        (lambda run, prose: (run / "metrics.jsonl").write_text("{"), "metrics.jsonl: a line is not valid JSON"),
         (lambda run, prose: (run / "adapter_config.json").write_text("{}"), "training/merge.py --adapter"),
-        (lambda run, prose: prose.write_text("a: [b"), "card.yaml is no YAML"),
-        (lambda run, prose: prose.write_text("- a"), "card.yaml is no mapping"),
+        (lambda run, prose: prose.write_text("a: [b"), "card.yaml is not valid YAML"),
+        (lambda run, prose: prose.write_text("- a"), "card.yaml is not a mapping"),
         (lambda run, prose: (run / "model.safetensors").unlink(), "model.safetensors is missing"),
-        (lambda run, prose: (run / "metrics.jsonl").write_text('{"loss": NaN}'), "a line is no JSON .NaN is no value"),
-        (lambda run, prose: (run / "evaluation.json").write_text('[{"value": NaN}]'), "evaluation.json is no JSON"),
+        (
+            lambda run, prose: (run / "metrics.jsonl").write_text('{"loss": NaN}'),
+            "a line is not valid JSON .NaN is not a JSON value",
+        ),
+        (
+            lambda run, prose: (run / "evaluation.json").write_text('[{"value": NaN}]'),
+            "evaluation.json is not valid JSON",
+        ),
         (lambda run, prose: (run / "evaluation.json").write_text('[{"task": "a"}]'), "row 0: no dataset, split"),
         (lambda run, prose: prose.write_text(yaml.safe_dump({"summary": "x"})), "no intended_use, out_of_scope"),
     ],

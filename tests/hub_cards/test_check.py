@@ -62,10 +62,10 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "no licence in metadata": (edit(README, "license: apache-2.0\n", ""), MANIFEST, "No Hub id of the text_model and"),
     "Llama under Apache's licence": (made_from(LLAMA_3, "apache-2.0"), README, "metadata license is apache-2.0"),
     "Llama without its agreement": (LLAMA, "LICENSE", "is Apache's"),
-    "Llama without its notice": (LLAMA, "NOTICE", "the Llama 3.2 Community License asks for it"),
+    "Llama without its notice": (LLAMA, "NOTICE", "the Llama 3.2 Community License requires it"),
     "Llama without attribution": (LLAMA, README, "does not say 'Built with Llama'"),
-    "Llama under another name": (made_from(LLAMA_3, "llama3.2", "me/Tiny"), MANIFEST, "name begin with 'Llama'"),
-    "Llama without Apache's licence": (LLAMA, "LICENSE-APACHE", "the Llama 3.2 Community License asks for it"),
+    "Llama under another name": (made_from(LLAMA_3, "llama3.2", "me/Tiny"), MANIFEST, "name that begins with 'Llama'"),
+    "Llama without Apache's licence": (LLAMA, "LICENSE-APACHE", "the Llama 3.2 Community License requires it"),
     "another base model than built from": (
         put(MANIFEST, text_model=QWEN), README, f"metadata base_model is [], the manifest's ['{QWEN}']"
     ),
@@ -92,11 +92,11 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "no weights": (delete(WEIGHTS), ".", "model.safetensors is missing"),
     "torn weights": (write(WEIGHTS, b"\x10\0\0\0"), ".", "model.safetensors can't be read"),
     "weights of another shape": (tensors(lambda w: w.update(extra=torch.zeros(1))), WEIGHTS, "holds extra"),
-    "broken code": (append(MODELING, "\ndef (:\n"), MODELING, "is not, byte for byte"),
-    "another handler": (append("handler.py", "\n"), "handler.py", "is not, byte for byte"),
-    "no handler": (delete("handler.py"), "handler.py", "is not, byte for byte"),
-    "other requirements": (append("requirements.txt", "evil\n"), "requirements.txt", "is not, byte for byte"),
-    "broken snippet": (edit(README, "generated = model", "generated == = model"), README, "snippet 0 is not Python"),
+    "broken code": (append(MODELING, "\ndef (:\n"), MODELING, "differs from this version"),
+    "another handler": (append("handler.py", "\n"), "handler.py", "differs from this version"),
+    "no handler": (delete("handler.py"), "handler.py", "differs from this version"),
+    "other requirements": (append("requirements.txt", "evil\n"), "requirements.txt", "differs from this version"),
+    "broken snippet": (edit(README, "generated = model", "generated == = model"), README, "0 is not valid Python"),
     "snippet without revision": (
         edit(README, "repository, revision=revision, ", "repository, "), README, "does not load `repo"
     ),
@@ -105,19 +105,19 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
         README, "snippet 0: load does not load `repository` at `revision`",
     ),
     "snippet with two revisions": (
-        edit(README, "\nprocessor = ", '\nrevision = "main"\nprocessor = '), README, "snippet 0 does not say"
+        edit(README, "\nprocessor = ", '\nrevision = "main"\nprocessor = '), README, "snippet 0 must contain"
     ),
     "pipeline without revision": (
         append(README, '\n```python\nask = pipeline(model="me/Tiny-NormLlava")  # v1.0\n```\n'),
         README, "snippet 1: pipeline does not load",
     ),
-    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "snippet 0 does not say repository,"),
+    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "snippet 0 must contain `repository,"),
     "snippet of another repository": (
-        edit(README, '= "me/Tiny-NormLlava"', '= "you/Tiny-NormLlava"'), README, "snippet 0 does not say"
+        edit(README, '= "me/Tiny-NormLlava"', '= "you/Tiny-NormLlava"'), README, "snippet 0 must contain"
     ),
     "snippet with a revision set in a loop": (
         edit(README, "\nprocessor = ", '\nfor revision in ["main"]:\n    pass\nprocessor = '),
-        README, "snippet 0 does not say",
+        README, "snippet 0 must contain",
     ),
     "snippet with another revision of the code": (
         edit(README, "(repository, revision", '(repository, code_revision="a", revision'),
@@ -130,13 +130,13 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     **{
         f"snippet after {fence!r}": (
             append(README, f'\n{fence}\nm = AutoModel.from_pretrained("you/repo", trust_remote_code=True)\n```\n'),
-            README, "loads code where no pin is checked: m = AutoModel.from_pretrained",
+            README, "loads code outside of checked snippets: m = AutoModel.from_pretrained",
         )
         for fence in ("```py", "```Python", "``` python", "~~~python", "````python", "- ```python", "")
     },
     "command without revision": (
         append(README, "\n```bash\nvllm serve me/Tiny-NormLlava --trust-remote-code\n```\n"),
-        README, "loads code where no pin is checked: vllm serve",
+        README, "loads code outside of checked snippets: vllm serve",
     ),
     "token under a key that is there twice": (
         edit("evaluation.json", '"task"', f'"task": "{TOKEN}", "task"'),
@@ -147,11 +147,11 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "file changed": (append("LICENSE", "\n"), "LICENSE", "it was changed"),
     "weights changed": (tensors(lambda w: w["lm_head.weight"].add_(1)), WEIGHTS, "it was changed"),
     "file added": (write("images/example7.png", b"x"), "images/example7.png", "is not in the manifest"),
-    "file taken away": (delete("images/example2.png"), "images/example2.png", "is in the manifest and not in the"),
+    "file taken away": (delete("images/example2.png"), "images/example2.png", "is in the manifest but not in the"),
     "broken manifest": (write(MANIFEST, "{"), MANIFEST, "is missing, or can't be read"),
     "manifest without a repository": (put(MANIFEST, repo_id=""), MANIFEST, "has no repo_id"),
-    "manifest without a revision": (put(MANIFEST, revision=None), MANIFEST, "is no name of a tag"),
-    "manifest of a branch": (put(MANIFEST, revision="main"), MANIFEST, "a name of a branch"),
+    "manifest without a revision": (put(MANIFEST, revision=None), MANIFEST, "is not a valid tag"),
+    "manifest of a branch": (put(MANIFEST, revision="main"), MANIFEST, "is a branch or commit name"),
 }  # fmt: skip
 # Those that the manifest's hashes find; of all others it is renewed, so that the change itself is no finding.
 BY_MANIFEST = {"file changed", "weights changed", "file added", "file taken away", "broken manifest"}

@@ -90,20 +90,20 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "weights as whole numbers": (cast(VISION, torch.int8), WEIGHTS, f"holds {VISION} as I8, not F32"),
     "a norm in bfloat16": (cast(f"{NORM}.weight", torch.bfloat16), WEIGHTS, f"{NORM}.weight as BF16, not F32"),
     "another dtype in the config": (put(CONFIG, dtype="bfloat16"), WEIGHTS, "as F32, not BF16"),
-    "no dtype in the config": (put(CONFIG, dtype=None), CONFIG, "says no dtype"),
-    "NaN": (fill(VISION, float("nan")), WEIGHTS, f"holds {VISION} with values that are no finite"),
-    "infinity": (fill("lm_head.weight", -float("inf")), WEIGHTS, "lm_head.weight with values that are no"),
-    "a gain of 0": (tensors(lambda w: w[f"{NORM}.weight"].zero_()), WEIGHTS, "a gain of the norm that is 0"),
+    "no dtype in the config": (put(CONFIG, dtype=None), CONFIG, "has no dtype"),
+    "NaN": (fill(VISION, float("nan")), WEIGHTS, f"holds {VISION} with NaN or infinite"),
+    "infinity": (fill("lm_head.weight", -float("inf")), WEIGHTS, "lm_head.weight with NaN or infinite"),
+    "a gain of 0": (tensors(lambda w: w[f"{NORM}.weight"].zero_()), WEIGHTS, "a norm with a gain of 0"),
     "a norm that was not trained": (
-        tensors(as_it_starts), WEIGHTS, "a norm as it starts, gain 0.0134 and bias 0 everywhere, after 8 steps"
+        tensors(as_it_starts), WEIGHTS, "an untrained norm, gain 0.0134 and bias 0 everywhere, after 8 steps"
     ),
     "no norm in the config": (put(CONFIG, projector_norm="none"), WEIGHTS, f"{NORM}.bias (and 1 more), which"),
-    "an arm that is not": (put(CONFIG, projector_norm="rms"), CONFIG, "describes no model that can be built"),
+    "an arm that is not": (put(CONFIG, projector_norm="rms"), CONFIG, "no model can be built"),
     "more layers": (put(CONFIG, vision_config__num_hidden_layers=4), WEIGHTS, "lacks model.vision"),
     "fewer layers": (put(CONFIG, vision_config__num_hidden_layers=2), WEIGHTS, "does not have"),
     "another width": (put(CONFIG, text_config__hidden_size=64), WEIGHTS, "not [320, 64]"),
     "a larger vocabulary": (put(CONFIG, text_config__vocab_size=400), WEIGHTS, "of [320, 32], not [400, 32]"),
-    "another model type": (put(CONFIG, model_type="llava"), CONFIG, "describes no model that can be built"),
+    "another model type": (put(CONFIG, model_type="llava"), CONFIG, "no model can be built"),
     "another architecture": (
         put(CONFIG, architectures=["LlavaForConditionalGeneration"]), CONFIG, "architectures is ['LlavaForCond"
     ),
@@ -139,23 +139,23 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "no processor": (delete("processor_config.json"), "processor_config.json", "is missing"),
     "no tokenizer": (delete("tokenizer.json"), "tokenizer.json", "is missing"),
     "a torn tokenizer": (write("tokenizer.json", "{"), "processor_config.json", "can't prepare a picture"),
-    "not JSON": (write("tokenizer_config.json", "{"), "tokenizer_config.json", "is no JSON"),
-    "NaN in JSON": (put(CONFIG, projector_norm_eps=float("nan")), CONFIG, "NaN is no value of JSON"),
+    "not JSON": (write("tokenizer_config.json", "{"), "tokenizer_config.json", "is not valid JSON"),
+    "NaN in JSON": (put(CONFIG, projector_norm_eps=float("nan")), CONFIG, "NaN is not a JSON value"),
     "a shard lost": (
-        both(shard, delete(SECOND)), SECOND, "is in the index and not there"
+        both(shard, delete(SECOND)), SECOND, "is in the index but missing"
     ),
-    "a tensor in two shards": (lambda f: shard(f, twice), SECOND, "which is there twice"),
+    "a tensor in two shards": (lambda f: shard(f, twice), SECOND, "holds duplicate"),
     "a tensor lost from a shard": (lambda f: shard(f, lost), FIRST, "lacks lm_head.weight, which the model has"),
     "a tensor in another shard": (lambda f: shard(f, moved), SECOND, "which the index puts elsewhere"),
-    "a single file beside shards": (stale, WEIGHTS, "is there and not in the index"),
-    "shards without an index": (both(shard, delete(INDEX)), SECOND, "is there and not in the index"),
-    "another class file": (append(MODELING, "\n"), MODELING, "is not, byte for byte, that of this version"),
+    "a single file beside shards": (stale, WEIGHTS, "is not in the index"),
+    "shards without an index": (both(shard, delete(INDEX)), SECOND, "is not in the index"),
+    "another class file": (append(MODELING, "\n"), MODELING, "differs from this version's file"),
     "no class file": (delete("configuration_normllava.py"), "configuration_normllava.py", "is missing"),
     "no auto_map": (put(CONFIG, auto_map=None), CONFIG, "its auto_map is not"),
     "another class": (put(CONFIG, auto_map__AutoModel="modeling_normllava.Other"), CONFIG, "its auto_map is not"),
     "another repository's class": (put(CONFIG, auto_map__AutoModel=OTHER_CODE), CONFIG, "its auto_map is not"),
     "code of a part": (
-        put(CONFIG, text_config__auto_map={"AutoModel": OTHER_CODE}), CONFIG, "other code would be run"
+        put(CONFIG, text_config__auto_map={"AutoModel": OTHER_CODE}), CONFIG, "would run other code"
     ),
     "code of a pipeline": (
         put(CONFIG, custom_pipelines={"image-text-to-text": {"impl": "a.B"}}), CONFIG, "has custom_pipelines"
@@ -178,10 +178,10 @@ FAULTS: dict[str, tuple[Plant, str, str]] = {
     "another tokenizer file": (
         put("tokenizer_config.json", fast_tokenizer_files=["a.json"]), "tokenizer_config.json", "has fast_tokenizer"
     ),
-    "two auto_maps": (edit(CONFIG, '"auto_map"', '"auto_map": {}, "auto_map"'), CONFIG, "auto_map is there twice"),
-    "a number that is none": (edit(CONFIG, ": 1e-05", ": 1e999"), CONFIG, "1e999 is no value of JSON"),
+    "two auto_maps": (edit(CONFIG, '"auto_map"', '"auto_map": {}, "auto_map"'), CONFIG, "duplicate key auto_map"),
+    "a number that is none": (edit(CONFIG, ": 1e-05", ": 1e999"), CONFIG, "1e999 is not a JSON value"),
     "another number of tokens in the config": (
-        put(CONFIG, image_seq_length=999), CONFIG, "image_seq_length is 999, and a picture becomes 4 tokens"
+        put(CONFIG, image_seq_length=999), CONFIG, "image_seq_length is 999, but a picture becomes 4 tokens"
     ),
     "code of another repository in any field": (
         put("tokenizer_config.json", tokenizer_class=OTHER_CODE), "tokenizer_config.json", "points to another"
@@ -270,9 +270,9 @@ def test_all_faults_are_said_and_nothing_is_staged(trained: Path, prose: Path, t
     run = copy(trained, tmp_path / "run")
     for fault in ("no head", "NaN", "an end that is none", "quantised in the config alone"):
         FAULTS[fault][0](run)
-    with pytest.raises(ValueError, match="run holds no model to publish") as refused:
+    with pytest.raises(ValueError, match="run can't be published") as refused:
         build(run, tmp_path / "stage", "me/Mine", prose, own_licence="apache-2.0")
-    for reason in ("lacks lm_head.weight", "no finite numbers", "eos_token_id is 3", "has a quantization_config"):
+    for reason in ("lacks lm_head.weight", "NaN or infinite", "eos_token_id is 3", "has a quantization_config"):
         assert reason in str(refused.value)
     assert not [*tmp_path.glob("stage*")]
 
@@ -281,7 +281,7 @@ def test_a_norm_that_was_not_trained_is_one_that_claims_no_training(composed: Ca
     weights: Any = read_weights(composed())
     assert [*find_model_faults(composed(), weights, steps=0)] == []
     (finding,) = find_model_faults(composed(), weights, steps=1)
-    assert "a norm as it starts" in finding.reason
+    assert "an untrained norm" in finding.reason
 
 
 def test_code_is_not_run_before_it_is_compared(trained: Path, tmp_path: Path) -> None:

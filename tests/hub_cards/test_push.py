@@ -154,16 +154,16 @@ def test_findings_and_a_wrong_token_stop_a_push(staged: Path, tmp_path: Path, hu
     (broken / "training_args.bin").write_bytes(b"\x80\x02.")
     with pytest.raises(ReleaseError, match=r"training_args\.bin: is not on the list"):
         publish(broken, HfApi(endpoint=hub.url, token=hub.token))
-    with pytest.raises(ReleaseError, match="HF_TOKEN is not valid, or no more"):
+    with pytest.raises(ReleaseError, match="HF_TOKEN is invalid or expired"):
         publish(staged, HfApi(endpoint=hub.url, token="hf_wrong"))
-    with pytest.raises(ReleaseError, match=rf"HF_TOKEN may not do this.*{NAME} is new: there is none"):
+    with pytest.raises(ReleaseError, match=rf"HF_TOKEN may not do this.*{NAME} is new: this token can see no"):
         publish(staged, HfApi(endpoint=hub.url, token=hub.other_token))
     assert hub.repositories == {}
 
 
 def test_a_repository_that_stays_unseen_is_not_committed_to(staged: Path, hub: HubServer, api: HfApi) -> None:
     hub.faults["not visible"] = 2  # before it is made, and after
-    with pytest.raises(ReleaseError, match="was made and can't be seen"):
+    with pytest.raises(ReleaseError, match="was created but can't be seen"):
         publish(staged, api)
     assert len(hub.repositories[NAME].commits) == 1
 
@@ -171,7 +171,7 @@ def test_a_repository_that_stays_unseen_is_not_committed_to(staged: Path, hub: H
 def test_a_public_repository_takes_only_what_is_to_be_public(staged: Path, hub: HubServer, api: HfApi) -> None:
     repository = place(hub, {"README.md": b"before"})
     repository.tags.clear()
-    with pytest.raises(ReleaseError, match=f"{NAME} is public, so .*: push with --public, or make"):
+    with pytest.raises(ReleaseError, match=f"{NAME} is public, so .* Push with --public, or make"):
         publish(staged, api)
     assert hub.uploads == []
     assert len(repository.commits) == 1
@@ -186,7 +186,7 @@ def test_a_dry_run_says_what_it_can_not_see(
     repository.tags.clear()
     monkeypatch.setenv("HF_TOKEN", "")  # is none
     run(monkeypatch, "push", str(staged), "--dry_run")
-    assert f"{NAME} is new: there is none that this token can see" in caplog.text
+    assert f"{NAME} is new: this token can see no such repository" in caplog.text
     assert "+ model.safetensors" in caplog.text
     assert "A private repository of this name would not be visible without HF_TOKEN." in caplog.text
     with pytest.raises(SystemExit, match="HF_TOKEN is not set"):
@@ -217,12 +217,12 @@ def interrupt() -> None:
 
 # What happens to a request, and what the message says, if the push does not succeed all the same.
 STOPS = {
-    "500": "Push again: it goes on from there",
+    "500": "Push again to continue from there",
     "403": "the token in HF_TOKEN may not do this",
-    "html": "the Hub answered with no JSON: <html>Log in",
-    "no answer": "Push again: it goes on from there",
+    "html": "the Hub's answer is not JSON: <html>Log in",
+    "no answer": "Push again to continue from there",
     "interrupt": "Interrupted. On the Hub, ",
-    "expired": "the token in HF_TOKEN is not valid, or no more",
+    "expired": "the token in HF_TOKEN is invalid or expired",
 }
 
 
@@ -278,7 +278,7 @@ def test_ctrl_c_ends_in_a_line_with_the_state(staged: Path, hub: HubServer) -> N
     output, errors = process.communicate()
     assert process.returncode == 130
     assert "Traceback" not in output + errors
-    assert errors.splitlines()[-1] == f"Interrupted. On the Hub, {truth(hub)}. Push again: it goes on from there."
+    assert errors.splitlines()[-1] == f"Interrupted. On the Hub, {truth(hub)}. Push again to continue from there."
 
 
 @pytest.mark.timeout(60)
@@ -304,7 +304,7 @@ def test_ctrl_c_leaves_no_lock_of_a_thread_pool_held(staged: Path, hub: HubServe
     finally:
         sys.settrace(None)
     assert taken == 2
-    assert str(caught.value) == f"Interrupted. On the Hub, {truth(hub)}. Push again: it goes on from there."
+    assert str(caught.value) == f"Interrupted. On the Hub, {truth(hub)}. Push again to continue from there."
 
 
 def test_ctrl_c_stops_a_long_upload_between_its_parts_and_pressed_twice_at_once() -> None:
@@ -361,7 +361,7 @@ def test_a_release_that_is_there_is_only_made_public(
 def test_a_tag_on_other_files_stays_what_it_is(changed: str, staged: Path, hub: HubServer, api: HfApi) -> None:
     repository = place(hub, tree(staged) | {changed: b"other"}, private=True)
     repository.commit(tree(staged))  # the head is the same, and is not what counts
-    with pytest.raises(ReleaseError, match=f"has a tag v1.0 already, which stays what it is, and {changed} is not as"):
+    with pytest.raises(ReleaseError, match=f"already has a tag v1.0, which is not moved, and {changed} differs"):
         publish(staged, api)
     assert (len(repository.commits), hub.uploads) == (2, [])
 
@@ -389,7 +389,7 @@ def test_a_repository_made_public_meanwhile_is_not_published_into(
         hub.hooks[moment] = lambda: setattr(repository, "private", False)
     else:
         repository.private = False
-    with pytest.raises(ReleaseError, match=f"{NAME} is public, so what is pushed is seen by all at once, and nothing"):
+    with pytest.raises(ReleaseError, match=f"{NAME} is public, so a push would be visible at once; nothing"):
         push(staged, manifest, plan or plan_push(staged, manifest, api, False), api, False)
     assert len(repository.commits) == 1
     assert bool(hub.uploads) == (moment in ("POST /preupload", "PUT /lfs"))
@@ -458,7 +458,7 @@ def test_waiting_has_an_end_that_is_said(staged: Path, hub: HubServer, monkeypat
     for asked, most in (("86400", 0), ("100", MAX_WAIT)):
         hub.retry_after = asked
         hub.faults["429 GET /api/models"] = 1000
-        with pytest.raises(SystemExit, match=rf"{NAME}: the Hub asks to wait for {asked} s, and {MAX_WAIT} s is the"):
+        with pytest.raises(SystemExit, match=rf"{NAME}: the Hub asks to wait for {asked} s, but {MAX_WAIT} s is the"):
             run(monkeypatch, "push", str(staged), "--dry_run")
         assert sum(waits) <= 2 * most  # once for the plan, and once for what is on the Hub
 

@@ -84,7 +84,7 @@ def test_the_handler_starts_no_program_for_a_picture(
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **kwargs: started.append(args))
     picture = io.BytesIO()
     Image.new("RGB", (30, 20)).save(picture, "EPS")
-    with pytest.raises(ValueError, match=r"inputs\[0\]: no picture \(UnidentifiedImageError\), one of PNG"):
+    with pytest.raises(ValueError, match=r"inputs\[0\]: not a picture in PNG, .* \(UnidentifiedImageError\)"):
         handler_module.read_messages(request(base64.b64encode(picture.getvalue()).decode())["inputs"])
     assert started == []
 
@@ -92,24 +92,24 @@ def test_the_handler_starts_no_program_for_a_picture(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({}, "a list of chat messages"),
-        ({"inputs": "hello"}, "a list of chat messages"),
-        ({"inputs": [{"content": "x"}]}, "a message has a role"),
-        ({"inputs": [{"role": "user", "content": [{"type": "video"}]}]}, "a part is text, or an image"),
-        (request("/etc/passwd"), "URLs and paths are not taken"),
-        (request("https://example.com/a.png"), "URLs and paths are not taken"),
-        (request("http://169.254.169.254/latest,x"), "no URLs and no paths"),
-        (request("file:///etc/passwd"), "URLs and paths are not taken"),
+        ({}, "must be a list of chat messages"),
+        ({"inputs": "hello"}, "must be a list of chat messages"),
+        ({"inputs": [{"content": "x"}]}, "a message needs a role"),
+        ({"inputs": [{"role": "user", "content": [{"type": "video"}]}]}, "a part must be text, or an image"),
+        (request("/etc/passwd"), "URLs and paths are not accepted"),
+        (request("https://example.com/a.png"), "URLs and paths are not accepted"),
+        (request("http://169.254.169.254/latest,x"), "no URLs or paths"),
+        (request("file:///etc/passwd"), "URLs and paths are not accepted"),
         (request({"path": "/etc/passwd"}), "is not base64 text"),
-        (request(base64.b64encode(b"no picture").decode()), r"no picture \(UnidentifiedImageError\), one of PNG"),
+        (request(base64.b64encode(b"no picture").decode()), r"not a picture in PNG, .* \(UnidentifiedImageError\)"),
         (request(png((9000, 9000))), "9000 x 9000 pixels, more than 40000000"),
         (request(png((101, 1))), "the picture has 101 x 1 pixels"),
         (request("A" * 14_000_000), "more than 10000000 bytes"),
         ({"inputs": request(png())["inputs"] * 9}, "more than 8 pictures"),
         (request(png(), "x" * 50_001), "more than 50000 characters"),
-        (request(png(), max_new_tokens=5000), "max_new_tokens: a whole number from 1 to 1024"),
-        (request("ü" * 8), r"inputs\[0\]: no picture in base64"),
-        ({"inputs": [{"role": "user", "content": []}]}, r"inputs\[0\].content: text or a list of parts"),
+        (request(png(), max_new_tokens=5000), "max_new_tokens: must be an integer from 1 to 1024"),
+        (request("ü" * 8), r"inputs\[0\]: not valid base64"),
+        ({"inputs": [{"role": "user", "content": []}]}, r"inputs\[0\].content: must be text or a list of parts"),
         (request(png(), "\ud83d"), r"inputs\[0\].content: half a surrogate pair"),
         (request(png(), "<|image_pad|>"), "inputs: The total number of .* tokens"),
         (
@@ -117,9 +117,9 @@ def test_the_handler_starts_no_program_for_a_picture(
             "inputs: .* tokens and 8 new ones are more than the model's 512",
         ),
         (request(png(), "x" * 300, max_new_tokens=256), "tokens and 256 new ones are more than the model's 512"),
-        (request(png(), temperature=-1), "temperature: 0, or a number from 0.01 to 2"),
-        (request(png(), temperature=1e-9), "temperature: 0, or a number from 0.01 to 2"),
-        (request(png(), temperature=float("nan")), "temperature: 0, or a number from 0.01 to 2"),
+        (request(png(), temperature=-1), "temperature: must be 0, or a number from 0.01 to 2"),
+        (request(png(), temperature=1e-9), "temperature: must be 0, or a number from 0.01 to 2"),
+        (request(png(), temperature=float("nan")), "temperature: must be 0, or a number from 0.01 to 2"),
         (request(png(), num_beams=99), "only max_new_tokens, temperature can be set"),
     ],
 )
@@ -185,17 +185,20 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"messages": []}, "messages: there are none"),
+        ({"messages": []}, "messages: missing or empty"),
         ({"max_tokens": 10**9}, "max_tokens: at most 1024"),
         ({"model": "me/other"}, "Server is pinned to .*@main'; requested 'me/other'"),
-        ({"messages": conversation("data:image/png;base64,@@")}, r"messages\[0\]: no picture in base64"),
-        ({"messages": conversation("data:image/png;base64,YWJj")}, r"messages\[0\]: no picture \(Unidentified"),
+        ({"messages": conversation("data:image/png;base64,@@")}, r"messages\[0\]: not valid base64"),
+        (
+            {"messages": conversation("data:image/png;base64,YWJj")},
+            r"messages\[0\]: not a picture in .* \(Unidentified",
+        ),
         ({"messages": conversation("http://127.0.0.1:9/a.png")}, r"messages\[0\]: http://127.0.0.1:9/a.png can't be"),
-        ({"messages": conversation(str(ROOT / "README.md"))}, r"messages\[0\]: .*; no file is read"),
-        ({"messages": conversation(f"file://{ROOT}/README.md")}, "no file is read"),
+        ({"messages": conversation(str(ROOT / "README.md"))}, r"messages\[0\]: .*; files are not read"),
+        ({"messages": conversation(f"file://{ROOT}/README.md")}, "files are not read"),
         (
             {"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "/etc/passwd"}}]}]},
-            r"messages\[0\]: only text and pictures are taken, no video",
+            r"messages\[0\]: only text and pictures are accepted, not video",
         ),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, r"not in the form .* \(KeyError: 'type'\)"),
         ({"messages": [{"role": "judge", "content": "x"}]}, "Unknown role judge"),

@@ -76,7 +76,7 @@ def test_the_space_answers_and_draws(space: ModuleType, upload: dict[str, str]) 
     assert figures.count("<svg") == 2
     for label in ("visual, without norm", "text, without norm", "norm of tokens", "turning, 1 − cosine"):
         assert label in figures
-    assert "the norm behind the projector taken out" in figures
+    assert "the norm after the projector removed" in figures
 
 
 def test_its_numbers_are_those_of_the_diagnostics(space: ModuleType, upload: dict[str, str]) -> None:
@@ -146,7 +146,7 @@ def test_a_real_baseline_is_drawn_in_place_of_the_models_own(
         ({"MODEL": "staged", "REVISION": "main", "BASELINE": "staged"}, "the Space's variable BASELINE_REVISION"),
         (
             {"MODEL": "staged", "REVISION": "main", "BASELINE": "staged", "BASELINE_REVISION": "main"},
-            "has a norm behind its projector: name a model without one",
+            "has a norm after its projector: use a model without one",
         ),
     ],
 )

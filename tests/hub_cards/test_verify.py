@@ -49,7 +49,7 @@ def test_the_commands_from_push_to_verdict(
     hub.requests.clear()
     monkeypatch.setenv("HF_TOKEN", hub.token)
     run(monkeypatch, "verify", NAME, "--revision", "v1.0", "--stage", str(staged))
-    assert f"Verified: {NAME} at v1.0 is what was staged." in caplog.text
+    assert f"Verified: {NAME} at v1.0 matches the stage folder." in caplog.text
     assert "largest difference 0" in caplog.text
     # It is public, so it is loaded without a token.
     assert not any(authorization for _, _, authorization in hub.requests)
@@ -86,11 +86,11 @@ def test_a_private_repository_and_a_snippet_that_raises(
     files = tree(staged)
     files["README.md"] += b"\n```python\nprint(1 / 0)\n```\n"  # each snippet is run
     repository = place(hub, files, private=True)
-    with pytest.raises(ReleaseError, match="is not there, or is private and needs HF_TOKEN, which is not set"):
+    with pytest.raises(ReleaseError, match="does not exist, or is private and needs HF_TOKEN, which is not set"):
         verify(NAME, "v1.0", None, None)
     with pytest.raises(ReleaseError, match="needs another token than the one in HF_TOKEN"):
         verify(NAME, "v1.0", None, hub.other_token)
-    with pytest.raises(ReleaseError, match=r"could not be asked about .*HF_TOKEN is not valid, or no more"):
+    with pytest.raises(ReleaseError, match=r"could not be asked about .*HF_TOKEN is invalid or expired"):
         verify(NAME, "v1.0", None, "hf_wrong")
     with pytest.raises(ReleaseError, match=r"has no revision v2\.0"):
         verify(NAME, "v2.0", None, hub.token)
@@ -121,7 +121,7 @@ def test_without_a_stage_folder_the_manifest_is_what_counts(
     run(monkeypatch, "verify", NAME, "--revision", "v1.0")
     assert not hub.faults.total()
     assert "logits and hidden states: not compared with a local model" in caplog.text
-    assert "Verified: me/Tiny-NormLlava at v1.0 is what its manifest says." in caplog.text
+    assert "Verified: me/Tiny-NormLlava at v1.0 matches its manifest." in caplog.text
 
 
 @pytest.mark.slow
@@ -152,9 +152,7 @@ def test_no_token_is_sent_after_an_error(staged: Path, hub: HubServer) -> None:
 def test_an_answer_that_is_no_json_is_named(staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     place(hub, tree(staged))
     hub.faults["html GET /api/models"] = 1
-    with pytest.raises(
-        SystemExit, match=f"GET /api/models/{NAME}: the Hub answered with no JSON: <html>Log in to the"
-    ):
+    with pytest.raises(SystemExit, match=f"GET /api/models/{NAME}: the Hub's answer is not JSON: <html>Log in to the"):
         run(monkeypatch, "verify", NAME, "--revision", "v1.0")
 
 
@@ -162,7 +160,7 @@ def test_a_token_that_expires_meanwhile_is_no_problem_of_the_files(staged: Path,
     place(hub, tree(staged), private=True)
     token = hub.token
     hub.hooks["GET /model.safetensors"] = lambda: setattr(hub, "token", "hf_renewed")
-    with pytest.raises(ReleaseError, match=r"could not be asked about .*HF_TOKEN is not valid, or no more"):
+    with pytest.raises(ReleaseError, match=r"could not be asked about .*HF_TOKEN is invalid or expired"):
         verify(NAME, "v1.0", None, token)
 
 

@@ -103,7 +103,7 @@ def test_sharded_checkpoints_are_complete(copied: Path) -> None:
     assert checkpoint_problem(copied / "checkpoint-3") is None
     assert newest_complete(copied, is_main_process=True) == copied / "checkpoint-6"
     with pytest.raises(
-        ValueError, match=r"checkpoint-6 is the end of the run, but its weights are sharded. Join them"
+        ValueError, match=r"checkpoint-6 is the end of the run, but its weights are sharded. Merge them"
     ):
         publish_checkpoint(copied / "checkpoint-6", copied, {})
     assert not (copied / "config.json").exists()
@@ -206,7 +206,7 @@ def test_another_run_is_refused_with_the_differences(
         "learning_rate": 2e-3,
         "global_batch_size": 8,
     }
-    with pytest.raises(ValueError, match="is of another run") as error:
+    with pytest.raises(ValueError, match="belongs to a different run") as error:
         run(monkeypatch, tmp_path, **changed)
     assert "learning_rate: 0.001 before, 0.002 now" in str(error.value)
     assert "global_batch_size: 4 before, 8 now" in str(error.value)
@@ -234,7 +234,7 @@ def test_every_argument_that_changes_the_weights_is_compared(
     finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any]
 ) -> None:
     fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, **changed}
-    with pytest.raises(ValueError, match=rf"is of another run .*\n(.*\n)*  {next(iter(changed))}: "):
+    with pytest.raises(ValueError, match=rf"belongs to a different run.*\n(.*\n)*  {next(iter(changed))}: "):
         run(monkeypatch, copied, **fields)
 
 
@@ -323,7 +323,7 @@ def test_a_finished_run_without_checkpoints_is_not_started_again(
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=True)
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
-    with pytest.raises(ValueError, match="a run of 8 steps, and no checkpoint to go on from to 16"):
+    with pytest.raises(ValueError, match="a run of 8 steps, but no checkpoint to continue from to step 16"):
         run(
             monkeypatch, tmp_path, **{**fields, "num_train_epochs": 2}, resume_from_checkpoint=True,
             resume_changed=True,
@@ -421,7 +421,7 @@ def test_pictures_that_changed_are_another_run(
     change(rows, tmp_path / "data")
     moved_data.write_text(json.dumps(rows))
     fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, "dataset_name": str(moved_data)}
-    with pytest.raises(ValueError, match=r"is of another run than this one:\n  data: [^\n]*\nPut these back"):
+    with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: [^\n]*\nRestore these"):
         run(monkeypatch, copied, **fields)
 
 
@@ -450,7 +450,7 @@ def test_another_split_of_a_stream_is_another_run(
     run(monkeypatch, tmp_path, **fields)
     shutil.rmtree(tmp_path / "out" / "checkpoint-2")
     fields |= {"resume_from_checkpoint": True}
-    with pytest.raises(ValueError, match=r"is of another run than this one:\n  data: "):
+    with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: "):
         run(monkeypatch, tmp_path, **fields, dataset_train_split="test")
     run(monkeypatch, tmp_path, **fields)
 

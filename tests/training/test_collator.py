@@ -119,5 +119,5 @@ def test_long_rows_are_refused_not_cut(composed: Callable[..., Path], tmp_path: 
 def test_a_row_without_trained_tokens_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     template = "{{ '<|image_pad|>' }}{% for message in messages %}{{ message['role'] }}{% endfor %}"
-    with pytest.raises(BadRowError, match=r"rows.json, row A dog.*: no token of it is trained"):
+    with pytest.raises(BadRowError, match=r"rows.json, row A dog.*: no supervised token"):
         VisionLanguageCollator(RowTokenizer(processor, template))([make_row(tmp_path, "A dog.")])

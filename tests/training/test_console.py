@@ -117,5 +117,5 @@ def test_ctrl_c_ends_with_one_line(composed: Callable[..., Path], data: Path, tm
     assert "Traceback" not in printed
     last = printed.splitlines()[-1]
     assert re.fullmatch(
-        r"Stopped. Go on by the same command with --resume_from_checkpoint true, from checkpoint-\d+.", last
+        r"Stopped. Resume with the same command and --resume_from_checkpoint true, from checkpoint-\d+.", last
     )

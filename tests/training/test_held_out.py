@@ -240,8 +240,8 @@ def test_the_rows_are_checked_as_those_of_training(
 WRONG = [
     ({"eval_strategy": "epoch"}, "set save_strategy to 'epoch', 'best' or 'no'"),
     ({"eval_strategy": "epoch", "dataset_streaming": True, "max_steps": 2}, "A stream has no epochs"),
-    ({**EVERY_TWO, "loss_type": "dft"}, "loss_type 'dft' is no measure"),
-    ({**EVERY_TWO, "optim": "schedule_free_adamw"}, "optim 'schedule_free_adamw' holds other weights"),
+    ({**EVERY_TWO, "loss_type": "dft"}, "loss_type 'dft' can't measure quality"),
+    ({**EVERY_TWO, "optim": "schedule_free_adamw"}, "optim 'schedule_free_adamw' uses other weights"),
     ({"eval_dataset_name": None, **EVERY_TWO}, "eval_strategy does nothing without eval_dataset_name"),
     ({"eval_dataset_name": None, "eval_samples": 3}, "eval_samples does nothing without eval_dataset_name"),
     ({"eval_dataset_name": None, "save_strategy": "best"}, "save_strategy 'best' needs held-out rows"),
@@ -253,7 +253,10 @@ WRONG = [
     ({**EVERY_TWO, "do_eval": True}, "do_eval must stay False, got True: eval_strategy says when"),
     ({**EVERY_TWO, "include_for_metrics": ["loss"]}, "include_for_metrics must stay"),
     ({**EVERY_TWO, "greater_is_better": True}, "greater_is_better must stay None, got True: it follows from"),
-    ({**EVERY_TWO, "lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type reduce_lr_on_plateau takes its"),
+    (
+        {**EVERY_TWO, "lr_scheduler_type": "reduce_lr_on_plateau"},
+        "lr_scheduler_type reduce_lr_on_plateau sets the rate",
+    ),
     ({**EVERY_TWO, "save_strategy": "best"}, "metric_for_best_model must be one of loss, exact_match, got None"),
     ({**EVERY_TWO, "metric_for_best_model": "loss"}, "metric_for_best_model does nothing without load_best"),
     ({**EVERY_TWO, "load_best_model_at_end": True, "save_steps": 4}, "needs a checkpoint of every step that is"),
@@ -278,7 +281,7 @@ def test_a_run_that_ends_before_its_first_evaluation_is_refused(
 ) -> None:
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
     for wrong in ({**EVERY_TWO, "max_steps": 4}, {"eval_strategy": "epoch", "save_strategy": "no"}):
-        with pytest.raises(ValueError, match="eval_delay 50: the run ends before"):
+        with pytest.raises(ValueError, match="eval_delay 50: the run ends earlier"):
             run(monkeypatch, tmp_path, **fields, **INSTRUCT, **wrong, eval_delay=50, output_dir=str(tmp_path / "out"))
 
 
@@ -369,7 +372,7 @@ def test_the_best_checkpoint_is_the_result(
         "eval_image_folder": str(Path(fields["dataset_name"]).parent),
     }
     for changed, name in (({"load_best_model_at_end": False}, "load_best_model_at_end"), (other, "held_out")):
-        with pytest.raises(ValueError, match=rf"of another run than this one:(\n.*)*{name}: "):
+        with pytest.raises(ValueError, match=rf"belongs to a different run:(\n.*)*{name}: "):
             run(monkeypatch, tmp_path, **{**settings, **changed}, output_dir=str(whole), resume_from_checkpoint=True)
     shutil.rmtree(whole / f"checkpoint-{best}")
     shutil.copytree(out / f"checkpoint-{lines[-1]['step']}", whole / f"checkpoint-{lines[-1]['step']}")

@@ -541,7 +541,7 @@ def test_what_a_stage_trains_of_key_adapters(composed: Callable[..., Path], stag
 def test_merging_into_a_base_without_them_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds key adapters, and its base .* has none. Name by --base"):
+    with pytest.raises(ValueError, match=r"has key adapters, but its base .* has none. Give the base"):
         merge(str(tmp_path), base=str(composed()))
     merge(str(tmp_path))
 
@@ -551,7 +551,7 @@ def test_zero3_is_refused(composed: Callable[..., Path], data: Path, tmp_path: P
     given = [word for name, value in fields.items() for word in (f"--{name}", str(value))]
     run_args, args = arguments.parse_arguments(given)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=3)  # DeepSpeed is not among what the tests install
-    with pytest.raises(ValueError, match="ZeRO-3 hands modules copies of their inputs"):
+    with pytest.raises(ValueError, match="ZeRO-3 passes modules copies of their inputs"):
         prepare_model(load_base(run_args, args), run_args, args)
     args.deepspeed_plugin = SimpleNamespace(zero_stage=2)
     prepare_model(load_base(run_args, args), run_args, args)

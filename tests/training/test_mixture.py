@@ -132,9 +132,7 @@ def test_a_run_on_a_mixture_says_what_it_drew_and_goes_on_with_that_alone(
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     again = {**fields, "output_dir": str(out), "resume_from_checkpoint": True}
     entries[1]["weight"] = 3
-    with pytest.raises(
-        ValueError, match=r"is of another run than this one:\n  data: .*\n  weights: \[0.5, 2.0\] before, "
-    ):
+    with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: .*\n  weights: \[0.5, 2.0\] before, "):
         run(monkeypatch, tmp_path, **again)
     entries[1]["weight"] = 2
     run(monkeypatch, tmp_path, **again)
@@ -185,16 +183,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**NO_NAME, "datasets": [{"path": "a"}, {"split": "b"}]}, "datasets, entry 2: path is missing"),
     (
         {**NO_NAME, "datasets": [{"path": "a", "wieght": 2}]},
-        "entry 1: wieght is no field of an entry; these are: path,",
+        "entry 1: wieght is not a field of an entry; the fields are: path,",
     ),
     ({**NO_NAME, "datasets": [{"path": "a", "weight": "2"}]}, "entry 1: weight must be a number, got '2'"),
     ({**NO_NAME, "datasets": [{"path": "a", "weight": 0}]}, "entry 1: weight must be a finite number above 0, got 0"),
     ({**NO_NAME, "datasets": [{"path": "a", "weight": float("inf")}]}, "weight must be a finite number above 0"),
-    ({**NO_NAME, "datasets": [{"path": "a", "fraction": 0.5}]}, "give weight, .* in place of TRL's fraction"),
+    ({**NO_NAME, "datasets": [{"path": "a", "fraction": 0.5}]}, "give weight, .* instead of TRL's fraction"),
     ({**NO_NAME, "datasets": [{"path": None}]}, "entry 1: path must be text, got None"),
     (
         {**NO_NAME, "datasets": [{"path": "a"}, {"path": "b"}], "dataset_streaming": True, "max_steps": 1},
-        "dataset_streaming reads one source",
+        "dataset_streaming reads a single source",
     ),
 ]
 

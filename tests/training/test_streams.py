@@ -170,7 +170,7 @@ def test_a_place_among_other_readers_is_refused(tmp_path: Path) -> None:
         ({"num_processes": 2}, "1 processes before, 2 now"),
     ):
         batches_of(path).write_place(tmp_path, is_main_process=True)
-        with pytest.raises(ValueError, match=rf"stream.json is a place among other readers: .*{difference}.*Their"):
+        with pytest.raises(ValueError, match=rf"stream.json was written with other readers: .*{difference}.*Their"):
             batches_of(path, **readers).go_on(tmp_path)
     write_parquet(tmp_path / "more", [5] * 4)
     with pytest.raises(ValueError, match="3 shards before, 4 now"):
@@ -201,7 +201,9 @@ def test_a_checkpoint_without_a_place_in_the_stream_is_not_gone_on_from(
     (out / "checkpoint-1" / "stream.json").unlink()
     fields |= {"resume_from_checkpoint": str(out / "checkpoint-1")}
     left = sorted(path.name for path in out.iterdir())
-    with pytest.raises(ValueError, match=r"checkpoint-1 has no stream.json, .* Go on as it was written. Or train on"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-1 has no stream.json, .* Resume the way it was written. Or continue training"
+    ):
         run(monkeypatch, tmp_path, **fields)
     assert sorted(path.name for path in out.iterdir()) == left  # nothing was moved aside
     fields |= {"resume_from_checkpoint": str(out / "checkpoint-2"), "max_steps": 3, "resume_changed": True}

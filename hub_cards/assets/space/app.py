@@ -1,4 +1,4 @@
-"""Ask the model about a picture, and see its tokens' norm and turning with the projector's norm and without it."""
+"""Ask the model about a picture, and see its tokens' norm and turning with and without the projector's norm."""
 
 import os
 from pathlib import Path
@@ -13,19 +13,19 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.utils import cached_file
 
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of others, EPS starts a program
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of the other formats, EPS starts a program
 MAX_PIXELS, MAX_NEW_TOKENS = 40_000_000, 256
 CAPTION = (
-    "Means over the question's tokens, without special ones and attention sinks. Norm: of what enters each layer and, "
-    "last, of what leaves the last one. Turning: between what enters a layer and what leaves it."
+    "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
+    "last, of the last layer's output. Turning: between a layer's input and output."
 )
-TAKEN_OUT = "the same weights, the norm behind the projector taken out; this is no model that was trained without it"
+TAKEN_OUT = "the same weights with the norm after the projector removed; this is not a model trained without it"
 
 
 def variable(name: str) -> str:
-    """One of the Space's variables."""
+    """The value of one of the Space's variables."""
     if not os.environ.get(name):
-        raise SystemExit(f"Set the Space's variable {name}: README.md says what its variables are.")
+        raise SystemExit(f"Set the Space's variable {name}: README.md explains its variables.")
     return os.environ[name]
 
 
@@ -43,7 +43,7 @@ NAME = MODEL.rstrip("/").split("/")[-1]
 model, processor = load(MODEL, REVISION)
 baseline = load(BASELINE, variable("BASELINE_REVISION")) if BASELINE else None
 if baseline is not None and getattr(baseline[0].config, "projector_norm", "none") != "none":
-    raise SystemExit(f"BASELINE={BASELINE} has a norm behind its projector: name a model without one, or none.")
+    raise SystemExit(f"BASELINE={BASELINE} has a norm after its projector: use a model without one, or unset it.")
 
 
 def read_examples() -> list[list[str]]:
@@ -57,12 +57,12 @@ def read_examples() -> list[list[str]]:
 
 
 def open_picture(path: str) -> Image.Image:
-    """The picture in colours, upright."""
+    """The picture in RGB, upright."""
     try:
         picture = Image.open(path, formats=FORMATS)
         if picture.width * picture.height <= MAX_PIXELS:
             return ImageOps.exif_transpose(picture).convert("RGB")
-    except Exception as error:  # what is no picture fails in many ways
+    except Exception as error:  # invalid pictures fail in many ways
         raise gr.Error(f"The picture is broken, or not one of {', '.join(FORMATS)}.") from error
     raise gr.Error(f"The picture has more than {MAX_PIXELS} pixels: scale it down.")
 
@@ -78,7 +78,7 @@ def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> 
             return_dict=True,
             return_tensors="pt",
         ).to(model.device, dtype=model.dtype)
-    except ValueError as error:  # the token that stands for pictures is in the question
+    except ValueError as error:  # the question contains the image token
         raise gr.Error(f"The question can't be asked: {error}") from error
     asked, limit = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
     if asked + MAX_NEW_TOKENS > limit:
@@ -89,7 +89,7 @@ def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> 
 
 
 def measure_without_norm(inputs: Any, picture: Image.Image, question: str) -> Measured | None:
-    """Of the baseline, or where none is given, of the model with its norm, if it has one, taken out for one pass."""
+    """Measures of the baseline; without one, of the model with its norm, if it has one, removed for one pass."""
     if baseline is not None:
         return measure(*baseline, prepare(*baseline, picture, question))
     if model.config.projector_norm == "none":
@@ -117,7 +117,7 @@ def answer(upload: dict[str, Any] | None, question: str) -> tuple[str, str]:
 with gr.Blocks(title=NAME) as demo:
     gr.Markdown(
         f"# {NAME}\nAsk [{MODEL}](https://huggingface.co/{MODEL}/tree/{REVISION}) about a picture. Below its answer: "
-        "how long visual and text tokens are where they enter each layer, and how far the layer turns them."
+        "the norm of visual and text tokens where they enter each layer, and how far the layer turns them."
     )
     reply, figures = gr.Textbox(label="Answer", lines=4, render=False), gr.HTML(render=False)
     with gr.Row():
@@ -130,7 +130,7 @@ with gr.Blocks(title=NAME) as demo:
             shown = gr.Examples(examples, [picture, question], cache_examples=False) if examples else None
             reply.render()
     figures.render()
-    # One at a time, as all ask by one function. Not preprocessed: `answer` opens uploads, and says what is wrong.
+    # One at a time, as all use the same function. Not preprocessed: `answer` opens uploads, and reports errors.
     asked = {"fn": answer, "inputs": [picture, question], "outputs": [reply, figures], "preprocess": False}
     gr.on([ask.click, question.submit], **asked)
     if shown is not None:

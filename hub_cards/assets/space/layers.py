@@ -31,7 +31,7 @@ Measured = dict[str, dict[str, list[float]]]  # a value for each layer, by panel
 def measure(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> Measured:
     """Means over visual and over text tokens of one question; special tokens and sinks are neither.
 
-    Norms are of what enters each layer and, last, of what leaves the last one; turning is 1 - cosine of the two.
+    Norms are of each layer's input and, last, of the last layer's output; turning is 1 - cosine of input and output.
     """
     entering: list[torch.Tensor] = []
     leaving: list[torch.Tensor] = []
@@ -64,7 +64,7 @@ def measure(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> M
 
 
 def draw(panel: str, model: Measured, without_norm: Measured | None) -> Figure:
-    """One panel; what is without the norm is dashed."""
+    """One panel; lines without the norm are dashed."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(3.6, 2.7), layout="constrained")
         axis = figure.subplots()
@@ -88,7 +88,7 @@ def draw(panel: str, model: Measured, without_norm: Measured | None) -> Figure:
 
 
 def to_svg(figure: Figure) -> str:
-    """A drawing for a page, whose style may change its colours by the variables `--24292f` and so on."""
+    """A drawing for a page, whose style can change its colours through the variables `--24292f` and so on."""
     file = io.StringIO()
     with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}):
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})

@@ -191,7 +191,16 @@ def add_record(path: Path, part: str, key: str, record: Record) -> None:
     with FileLock(path.with_suffix(".lock")):
         records = read_records(path)
         records[part] = dict(sorted({**records[part], key: record}.items()))
-        write_whole(path, json.dumps(records, indent=1) + "\n")
+        write_whole(path, dump(records))
+
+
+def dump(records: Records) -> str:
+    """The records as JSON with a line for each, since curves are long."""
+    parts = [
+        f"{json.dumps(part)}: {{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(found[key])}" for key in found) + "\n}"
+        for part, found in records.items()
+    ]
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def answerable(records: Records, decoder: str) -> list[str]:

@@ -81,6 +81,7 @@ def main() -> None:
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",  # the same minutes and the same numbers with and without a GPU
         "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine
     }
     started = time.monotonic()
@@ -92,11 +93,8 @@ def main() -> None:
         step_started = time.monotonic()
         subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
         logger.info("      %.0f s", time.monotonic() - step_started)
-    logger.info(
-        "\n%.0f s in all. Everything is in %s: the model in stage2/, pictures in answers.png and norms.png.",
-        time.monotonic() - started,
-        ROOT / RUN,
-    )
+    logger.info("\nfigures: %s, %s", RUN / "norms.png", RUN / "answers.png")
+    logger.info("model:   %s, made in %.0f s", RUN / "stage2", time.monotonic() - started)
 
 
 if __name__ == "__main__":

@@ -100,8 +100,7 @@ def to_row(sample: dict[str, Any], tar: str) -> Row:
     if len(records) != 1:
         members = ", ".join(f"{key}.{member}" for member in sorted(sample.keys() - {"__key__", "__url__"}))
         raise ValueError(
-            f"{tar}: {len(records)} json files for {members}, which are adjacent. {LAYOUT} Members of a sample must "
-            "be adjacent."
+            f"{tar}: {len(records)} json files for {members}, not one. {LAYOUT} Members of a sample must be adjacent."
         )
     names = {member: f"{key}.{member}" for member in pictures}
     return {

@@ -223,8 +223,8 @@ def measure_space(
     bases: Bases,
     seed: int = 0,
 ) -> Space | None:
-    """The numbers of `DEFINITIONS` by layer; `None` if nothing was recorded, for a single picture, or for fewer than 8
-    tokens of each modality.
+    """The numbers of `DEFINITIONS` by layer; `None` if nothing was recorded, for a single picture, or if fewer
+    than 8 tokens of each modality are left to compare.
 
     Args:
         kept: For each sample by layer its keys or values, `(num_heads, num_kept, head_dim)`.

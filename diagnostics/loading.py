@@ -198,7 +198,7 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
     add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
-    add("--load_in_4bit", action="store_true", help="load the weights in NF4")
+    add("--load_in_4bit", action="store_true", help="load the decoder in NF4")
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 

@@ -39,6 +39,7 @@ from diagnostics.tokens import SINK_FACTOR
 
 
 TITLE = "Visual and text tokens in the decoder"
+NO_DIFFERENCE = "no clear difference"
 Value = Estimate | float | str | None
 # What a table compares: a path in a model's results, or a function of the model.
 Quantity = str | Callable[[ModelReport], Any]
@@ -189,7 +190,7 @@ def pace(gap: Estimate) -> str | None:
     if gap.interval is None:
         return None
     low, high = gap.interval
-    return "more slowly" if low > 0 else "faster" if high < 0 else "no clear difference"
+    return "more slowly" if low > 0 else "faster" if high < 0 else NO_DIFFERENCE
 
 
 def _say_length(model: ModelReport) -> str:
@@ -210,7 +211,7 @@ def _say_turning(model: ModelReport) -> str:
     gaps = "; ".join(f"{pace(group.gap)} in the {group.name}, {with_interval(group.gap)}" for group in groups)
     largest = model.layers.largest_gap
     text = (
-        f"Turning of visual tokens compared with text tokens, by the gap of cosines: {gaps}. The gap is largest at "
+        f"Visual tokens turn, compared with text tokens by the gap of cosines: {gaps}. The gap is largest at "
         f"layer {largest.layer}: {with_interval(largest.gap)}."
     )
     return text if len(model.prompts) < 2 else f"{text} {_say_prompts(model.prompts, [of.name for of in groups])}"
@@ -222,8 +223,10 @@ def _say_prompts(prompts: Sequence[Prompted], groups: Sequence[str]) -> str:
         paces = {pace(gap) for gap in gaps}
         if {"more slowly", "faster"} <= paces:
             result = "the sign changes with the question"
+        elif len(paces) > 1:
+            result = "it is clear for some questions only"
         else:
-            result = f"{pace(gaps[0])} each time" if len(paces) == 1 else "it is clear for some questions only"
+            result = f"{'there is ' if NO_DIFFERENCE in paces else ''}{pace(gaps[0])} each time"
         told.setdefault(result, []).append(f"the {name}")
     results = "; ".join(f"in {_listed(names)} {result}" for result, names in told.items())
     fewest = min(prompted.num_pictures for prompted in prompts)

@@ -1,6 +1,6 @@
 """For MkDocs: the README as the first page, and the pages and pictures outside `docs/` that a page links to.
 
-Links stay those of the repository, so that every page reads on a forge too; here they are made those of the site.
+Links stay those of the repository, so that every page reads on GitHub too; here they are made those of the site.
 """
 
 import posixpath

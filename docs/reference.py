@@ -16,6 +16,8 @@ from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from trl import SFTConfig
+
 from training.arguments import FIXED, RunArguments, TrainingConfig
 
 
@@ -86,16 +88,17 @@ def render_table(actions: Iterable[argparse.Action]) -> str:
     for action in actions:
         name = action.option_strings[0] if action.option_strings else action.dest
         default = "required" if action.required else describe(action.default)
-        choices = f" One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
-        text = (action.help or "").replace("%(default)s", str(action.default)).replace("|", "\\|")
+        choices = f"One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
+        text = ((action.help or "") % {"default": action.default}).replace("|", "\\|")
         if isinstance(action, argparse._StoreFalseAction):  # transformers' pair of a field that is on by default
             text = f"Turns `--{action.dest}` off."
-        lines.append(f"| `{name}` | {default} | {' '.join(text.split())}{choices} |")
+        sentences = [" ".join(text.split()) + ("." if text and not text.endswith(".") else ""), choices]
+        lines.append(f"| `{name}` | {default} | {' '.join(filter(None, sentences))} |")
     return "\n".join(lines)
 
 
 def describe(default: Any) -> str:
-    """A default value, where there is one to speak of."""
+    """A default value, unless an option is simply not given by default."""
     if default is None or default is False or default == argparse.SUPPRESS:
         return ""
     return f"`{getattr(default, 'value', default)}`"
@@ -105,8 +108,13 @@ def render_sft(parser: argparse.ArgumentParser) -> str:
     """The fields of a recipe that are this project's, those of TRL with another default, and those that are fixed."""
     ours = RunArguments.__annotations__.keys()
     changed = TrainingConfig.__annotations__.keys()
-    actions = {action.dest: action for _, action in actions_of(parser)}
-    inherited = {field.name for field in dataclasses.fields(RunArguments)} - ours
+    actions = {
+        action.dest: action for _, action in actions_of(parser) if not isinstance(action, argparse._StoreFalseAction)
+    }
+    inherited = {field.name for field in dataclasses.fields(RunArguments)} - ours - FIXED.keys()
+    here, there = (
+        {field.name: field.default for field in dataclasses.fields(config)} for config in (TrainingConfig, SFTConfig)
+    )
     fixed = [f"| `{name}` | `{value}` | {reason} |" for name, (value, reason) in sorted(FIXED.items())]
     return "\n\n".join([
         "Fields of a recipe, which can be given on the command line too. In addition to those of TRL's "
@@ -115,7 +123,11 @@ def render_sft(parser: argparse.ArgumentParser) -> str:
         "`ScriptArguments`:",
         render_table(actions[name] for name in ours if name in actions),
         "TRL's fields with another default:",
-        render_table(actions[name] for name in changed if name in actions),
+        "\n".join([
+            "| field | here | in TRL | |",
+            "|---|---|---|---|",
+            *(f"| `{name}` | `{here[name]}` | `{there[name]}` | {actions[name].help} |" for name in changed),
+        ]),
         "TRL's fields that have one value here:",
         "\n".join(["| field | value | why |", "|---|---|---|", *fixed]),
     ])  # fmt: skip

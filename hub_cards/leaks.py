@@ -92,7 +92,7 @@ def as_lines(value: Any, key: str = "") -> Iterator[str]:
 
 
 def plain_text(text: str) -> str:
-    """A text unchanged, or if it is valid JSON, its strings."""
+    """A text unchanged, or if `parse_json` accepts it, its strings."""
     try:
         return "\n".join(as_lines(parse_json(text)))
     except ValueError:

@@ -44,7 +44,7 @@ def device_peak(device: torch.device) -> float | None:
 
 
 class MfuMeter:
-    """The share of the devices' peak that training reaches, measured without extra synchronization.
+    """The share of the devices' peak that training reaches, measured without waiting for the device between logs.
 
     Args:
         model: The model, prepared for the stage and not yet sharded.

@@ -197,7 +197,9 @@ def add_record(path: Path, part: str, key: str, record: Record) -> None:
 def dump(records: Records) -> str:
     """The records as JSON with a line for each, since curves are long."""
     parts = [
-        f"{json.dumps(part)}: {{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(found[key])}" for key in found) + "\n}"
+        f"{json.dumps(part)}: {{\n"
+        + ",\n".join(f"{json.dumps(key)}: {json.dumps(found[key])}" for key in found)
+        + "\n}"
         for part, found in records.items()
     ]
     return "{\n" + ",\n".join(parts) + "\n}\n"

@@ -93,8 +93,8 @@ def main() -> None:
         step_started = time.monotonic()
         subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
         logger.info("      %.0f s", time.monotonic() - step_started)
-    logger.info("\nfigures: %s, %s", RUN / "norms.png", RUN / "answers.png")
-    logger.info("model:   %s, made in %.0f s", RUN / "stage2", time.monotonic() - started)
+    logger.info("\nfigures: %s, %s", ROOT / RUN / "norms.png", ROOT / RUN / "answers.png")
+    logger.info("model:   %s; %.0f s in all", ROOT / RUN / "stage2", time.monotonic() - started)
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def test_questions_that_change_the_sign_are_named() -> None:
     assert "Asked in 3 ways (16 pictures), in the first third the sign changes with the question" in text
     assert "in the middle third more slowly each time; in the last third it is clear for some questions only" in text
     assert "Asked" not in headline(with_gaps(model, [SLOW, SLOW, EITHER], rows[:1]))["Turning"]
+    text = headline(with_gaps(model, [SLOW, SLOW, EITHER], [[SLOW, FAST, EITHER]] * 2))["Turning"]
+    assert "in the middle third faster each time; in the last third there is no clear difference each time." in text
 
 
 def test_one_picture_has_no_spread() -> None:

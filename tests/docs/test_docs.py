@@ -116,9 +116,10 @@ def test_a_command_takes_the_options_that_a_page_gives(command: str) -> None:
         assert words[1] in re.findall(r"^([\w./()$-]+):", makefile(), re.MULTILINE)
         return
     started = module_of(words)
-    if started is None or not (ROOT / started[0].split(".")[0]).is_dir():
+    if started is None or started[0] in ("lmms_eval", "pytest"):
         return  # another project's command
     module, arguments = started
+    assert (ROOT / module.split(".")[0]).is_dir()
     parser = reference.parser_of(module)
     if "--config" in arguments:
         at = arguments.index("--config")
@@ -141,8 +142,7 @@ def makefile() -> str:
 def workplace() -> Path:
     """The repository, with the quickstart done and what earlier tests of this module left cleared away."""
     subprocess.run([sys.executable, "examples/digits/quickstart.py"], cwd=ROOT, check=True, capture_output=True)
-    for folder in ("runs/docs", "runs/digits/stage2/release"):
-        shutil.rmtree(ROOT / folder, ignore_errors=True)
+    shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)
     return ROOT
 
 

@@ -152,7 +152,7 @@ def test_an_arm_that_the_card_has_no_words_for_is_named(
 ) -> None:
     monkeypatch.delitem(NORMS, "gwc")
     text = (build(trained, tmp_path / "stage", "me/Bare", prose, **OWN) / "README.md").read_text()
-    assert "stands a norm (`projector_norm: gwc`) ([The Unseen Bias]" in text
+    assert "is followed by a norm (`projector_norm: gwc`) ([The Unseen Bias]" in text
 
 
 def test_the_first_question_is_asked_and_may_hold_quotes(trained: Path, prose: Path, tmp_path: Path) -> None:

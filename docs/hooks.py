@@ -35,11 +35,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make a page's links those of the site."""
-    uri = page.file.src_uri
-    source = HOME[0] if uri == HOME[1] else f"docs/{uri}" if (ROOT / "docs" / uri).exists() else uri
+    source = Path(str(page.file.abs_src_path)).relative_to(ROOT).as_posix()
+    folder = posixpath.dirname(page.file.src_uri) or "."
 
     def on_site(match: re.Match[str]) -> str:
-        return posixpath.relpath(site_path(resolve(source, match[0])), posixpath.dirname(uri) or ".")
+        return posixpath.relpath(site_path(resolve(source, match[0])), folder)
 
     return LINK.sub(on_site, markdown)
 

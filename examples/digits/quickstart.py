@@ -13,6 +13,8 @@ import sys
 import time
 from pathlib import Path
 
+import yaml
+
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +33,12 @@ def launch(num_processes: int) -> list[str]:
     ]
 
 
-def train(stage: str, global_batch_size: int) -> list[str]:
+def train(stage: str) -> list[str]:
     """The command of a stage, with the rows of a step divided among the processes."""
+    recipe = f"training/recipes/digits/{stage}.yaml"
+    global_batch_size = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))["global_batch_size"]
     rows = ("--per_device_train_batch_size", str(global_batch_size // PROCESSES))
-    return [*launch(PROCESSES), "training/sft.py", "--config", f"training/recipes/digits/{stage}.yaml", *rows]
+    return [*launch(PROCESSES), "training/sft.py", "--config", recipe, *rows]
 
 
 # Title, the file that a step writes last, and the command.
@@ -60,12 +64,12 @@ STEPS: list[tuple[str, Path, list[str]]] = [
     (
         "Stage 1: projector and norm, on captions",
         RUN / "stage1" / "trainer_state.json",
-        train("stage1", 32),
+        train("stage1"),
     ),
     (
         "Stage 2: everything, on questions",
         RUN / "stage2" / "trainer_state.json",
-        train("stage2", 16),
+        train("stage2"),
     ),
     (
         "Questions about unseen handwriting",

@@ -6,13 +6,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import reference
+from fences import fences
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
@@ -23,7 +23,6 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 NOT_HERE = ("# needs the Hub", "# needs a GPU", "# takes hours", "# two terminals")
 # Lines that are not run as part of a block: by CI, or because they would change this environment.
 ELSEWHERE = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
-EVALUATION = ROOT / ".venv-evaluation"
 # What a fragment takes for granted.
 PRELUDE = {
     "README.md": """
@@ -65,10 +64,9 @@ class Block:
 def blocks(*languages: str) -> Iterator[Block]:
     """All blocks of code in these languages; `extend.md` has tests of its own."""
     for page in PAGES:
-        fences = re.finditer(r"^( *)```(\w+)\n(.*?)^\1```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-        for number, fence in enumerate(fences, 1):
-            if fence[2] in languages and page.name != "extend.md":
-                yield Block(page.name, number, fence[2], textwrap.dedent(fence[3]))
+        for number, (language, code) in enumerate(fences(page.read_text(encoding="utf-8")), 1):
+            if language in languages and page.name != "extend.md":
+                yield Block(page.name, number, language, code)
 
 
 SHELL = list(blocks("bash"))
@@ -149,9 +147,11 @@ def workplace() -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("block", [block for block in SHELL if block.is_run], ids=str)
-def test_a_block_of_commands_runs(block: Block, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if EVALUATION.name in block.text and not EVALUATION.exists():
-        pytest.skip(f"needs {EVALUATION.name}: make .venv-evaluation/installed")
+def test_a_block_of_commands_runs(
+    block: Block, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if ".venv-evaluation" in block.text:
+        request.getfixturevalue("harness_python")
     lines = [line for line in block.text.splitlines() if not line.startswith(ELSEWHERE)]
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     run = subprocess.run(

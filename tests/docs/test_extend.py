@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fences import fences
 
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ TASK = "A benchmark task"
 
 def blocks(section: str, language: str) -> list[str]:
     """The code blocks of a section in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", SECTIONS[section], re.M | re.S)
+    return [code for found, code in fences(SECTIONS[section]) if found == language]
 
 
 def changed_files(section: str) -> set[str]:

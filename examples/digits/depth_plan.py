@@ -282,15 +282,19 @@ class Plan:
         """Whether both rates are searched for it."""
         return decoder == self.study.main and arm in PAIR and variant == "plain"
 
-    def runs(self, decoder: str, arm: str, variant: str = "plain", few: bool = False) -> list[Job]:
+    def seeds(self, decoder: str, arm: str, variant: str) -> tuple[int, ...]:
+        """All for the comparison that decides and its like at the other depths, few for the rest."""
+        all_of_them = decoder in (self.study.main, *self.study.depths) and arm in PAIR and variant == "plain"
+        return self.study.seeds if all_of_them else self.study.seeds[: self.study.few]
+
+    def runs(self, decoder: str, arm: str, variant: str = "plain") -> list[Job]:
         """The runs that are compared."""
         searched = "plain" if variant in AT_PLAIN_RATES else variant
         rates = (
             self.stage1_search(ARMS[arm].like).rate,
             self.stage2_search(decoder, arm, searched).rate,
         )
-        seeds = self.study.seeds[: self.study.few] if few else self.study.seeds
-        return [Job(decoder, arm, variant, rates, "test", seed) for seed in seeds]
+        return [Job(decoder, arm, variant, rates, "test", seed) for seed in self.seeds(decoder, arm, variant)]
 
     def deciding(self) -> list[Job]:
         """The comparison that decides, seed by seed."""
@@ -310,17 +314,17 @@ class Line:
 Case = tuple[str, str, str]
 
 
-def compared(title: str, cases: Sequence[Case], few: bool = False) -> Line:
+def compared(title: str, cases: Sequence[Case]) -> Line:
     """A line of runs that are compared."""
-    return Line(title, lambda plan: [job for case in cases for job in plan.runs(*case, few=few)])
+    return Line(title, lambda plan: [job for case in cases for job in plan.runs(*case)])
 
 
-def searched(title: str, cases: Sequence[Case], few: bool = False, decoders: tuple[str, ...] = ()) -> list[Line]:
+def searched(title: str, cases: Sequence[Case], decoders: tuple[str, ...] = ()) -> list[Line]:
     """The same, after a line of searches for the rate of stage 2."""
     search = Line(
         f"{title}, rates", lambda plan: [job for case in cases for job in plan.stage2_search(*case).jobs], decoders
     )
-    return [search, compared(title, cases, few)]
+    return [search, compared(title, cases)]
 
 
 def lines(study: Study) -> list[Line]:
@@ -340,12 +344,12 @@ def lines(study: Study) -> list[Line]:
         Line("rate of stage 1", lambda plan: [job for arm in PAIR for job in plan.stage1_search(arm).jobs]),
         Line("the comparison that decides", Plan.deciding),
         *searched("depth", decoders(*study.depths), decoders=study.depths),
-        compared("twice the steps", variants("doubled"), few=True),
-        *searched("the dial and other starts", others, few=True),
-        *searched("width", decoders(*study.wide), few=True, decoders=study.wide),
-        compared("clipping and warm-up", variants("unclipped", "warmup"), few=True),
-        *searched("what stage 2 trains", variants("adapters", "projector"), few=True),
-        *searched("deepest", decoders(*study.deepest), few=True, decoders=study.deepest),
+        compared("twice the steps", variants("doubled")),
+        *searched("the dial and other starts", others),
+        *searched("width", decoders(*study.wide), decoders=study.wide),
+        compared("clipping and warm-up", variants("unclipped", "warmup")),
+        *searched("what stage 2 trains", variants("adapters", "projector")),
+        *searched("deepest", decoders(*study.deepest), decoders=study.deepest),
     ]
 
 

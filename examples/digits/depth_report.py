@@ -1,4 +1,4 @@
-"""Fill in the results of DEPTH.md from `benchmarks/results/depth.json`, and draw the map.
+"""Fill in the results of DEPTH.md from `benchmarks/results/depth.json`, and draw its figures.
 
     python examples/digits/depth_report.py
 
@@ -7,27 +7,18 @@ A comparison is shown once all of its seeds have run, and not before: what is no
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, log
 from pathlib import Path
+from statistics import mean, median
 
 import matplotlib.pyplot as plt
-import numpy as np
 from depth import RESULTS
-from depth_plan import (
-    ARMS,
-    PAIR,
-    VARIANTS,
-    Case,
-    Job,
-    Plan,
-    Record,
-    Study,
-    answerable,
-    read_records,
-    score,
-    t_interval,
-)
+from depth_figures import draw_figures
+from depth_plan import ARMS, PAIR, VARIANTS, Record, Study, answerable, read_records, t_interval
+from depth_results import Results, interval, is_above, pair_of
 from depth_scenes import KINDS
+from scipy.stats import spearmanr
 
 from conversations.files import write_whole
 from diagnostics.report import table
@@ -36,72 +27,22 @@ from diagnostics.report import table
 logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).with_name("DEPTH.md")
-MAP = PAGE.with_name("depth_map.png")
 MARKS = ("<!-- results -->", "<!-- /results -->")
-
-
-class Results:
-    """The runs of a study that are done, by what is compared."""
-
-    def __init__(self, study: Study, records: dict) -> None:
-        self.study, self.records, self.plan = study, records, Plan(study, records)
-        main, few = study.main, True
-        others = [arm for arm in ARMS if arm not in PAIR]
-        # Case and whether it takes the fewer seeds, in the order of the protocol.
-        self.pairs: list[tuple[str, str, bool]] = [
-            (main, "plain", False),
-            *((decoder, "plain", False) for decoder in study.depths),
-            (main, "doubled", few),
-            *((decoder, "plain", few) for decoder in study.wide),
-            *((main, variant, few) for variant in VARIANTS if variant not in ("plain", "doubled")),
-            *((decoder, "plain", few) for decoder in study.deepest),
-        ]
-        self.others: list[tuple[Case, bool]] = [((main, arm, "plain"), few) for arm in others]
-
-    def runs(self, case: Case, few: bool = False) -> list[Job]:
-        """The runs of a case; none before its last one is done, nor before the comparison that decides is."""
-        jobs = self.plan.runs(*case, few=few)
-        done = all(job.key in self.records["runs"] for job in [*self.plan.deciding(), *jobs])
-        return jobs if done else []
-
-    def values(self, case: Case, few: bool, of: Callable[[Job], float]) -> list[float]:
-        """A number of each run of a case."""
-        return [of(job) for job in self.runs(case, few)]
-
-    def scores(self, kind: str) -> Callable[[Job], float]:
-        """Percent right about pictures, of a kind or `"score"`, the mean over the answerable ones."""
-
-        def of(job: Job) -> float:
-            return 100 * (score(self.records, job) if kind == "score" else self.record(job)["picture"][kind])
-
-        return of
-
-    def record(self, job: Job) -> Record:
-        """What a run recorded."""
-        return self.records["runs"][job.key]
-
-    def inside(self, case: Case, few: bool, of: Callable[[Record], float]) -> list[float]:
-        """A number of each record of a case; a run that diverged has none."""
-        records = [self.record(job) for job in self.runs(case, few)]
-        return [of(record) for record in records if "diverged" not in record]
-
-    def differences(self, decoder: str, variant: str, few: bool, kind: str) -> list[float]:
-        """GWC less no norm by seed, in points."""
-        none, gwc = (self.values((decoder, arm, variant), few, self.scores(kind)) for arm in PAIR)
-        return [b - a for a, b in zip(none, gwc, strict=True)] if none and gwc else []
-
-
-def interval(values: Sequence[float], digits: int = 1) -> str:
-    """Mean and 95% t interval over seeds."""
-    if not values:
-        return "not run yet"
-    center, low, high = t_interval(values)
-    return f"{center:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def plain_mean(values: Sequence[float], digits: int) -> str:
-    """The mean alone."""
-    return f"{np.mean(values):.{digits}f}" if values else "not run yet"
+LOSSES = (0.5, 0.2)  # of stage 2, that speed is read at
+STARTS = ("small-start", "scale", "decay")
+LONG = ("gain1", "gwc-3t", "gwc-10t")  # arms with a norm whose visual tokens start longer than T
+NOT_RUN = "not run yet"
+# What a record says of a trained model, and digits to show.
+INSIDE: dict[str, tuple[Callable[[Record], float], int]] = {
+    "loss, stage 1": (lambda record: record["stage1"]["loss"], 3),
+    "loss, stage 2": (lambda record: record["stage2"]["loss"], 3),
+    "norm ratio, stage 1": (lambda record: record["inside"]["stage1"]["ratio"], 2),
+    "norm ratio, stage 2": (lambda record: record["inside"]["stage2"]["ratio"], 2),
+    "gap of cosines, first third": (lambda record: record["inside"]["stage2"]["gap"][0], 3),
+    "last third": (lambda record: record["inside"]["stage2"]["gap"][-1], 3),
+    "in words": (lambda record: 100 * record["words"]["all"], 1),
+    "picture blanked": (lambda record: 100 * record["blanked"]["all"], 1),
+}
 
 
 def verdict(differences: Sequence[float]) -> str:
@@ -116,25 +57,17 @@ def verdict(differences: Sequence[float]) -> str:
 def by_seed_table(results: Results) -> str:
     """The comparison that decides, seed by seed."""
     main = results.study.main
-    rows = [
-        [title, *(f"{value:.1f}" for value in values)]
-        for title, values in (
-            *((ARMS[arm].title, results.values((main, arm, "plain"), False, results.scores("score"))) for arm in PAIR),
-            ("difference", results.differences(main, "plain", False, "score")),
-        )
-        if values
-    ]
-    return table(["seed", *map(str, results.study.seeds)], rows) if rows else ""
+    lines = {ARMS[case[1]].title: results.scores(case) for case in pair_of(main, "plain")}
+    lines["difference"] = results.gains(main)
+    rows = [[title, *(f"{value:.1f}" for value in values)] for title, values in lines.items()]
+    return table(["seed", *map(str, results.study.seeds)], rows)
 
 
 def gate_table(results: Results) -> str:
     """Language models on descriptions in words."""
     models = results.records["language_models"]
     rows = []
-    for decoder in (results.study.main, *results.study.depths, *results.study.wide, *results.study.deepest):
-        if decoder not in models:
-            rows.append([decoder, "not run yet", *[""] * len(KINDS)])
-            continue
+    for decoder in models:
         settings, gate = models[decoder]["settings"], models[decoder]["gate"]
         made = f"{settings['num_steps']} steps at {settings['learning_rate']:g}"
         rows.append([decoder, made, *(f"{100 * gate[kind]:.1f}" for kind in KINDS)])
@@ -144,15 +77,11 @@ def gate_table(results: Results) -> str:
 def pair_table(results: Results) -> str:
     """Scores of both arms and their difference, by decoder and variant."""
     rows = []
-    for decoder, variant, few in results.pairs:
-        scores = [results.values((decoder, arm, variant), few, results.scores("score")) for arm in PAIR]
-        cells = [plain_mean(values, 1) for values in scores]
-        differences = results.differences(decoder, variant, few, "score")
-        rates = [
-            "{:g}, {:g}".format(*results.runs((decoder, arm, variant), few)[0].rates) if scores[number] else ""
-            for number, arm in enumerate(PAIR)
-        ]
-        rows.append([decoder, VARIANTS[variant].title, *cells, interval(differences), *rates])
+    for decoder, variant in results.pairs:
+        cases = pair_of(decoder, variant)
+        scores = [f"{mean(results.scores(case)):.1f}" for case in cases]
+        rates = ["{:g}, {:g}".format(*results.runs(case)[0].rates) for case in cases]
+        rows.append([decoder, VARIANTS[variant].title, *scores, interval(results.gains(decoder, variant)), *rates])
     header = ["layers x width", "trained", "none", "GWC", "GWC less none (95%)", "rates, none", "rates, GWC"]
     return table(header, rows)
 
@@ -160,111 +89,155 @@ def pair_table(results: Results) -> str:
 def kind_table(results: Results) -> str:
     """The difference by kind of question; what a language model can't answer in words says nothing."""
     rows = []
-    for decoder, variant, few in results.pairs:
+    for decoder, variant in results.pairs:
         cells = []
         for kind in KINDS:
-            found = results.differences(decoder, variant, few, kind)
-            says = found and kind in answerable(results.records, decoder)
-            cells.append(interval(found) if says or not found else "says nothing")
+            says = kind in answerable(results.records, decoder)
+            cells.append(interval(results.gains(decoder, variant, kind)) if says else "says nothing")
         rows.append([decoder, VARIANTS[variant].title, *cells])
     guessing = results.records["data"].get("test", {}).get("guessing", {})
     header = [f"{kind} (guessing {100 * guessing[kind]:.0f}%)" if kind in guessing else kind for kind in KINDS]
     return table(["layers x width", "trained", *header], rows)
 
 
-def arm_table(results: Results) -> str:
-    """All arms at the main depth, on the seeds that all of them have."""
-    baseline = results.values((results.study.main, "none", "plain"), True, results.scores("score"))
+def steps_to(record: Record, loss: float) -> float:
+    """Steps of stage 2 after which the logged loss stays below a value; infinite if it never does."""
+    if "diverged" in record:
+        return inf
+    curve = record["stage2"]["curve"]
+    above = [number for number, (_, value) in enumerate(curve) if value >= loss]
+    reached = above[-1] + 1 if above else 0
+    return curve[reached][0] if reached < len(curve) else inf
+
+
+def speed_table(results: Results) -> str:
+    """Steps of stage 2 to given losses."""
     rows = []
-    for case, few in [(((results.study.main, arm, "plain")), True) for arm in PAIR] + results.others:
-        scores = results.values(case, few, results.scores("score"))
-        differences = [a - b for a, b in zip(scores, baseline, strict=True)] if scores and baseline else []
-        inside = [
-            plain_mean(results.inside(case, few, of), digits)
-            for of, digits in (
-                (lambda record: record["stage1"]["loss"], 3),
-                (lambda record: record["stage2"]["loss"], 3),
-                (lambda record: record["inside"]["stage1"]["ratio"], 2),
-                (lambda record: record["inside"]["stage2"]["ratio"], 2),
-                (lambda record: record["inside"]["stage2"]["gap"][0], 3),
-                (lambda record: record["inside"]["stage2"]["gap"][-1], 3),
-                (lambda record: 100 * record["words"]["all"], 1),
-                (lambda record: 100 * record["blanked"]["all"], 1),
-            )
-        ]
-        against = "" if case[1] == "none" else interval(differences)
-        rows.append([ARMS[case[1]].title, plain_mean(scores, 1), against, *inside])
-    header = ["arm", "score", "less none (95%)", "loss, stage 1", "stage 2", "norm ratio, stage 1", "stage 2",
-              "gap of cosines, first third", "last third", "in words", "picture blanked"]  # fmt: skip
-    return table(header, rows)
+    for decoder, variant in results.pairs:
+        cells = []
+        for loss in LOSSES:
+            for case in pair_of(decoder, variant):
+                steps = sorted(steps_to(results.record(job), loss) for job in results.runs(case))
+                shown = ["never" if value == inf else f"{value:g}" for value in (median(steps), steps[0], steps[-1])]
+                cells.append(f"{shown[0]} ({shown[1]} to {shown[2]})")
+        rows.append([decoder, VARIANTS[variant].title, *cells])
+    columns = [f"{arm}, below {loss:g}" for loss in LOSSES for arm in ("none", "GWC")]
+    return table(["layers x width", "trained", *columns], rows)
+
+
+def inside_table(results: Results) -> str:
+    """What models are like; the difference to no norm of the same decoder is on the seeds of both."""
+
+    def decoded(records: Sequence[Record]) -> str:
+        layers = list(zip(*(record["inside"]["stage2"]["decoded"] for record in records), strict=True))
+        best = max(range(len(layers)), key=lambda layer: mean(layers[layer]))
+        return f"{100 * mean(layers[best]):.0f}% at layer {best}"
+
+    rows = []
+    by_depth = [case for decoder, variant in results.pairs if variant == "plain" for case in pair_of(decoder, variant)]
+    for case in dict.fromkeys([*results.arms, *by_depth]):
+        scores, records = results.scores(case), results.trained(case)
+        seeds = f"{len(scores)}, {lost} diverged" if (lost := len(scores) - len(records)) else f"{len(scores)}"
+        less = "" if case[1] == "none" else interval(results.differences(case, (case[0], "none", case[2])))
+        cells = ["–"] * (len(INSIDE) + 1)
+        if records:
+            cells = [f"{mean(map(of, records)):.{digits}f}" for of, digits in INSIDE.values()]
+            cells.append(decoded(records))
+        rows.append([case[0], ARMS[case[1]].title, seeds, f"{mean(scores):.1f}", less, *cells])
+    header = ["layers x width", "arm", "seeds", "score", "less none (95%)"]
+    return table([*header, *INSIDE, "visual tokens read as their digit"], rows)
+
+
+def against_table(results: Results) -> str:
+    """What came of each point that would count against the mechanism (DEPTH.md)."""
+    study, main = results.study, results.study.main
+
+    def growth(deep: str, shallow: str) -> tuple[str, list[float]]:
+        gains = zip(results.gains(deep), results.gains(shallow), strict=False)
+        return f"gain at {deep} less gain at {shallow}", [a - b for a, b in gains]
+
+    def lead(arm: str) -> tuple[str, list[float]]:
+        return f"GWC at T less {ARMS[arm].title}", results.differences((main, "gwc", "plain"), (main, arm, "plain"))
+
+    measured = [
+        ("1. no gain at the depth that decides", lead("none")),
+        *(("2. no growth with depth", growth(main, decoder)) for decoder in study.depths),
+        *(("2. no growth with depth", growth(decoder, main)) for decoder in study.deepest),
+        *(("3. a start alone does as much", lead(arm)) for arm in STARTS),
+        ("4. no gain after twice the steps", ("gain after twice the steps", results.gains(main, "doubled"))),
+        *(("5. longer visual tokens do as well", lead(arm)) for arm in LONG),
+        *(("7. size does as much as depth", growth(main, decoder)) for decoder in study.wide),
+    ]
+    rows = [
+        [point, quantity, interval(values), ("no" if is_above(values) else "yes") if values else ""]
+        for point, (quantity, values) in measured
+    ]
+    point = "6. the score does not go with norms and turning"
+    rows += [[point, *cells] for cells in correlations(results)]
+    return table(["point", "measured", "points (95%)", "counts against"], sorted(rows, key=lambda row: row[0]))
+
+
+def correlations(results: Results) -> list[list[str]]:
+    """How the score goes with the ratio of norms and the gap of cosines over all runs at the main depth."""
+    cases = results.arms if len(results.arms) == len(ARMS) else []
+    pairs = [
+        (results.score(job), results.record(job)["inside"]["stage2"])
+        for case in cases
+        for job in results.runs(case)
+        if "diverged" not in results.record(job)
+    ]
+    rows = []
+    for title, of in (
+        ("ratio of norms", lambda inside: abs(log(inside["ratio"]))),
+        ("gap of cosines, first third", lambda inside: abs(inside["gap"][0])),
+    ):
+        quantity = f"rank correlation of score and distance from parity, {title}"
+        if not pairs:
+            rows.append([quantity, NOT_RUN, ""])
+            continue
+        found = spearmanr([score for score, _ in pairs], [of(inside) for _, inside in pairs])
+        against = "no" if found.statistic < 0 and found.pvalue < 0.05 else "yes"
+        rows.append([quantity, f"{found.statistic:.2f} over {len(pairs)} runs (p = {found.pvalue:.2g})", against])
+    return rows
 
 
 def search_table(results: Results) -> str:
     """Validation score by rate, for each search that is done."""
-    rows = []
-    cases = [(decoder, arm, variant) for decoder, variant, _ in results.pairs for arm in PAIR]
-    cases += [case for case, _ in results.others]
+    runs = results.records["runs"].values()
+    cases = dict.fromkeys((run["decoder"], run["arm"], run["variant"]) for run in runs if run["split"] == "validation")
     searches = {("stage 1", results.study.main, arm, "plain"): results.plan.stage1_search(arm) for arm in PAIR}
-    searches |= {
-        ("stage 2", *case): results.plan.stage2_search(*case)
-        for case in cases
-        if case[2] in ("plain", "adapters", "projector")
-    }
+    searches |= {("stage 2", *case): results.plan.stage2_search(*case) for case in cases}
+    rows = []
     for (stage, decoder, arm, variant), search in searches.items():
         if search.scores:
             scores = ", ".join(f"{rate:g}: {100 * value:.1f}" for rate, value in search.scores.items())
             rows.append([decoder, ARMS[arm].title, VARIANTS[variant].title, stage, scores, f"{search.rate:g}"])
-    header = ["layers x width", "arm", "trained", "rate of", "validation score by rate", "chosen"]
-    return table(header, rows) if rows else "Not run yet."
+    return table(["layers x width", "arm", "trained", "rate of", "validation score by rate", "chosen"], rows)
 
 
-def draw_map(results: Results, path: Path) -> bool:
-    """The difference by decoder and kind of question, as far as it is known; whether there was anything to draw."""
-    known = {
-        f"{decoder}\n{VARIANTS[variant].title}": [
-            results.differences(decoder, variant, few, kind) for kind in ("score", *KINDS)
-        ]
-        for decoder, variant, few in results.pairs
-        if results.differences(decoder, variant, few, "score")
-    }
-    if not known:
-        return False
-    means = np.array([[np.mean(values) for values in row] for row in known.values()])
-    limit = float(np.abs(means).max()) or 1.0
-    figure, axis = plt.subplots(figsize=(9, 1.6 + 0.6 * len(known)), layout="constrained")
-    picture = axis.imshow(means, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-    for (row, column), mean in np.ndenumerate(means):
-        values = list(known.values())[row][column]
-        _, low, high = t_interval(values)
-        weight = "bold" if low > 0 or high < 0 else "normal"
-        axis.text(column, row, f"{mean:+.1f}", ha="center", va="center", fontweight=weight)
-    axis.set_xticks(range(len(KINDS) + 1), ["score", *KINDS])
-    axis.set_yticks(range(len(known)), list(known))
-    figure.colorbar(picture, label="GWC less no norm, points; bold: 95% interval without 0")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return True
-
-
-def render(results: Results, with_map: bool) -> str:
+def render(results: Results, figures: Mapping[str, Path]) -> str:
     """All that stands between the page's marks."""
-    main = results.study.main
-    parts = [
-        f"![GWC less no norm by depth and kind of question]({MAP.name})" if with_map else "",
-        "### What decides",
-        verdict(results.differences(main, "plain", False, "score")),
-        by_seed_table(results),
-        "### Depth, steps, clipping, what is trained",
-        pair_table(results),
-        "### By kind of question",
-        kind_table(results),
-        "### The dial and other starts",
-        arm_table(results),
-        "### Language models in words",
-        gate_table(results),
-        "### Learning rates",
-        search_table(results),
-    ]
+    drawn = [f"![{caption}]({path.name})\n\n*{caption}.*" for caption, path in figures.items()]
+    missing = f"Not run yet: {'; '.join(results.missing)}." if results.missing else ""
+    parts = [*drawn[:1], "### What decides", verdict(results.gains(results.study.main))]
+    if results.pairs:
+        parts += [
+            by_seed_table(results),
+            missing,
+            "### Depth, steps, clipping, what is trained",
+            pair_table(results),
+            "### What would count against the mechanism",
+            against_table(results),
+            "### By kind of question",
+            kind_table(results),
+            "### Inside the models",
+            *drawn[1:],
+            inside_table(results),
+            "### Speed",
+            "Steps of stage 2 until the logged loss stays below a value: median over seeds, least and most.",
+            speed_table(results),
+        ]
+    parts += ["### Language models in words", gate_table(results), "### Learning rates", search_table(results)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -281,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     results = Results(Study(), read_records(RESULTS))
-    write_whole(PAGE, fill_in(PAGE.read_text(encoding="utf-8"), render(results, draw_map(results, MAP))))
+    write_whole(PAGE, fill_in(PAGE.read_text(encoding="utf-8"), render(results, draw_figures(results))))
     logger.info("%s", PAGE)
 
 

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,8 +18,10 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "examples" / "digits"))
 
 import depth  # noqa: E402
+import depth_figures  # noqa: E402
 import depth_plan  # noqa: E402
 import depth_report  # noqa: E402
+import depth_results  # noqa: E402
 import depth_runs  # noqa: E402
 import depth_scenes  # noqa: E402
 from depth_plan import ARMS, QUICK, Job, Plan, Study  # noqa: E402
@@ -115,7 +118,7 @@ def records_with(study: Study, decoder: str = "12x128", kinds: list[str] | None 
 def finish(records: dict, jobs: list[Job], value: dict[float, float] | float) -> None:
     for job in jobs:
         share = value if isinstance(value, float) else value.get(job.rates[1], 0.0)
-        records["runs"][job.key] = {"picture": dict.fromkeys(depth_scenes.KINDS, share)}
+        records["runs"][job.key] = depth_plan.options(job) | {"picture": dict.fromkeys(depth_scenes.KINDS, share)}
 
 
 def test_the_search_takes_the_best_mean_and_of_equal_ones_the_lower_rate() -> None:
@@ -167,6 +170,19 @@ def test_every_arm_and_variant_has_runs() -> None:
     assert {job.arm for job in jobs} == set(ARMS)
     assert {job.variant for job in jobs} == set(depth_plan.VARIANTS)
     assert {job.decoder for job in jobs} == {"12x128", "3x128", "6x128", "3x256", "24x128"}
+
+
+def test_eight_seeds_for_the_two_arms_at_three_depths_and_five_for_the_rest() -> None:
+    records = records_with(Study())
+    seeds = {
+        (decoder, arm, variant): len(Plan(Study(), records).runs(decoder, arm, variant))
+        for decoder in ("3x128", "6x128", "12x128", "24x128", "3x256")
+        for arm in ARMS
+        for variant in depth_plan.VARIANTS
+    }
+    eight = {(decoder, arm, "plain") for decoder in ("3x128", "6x128", "12x128") for arm in ("none", "gwc")}
+    assert {case for case, number in seeds.items() if number == 8} == eight
+    assert {number for case, number in seeds.items() if case not in eight} == {5}
 
 
 def test_what_is_recorded_is_not_run_again() -> None:
@@ -225,17 +241,130 @@ def test_nothing_is_said_of_a_comparison_before_its_last_seed() -> None:
     records = records_with(study)
     jobs = Plan(study, records).deciding()
     finish(records, jobs[:-1], 0.123)
-    text = depth_report.render(depth_report.Results(study, records), with_map=False)
+    text = depth_report.render(depth_results.Results(study, records), {})
     assert "**Not run yet.**" in text
     assert "12.3" not in text
     finish(records, jobs[-1:], 0.123)
-    for job in jobs:
-        numbers = {"ratio": 1.0, "gap": [0.0] * 3}
-        records["runs"][job.key] |= {"stage1": {"loss": 1.0}, "stage2": {"loss": 1.0}}
-        records["runs"][job.key] |= {"words": {"all": 1.0}, "blanked": {"all": 0.1}}
-        records["runs"][job.key] |= {"inside": {"stage1": numbers, "stage2": numbers}}
-    text = depth_report.render(depth_report.Results(study, records), with_map=False)
+    look_inside(records, jobs)
+    text = depth_report.render(depth_results.Results(study, records), {})
     assert "**No clear difference**: GWC less no norm 0.0 (0.0 to 0.0) points over 8 seeds." in text
+
+
+def look_inside(records: dict, jobs: list[Job], ratio: float = 1.0) -> None:
+    """Add to finished runs what else a record holds."""
+    for job in jobs:
+        layers = int(job.decoder.split("x")[0])
+        by_modality = {"visual": [1.0] * (layers + 1), "text": [1.0] * (layers + 1)}
+        inside = {"ratio": ratio, "gap": [ratio / 10] * 3, "norm": by_modality, "attention": [0.5] * layers}
+        inside |= {"cosine": {name: values[1:] for name, values in by_modality.items()}, "gradients": [1.0] * layers}
+        inside["decoded"] = [0.1, 0.75, *[0.2] * (layers - 1)]
+        losses = {"loss": 0.1, "curve": [[10, 1.0], [20, 0.1]]}
+        records["runs"][job.key] |= {"stage1": losses, "stage2": losses}
+        records["runs"][job.key] |= {"words": {"all": 1.0}, "blanked": {"all": 0.1}}
+        records["runs"][job.key] |= {"inside": {"stage1": inside, "stage2": inside}}
+
+
+def finish_line(study: Study, records: dict, title: str, share: Callable[[Job], float]) -> None:
+    """Finish the runs of a line of the protocol, and what they are compared with, with shares that differ by seed."""
+    for line in depth_plan.lines(study):
+        while jobs := depth.missing(line, Plan(study, records)):
+            for job in jobs:
+                finish(records, [job], share(job) + job.seed / 1000)
+            look_inside(records, jobs)
+        if line.title == title:
+            return
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of a table in Markdown, without its header."""
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]]
+
+
+def two_depths() -> tuple[Study, dict]:
+    """A study whose norm gains 10 points at twelve layers and none at three and six."""
+    study, records = Study(), records_with(Study())
+    for decoder in study.depths:
+        records["language_models"][decoder] = records["language_models"]["12x128"]
+    finish_line(study, records, "depth", lambda job: 0.6 if (job.decoder, job.arm) == ("12x128", "gwc") else 0.5)
+    return study, records
+
+
+def test_what_counts_against_the_mechanism_follows_the_intervals() -> None:
+    study, records = two_depths()
+    table = rows_of(depth_report.against_table(depth_results.Results(study, records)))
+    found = {measured: (points, against) for _, measured, points, against in table}
+    assert [point[0] for point, *_ in table] == sorted(point[0] for point, *_ in table)
+    assert {point[0] for point, *_ in table} == set("1234567")
+    assert found["GWC at T less no norm"] == ("10.0 (10.0 to 10.0)", "no")
+    assert found["gain at 12x128 less gain at 3x128"] == ("10.0 (10.0 to 10.0)", "no")
+    assert found["gain at 24x128 less gain at 12x128"] == ("not run yet", "")
+    finish(records, Plan(study, records).runs("12x128", "none"), 0.7)
+    found = {row[1]: row for row in rows_of(depth_report.against_table(depth_results.Results(study, records)))}
+    assert found["GWC at T less no norm"][3] == "yes"
+
+
+def test_nothing_is_said_of_other_depths_before_the_comparison_that_decides() -> None:
+    study, records = two_depths()
+    del records["runs"][Plan(study, records).deciding()[-1].key]
+    results = depth_results.Results(study, records)
+    assert results.pairs == []
+    assert results.arms == []
+
+
+def test_what_is_not_run_is_named_and_no_row_of_a_table() -> None:
+    study, records = two_depths()
+    text = depth_report.render(depth_results.Results(study, records), {})
+    assert "Not run yet: 12x128 twice the steps; 3x256 as in the recipes; 12x128 no clipping;" in text
+    assert [row[:2] for row in rows_of(depth_report.pair_table(depth_results.Results(study, records)))] == [
+        [decoder, "as in the recipes"] for decoder in ("12x128", "3x128", "6x128")
+    ]
+
+
+def test_speed_is_when_the_loss_stays_below() -> None:
+    def record(*losses: float) -> dict:
+        return {"stage2": {"curve": [[10 * number, loss] for number, loss in enumerate(losses, start=1)]}}
+
+    assert depth_report.steps_to(record(1.0, 0.4, 0.6, 0.4, 0.3), 0.5) == 40
+    assert depth_report.steps_to(record(0.4, 0.3), 0.5) == 10
+    assert depth_report.steps_to(record(0.4, 0.3, 0.6), 0.5) == float("inf")
+    assert depth_report.steps_to({"diverged": "loss is nan"}, 0.5) == float("inf")
+
+
+def test_a_run_that_diverged_counts_with_its_score_and_has_no_inside() -> None:
+    study, records = two_depths()
+    job = Plan(study, records).runs("12x128", "none")[0]
+    finish(records, [job], 0.0)
+    records["runs"][job.key]["diverged"] = "the loss is nan"
+    results = depth_results.Results(study, records)
+    row = rows_of(depth_report.inside_table(results))[0]
+    assert row[1:4] == ["no norm", "8, 1 diverged", "45.1"]  # seven runs of 51.2 to 51.8, and none right
+    assert row[-1] == "75% at layer 1"
+    assert depth_figures.draw_inside(results, ["12x128"]).axes
+
+
+def test_score_and_parity_are_correlated_over_all_arms() -> None:
+    study, records = two_depths()
+    order = list(ARMS)
+    finish_line(study, records, "the dial and other starts", lambda job: 0.9 - order.index(job.arm) / 20)
+    for case in depth_results.Results(study, records).arms:
+        jobs = Plan(study, records).runs(*case)
+        finish(records, jobs, 0.9 - order.index(case[1]) / 20)
+        look_inside(records, jobs, ratio=1.5 + order.index(case[1]))  # the longer, the worse
+    found = depth_report.correlations(depth_results.Results(study, records))
+    assert [row[2] for row in found] == ["no", "no"]
+    assert all(row[1].startswith("-1.00 over 51 runs") for row in found)  # two arms of eight, seven of five seeds
+
+
+def test_figures_are_drawn_of_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(depth_figures, "FOLDER", tmp_path)
+    study = Study()
+    assert depth_figures.draw_figures(depth_results.Results(study, records_with(study))) == {}
+    results = depth_results.Results(*two_depths())
+    assert sorted(depth_figures.draw_figures(results).values()) == sorted(tmp_path.iterdir())
+    inside = depth_figures.draw_inside(results, ["3x128", "12x128"])
+    layers = {axis.get_title(): list(axis.lines[0].get_xdata()) for axis in inside.axes}  # the last row's
+    assert layers["tokens that read as their digit"] == list(range(13))  # what enters, and after each layer
+    assert layers["attention to the picture"] == list(range(1, 13))
 
 
 def test_the_page_has_a_place_for_the_results() -> None:
@@ -293,7 +422,7 @@ def test_the_quick_study_runs_through_and_skips_what_is_there(tmp_path: Path) ->
     records = depth_plan.read_records(tmp_path / "depth.json")
     plan = Plan(QUICK, records)
     assert all(not depth.missing(line, plan) for line in depth_plan.lines(QUICK))
-    assert "points over 2 seeds" in depth_report.render(depth_report.Results(QUICK, records), with_map=False)
+    assert "points over 2 seeds" in depth_report.render(depth_results.Results(QUICK, records), {})
     before = (tmp_path / "depth.json").read_bytes()
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     assert (tmp_path / "depth.json").read_bytes() == before

@@ -1,0 +1,133 @@
+"""The figures of DEPTH.md: the map of gains, what a trained model is like inside by layer, losses by step."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+from depth_plan import ARMS, PAIR, VARIANTS, Record, t_interval
+from depth_results import Results
+from depth_scenes import DIGITS, KINDS
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from diagnostics.plots import FAINT, MODELS, draw_curve, save, styled
+from diagnostics.results import Curve
+
+
+FOLDER = Path(__file__).parent
+LINES = dict(zip(PAIR, MODELS, strict=False))
+# Label, the curve of a record's `inside`, layer of its first value (0 is the decoder's input), height of a thin line.
+PANELS: tuple[tuple[str, Callable[[Record], list[float]], int, float | None], ...] = (
+    ("norm of visual tokens", lambda inside: inside["norm"]["visual"], 0, None),
+    ("turning of visual tokens", lambda inside: [1 - value for value in inside["cosine"]["visual"]], 1, 0),
+    ("turning of text tokens", lambda inside: [1 - value for value in inside["cosine"]["text"]], 1, 0),
+    ("attention to the picture", lambda inside: inside["attention"], 1, None),
+    ("tokens that read as their digit", lambda inside: inside["decoded"], 0, 1 / len(DIGITS)),
+    ("norm of the gradient", lambda inside: inside["gradients"], 1, None),
+)
+LOGARITHMIC = ("norm of visual tokens", "norm of the gradient")
+
+
+def draw_figures(results: Results) -> dict[str, Path]:
+    """Draw what there is to draw; the file of each figure by its caption."""
+    decoders = [decoder for decoder, variant in results.pairs if variant == "plain"]
+    decoders.sort(key=lambda decoder: int(decoder.split("x")[0]))
+    if not decoders:
+        return {}
+    figures = {
+        "GWC less no norm in points, by decoder and kind of question; bold where the 95% interval leaves out 0": (
+            "depth_map.png",
+            draw_map(results),
+        ),
+        "Inside the models after stage 2, by layer (0 is what enters the decoder): mean and 95% interval over seeds": (
+            "depth_inside.png",
+            draw_inside(results, decoders),
+        ),
+        "Training loss of both stages: mean and 95% interval over seeds": (
+            "depth_losses.png",
+            draw_losses(results, decoders),
+        ),
+    }
+    for name, figure in figures.values():
+        save(figure, FOLDER / name)
+    return {caption: FOLDER / name for caption, (name, _) in figures.items()}
+
+
+def draw_map(results: Results) -> Figure:
+    """The gain of each comparison that is done, by kind of question."""
+    known = {
+        f"{decoder}, {VARIANTS[variant].title}": [results.gains(decoder, variant, kind) for kind in ("score", *KINDS)]
+        for decoder, variant in results.pairs
+    }
+    means = np.array([[np.mean(gains) for gains in row] for row in known.values()])
+    limit = max(float(np.abs(means).max()), 1.0)
+    with plt.rc_context({"font.size": 8}):
+        figure, axis = plt.subplots(figsize=(8, 1.2 + 0.4 * len(known)), layout="constrained")
+        picture = axis.imshow(means, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
+        for (row, column), mean in np.ndenumerate(means):
+            _, low, high = t_interval(list(known.values())[row][column])
+            axis.text(
+                column, row, f"{mean:+.1f}", ha="center", va="center",
+                fontweight="bold" if low > 0 or high < 0 else "normal",
+                color="white" if abs(mean) > 0.6 * limit else "black",
+            )  # fmt: skip
+        axis.set_xticks(range(len(KINDS) + 1), ["score", *KINDS])
+        axis.set_yticks(range(len(known)), list(known))
+        figure.colorbar(picture, label="points")
+    plt.close(figure)
+    return figure
+
+
+@styled
+def draw_inside(results: Results, decoders: Sequence[str]) -> Figure:
+    """What the records hold by layer, a row for each decoder."""
+    size = (2.1 * len(PANELS), 0.5 + 1.8 * len(decoders))
+    figure, axes = plt.subplots(len(decoders), len(PANELS), figsize=size, squeeze=False, layout="constrained")
+    for row, decoder in zip(axes, decoders, strict=True):
+        for axis, (label, of, first, level) in zip(row, PANELS, strict=True):
+            axis.set(title=label, yscale="log" if label in LOGARITHMIC else "linear")
+            for arm in PAIR:
+                records = results.trained((decoder, arm, "plain"))
+                draw_mean(axis, arm, first, 1, [of(record["inside"]["stage2"]) for record in records])
+            if level is not None:
+                axis.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
+        row[0].set_ylabel(decoder, fontweight="bold")
+    for axis in axes[-1]:
+        axis.set_xlabel("layer")
+    add_legend(figure, axes[0, 0])
+    return figure
+
+
+@styled
+def draw_losses(results: Results, decoders: Sequence[str]) -> Figure:
+    """Loss by step of both stages, a row for each decoder."""
+    size = (7.0, 0.5 + 1.8 * len(decoders))
+    figure, axes = plt.subplots(len(decoders), 2, figsize=size, squeeze=False, layout="constrained")
+    for row, decoder in zip(axes, decoders, strict=True):
+        for axis, stage in zip(row, ("stage1", "stage2"), strict=True):
+            axis.set(title=stage.replace("stage", "stage "), yscale="log")
+            for arm in PAIR:
+                curves = [record[stage]["curve"] for record in results.trained((decoder, arm, "plain"))]
+                step = curves[0][0][0]
+                draw_mean(axis, arm, step, step, [[loss for _, loss in curve] for curve in curves], marker="")
+        row[0].set_ylabel(decoder, fontweight="bold")
+    for axis in axes[-1]:
+        axis.set_xlabel("step")
+    add_legend(figure, axes[0, 0])
+    return figure
+
+
+def draw_mean(axis: Axes, arm: str, first: int, step: int, curves: Sequence[Sequence[float]], **style: str) -> None:
+    """Mean of an arm's curves and its interval; x starts at `first` and grows by `step`."""
+    if len(curves) < 2:  # the others diverged
+        return
+    points = [t_interval(values) for values in zip(*curves, strict=True)]
+    curve = Curve([mean for mean, _, _ in points], [(low, high) for _, low, high in points])
+    x = [first + number * step for number in range(len(points))]
+    draw_curve(axis, x, curve, label=ARMS[arm].title, **{**LINES[arm], **style})
+
+
+def add_legend(figure: Figure, axis: Axes) -> None:
+    """The arms, once for all panels."""
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside upper left", ncols=len(PAIR))

@@ -5,6 +5,7 @@
 
 A finished run adds its record to `benchmarks/results/depth.json`; a run whose record is there is not made again, on
 any machine. Stop it whenever you like: the same command goes on, and loses no more than the runs that were under way.
+With a GPU, stages and evaluation run on it, as many runs at once as `--workers` says; backbones are made on the CPU.
 In the background, and paused while the machine is needed:
 
     setsid nohup nice -n 19 make depth > depth.txt 2>&1 &
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 RESULTS = ROOT / "benchmarks" / "results" / "depth.json"
 TEXT_COST = 300  # seconds for each layer of a language model, roughly; see Job.cost
 # One thread each: runs share a machine better than threads do, and numbers don't depend on how many cores there are.
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 def missing(line: Line, plan: Plan) -> list[Job]:

@@ -27,7 +27,6 @@ from diagnostics.report import table
 logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).with_name("DEPTH.md")
-MARKS = ("<!-- results -->", "<!-- /results -->")
 LOSSES = (0.5, 0.2)  # of stage 2, that speed is read at
 STARTS = ("small-start", "scale", "decay")
 LONG = ("gain1", "gwc-3t", "gwc-10t")  # arms with a norm whose visual tokens start longer than T
@@ -215,15 +214,17 @@ def search_table(results: Results) -> str:
     return table(["layers x width", "arm", "trained", "rate of", "validation score by rate", "chosen"], rows)
 
 
-def render(results: Results, figures: Mapping[str, Path]) -> str:
-    """All that stands between the page's marks."""
+def render(results: Results, figures: Mapping[str, Path]) -> dict[str, str]:
+    """What stands between the page's marks, by their name."""
     drawn = [f"![{caption}]({path.name})\n\n*{caption}.*" for caption, path in figures.items()]
-    missing = f"Not run yet: {'; '.join(results.missing)}." if results.missing else ""
-    parts = [*drawn[:1], "### What decides", verdict(results.gains(results.study.main))]
+    summary = [*drawn[:1], verdict(results.gains(results.study.main))]
+    if results.missing:
+        summary.append(f"Not run yet: {'; '.join(results.missing)}.")
+    parts = []
     if results.pairs:
         parts += [
+            "### The comparison that decides",
             by_seed_table(results),
-            missing,
             "### Depth, steps, clipping, what is trained",
             pair_table(results),
             "### What would count against the mechanism",
@@ -238,13 +239,16 @@ def render(results: Results, figures: Mapping[str, Path]) -> str:
             speed_table(results),
         ]
     parts += ["### Language models in words", gate_table(results), "### Learning rates", search_table(results)]
-    return "\n\n".join(part for part in parts if part)
+    return {"summary": "\n\n".join(summary), "results": "\n\n".join(parts)}
 
 
-def fill_in(page: str, text: str) -> str:
+def fill_in(page: str, texts: Mapping[str, str]) -> str:
     """The page with what stands between its marks replaced."""
-    before, rest = page.split(MARKS[0])
-    return f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
+    for name, text in texts.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        before, rest = page.split(start)
+        page = f"{before}{start}\n\n{text}\n\n{end}{rest.split(end)[1]}"
+    return page
 
 
 def main() -> None:

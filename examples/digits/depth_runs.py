@@ -50,6 +50,7 @@ from training.stages import LearningRates, ModuleGroup, Stage, freeze, prepare_s
 
 logger = logging.getLogger(__name__)
 
+DEVICE_MAP = "auto" if torch.cuda.is_available() else None  # stages and evaluation; backbones are trained on the CPU
 MAX_NEW_TOKENS = 10  # the longest answer is four numbers of two words, and the end of the turn
 VOCAB_SIZE = 700
 # Settings of the language models, tried in turn until one can answer every kind of question in words: steps, learning
@@ -251,6 +252,7 @@ def train_stage(place: Workplace, job: Job, stage: str, before: Path, folder: Pa
         "model_name_or_path": str(before),
         "dataset_name": str(place.data / f"{stage}.json"),
         "output_dir": str(folder),
+        "use_cpu": DEVICE_MAP is None,
         "num_train_epochs": place.study.epochs[number] * variant.epochs,
         "learning_rate": job.rates[number],
         "seed": job.seed,
@@ -283,7 +285,7 @@ def evaluate(place: Workplace, job: Job, folder: Path) -> Record:
     """Exact match by kind about pictures, and for the runs that are compared in words and with the picture blanked."""
     questions = load_scene_questions(place.data, job.split)
     some = questions[: place.study.text_scenes * len(KINDS)]
-    model, processor = load_model(str(folder))
+    model, processor = load_model(str(folder), device_map=DEVICE_MAP)
     asked: dict[str, tuple[list[SceneQuestion], Callable[[SceneQuestion], Any]]] = {"picture": (questions, with_image)}
     if job.split == "test":
         asked |= {"words": (some, with_text), "blanked": (some, with_blank)}
@@ -304,7 +306,7 @@ def norms_by_layer(folder: Path, probe: Path) -> Record:
     """Ratio of norms at the decoder, by layer norm and cosine of both modalities, by third of
     the layers the gap of cosines, over the probe's questions."""
     questions = load_questions(str(probe), PROBE_SIZE).questions
-    model, processor = load_model(str(folder))
+    model, processor = load_model(str(folder), device_map=DEVICE_MAP)
     point = measure_point(model, prepare_samples(model, processor, questions), step=0)
     layers = {name: getattr(point.layers, name) for name in ("visual", "text")}
     return {
@@ -320,21 +322,21 @@ def look_inside(place: Workplace, folder: Path) -> Record:
     that decode to the right one of the ten digits' words; norm of the gradient of the answer's first token."""
     questions = plain_questions(place.data)
     scenes = json.loads((place.data / "test.json").read_text(encoding="utf-8"))[: len(questions)]
-    model, processor = load_model(str(folder))
+    model, processor = load_model(str(folder), device_map=DEVICE_MAP)
     model.set_attn_implementation("eager")
     inputs = processor.apply_chat_template(
         [with_image(question) for question in questions], add_generation_prompt=True, tokenize=True, return_dict=True,
         return_tensors="pt", processor_kwargs={"padding": True},
-    )  # fmt: skip
+    ).to(model.device)  # fmt: skip
     tokenizer = processor.tokenizer
-    first = torch.tensor([tokenizer(question.answer)["input_ids"][0] for question in questions])
-    words = torch.tensor([tokenizer(f" {word}")["input_ids"][0] for word in DIGITS])
+    first = torch.tensor([tokenizer(question.answer)["input_ids"][0] for question in questions], device=model.device)
+    words = torch.tensor([tokenizer(f" {word}")["input_ids"][0] for word in DIGITS], device=model.device)
     output = model(**inputs, output_attentions=True, output_hidden_states=True, use_cache=False)
     nn.functional.cross_entropy(output.logits[:, -1], first).backward()
     visual = inputs["input_ids"] == model.config.image_token_id  # [B, S]
     cells = torch.arange(2 * CELL // 8) // 2
     cells = (2 * cells[:, None] + cells).flatten()  # of each patch, [num_patches]
-    labels = torch.tensor([scene["digits"] for scene in scenes])[:, cells].flatten()
+    labels = torch.tensor([scene["digits"] for scene in scenes], device=model.device)[:, cells].flatten()
     norm, states = model.model.language_model.norm, output.hidden_states  # the last is normalised already
     with torch.no_grad():
         decoded = [model.lm_head(norm(state)[visual])[:, words].argmax(-1) for state in states[:-1]]

@@ -84,7 +84,7 @@ def answer(
             return_dict=True,
             return_tensors="pt",
             **({"processor_kwargs": options} if isinstance(processor, ProcessorMixin) else options),
-        )
+        ).to(model.device)
         generated = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         answers += processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [text.strip() for text in answers]

@@ -1,8 +1,10 @@
 """The depth study: its questions are answered rightly, its plan follows its protocol, its records survive."""
 
+import hashlib
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -241,12 +243,12 @@ def test_nothing_is_said_of_a_comparison_before_its_last_seed() -> None:
     records = records_with(study)
     jobs = Plan(study, records).deciding()
     finish(records, jobs[:-1], 0.123)
-    text = depth_report.render(depth_results.Results(study, records), {})
-    assert "**Not run yet.**" in text
-    assert "12.3" not in text
+    texts = depth_report.render(depth_results.Results(study, records), {})
+    assert "**Not run yet.**" in texts["summary"]
+    assert "12.3" not in str(texts)
     finish(records, jobs[-1:], 0.123)
     look_inside(records, jobs)
-    text = depth_report.render(depth_results.Results(study, records), {})
+    text = depth_report.render(depth_results.Results(study, records), {})["summary"]
     assert "**No clear difference**: GWC less no norm 0.0 (0.0 to 0.0) points over 8 seeds." in text
 
 
@@ -313,7 +315,7 @@ def test_nothing_is_said_of_other_depths_before_the_comparison_that_decides() ->
 
 def test_what_is_not_run_is_named_and_no_row_of_a_table() -> None:
     study, records = two_depths()
-    text = depth_report.render(depth_results.Results(study, records), {})
+    text = depth_report.render(depth_results.Results(study, records), {})["summary"]
     assert "Not run yet: 12x128 twice the steps; 3x256 as in the recipes; 12x128 no clipping;" in text
     assert [row[:2] for row in rows_of(depth_report.pair_table(depth_results.Results(study, records)))] == [
         [decoder, "as in the recipes"] for decoder in ("12x128", "3x128", "6x128")
@@ -367,11 +369,21 @@ def test_figures_are_drawn_of_what_is_done(tmp_path: Path, monkeypatch: pytest.M
     assert layers["attention to the picture"] == list(range(1, 13))
 
 
-def test_the_page_has_a_place_for_the_results() -> None:
+def test_the_report_changes_nothing_of_the_page_but_what_is_between_its_marks() -> None:
     page = depth_report.PAGE.read_text(encoding="utf-8")
-    filled = depth_report.fill_in(page, "figures")
-    assert filled.split(depth_report.MARKS[0])[0] == page.split(depth_report.MARKS[0])[0]
-    assert depth_report.fill_in(filled, "figures") == filled
+    texts = depth_report.render(depth_results.Results(*two_depths()), {})
+    filled = depth_report.fill_in(page, texts)
+    outside = [re.sub(r"(<!-- (\w+) -->).*?(<!-- /\2 -->)", r"\1\3", text, flags=re.S) for text in (page, filled)]
+    assert outside[0] == outside[1]
+    assert all(text in filled for text in texts.values())
+    assert depth_report.fill_in(filled, texts) == filled
+
+
+def test_the_protocol_stays_as_it_was_written() -> None:
+    """Everything from what decides to the changes; a change of plan adds a dated line there."""
+    page = depth_report.PAGE.read_text(encoding="utf-8")
+    protocol = page.split("## What decides")[1].split("## Changes")[0]
+    assert hashlib.sha256(protocol.encode()).hexdigest()[:16] == "1e83f2f6556926f1"
 
 
 @pytest.fixture(scope="module")
@@ -422,7 +434,7 @@ def test_the_quick_study_runs_through_and_skips_what_is_there(tmp_path: Path) ->
     records = depth_plan.read_records(tmp_path / "depth.json")
     plan = Plan(QUICK, records)
     assert all(not depth.missing(line, plan) for line in depth_plan.lines(QUICK))
-    assert "points over 2 seeds" in depth_report.render(depth_results.Results(QUICK, records), {})
+    assert "points over 2 seeds" in depth_report.render(depth_results.Results(QUICK, records), {})["summary"]
     before = (tmp_path / "depth.json").read_bytes()
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
     assert (tmp_path / "depth.json").read_bytes() == before

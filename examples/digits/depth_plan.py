@@ -74,6 +74,7 @@ class Variant:
     both: tuple[tuple[str, Any], ...] = ()  # options of both stages
     stage2: tuple[tuple[str, Any], ...] = ()
     projector_alone: bool = False  # in stage 2
+    exchanged: bool = False  # stage 2 at the rate of the other arm of the pair
 
     @property
     def shares_stage1(self) -> bool:
@@ -83,6 +84,7 @@ class Variant:
 
 VARIANTS = {
     "plain": Variant("as in the recipes"),
+    "exchanged": Variant("stage 2 at the other's rate", exchanged=True),
     "doubled": Variant("twice the steps", epochs=2),
     "unclipped": Variant("no clipping", both=(("max_grad_norm", 0.0),)),
     "warmup": Variant("five times the warm-up", both=(("warmup_steps", 0.15),)),
@@ -90,7 +92,7 @@ VARIANTS = {
     "projector": Variant("the projector alone in stage 2", projector_alone=True),
 }
 # Not of another kind of run: these are run at the rates that the plain variant was searched for.
-AT_PLAIN_RATES = ("plain", "doubled", "unclipped", "warmup")
+AT_PLAIN_RATES = ("plain", "exchanged", "doubled", "unclipped", "warmup")
 
 
 @dataclass(frozen=True)
@@ -290,10 +292,8 @@ class Plan:
     def runs(self, decoder: str, arm: str, variant: str = "plain") -> list[Job]:
         """The runs that are compared."""
         searched = "plain" if variant in AT_PLAIN_RATES else variant
-        rates = (
-            self.stage1_search(ARMS[arm].like).rate,
-            self.stage2_search(decoder, arm, searched).rate,
-        )
+        tuned = PAIR[1 - PAIR.index(arm)] if VARIANTS[variant].exchanged else arm
+        rates = self.stage1_search(ARMS[arm].like).rate, self.stage2_search(decoder, tuned, searched).rate
         return [Job(decoder, arm, variant, rates, "test", seed) for seed in self.seeds(decoder, arm, variant)]
 
     def deciding(self) -> list[Job]:
@@ -343,6 +343,7 @@ def lines(study: Study) -> list[Line]:
         Line("rate of stage 2", lambda plan: [job for arm in PAIR for job in plan.stage2_search(main, arm).jobs]),
         Line("rate of stage 1", lambda plan: [job for arm in PAIR for job in plan.stage1_search(arm).jobs]),
         Line("the comparison that decides", Plan.deciding),
+        compared("each other's rate", variants("exchanged")),
         *searched("depth", decoders(*study.depths), decoders=study.depths),
         compared("twice the steps", variants("doubled")),
         *searched("the dial and other starts", others),

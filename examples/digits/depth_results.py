@@ -22,7 +22,7 @@ class Results:
             *((decoder, "plain") for decoder in study.depths),
             (main, "doubled"),
             *((decoder, "plain") for decoder in study.wide),
-            *((main, variant) for variant in VARIANTS if variant not in ("plain", "doubled")),
+            *((main, variant) for variant in VARIANTS if variant not in ("plain", "doubled", "exchanged")),
             *((decoder, "plain") for decoder in study.deepest),
         ]
         arms = [(main, arm, "plain") for arm in [*PAIR, *(arm for arm in ARMS if arm not in PAIR)]]

@@ -181,10 +181,24 @@ def test_eight_seeds_for_the_two_arms_at_three_depths_and_five_for_the_rest() ->
         for decoder in ("3x128", "6x128", "12x128", "24x128", "3x256")
         for arm in ARMS
         for variant in depth_plan.VARIANTS
+        if arm in depth_plan.PAIR or variant == "plain"
     }
     eight = {(decoder, arm, "plain") for decoder in ("3x128", "6x128", "12x128") for arm in ("none", "gwc")}
     assert {case for case, number in seeds.items() if number == 8} == eight
     assert {number for case, number in seeds.items() if case not in eight} == {5}
+
+
+def test_an_exchanged_rate_is_the_other_arms_and_shares_stage_1() -> None:
+    records = records_with(Study())
+    plan = Plan(Study(), records)
+    for arm, rate in (("none", 5e-4), ("gwc", 2e-3)):
+        finish(records, plan.stage2_search("12x128", arm).jobs, {rate: 0.9})
+        finish(records, Plan(Study(), records).stage2_search("12x128", arm).jobs, {rate: 0.9})  # beyond an end
+    plan = Plan(Study(), records)
+    for arm, rate in (("none", 2e-3), ("gwc", 5e-4)):
+        own, other = plan.runs("12x128", arm)[0], plan.runs("12x128", arm, "exchanged")[0]
+        assert other.rates[1] == rate != own.rates[1]
+        assert other.stage1 == own.stage1
 
 
 def test_what_is_recorded_is_not_run_again() -> None:

@@ -85,18 +85,39 @@ def pair_table(results: Results) -> str:
     return table(header, rows)
 
 
-def kind_table(results: Results) -> str:
-    """The difference by kind of question; what a language model can't answer in words says nothing."""
+def kind_table(results: Results, asked: str) -> str:
+    """The difference by kind of question, about pictures or in words; what a language model couldn't answer in words
+    before it saw a picture says nothing."""
     rows = []
     for decoder, variant in results.pairs:
         cells = []
         for kind in KINDS:
             says = kind in answerable(results.records, decoder)
-            cells.append(interval(results.gains(decoder, variant, kind)) if says else "says nothing")
+            cells.append(interval(results.gains(decoder, variant, kind, asked)) if says else "says nothing")
         rows.append([decoder, VARIANTS[variant].title, *cells])
-    guessing = results.records["data"].get("test", {}).get("guessing", {})
-    header = [f"{kind} (guessing {100 * guessing[kind]:.0f}%)" if kind in guessing else kind for kind in KINDS]
-    return table(["layers x width", "trained", *header], rows)
+    return table(["layers x width", "trained", *KINDS], rows)
+
+
+def guessing(results: Results) -> str:
+    """What the commonest answers score."""
+    shares = results.records["data"]["test"]["guessing"]
+    return ", ".join(f"{kind} {100 * shares[kind]:.0f}%" for kind in KINDS)
+
+
+def rate_table(results: Results) -> str:
+    """Both arms at both arms' rates of stage 2, as far as they are run."""
+    columns = {
+        "score": ("score", "picture"),
+        "`both`": ("both", "picture"),
+        "sums about pictures": ("sum", "picture"),
+        "sums in words": ("sum", "words"),
+    }
+    rows = []
+    for case in [(results.study.main, arm, variant) for arm in PAIR for variant in ("plain", "exchanged")]:
+        if jobs := results.runs(case):
+            scores = [interval(results.scores(case, *column)) for column in columns.values()]
+            rows.append([ARMS[case[1]].title, f"{jobs[0].rates[1]:g}", str(len(jobs)), *scores])
+    return table(["arm", "rate of stage 2", "seeds", *columns], rows)
 
 
 def steps_to(record: Record, loss: float) -> float:
@@ -230,7 +251,12 @@ def render(results: Results, figures: Mapping[str, Path]) -> dict[str, str]:
             "### What would count against the mechanism",
             against_table(results),
             "### By kind of question",
-            kind_table(results),
+            f"GWC less no norm in points, with 95% intervals, about pictures. Guessing scores {guessing(results)}.",
+            kind_table(results, "picture"),
+            "The same about scenes in words, asked after stage 2:",
+            kind_table(results, "words"),
+            "### At the other's rate of stage 2",
+            rate_table(results),
             "### Inside the models",
             *drawn[1:],
             inside_table(results),

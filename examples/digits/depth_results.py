@@ -43,13 +43,13 @@ class Results:
         done = all(job.key in self.records["runs"] for job in [*self.plan.deciding(), *jobs])
         return jobs if done else []
 
-    def score(self, job: Job, kind: str = "score") -> float:
-        """Percent right about pictures, of a kind or the mean over the answerable ones."""
-        return 100 * (score(self.records, job) if kind == "score" else self.record(job)["picture"][kind])
+    def score(self, job: Job, kind: str = "score", asked: str = "picture") -> float:
+        """Percent right about pictures or in words, of a kind; `"score"` is the mean about pictures."""
+        return 100 * (score(self.records, job) if kind == "score" else self.record(job)[asked][kind])
 
-    def scores(self, case: Case) -> list[float]:
+    def scores(self, case: Case, kind: str = "score", asked: str = "picture") -> list[float]:
         """Of each run of a case."""
-        return [self.score(job) for job in self.runs(case)]
+        return [self.score(job, kind, asked) for job in self.runs(case)]
 
     def record(self, job: Job) -> Record:
         """What a run recorded."""
@@ -59,16 +59,15 @@ class Results:
         """The records of a case but for those that diverged, which hold nothing but a score."""
         return [record for record in map(self.record, self.runs(case)) if "diverged" not in record]
 
-    def differences(self, one: Case, other: Case, kind: str = "score") -> list[float]:
+    def differences(self, one: Case, other: Case, kind: str = "score", asked: str = "picture") -> list[float]:
         """Points of the first case less those of the second, on the seeds that both have."""
-        return [
-            self.score(a, kind) - self.score(b, kind) for a, b in zip(self.runs(one), self.runs(other), strict=False)
-        ]
+        scores = zip(self.scores(one, kind, asked), self.scores(other, kind, asked), strict=False)
+        return [a - b for a, b in scores]
 
-    def gains(self, decoder: str, variant: str = "plain", kind: str = "score") -> list[float]:
+    def gains(self, decoder: str, variant: str = "plain", kind: str = "score", asked: str = "picture") -> list[float]:
         """GWC less no norm by seed, in points."""
         none, gwc = pair_of(decoder, variant)
-        return self.differences(gwc, none, kind)
+        return self.differences(gwc, none, kind, asked)
 
 
 def pair_of(decoder: str, variant: str) -> list[Case]:

@@ -153,7 +153,8 @@ def run_job(place: Workplace, job: Job) -> Record:
                     make_stage1(place, job, stage1)
             trained = make_stage2(place, job, stage1, stage2)
         except FloatingPointError as error:  # it diverged, and is scored for it
-            return {**options(job), "diverged": str(error), "picture": dict.fromkeys(KINDS, 0.0)}
+            nothing_right = {asked: dict.fromkeys(KINDS, 0.0) for asked in ("picture", "words", "blanked")}
+            return {**options(job), "diverged": str(error), **nothing_right}
         record = {**options(job), "environment": asdict(Run.read(stage2).environment)}
         record |= {name: losses(folder) for name, folder in (("stage1", stage1), ("stage2", stage2))}
         record |= evaluate(place, job, trained)

@@ -114,13 +114,15 @@ def records_with(study: Study, decoder: str = "12x128", kinds: list[str] | None 
         "gate": dict.fromkeys(depth_scenes.KINDS, 1.0),
         "settings": {"num_steps": 1, "learning_rate": 1e-3},
     }
-    return {"data": {}, "language_models": {decoder: model}, "runs": {}}
+    guessing = {"test": {"guessing": dict.fromkeys(depth_scenes.KINDS, 0.1)}}
+    return {"data": guessing, "language_models": {decoder: model}, "runs": {}}
 
 
 def finish(records: dict, jobs: list[Job], value: dict[float, float] | float) -> None:
     for job in jobs:
         share = value if isinstance(value, float) else value.get(job.rates[1], 0.0)
-        records["runs"][job.key] = depth_plan.options(job) | {"picture": dict.fromkeys(depth_scenes.KINDS, share)}
+        kinds = dict.fromkeys(depth_scenes.KINDS, share)
+        records["runs"][job.key] = depth_plan.options(job) | {"picture": kinds, "words": {**kinds, "all": share}}
 
 
 def test_the_search_takes_the_best_mean_and_of_equal_ones_the_lower_rate() -> None:
@@ -276,7 +278,7 @@ def look_inside(records: dict, jobs: list[Job], ratio: float = 1.0) -> None:
         inside["decoded"] = [0.1, 0.75, *[0.2] * (layers - 1)]
         losses = {"loss": 0.1, "curve": [[10, 1.0], [20, 0.1]]}
         records["runs"][job.key] |= {"stage1": losses, "stage2": losses}
-        records["runs"][job.key] |= {"words": {"all": 1.0}, "blanked": {"all": 0.1}}
+        records["runs"][job.key] |= {"blanked": {"all": 0.1}}
         records["runs"][job.key] |= {"inside": {"stage1": inside, "stage2": inside}}
 
 

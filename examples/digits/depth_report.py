@@ -105,7 +105,8 @@ def guessing(results: Results) -> str:
 
 
 def rate_table(results: Results) -> str:
-    """Both arms at both arms' rates of stage 2, as far as they are run."""
+    """Both arms at both arms' rates of stage 2, as far as they are run, and their differences at each."""
+    main = results.study.main
     columns = {
         "score": ("score", "picture"),
         "`both`": ("both", "picture"),
@@ -113,10 +114,16 @@ def rate_table(results: Results) -> str:
         "sums in words": ("sum", "words"),
     }
     rows = []
-    for case in [(results.study.main, arm, variant) for arm in PAIR for variant in ("plain", "exchanged")]:
+    for case in [(main, arm, variant) for arm in PAIR for variant in ("plain", "exchanged")]:
         if jobs := results.runs(case):
             scores = [interval(results.scores(case, *column)) for column in columns.values()]
             rows.append([ARMS[case[1]].title, f"{jobs[0].rates[1]:g}", str(len(jobs)), *scores])
+    for variants in (("plain", "exchanged"), ("exchanged", "plain")):  # of no norm and of GWC, at one rate
+        none, gwc = ((main, arm, variant) for arm, variant in zip(PAIR, variants, strict=True))
+        if results.runs(none) and results.runs(gwc):
+            differences = [results.differences(gwc, none, *column) for column in columns.values()]
+            rate, seeds = results.runs(none)[0].rates[1], len(differences[0])
+            rows.append(["GWC less no norm", f"{rate:g}", str(seeds), *map(interval, differences)])
     return table(["arm", "rate of stage 2", "seeds", *columns], rows)
 
 

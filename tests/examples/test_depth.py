@@ -338,6 +338,22 @@ def test_what_is_not_run_is_named_and_no_row_of_a_table() -> None:
     ]
 
 
+def test_arms_are_compared_at_each_rate() -> None:
+    study, records = Study(), records_with(Study())
+    shares = {("none", 1e-3): 0.6, ("none", 5e-4): 0.5, ("gwc", 5e-4): 0.9, ("gwc", 1e-3): 0.75}
+    finish_line(study, records, "each other's rate", lambda job: shares.get((job.arm, job.rates[1]), 0.1))
+    rows = rows_of(depth_report.rate_table(depth_results.Results(study, records)))
+    assert [row[:3] for row in rows] == [
+        ["no norm", "0.001", "8"],
+        ["no norm", "0.0005", "5"],
+        ["GWC at T", "0.0005", "8"],
+        ["GWC at T", "0.001", "5"],
+        ["GWC less no norm", "0.001", "5"],
+        ["GWC less no norm", "0.0005", "5"],
+    ]
+    assert [row[3] for row in rows[4:]] == ["15.0 (15.0 to 15.0)", "40.0 (40.0 to 40.0)"]
+
+
 def test_speed_is_when_the_loss_stays_below() -> None:
     def record(*losses: float) -> dict:
         return {"stage2": {"curve": [[10 * number, loss] for number, loss in enumerate(losses, start=1)]}}

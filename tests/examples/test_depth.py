@@ -411,6 +411,14 @@ def test_the_report_changes_nothing_of_the_page_but_what_is_between_its_marks() 
     assert depth_report.fill_in(filled, texts) == filled
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/method.md"])
+def test_what_other_pages_say_of_the_verdict_is_what_was_measured(name: str) -> None:
+    results = depth_results.Results(Study(), depth_plan.read_records(depth.RESULTS))
+    gains = results.gains(Study().main)
+    words = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+    assert f"{depth_report.interval(gains)} points over {len(gains)} seeds" in words
+
+
 def test_the_protocol_stays_as_it_was_written() -> None:
     """Everything from what decides to the changes; a change of plan adds a dated line there."""
     page = depth_report.PAGE.read_text(encoding="utf-8")

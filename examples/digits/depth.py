@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 RESULTS = ROOT / "benchmarks" / "results" / "depth.json"
 TEXT_COST = 300  # seconds for each layer of a language model, roughly; see Job.cost
 # One thread each: runs share a machine better than threads do, and numbers don't depend on how many cores there are.
-ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+# One GPU at most, since the Trainer would spread a batch over several.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "0", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 
 
 def missing(line: Line, plan: Plan) -> list[Job]:

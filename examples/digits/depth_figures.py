@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from depth_plan import ARMS, PAIR, VARIANTS, Record, t_interval
+from depth_plan import ARMS, PAIR, VARIANTS, Record, answerable, t_interval
 from depth_results import Results
 from depth_scenes import DIGITS, KINDS
 from matplotlib.axes import Axes
@@ -57,22 +57,26 @@ def draw_figures(results: Results) -> dict[str, Path]:
 def draw_map(results: Results) -> Figure:
     """The gain of each comparison that is done, by kind of question."""
     known = {
-        f"{decoder}, {VARIANTS[variant].title}": [results.gains(decoder, variant, kind) for kind in ("score", *KINDS)]
+        f"{decoder}, {VARIANTS[variant].title}": {
+            kind: t_interval(list(results.gains(decoder, variant, kind).values()))
+            for kind in ("score", *answerable(results.records, decoder))
+        }
         for decoder, variant in results.pairs
     }
-    means = np.array([[np.mean(gains) for gains in row] for row in known.values()])
-    limit = max(float(np.abs(means).max()), 1.0)
+    columns, nothing = ("score", *KINDS), (np.nan,) * 3
+    means = np.array([[row.get(kind, nothing)[0] for kind in columns] for row in known.values()])
+    limit = max(float(np.nanmax(np.abs(means))), 1.0)
     with plt.rc_context({"font.size": 8}):
         figure, axis = plt.subplots(figsize=(8, 1.2 + 0.4 * len(known)), layout="constrained")
         picture = axis.imshow(means, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
-        for (row, column), mean in np.ndenumerate(means):
-            _, low, high = t_interval(list(known.values())[row][column])
-            axis.text(
-                column, row, f"{mean:+.1f}", ha="center", va="center",
-                fontweight="bold" if low > 0 or high < 0 else "normal",
-                color="white" if abs(mean) > 0.6 * limit else "black",
-            )  # fmt: skip
-        axis.set_xticks(range(len(KINDS) + 1), ["score", *KINDS])
+        for number, row in enumerate(known.values()):
+            for kind, (mean, low, high) in row.items():
+                axis.text(
+                    columns.index(kind), number, f"{mean:+.1f}", ha="center", va="center",
+                    fontweight="bold" if low > 0 or high < 0 else "normal",
+                    color="white" if abs(mean) > 0.6 * limit else "black",
+                )  # fmt: skip
+        axis.set_xticks(range(len(columns)), columns)
         axis.set_yticks(range(len(known)), list(known))
         figure.colorbar(picture, label="points")
     plt.close(figure)
@@ -89,7 +93,8 @@ def draw_inside(results: Results, decoders: Sequence[str]) -> Figure:
             axis.set(title=label, yscale="log" if label in LOGARITHMIC else "linear")
             for arm in PAIR:
                 records = results.trained((decoder, arm, "plain"))
-                draw_mean(axis, arm, first, 1, [of(record["inside"]["stage2"]) for record in records])
+                curves = [of(record["inside"]["stage2"]) for record in records]
+                draw_mean(axis, arm, range(first, first + len(curves[0]) if curves else first), curves)
             if level is not None:
                 axis.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
         row[0].set_ylabel(decoder, fontweight="bold")
@@ -109,8 +114,8 @@ def draw_losses(results: Results, decoders: Sequence[str]) -> Figure:
             axis.set(title=stage.replace("stage", "stage "), yscale="log")
             for arm in PAIR:
                 curves = [record[stage]["curve"] for record in results.trained((decoder, arm, "plain"))]
-                step = curves[0][0][0]
-                draw_mean(axis, arm, step, step, [[loss for _, loss in curve] for curve in curves], marker="")
+                steps = [step for step, _ in curves[0]] if curves else []
+                draw_mean(axis, arm, steps, [[loss for _, loss in curve] for curve in curves], marker="")
         row[0].set_ylabel(decoder, fontweight="bold")
     for axis in axes[-1]:
         axis.set_xlabel("step")
@@ -118,13 +123,12 @@ def draw_losses(results: Results, decoders: Sequence[str]) -> Figure:
     return figure
 
 
-def draw_mean(axis: Axes, arm: str, first: int, step: int, curves: Sequence[Sequence[float]], **style: str) -> None:
-    """Mean of an arm's curves and its interval; x starts at `first` and grows by `step`."""
+def draw_mean(axis: Axes, arm: str, x: Sequence[int], curves: Sequence[Sequence[float]], **style: str) -> None:
+    """Mean of an arm's curves and its interval."""
     if len(curves) < 2:  # the others diverged
         return
     points = [t_interval(values) for values in zip(*curves, strict=True)]
     curve = Curve([mean for mean, _, _ in points], [(low, high) for _, low, high in points])
-    x = [first + number * step for number in range(len(points))]
     draw_curve(axis, x, curve, label=ARMS[arm].title, **{**LINES[arm], **style})
 
 

@@ -83,7 +83,7 @@ class Variant:
 
 
 VARIANTS = {
-    "plain": Variant("as in the recipes"),
+    "plain": Variant("the recipes, rates searched"),
     "exchanged": Variant("stage 2 at the other's rate", exchanged=True),
     "doubled": Variant("twice the steps", epochs=2),
     "unclipped": Variant("no clipping", both=(("max_grad_norm", 0.0),)),
@@ -217,11 +217,11 @@ def score(records: Records, job: Job) -> float:
     return mean(records["runs"][job.key]["picture"][kind] for kind in answerable(records, job.decoder))
 
 
-def t_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Mean and the ends of Student's interval for it."""
+def t_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean and the ends of Student's 95% interval for it."""
     center = mean(values)
     spread = sum((value - center) ** 2 for value in values) / (len(values) - 1)
-    half = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * (spread / len(values)) ** 0.5
+    half = float(t.ppf(0.975, len(values) - 1)) * (spread / len(values)) ** 0.5
     return center, center - half, center + half
 
 

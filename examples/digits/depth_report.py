@@ -15,8 +15,8 @@ from statistics import mean, median
 import matplotlib.pyplot as plt
 from depth import RESULTS
 from depth_figures import draw_figures
-from depth_plan import ARMS, PAIR, VARIANTS, Record, Study, answerable, read_records, t_interval
-from depth_results import Results, interval, is_above, pair_of
+from depth_plan import ARMS, PAIR, VARIANTS, Case, Record, Study, answerable, read_records, t_interval
+from depth_results import BySeed, Results, interval, less, pair_of
 from depth_scenes import KINDS
 from scipy.stats import spearmanr
 
@@ -31,6 +31,14 @@ LOSSES = (0.5, 0.2)  # of stage 2, that speed is read at
 STARTS = ("small-start", "scale", "decay")
 LONG = ("gain1", "gwc-3t", "gwc-10t")  # arms with a norm whose visual tokens start longer than T
 NOT_RUN = "not run yet"
+INSIDE_TERMS = """\
+- *norm ratio*: mean norm of visual over text tokens where they enter the decoder.
+- *turning*: 1 - cosine of a token's states before and after a layer. *Gap of cosines*: visual less text tokens, over a
+  third of the layers.
+- *reads as its digit*: of the ten words ` zero` to ` nine`, the final norm and the head give the digit's that a visual
+  token stands on the highest logit. Guessing is right in a tenth.
+- *attention* and *gradient*: at the last token of a `both` question, whose first answer word is the colour.
+- *seeds*: arms that have five are compared with none on these five; the score of none is over all of its own."""
 # What a record says of a trained model, and digits to show.
 INSIDE: dict[str, tuple[Callable[[Record], float], int]] = {
     "loss, stage 1": (lambda record: record["stage1"]["loss"], 3),
@@ -44,13 +52,14 @@ INSIDE: dict[str, tuple[Callable[[Record], float], int]] = {
 }
 
 
-def verdict(differences: Sequence[float]) -> str:
+def verdict(gains: BySeed, decoder: str) -> str:
     """What the comparison that decides says."""
-    if not differences:
+    if not gains:
         return "**Not run yet.**"
-    _, low, high = t_interval(differences)
+    _, low, high = t_interval(list(gains.values()))
     word = "The norm helps" if low > 0 else "The norm hurts" if high < 0 else "No clear difference"
-    return f"**{word}**: GWC less no norm {interval(differences)} points over {len(differences)} seeds."
+    where = "at {} layers of width {}".format(*decoder.split("x"))
+    return f"**{word} {where}**: GWC less no norm is {interval(gains)} points over {len(gains)} seeds."
 
 
 def by_seed_table(results: Results) -> str:
@@ -58,7 +67,7 @@ def by_seed_table(results: Results) -> str:
     main = results.study.main
     lines = {ARMS[case[1]].title: results.scores(case) for case in pair_of(main, "plain")}
     lines["difference"] = results.gains(main)
-    rows = [[title, *(f"{value:.1f}" for value in values)] for title, values in lines.items()]
+    rows = [[title, *(f"{value:.1f}" for value in values.values())] for title, values in lines.items()]
     return table(["seed", *map(str, results.study.seeds)], rows)
 
 
@@ -78,10 +87,18 @@ def pair_table(results: Results) -> str:
     rows = []
     for decoder, variant in results.pairs:
         cases = pair_of(decoder, variant)
-        scores = [f"{mean(results.scores(case)):.1f}" for case in cases]
+        scores = [f"{mean(results.scores(case).values()):.1f}" for case in cases]
         rates = ["{:g}, {:g}".format(*results.runs(case)[0].rates) for case in cases]
         rows.append([decoder, VARIANTS[variant].title, *scores, interval(results.gains(decoder, variant)), *rates])
-    header = ["layers x width", "trained", "none", "GWC", "GWC less none (95%)", "rates, none", "rates, GWC"]
+    header = [
+        "layers x width",
+        "trained",
+        "none",
+        "GWC",
+        "GWC less none (95%)",
+        "rates of stages 1 and 2, none",
+        "GWC",
+    ]
     return table(header, rows)
 
 
@@ -106,25 +123,35 @@ def guessing(results: Results) -> str:
 
 def rate_table(results: Results) -> str:
     """Both arms at both arms' rates of stage 2, as far as they are run, and their differences at each."""
-    main = results.study.main
-    columns = {
-        "score": ("score", "picture"),
-        "`both`": ("both", "picture"),
-        "sums about pictures": ("sum", "picture"),
-        "sums in words": ("sum", "words"),
-    }
+
+    def columns(case: Case) -> dict[str, BySeed]:
+        pictures, words = (results.scores(case, "sum", asked) for asked in ("picture", "words"))
+        return {
+            "score": results.scores(case),
+            "`both`": results.scores(case, "both"),
+            "sums about pictures": pictures,
+            "sums in words": words,
+            "pictures less words": less(pictures, words),
+        }
+
+    none, gwc, none_exchanged, gwc_exchanged = (
+        case for variant in ("plain", "exchanged") for case in pair_of(results.study.main, variant)
+    )
     rows = []
-    for case in [(main, arm, variant) for arm in PAIR for variant in ("plain", "exchanged")]:
-        if jobs := results.runs(case):
-            scores = [interval(results.scores(case, *column)) for column in columns.values()]
-            rows.append([ARMS[case[1]].title, f"{jobs[0].rates[1]:g}", str(len(jobs)), *scores])
-    for variants in (("plain", "exchanged"), ("exchanged", "plain")):  # of no norm and of GWC, at one rate
-        none, gwc = ((main, arm, variant) for arm, variant in zip(PAIR, variants, strict=True))
-        if results.runs(none) and results.runs(gwc):
-            differences = [results.differences(gwc, none, *column) for column in columns.values()]
-            rate, seeds = results.runs(none)[0].rates[1], len(differences[0])
-            rows.append(["GWC less no norm", f"{rate:g}", str(seeds), *map(interval, differences)])
-    return table(["arm", "rate of stage 2", "seeds", *columns], rows)
+    for case in filter(results.runs, (none, none_exchanged, gwc, gwc_exchanged)):
+        jobs = results.runs(case)
+        cells = map(interval, columns(case).values())
+        rows.append([ARMS[case[1]].title, f"{jobs[0].rates[1]:g}", str(len(jobs)), *cells])
+    for title, one, other in (
+        ("GWC less no norm, each at its own", gwc, none),
+        ("GWC less no norm", gwc_exchanged, none),
+        ("GWC less no norm", gwc, none_exchanged),
+    ):
+        if results.runs(one) and results.runs(other):
+            differences = list(map(less, columns(one).values(), columns(other).values()))
+            rates = dict.fromkeys(f"{results.runs(case)[0].rates[1]:g}" for case in (one, other))
+            rows.append([title, ", ".join(rates), str(len(differences[0])), *map(interval, differences)])
+    return table(["arm", "rate of stage 2", "seeds", *columns(none)], rows)
 
 
 def steps_to(record: Record, loss: float) -> float:
@@ -139,17 +166,18 @@ def steps_to(record: Record, loss: float) -> float:
 
 def speed_table(results: Results) -> str:
     """Steps of stage 2 to given losses."""
+    pairs = [*results.pairs, (results.study.main, "exchanged")]
     rows = []
-    for decoder, variant in results.pairs:
+    for case in [case for pair in pairs for case in pair_of(*pair) if results.runs(case)]:
         cells = []
         for loss in LOSSES:
-            for case in pair_of(decoder, variant):
-                steps = sorted(steps_to(results.record(job), loss) for job in results.runs(case))
-                shown = ["never" if value == inf else f"{value:g}" for value in (median(steps), steps[0], steps[-1])]
-                cells.append(f"{shown[0]} ({shown[1]} to {shown[2]})")
-        rows.append([decoder, VARIANTS[variant].title, *cells])
-    columns = [f"{arm}, below {loss:g}" for loss in LOSSES for arm in ("none", "GWC")]
-    return table(["layers x width", "trained", *columns], rows)
+            steps = sorted(steps_to(results.record(job), loss) for job in results.runs(case))
+            shown = ["never" if value == inf else f"{value:g}" for value in (median(steps), steps[0], steps[-1])]
+            cells.append(f"{shown[0]} ({shown[1]} to {shown[2]})")
+        rate = f"{results.runs(case)[0].rates[1]:g}"
+        rows.append([case[0], VARIANTS[case[2]].title, ARMS[case[1]].title, rate, *cells])
+    losses = [f"steps to a loss below {loss:g}" for loss in LOSSES]
+    return table(["layers x width", "trained", "arm", "rate of stage 2", *losses], rows)
 
 
 def inside_table(results: Results) -> str:
@@ -165,12 +193,13 @@ def inside_table(results: Results) -> str:
     for case in dict.fromkeys([*results.arms, *by_depth]):
         scores, records = results.scores(case), results.trained(case)
         seeds = f"{len(scores)}, {lost} diverged" if (lost := len(scores) - len(records)) else f"{len(scores)}"
-        less = "" if case[1] == "none" else interval(results.differences(case, (case[0], "none", case[2])))
+        gains = less(scores, results.scores((case[0], "none", case[2])))
         cells = ["–"] * (len(INSIDE) + 1)
         if records:
             cells = [f"{mean(map(of, records)):.{digits}f}" for of, digits in INSIDE.values()]
             cells.append(decoded(records))
-        rows.append([case[0], ARMS[case[1]].title, seeds, f"{mean(scores):.1f}", less, *cells])
+        against = "" if case[1] == "none" else interval(gains)
+        rows.append([case[0], ARMS[case[1]].title, seeds, f"{mean(scores.values()):.1f}", against, *cells])
     header = ["layers x width", "arm", "seeds", "score", "less none (95%)"]
     return table([*header, *INSIDE, "visual tokens read as their digit"], rows)
 
@@ -179,12 +208,18 @@ def against_table(results: Results) -> str:
     """What came of each point that would count against the mechanism (DEPTH.md)."""
     study, main = results.study, results.study.main
 
-    def growth(deep: str, shallow: str) -> tuple[str, list[float]]:
-        gains = zip(results.gains(deep), results.gains(shallow), strict=False)
-        return f"gain at {deep} less gain at {shallow}", [a - b for a, b in gains]
+    def growth(deep: str, shallow: str) -> tuple[str, BySeed]:
+        return f"gain at {deep} less gain at {shallow}", less(results.gains(deep), results.gains(shallow))
 
-    def lead(arm: str) -> tuple[str, list[float]]:
-        return f"GWC at T less {ARMS[arm].title}", results.differences((main, "gwc", "plain"), (main, arm, "plain"))
+    def lead(arm: str) -> tuple[str, BySeed]:
+        gwc, other = ((main, name, "plain") for name in ("gwc", arm))
+        return f"GWC at T less {ARMS[arm].title}", less(results.scores(gwc), results.scores(other))
+
+    def judge(values: BySeed) -> str:
+        if not values:
+            return ""
+        _, low, high = t_interval(list(values.values()))
+        return "no" if low > 0 else "yes" if high < 0 else "not clear"
 
     measured = [
         ("1. no gain at the depth that decides", lead("none")),
@@ -195,36 +230,28 @@ def against_table(results: Results) -> str:
         *(("5. longer visual tokens do as well", lead(arm)) for arm in LONG),
         *(("7. size does as much as depth", growth(main, decoder)) for decoder in study.wide),
     ]
-    rows = [
-        [point, quantity, interval(values), ("no" if is_above(values) else "yes") if values else ""]
-        for point, (quantity, values) in measured
-    ]
+    rows = [[point, quantity, interval(values), judge(values)] for point, (quantity, values) in measured]
     point = "6. the score does not go with norms and turning"
     rows += [[point, *cells] for cells in correlations(results)]
     return table(["point", "measured", "points (95%)", "counts against"], sorted(rows, key=lambda row: row[0]))
 
 
 def correlations(results: Results) -> list[list[str]]:
-    """How the score goes with the ratio of norms and the gap of cosines over all runs at the main depth."""
-    cases = results.arms if len(results.arms) == len(ARMS) else []
-    pairs = [
-        (results.score(job), results.record(job)["inside"]["stage2"])
-        for case in cases
-        for job in results.runs(case)
-        if "diverged" not in results.record(job)
-    ]
+    """How an arm's mean score goes with its ratio of norms and gap of cosines, over the arms at the main depth."""
+    arms = results.arms if len(results.arms) == len(ARMS) else []
+    scores = [mean(results.scores(case).values()) for case in arms]
     rows = []
     for title, of in (
-        ("ratio of norms", lambda inside: abs(log(inside["ratio"]))),
-        ("gap of cosines, first third", lambda inside: abs(inside["gap"][0])),
+        ("distance of the norm ratio from 1", lambda inside: abs(log(inside["ratio"]))),
+        ("distance of the first third's gap of cosines from 0", lambda inside: abs(inside["gap"][0])),
     ):
-        quantity = f"rank correlation of score and distance from parity, {title}"
-        if not pairs:
-            rows.append([quantity, NOT_RUN, ""])
-            continue
-        found = spearmanr([score for score, _ in pairs], [of(inside) for _, inside in pairs])
-        against = "no" if found.statistic < 0 and found.pvalue < 0.05 else "yes"
-        rows.append([quantity, f"{found.statistic:.2f} over {len(pairs)} runs (p = {found.pvalue:.2g})", against])
+        cells = [NOT_RUN, ""]
+        if arms:
+            inside = [mean(of(record["inside"]["stage2"]) for record in results.trained(case)) for case in arms]
+            found = spearmanr(scores, inside)
+            against = "not clear" if found.pvalue >= 0.05 else "no" if found.statistic < 0 else "yes"
+            cells = [f"{found.statistic:.2f} over {len(arms)} arms (p = {found.pvalue:.2g})", against]
+        rows.append([f"rank correlation of score and {title}", *cells])
     return rows
 
 
@@ -236,7 +263,7 @@ def search_table(results: Results) -> str:
     searches |= {("stage 2", *case): results.plan.stage2_search(*case) for case in cases}
     rows = []
     for (stage, decoder, arm, variant), search in searches.items():
-        if search.scores:
+        if search.complete:
             scores = ", ".join(f"{rate:g}: {100 * value:.1f}" for rate, value in search.scores.items())
             rows.append([decoder, ARMS[arm].title, VARIANTS[variant].title, stage, scores, f"{search.rate:g}"])
     return table(["layers x width", "arm", "trained", "rate of", "validation score by rate", "chosen"], rows)
@@ -245,9 +272,8 @@ def search_table(results: Results) -> str:
 def render(results: Results, figures: Mapping[str, Path]) -> dict[str, str]:
     """What stands between the page's marks, by their name."""
     drawn = [f"![{caption}]({path.name})\n\n*{caption}.*" for caption, path in figures.items()]
-    summary = [*drawn[:1], verdict(results.gains(results.study.main))]
-    if results.missing:
-        summary.append(f"Not run yet: {'; '.join(results.missing)}.")
+    main = results.study.main
+    summary = [*drawn[:1], verdict(results.gains(main), main)]
     parts = []
     if results.pairs:
         parts += [
@@ -256,6 +282,7 @@ def render(results: Results, figures: Mapping[str, Path]) -> dict[str, str]:
             "### Depth, steps, clipping, what is trained",
             pair_table(results),
             "### What would count against the mechanism",
+            "By 95% intervals: no, where the whole interval lies above 0; yes, where it lies below; else not clear.",
             against_table(results),
             "### By kind of question",
             f"GWC less no norm in points, with 95% intervals, about pictures. Guessing scores {guessing(results)}.",
@@ -266,12 +293,16 @@ def render(results: Results, figures: Mapping[str, Path]) -> dict[str, str]:
             rate_table(results),
             "### Inside the models",
             *drawn[1:],
+            INSIDE_TERMS,
             inside_table(results),
             "### Speed",
             "Steps of stage 2 until the logged loss stays below a value: median over seeds, least and most.",
             speed_table(results),
         ]
     parts += ["### Language models in words", gate_table(results), "### Learning rates", search_table(results)]
+    if results.missing:
+        summary.append(f"{len(results.missing)} comparisons are [not run yet](#not-run-yet).")
+        parts += ["### Not run yet", "\n".join(f"- {case}" for case in results.missing)]
     return {"summary": "\n\n".join(summary), "results": "\n\n".join(parts)}
 
 

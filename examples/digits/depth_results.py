@@ -1,8 +1,9 @@
 """What the depth study has measured, by what is compared. A comparison is there once all of its seeds are."""
 
-from collections.abc import Sequence
-
 from depth_plan import ARMS, PAIR, VARIANTS, Case, Job, Plan, Record, Records, Study, score, t_interval
+
+
+BySeed = dict[int, float]
 
 
 class Results:
@@ -25,7 +26,8 @@ class Results:
             *((main, variant) for variant in VARIANTS if variant not in ("plain", "doubled", "exchanged")),
             *((decoder, "plain") for decoder in study.deepest),
         ]
-        arms = [(main, arm, "plain") for arm in [*PAIR, *(arm for arm in ARMS if arm not in PAIR)]]
+        self.decided = all(job.key in records["runs"] for job in self.plan.deciding())
+        arms = [(main, arm, "plain") for arm in ARMS]
         done = [
             (decoder, variant)
             for decoder, variant in pairs
@@ -40,16 +42,7 @@ class Results:
     def runs(self, case: Case) -> list[Job]:
         """The runs of a case; none before its last one is done, nor before the comparison that decides is."""
         jobs = self.plan.runs(*case)
-        done = all(job.key in self.records["runs"] for job in [*self.plan.deciding(), *jobs])
-        return jobs if done else []
-
-    def score(self, job: Job, kind: str = "score", asked: str = "picture") -> float:
-        """Percent right about pictures or in words, of a kind; `"score"` is the mean about pictures."""
-        return 100 * (score(self.records, job) if kind == "score" else self.record(job)[asked][kind])
-
-    def scores(self, case: Case, kind: str = "score", asked: str = "picture") -> list[float]:
-        """Of each run of a case."""
-        return [self.score(job, kind, asked) for job in self.runs(case)]
+        return jobs if self.decided and all(job.key in self.records["runs"] for job in jobs) else []
 
     def record(self, job: Job) -> Record:
         """What a run recorded."""
@@ -59,15 +52,17 @@ class Results:
         """The records of a case but for those that diverged, which hold nothing but a score."""
         return [record for record in map(self.record, self.runs(case)) if "diverged" not in record]
 
-    def differences(self, one: Case, other: Case, kind: str = "score", asked: str = "picture") -> list[float]:
-        """Points of the first case less those of the second, on the seeds that both have."""
-        scores = zip(self.scores(one, kind, asked), self.scores(other, kind, asked), strict=False)
-        return [a - b for a, b in scores]
+    def scores(self, case: Case, kind: str = "score", asked: str = "picture") -> BySeed:
+        """Percent right about pictures or in words, of a kind; `"score"` is the mean about pictures."""
+        return {
+            job.seed: 100 * (score(self.records, job) if kind == "score" else self.record(job)[asked][kind])
+            for job in self.runs(case)
+        }
 
-    def gains(self, decoder: str, variant: str = "plain", kind: str = "score", asked: str = "picture") -> list[float]:
-        """GWC less no norm by seed, in points."""
+    def gains(self, decoder: str, variant: str = "plain", kind: str = "score", asked: str = "picture") -> BySeed:
+        """GWC less no norm, in points."""
         none, gwc = pair_of(decoder, variant)
-        return self.differences(gwc, none, kind, asked)
+        return less(self.scores(gwc, kind, asked), self.scores(none, kind, asked))
 
 
 def pair_of(decoder: str, variant: str) -> list[Case]:
@@ -75,14 +70,14 @@ def pair_of(decoder: str, variant: str) -> list[Case]:
     return [(decoder, arm, variant) for arm in PAIR]
 
 
-def interval(values: Sequence[float], digits: int = 1) -> str:
+def less(one: BySeed, other: BySeed) -> BySeed:
+    """The differences on the seeds that both have."""
+    return {seed: value - other[seed] for seed, value in one.items() if seed in other}
+
+
+def interval(values: BySeed) -> str:
     """Mean and 95% t interval over seeds."""
     if not values:
         return "not run yet"
-    center, low, high = t_interval(values)
-    return f"{center:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def is_above(values: Sequence[float]) -> bool:
-    """Whether the whole interval lies above 0."""
-    return t_interval(values)[1] > 0
+    center, low, high = t_interval(list(values.values()))
+    return f"{center:.1f} ({low:.1f} to {high:.1f})"

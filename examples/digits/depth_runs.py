@@ -50,7 +50,7 @@ from training.stages import LearningRates, ModuleGroup, Stage, freeze, prepare_s
 
 logger = logging.getLogger(__name__)
 
-DEVICE_MAP = "auto" if torch.cuda.is_available() else None  # stages and evaluation; backbones are trained on the CPU
+DEVICE_MAP = "cuda:0" if torch.cuda.is_available() else None  # stages and evaluation; backbones are trained on the CPU
 MAX_NEW_TOKENS = 10  # the longest answer is four numbers of two words, and the end of the turn
 VOCAB_SIZE = 700
 # Settings of the language models, tried in turn until one can answer every kind of question in words: steps, learning

@@ -122,7 +122,10 @@ def finish(records: dict, jobs: list[Job], value: dict[float, float] | float) ->
     for job in jobs:
         share = value if isinstance(value, float) else value.get(job.rates[1], 0.0)
         kinds = dict.fromkeys(depth_scenes.KINDS, share)
-        records["runs"][job.key] = depth_plan.options(job) | {"picture": kinds, "words": {**kinds, "all": share}}
+        records["runs"][job.key] = depth_plan.options(job) | {
+            "picture": kinds,
+            "words": {**dict.fromkeys(kinds, share / 2), "all": 1.0},
+        }
 
 
 def test_the_search_takes_the_best_mean_and_of_equal_ones_the_lower_rate() -> None:
@@ -251,7 +254,7 @@ def test_the_interval_is_students() -> None:
     ],
 )
 def test_the_verdict_follows_the_interval(differences: list[float], word: str) -> None:
-    assert word in depth_report.verdict(differences)
+    assert word in depth_report.verdict(dict(enumerate(differences)), "12x128")
 
 
 def test_nothing_is_said_of_a_comparison_before_its_last_seed() -> None:
@@ -265,7 +268,7 @@ def test_nothing_is_said_of_a_comparison_before_its_last_seed() -> None:
     finish(records, jobs[-1:], 0.123)
     look_inside(records, jobs)
     text = depth_report.render(depth_results.Results(study, records), {})["summary"]
-    assert "**No clear difference**: GWC less no norm 0.0 (0.0 to 0.0) points over 8 seeds." in text
+    assert "**No clear difference at 12 layers of width 128**: GWC less no norm is 0.0 (0.0 to 0.0) points" in text
 
 
 def look_inside(records: dict, jobs: list[Job], ratio: float = 1.0) -> None:
@@ -319,6 +322,9 @@ def test_what_counts_against_the_mechanism_follows_the_intervals() -> None:
     finish(records, Plan(study, records).runs("12x128", "none"), 0.7)
     found = {row[1]: row for row in rows_of(depth_report.against_table(depth_results.Results(study, records)))}
     assert found["GWC at T less no norm"][3] == "yes"
+    finish(records, Plan(study, records).runs("12x128", "none")[::2], 0.5)
+    found = {row[1]: row for row in rows_of(depth_report.against_table(depth_results.Results(study, records)))}
+    assert found["GWC at T less no norm"][3] == "not clear"
 
 
 def test_nothing_is_said_of_other_depths_before_the_comparison_that_decides() -> None:
@@ -331,10 +337,11 @@ def test_nothing_is_said_of_other_depths_before_the_comparison_that_decides() ->
 
 def test_what_is_not_run_is_named_and_no_row_of_a_table() -> None:
     study, records = two_depths()
-    text = depth_report.render(depth_results.Results(study, records), {})["summary"]
-    assert "Not run yet: 12x128 twice the steps; 3x256 as in the recipes; 12x128 no clipping;" in text
+    texts = depth_report.render(depth_results.Results(study, records), {})
+    assert "- 12x128 twice the steps\n- 3x256 the recipes, rates searched\n- 12x128 no clipping\n" in texts["results"]
+    assert "14 comparisons are [not run yet]" in texts["summary"]
     assert [row[:2] for row in rows_of(depth_report.pair_table(depth_results.Results(study, records)))] == [
-        [decoder, "as in the recipes"] for decoder in ("12x128", "3x128", "6x128")
+        [decoder, "the recipes, rates searched"] for decoder in ("12x128", "3x128", "6x128")
     ]
 
 
@@ -348,10 +355,14 @@ def test_arms_are_compared_at_each_rate() -> None:
         ["no norm", "0.0005", "5"],
         ["GWC at T", "0.0005", "8"],
         ["GWC at T", "0.001", "5"],
+        ["GWC less no norm, each at its own", "0.0005, 0.001", "8"],
         ["GWC less no norm", "0.001", "5"],
         ["GWC less no norm", "0.0005", "5"],
     ]
-    assert [row[3] for row in rows[4:]] == ["15.0 (15.0 to 15.0)", "40.0 (40.0 to 40.0)"]
+    assert [row[3] for row in rows[4:]] == ["30.0 (30.0 to 30.0)", "15.0 (15.0 to 15.0)", "40.0 (40.0 to 40.0)"]
+    in_words = ["15.0 (15.0 to 15.0)", "7.5 (7.5 to 7.5)", "20.0 (20.0 to 20.0)"]
+    assert [row[6] for row in rows[4:]] == in_words
+    assert [row[7] for row in rows[4:]] == in_words  # what is left of a gain about pictures that is twice as large
 
 
 def test_speed_is_when_the_loss_stays_below() -> None:
@@ -364,16 +375,46 @@ def test_speed_is_when_the_loss_stays_below() -> None:
     assert depth_report.steps_to({"diverged": "loss is nan"}, 0.5) == float("inf")
 
 
-def test_a_run_that_diverged_counts_with_its_score_and_has_no_inside() -> None:
+def test_runs_that_diverged_count_with_their_score_and_have_no_inside() -> None:
     study, records = two_depths()
-    job = Plan(study, records).runs("12x128", "none")[0]
-    finish(records, [job], 0.0)
-    records["runs"][job.key]["diverged"] = "the loss is nan"
-    results = depth_results.Results(study, records)
+    jobs = Plan(study, records).runs("12x128", "none")
+
+    def diverge(chosen: list[Job]) -> depth_results.Results:
+        finish(records, chosen, 0.0)
+        for job in chosen:
+            records["runs"][job.key]["diverged"] = "the loss is nan"
+        return depth_results.Results(study, records)
+
+    results = diverge(jobs[:1])
     row = rows_of(depth_report.inside_table(results))[0]
     assert row[1:4] == ["no norm", "8, 1 diverged", "45.1"]  # seven runs of 51.2 to 51.8, and none right
     assert row[-1] == "75% at layer 1"
-    assert depth_figures.draw_inside(results, ["12x128"]).axes
+    results = diverge(jobs)
+    assert rows_of(depth_report.inside_table(results))[0][1:6] == ["no norm", "8, 8 diverged", "0.0", "", "–"]
+    for draw in (depth_figures.draw_inside, depth_figures.draw_losses):
+        assert [len(axis.lines) > 0 for axis in draw(results, ["12x128"]).axes]
+
+
+def test_kinds_that_fail_the_gate_are_neither_in_tables_nor_on_the_map() -> None:
+    study, records = two_depths()
+    for model in records["language_models"].values():
+        model["kinds"] = ["both", "sum"]
+    results = depth_results.Results(study, records)
+    for asked, gain in (("picture", "10.0 (10.0 to 10.0)"), ("words", "5.0 (5.0 to 5.0)")):
+        cells = dict(zip(depth_scenes.KINDS, rows_of(depth_report.kind_table(results, asked))[0][2:], strict=True))
+        assert cells.pop("both") == cells.pop("sum") == gain
+        assert set(cells.values()) == {"says nothing"}
+    texts = [text.get_text() for text in depth_figures.draw_map(results).axes[0].texts]
+    assert texts == ["+10.0"] * 3 + ["+0.0"] * 6  # score, both and sum of three decoders
+
+
+def test_a_search_is_shown_once_it_is_done() -> None:
+    study, records = Study(), records_with(Study())
+    finish(records, Plan(study, records).stage2_search("12x128", "none").jobs, {2e-3: 0.9})
+    assert "no norm" not in depth_report.search_table(depth_results.Results(study, records))  # the grid goes on
+    finish(records, Plan(study, records).stage2_search("12x128", "none").jobs, {2e-3: 0.9})
+    row = ["12x128", "no norm", "the recipes, rates searched", "stage 2"]
+    assert rows_of(depth_report.search_table(depth_results.Results(study, records)))[0][:4] == row
 
 
 def test_score_and_parity_are_correlated_over_all_arms() -> None:
@@ -386,7 +427,7 @@ def test_score_and_parity_are_correlated_over_all_arms() -> None:
         look_inside(records, jobs, ratio=1.5 + order.index(case[1]))  # the longer, the worse
     found = depth_report.correlations(depth_results.Results(study, records))
     assert [row[2] for row in found] == ["no", "no"]
-    assert all(row[1].startswith("-1.00 over 51 runs") for row in found)  # two arms of eight, seven of five seeds
+    assert all(row[1].startswith("-1.00 over 9 arms") for row in found)
 
 
 def test_figures_are_drawn_of_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,11 +460,19 @@ def test_what_other_pages_say_of_the_verdict_is_what_was_measured(name: str) -> 
     assert f"{depth_report.interval(gains)} points over {len(gains)} seeds" in words
 
 
-def test_the_protocol_stays_as_it_was_written() -> None:
-    """Everything from what decides to the changes; a change of plan adds a dated line there."""
+def test_the_page_shows_the_records() -> None:
     page = depth_report.PAGE.read_text(encoding="utf-8")
-    protocol = page.split("## What decides")[1].split("## Changes")[0]
-    assert hashlib.sha256(protocol.encode()).hexdigest()[:16] == "1e83f2f6556926f1"
+    results = depth_results.Results(Study(), depth_plan.read_records(depth.RESULTS))
+    assert depth_report.verdict(results.gains(Study().main), Study().main) in page
+    for table in (depth_report.by_seed_table, depth_report.rate_table):
+        assert table(results) in page
+
+
+def test_the_protocol_stays_as_it_was_written() -> None:
+    """Everything from its question to the changes; a change of plan adds a dated line there."""
+    page = depth_report.PAGE.read_text(encoding="utf-8")
+    protocol = page.split("of three layers the norm behind the projector")[1].split("## Changes")[0]
+    assert hashlib.sha256(protocol.encode()).hexdigest()[:16] == "0501177834e1d4c4"
 
 
 @pytest.fixture(scope="module")

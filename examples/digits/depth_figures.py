@@ -31,8 +31,7 @@ LOGARITHMIC = ("norm of visual tokens", "norm of the gradient")
 
 def draw_figures(results: Results) -> dict[str, Path]:
     """Draw what there is to draw; the file of each figure by its caption."""
-    decoders = [decoder for decoder, variant in results.pairs if variant == "plain"]
-    decoders.sort(key=lambda decoder: int(decoder.split("x")[0]))
+    decoders = sorted((decoder for decoder, variant in results.pairs if variant == "plain"), key=layers_of)
     if not decoders:
         return {}
     figures = {
@@ -54,6 +53,11 @@ def draw_figures(results: Results) -> dict[str, Path]:
     return {caption: FOLDER / name for caption, (name, _) in figures.items()}
 
 
+def layers_of(decoder: str) -> int:
+    """Number of layers, from layers x width."""
+    return int(decoder.split("x")[0])
+
+
 def draw_map(results: Results) -> Figure:
     """The gain of each comparison that is done, by kind of question."""
     known = {
@@ -61,7 +65,7 @@ def draw_map(results: Results) -> Figure:
             kind: t_interval(list(results.gains(decoder, variant, kind).values()))
             for kind in ("score", *answerable(results.records, decoder))
         }
-        for decoder, variant in results.pairs
+        for decoder, variant in sorted(results.pairs, key=lambda pair: (pair[1] != "plain", layers_of(pair[0])))
     }
     columns, nothing = ("score", *KINDS), (np.nan,) * 3
     means = np.array([[row.get(kind, nothing)[0] for kind in columns] for row in known.values()])

@@ -405,7 +405,7 @@ def test_kinds_that_fail_the_gate_are_neither_in_tables_nor_on_the_map() -> None
         assert cells.pop("both") == cells.pop("sum") == gain
         assert set(cells.values()) == {"says nothing"}
     texts = [text.get_text() for text in depth_figures.draw_map(results).axes[0].texts]
-    assert texts == ["+10.0"] * 3 + ["+0.0"] * 6  # score, both and sum of three decoders
+    assert texts == ["+0.0"] * 6 + ["+10.0"] * 3  # score, both and sum at 3, 6 and 12 layers
 
 
 def test_a_search_is_shown_once_it_is_done() -> None:

@@ -23,7 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from itertools import groupby
 from pathlib import Path
 
-from depth_plan import QUICK, Job, Line, Plan, Study, lines, read_records, score
+from depth_plan import QUICK, Job, Line, Plan, Study, lines, read_records, score, size_of
 from quickstart import ROOT
 from tqdm import tqdm
 
@@ -33,8 +33,12 @@ logger = logging.getLogger(__name__)
 RESULTS = ROOT / "benchmarks" / "results" / "depth.json"
 TEXT_COST = 300  # seconds for each layer of a language model, roughly; see Job.cost
 # One thread each: runs share a machine better than threads do, and numbers don't depend on how many cores there are.
-# One GPU at most, since the Trainer would spread a batch over several.
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "0", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+# One GPU at most, since the Trainer would spread a batch over several: the first of those that are offered.
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0],
+    "TOKENIZERS_PARALLELISM": "false",
+    "OMP_NUM_THREADS": "1",
+}
 
 
 def missing(line: Line, plan: Plan) -> list[Job]:
@@ -62,7 +66,7 @@ def time_left(study: Study, plan: Plan) -> float:
 
 def text_cost(decoder: str) -> float:
     """Seconds on one core that a language model takes, roughly."""
-    layers, width = (int(number) for number in decoder.split("x"))
+    layers, width = size_of(decoder)
     return TEXT_COST * layers * (width / 128) ** 1.6
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
-from depth_plan import ARMS, PAIR, VARIANTS, Record, answerable, t_interval
+from depth_plan import ARMS, PAIR, VARIANTS, Record, answerable, size_of, t_interval
 from depth_results import Results
 from depth_scenes import DIGITS, KINDS
 from matplotlib.axes import Axes
@@ -31,7 +31,7 @@ LOGARITHMIC = ("norm of visual tokens", "norm of the gradient")
 
 def draw_figures(results: Results) -> dict[str, Path]:
     """Draw what there is to draw; the file of each figure by its caption."""
-    decoders = sorted((decoder for decoder, variant in results.pairs if variant == "plain"), key=layers_of)
+    decoders = sorted((decoder for decoder, variant in results.pairs if variant == "plain"), key=size_of)
     if not decoders:
         return {}
     figures = {
@@ -53,19 +53,14 @@ def draw_figures(results: Results) -> dict[str, Path]:
     return {caption: FOLDER / name for caption, (name, _) in figures.items()}
 
 
-def layers_of(decoder: str) -> int:
-    """Number of layers, from layers x width."""
-    return int(decoder.split("x")[0])
-
-
 def draw_map(results: Results) -> Figure:
     """The gain of each comparison that is done, by kind of question."""
     known = {
         f"{decoder}, {VARIANTS[variant].title}": {
-            kind: t_interval(list(results.gains(decoder, variant, kind).values()))
+            kind: t_interval(results.gains(decoder, variant, kind).values())
             for kind in ("score", *answerable(results.records, decoder))
         }
-        for decoder, variant in sorted(results.pairs, key=lambda pair: (pair[1] != "plain", layers_of(pair[0])))
+        for decoder, variant in sorted(results.pairs, key=lambda pair: (pair[1] != "plain", size_of(pair[0])))
     }
     columns, nothing = ("score", *KINDS), (np.nan,) * 3
     means = np.array([[row.get(kind, nothing)[0] for kind in columns] for row in known.values()])
@@ -90,20 +85,15 @@ def draw_map(results: Results) -> Figure:
 @styled
 def draw_inside(results: Results, decoders: Sequence[str]) -> Figure:
     """What the records hold by layer, a row for each decoder."""
-    size = (2.1 * len(PANELS), 0.5 + 1.8 * len(decoders))
-    figure, axes = plt.subplots(len(decoders), len(PANELS), figsize=size, squeeze=False, layout="constrained")
+    figure, axes = make_grid(decoders, len(PANELS), 2.1, "layer")
     for row, decoder in zip(axes, decoders, strict=True):
         for axis, (label, of, first, level) in zip(row, PANELS, strict=True):
             axis.set(title=label, yscale="log" if label in LOGARITHMIC else "linear")
             for arm in PAIR:
                 records = results.trained((decoder, arm, "plain"))
-                curves = [of(record["inside"]["stage2"]) for record in records]
-                draw_mean(axis, arm, range(first, first + len(curves[0]) if curves else first), curves)
+                draw_mean(axis, arm, [list(enumerate(of(record["inside"]["stage2"]), first)) for record in records])
             if level is not None:
                 axis.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
-        row[0].set_ylabel(decoder, fontweight="bold")
-    for axis in axes[-1]:
-        axis.set_xlabel("layer")
     add_legend(figure, axes[0, 0])
     return figure
 
@@ -111,27 +101,34 @@ def draw_inside(results: Results, decoders: Sequence[str]) -> Figure:
 @styled
 def draw_losses(results: Results, decoders: Sequence[str]) -> Figure:
     """Loss by step of both stages, a row for each decoder."""
-    size = (7.0, 0.5 + 1.8 * len(decoders))
-    figure, axes = plt.subplots(len(decoders), 2, figsize=size, squeeze=False, layout="constrained")
+    figure, axes = make_grid(decoders, 2, 3.5, "step")
     for row, decoder in zip(axes, decoders, strict=True):
         for axis, stage in zip(row, ("stage1", "stage2"), strict=True):
             axis.set(title=stage.replace("stage", "stage "), yscale="log")
             for arm in PAIR:
-                curves = [record[stage]["curve"] for record in results.trained((decoder, arm, "plain"))]
-                steps = [step for step, _ in curves[0]] if curves else []
-                draw_mean(axis, arm, steps, [[loss for _, loss in curve] for curve in curves], marker="")
-        row[0].set_ylabel(decoder, fontweight="bold")
-    for axis in axes[-1]:
-        axis.set_xlabel("step")
+                records = results.trained((decoder, arm, "plain"))
+                draw_mean(axis, arm, [record[stage]["curve"] for record in records], marker="")
     add_legend(figure, axes[0, 0])
     return figure
 
 
-def draw_mean(axis: Axes, arm: str, x: Sequence[int], curves: Sequence[Sequence[float]], **style: str) -> None:
-    """Mean of an arm's curves and its interval."""
+def make_grid(decoders: Sequence[str], columns: int, width: float, x: str) -> tuple[Figure, np.ndarray]:
+    """A row of panels for each decoder; `width` in inches of a panel, `x` under the last row."""
+    size = (width * columns, 0.5 + 1.8 * len(decoders))
+    figure, axes = plt.subplots(len(decoders), columns, figsize=size, squeeze=False, layout="constrained")
+    for row, decoder in zip(axes, decoders, strict=True):
+        row[0].set_ylabel(decoder, fontweight="bold")
+    for axis in axes[-1]:
+        axis.set_xlabel(x)
+    return figure, axes
+
+
+def draw_mean(axis: Axes, arm: str, curves: Sequence[Sequence[tuple[int, float]]], **style: str) -> None:
+    """Mean of an arm's curves of points (x, y), and its interval."""
     if len(curves) < 2:  # the others diverged
         return
-    points = [t_interval(values) for values in zip(*curves, strict=True)]
+    x = [x for x, _ in curves[0]]
+    points = [t_interval([y for _, y in column]) for column in zip(*curves, strict=True)]
     curve = Curve([mean for mean, _, _ in points], [(low, high) for _, low, high in points])
     draw_curve(axis, x, curve, label=ARMS[arm].title, **{**LINES[arm], **style})
 

@@ -4,7 +4,7 @@ Nothing here needs torch, so that the plan can be read and tested by itself.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -95,6 +95,12 @@ VARIANTS = {
 AT_PLAIN_RATES = ("plain", "exchanged", "doubled", "unclipped", "warmup")
 
 
+def size_of(decoder: str) -> tuple[int, int]:
+    """Layers and width of a decoder, from its name."""
+    layers, width = decoder.split("x")
+    return int(layers), int(width)
+
+
 @dataclass(frozen=True)
 class Job:
     """One run: both stages and the evaluation. `decoder` is layers x width."""
@@ -120,7 +126,7 @@ class Job:
     @property
     def cost(self) -> float:
         """Seconds on one idle core of the machine that this was written on, roughly."""
-        layers, width = (int(number) for number in self.decoder.split("x"))
+        layers, width = size_of(self.decoder)
         of_width = (width / 128) ** 1.6
         stages = (layers * 38 * of_width + 30) * VARIANTS[self.variant].epochs
         return stages + layers * of_width * (8 if self.split == "test" else 3)
@@ -217,7 +223,7 @@ def score(records: Records, job: Job) -> float:
     return mean(records["runs"][job.key]["picture"][kind] for kind in answerable(records, job.decoder))
 
 
-def t_interval(values: Sequence[float]) -> tuple[float, float, float]:
+def t_interval(values: Collection[float]) -> tuple[float, float, float]:
     """Mean and the ends of Student's 95% interval for it."""
     center = mean(values)
     spread = sum((value - center) ** 2 for value in values) / (len(values) - 1)

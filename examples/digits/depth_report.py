@@ -15,8 +15,8 @@ from statistics import mean, median
 import matplotlib.pyplot as plt
 from depth import RESULTS
 from depth_figures import draw_figures
-from depth_plan import ARMS, PAIR, VARIANTS, Case, Record, Study, answerable, read_records, t_interval
-from depth_results import BySeed, Results, interval, less, pair_of
+from depth_plan import ARMS, PAIR, VARIANTS, Case, Record, Study, answerable, read_records
+from depth_results import NOT_RUN, BySeed, Results, interval, less, pair_of, side
 from depth_scenes import KINDS
 from scipy.stats import spearmanr
 
@@ -30,7 +30,6 @@ PAGE = Path(__file__).with_name("DEPTH.md")
 LOSSES = (0.5, 0.2)  # of stage 2, that speed is read at
 STARTS = ("small-start", "scale", "decay")
 LONG = ("gain1", "gwc-3t", "gwc-10t")  # arms with a norm whose visual tokens start longer than T
-NOT_RUN = "not run yet"
 INSIDE_TERMS = """\
 - *norm ratio*: mean norm of visual over text tokens where they enter the decoder.
 - *turning*: 1 - cosine of a token's states before and after a layer. *Gap of cosines*: visual less text tokens, over a
@@ -56,8 +55,7 @@ def verdict(gains: BySeed, decoder: str) -> str:
     """What the comparison that decides says."""
     if not gains:
         return "**Not run yet.**"
-    _, low, high = t_interval(list(gains.values()))
-    word = "The norm helps" if low > 0 else "The norm hurts" if high < 0 else "No clear difference"
+    word = {1: "The norm helps", -1: "The norm hurts", 0: "No clear difference"}[side(gains)]
     where = "at {} layers of width {}".format(*decoder.split("x"))
     return f"**{word} {where}**: GWC less no norm is {interval(gains)} points over {len(gains)} seeds."
 
@@ -216,10 +214,7 @@ def against_table(results: Results) -> str:
         return f"GWC at T less {ARMS[arm].title}", less(results.scores(gwc), results.scores(other))
 
     def judge(values: BySeed) -> str:
-        if not values:
-            return ""
-        _, low, high = t_interval(list(values.values()))
-        return "no" if low > 0 else "yes" if high < 0 else "not clear"
+        return {1: "no", -1: "yes", 0: "not clear"}[side(values)] if values else ""
 
     measured = [
         ("1. no gain at the depth that decides", lead("none")),

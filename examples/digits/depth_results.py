@@ -5,6 +5,8 @@ from depth_plan import ARMS, PAIR, VARIANTS, Case, Job, Plan, Record, Records, S
 
 BySeed = dict[int, float]
 
+NOT_RUN = "not run yet"
+
 
 class Results:
     """The runs of a study that are done.
@@ -78,6 +80,12 @@ def less(one: BySeed, other: BySeed) -> BySeed:
 def interval(values: BySeed) -> str:
     """Mean and 95% t interval over seeds."""
     if not values:
-        return "not run yet"
-    center, low, high = t_interval(list(values.values()))
+        return NOT_RUN
+    center, low, high = t_interval(values.values())
     return f"{center:.1f} ({low:.1f} to {high:.1f})"
+
+
+def side(values: BySeed) -> int:
+    """Where the whole interval lies: 1 above 0, -1 below, else 0."""
+    _, low, high = t_interval(values.values())
+    return 1 if low > 0 else -1 if high < 0 else 0

@@ -15,7 +15,19 @@ from typing import Any
 
 import torch
 import yaml
-from depth_plan import ARMS, VARIANTS, VISION_SHARE, Arm, Job, Record, Study, add_record, options, read_records
+from depth_plan import (
+    ARMS,
+    VARIANTS,
+    VISION_SHARE,
+    Arm,
+    Job,
+    Record,
+    Study,
+    add_record,
+    options,
+    read_records,
+    size_of,
+)
 from depth_scenes import KINDS, write_data
 from filelock import FileLock
 from PIL import Image
@@ -108,7 +120,7 @@ def make_language_model(place: Workplace, decoder: str) -> None:
     folder = place.text(decoder)
     rows = json.loads((place.data / "text.json").read_text(encoding="utf-8"))
     attempts: list[Record] = []
-    layers, width = (int(number) for number in decoder.split("x"))
+    layers, width = size_of(decoder)
     for number, (steps, rate, initializer_range) in enumerate(ATTEMPTS[layers]):
         steps, narrower = round(steps * place.study.text_steps), 128 / width
         settings = TextSettings(layers, width, VOCAB_SIZE, steps, rate * narrower, initializer_range * narrower**0.5)

@@ -392,7 +392,7 @@ def test_runs_that_diverged_count_with_their_score_and_have_no_inside() -> None:
     results = diverge(jobs)
     assert rows_of(depth_report.inside_table(results))[0][1:6] == ["no norm", "8, 8 diverged", "0.0", "", "–"]
     for draw in (depth_figures.draw_inside, depth_figures.draw_losses):
-        assert [len(axis.lines) > 0 for axis in draw(results, ["12x128"]).axes]
+        assert all(len(axis.lines) > 0 for axis in draw(results, ["12x128"]).axes)
 
 
 def test_kinds_that_fail_the_gate_are_neither_in_tables_nor_on_the_map() -> None:

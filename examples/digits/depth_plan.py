@@ -307,22 +307,23 @@ class Plan:
         return [job for jobs in zip(*(self.runs(self.study.main, arm) for arm in PAIR), strict=True) for job in jobs]
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line of the protocol: language models that it needs, and its runs as far as they are known."""
-
-    title: str
-    jobs: Callable[[Plan], list[Job]]
-    decoders: tuple[str, ...] = ()
-
-
 # Decoder, arm, variant.
 Case = tuple[str, str, str]
 
 
+@dataclass(frozen=True)
+class Line:
+    """A line of the protocol: language models that it needs, its runs as far as they are known, what it compares."""
+
+    title: str
+    jobs: Callable[[Plan], list[Job]]
+    decoders: tuple[str, ...] = ()
+    cases: tuple[Case, ...] = ()
+
+
 def compared(title: str, cases: Sequence[Case]) -> Line:
     """A line of runs that are compared."""
-    return Line(title, lambda plan: [job for case in cases for job in plan.runs(*case)])
+    return Line(title, lambda plan: [job for case in cases for job in plan.runs(*case)], cases=tuple(cases))
 
 
 def searched(title: str, cases: Sequence[Case], decoders: tuple[str, ...] = ()) -> list[Line]:
@@ -348,12 +349,12 @@ def lines(study: Study) -> list[Line]:
         Line("language model", lambda plan: [], (main,)),
         Line("rate of stage 2", lambda plan: [job for arm in PAIR for job in plan.stage2_search(main, arm).jobs]),
         Line("rate of stage 1", lambda plan: [job for arm in PAIR for job in plan.stage1_search(arm).jobs]),
-        Line("the comparison that decides", Plan.deciding),
+        Line("the comparison that decides", Plan.deciding, cases=tuple(decoders(main))),
         compared("each other's rate", variants("exchanged")),
         *searched("depth", decoders(*study.depths), decoders=study.depths),
         compared("twice the steps", variants("doubled")),
-        *searched("the dial and other starts", others),
         *searched("width", decoders(*study.wide), decoders=study.wide),
+        *searched("the dial and other starts", others),
         compared("clipping and warm-up", variants("unclipped", "warmup")),
         *searched("what stage 2 trains", variants("adapters", "projector")),
         *searched("deepest", decoders(*study.deepest), decoders=study.deepest),

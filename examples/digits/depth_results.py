@@ -1,6 +1,6 @@
 """What the depth study has measured, by what is compared. A comparison is there once all of its seeds are."""
 
-from depth_plan import ARMS, PAIR, VARIANTS, Case, Job, Plan, Record, Records, Study, score, t_interval
+from depth_plan import ARMS, PAIR, VARIANTS, Case, Job, Plan, Record, Records, Study, lines, score, t_interval
 
 
 BySeed = dict[int, float]
@@ -19,27 +19,17 @@ class Results:
 
     def __init__(self, study: Study, records: Records) -> None:
         self.study, self.records, self.plan = study, records, Plan(study, records)
-        main = study.main
-        pairs = [
-            (main, "plain"),
-            *((decoder, "plain") for decoder in study.depths),
-            (main, "doubled"),
-            *((decoder, "plain") for decoder in study.wide),
-            *((main, variant) for variant in VARIANTS if variant not in ("plain", "doubled", "exchanged")),
-            *((decoder, "plain") for decoder in study.deepest),
-        ]
         self.decided = all(job.key in records["runs"] for job in self.plan.deciding())
-        arms = [(main, arm, "plain") for arm in ARMS]
-        done = [
-            (decoder, variant)
-            for decoder, variant in pairs
-            if all(self.runs(case) for case in pair_of(decoder, variant))
+        cases = [case for line in lines(study) for case in line.cases]
+        main = [case for case in cases if case[0] == study.main and case[2] == "plain"]
+        self.arms = [case for case in main if self.runs(case)]
+        pairs = dict.fromkeys((case[0], case[2]) for case in cases if case[2] != "exchanged")
+        self.pairs = [pair for pair in pairs if all(self.runs(case) for case in pair_of(*pair))]
+        missing = [case for case in cases if not self.runs(case)]
+        titles = [
+            f"{decoder} {(VARIANTS[variant] if arm in PAIR else ARMS[arm]).title}" for decoder, arm, variant in missing
         ]
-        self.pairs, self.arms = done, [case for case in arms if self.runs(case)]
-        self.missing = [
-            f"{decoder} {VARIANTS[variant].title}" for decoder, variant in pairs if (decoder, variant) not in done
-        ]
-        self.missing += [f"{main} {ARMS[case[1]].title}" for case in arms[len(PAIR) :] if case not in self.arms]
+        self.missing = list(dict.fromkeys(titles))
 
     def runs(self, case: Case) -> list[Job]:
         """The runs of a case; none before its last one is done, nor before the comparison that decides is."""

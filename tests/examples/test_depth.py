@@ -304,7 +304,7 @@ def rows_of(text: str) -> list[list[str]]:
 def two_depths() -> tuple[Study, dict]:
     """A study whose norm gains 10 points at twelve layers and none at three and six."""
     study, records = Study(), records_with(Study())
-    for decoder in study.depths:
+    for decoder in (*study.depths, *study.wide):
         records["language_models"][decoder] = records["language_models"]["12x128"]
     finish_line(study, records, "depth", lambda job: 0.6 if (job.decoder, job.arm) == ("12x128", "gwc") else 0.5)
     return study, records
@@ -338,7 +338,7 @@ def test_nothing_is_said_of_other_depths_before_the_comparison_that_decides() ->
 def test_what_is_not_run_is_named_and_no_row_of_a_table() -> None:
     study, records = two_depths()
     texts = depth_report.render(depth_results.Results(study, records), {})
-    assert "- 12x128 twice the steps\n- 3x256 the recipes, rates searched\n- 12x128 no clipping\n" in texts["results"]
+    assert "- 12x128 twice the steps\n- 3x256 the recipes, rates searched\n- 12x128 LayerNorm at T\n" in texts["results"]
     assert "14 comparisons are [not run yet]" in texts["summary"]
     assert [row[:2] for row in rows_of(depth_report.pair_table(depth_results.Results(study, records)))] == [
         [decoder, "the recipes, rates searched"] for decoder in ("12x128", "3x128", "6x128")

@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from pretrain import TextSettings, train_text, train_vision
 from quickstart import ROOT
 from report import (
     PROBE_SIZE,
+    Prompt,
     SceneQuestion,
     accuracy,
     answer,
@@ -142,8 +144,7 @@ def score_in_words(place: Workplace, folder: Path) -> dict[str, float]:
     questions = load_scene_questions(place.data, "validation")
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    prompts = [with_text(question) for question in questions]
-    return accuracy(questions, answer(model, tokenizer, prompts, "gate", MAX_NEW_TOKENS))
+    return ask_all(model, tokenizer, questions, with_text, "gate")
 
 
 def run_jobs(place: Workplace, jobs: list[Job]) -> None:
@@ -167,7 +168,7 @@ def run_job(place: Workplace, job: Job) -> Record:
         except FloatingPointError as error:  # it diverged, and is scored for it
             nothing_right = {asked: dict.fromkeys(KINDS, 0.0) for asked in ("picture", "words", "blanked")}
             return {**options(job), "diverged": str(error), **nothing_right}
-        record = {**options(job), "environment": asdict(Run.read(stage2).environment)}
+        record = {**options(job), "compiled": True, "environment": asdict(Run.read(stage2).environment)}
         record |= {name: losses(folder) for name, folder in (("stage1", stage1), ("stage2", stage2))}
         record |= evaluate(place, job, trained)
         if job.split == "test":
@@ -181,7 +182,7 @@ def run_job(place: Workplace, job: Job) -> Record:
 
 
 @contextmanager
-def swapped(owner: Any, name: str, value: Any, condition: bool) -> Iterator[None]:
+def swapped(owner: Any, name: str, value: Any, condition: bool = True) -> Iterator[None]:
     """Another attribute for the time of the block, where the condition holds."""
     before = getattr(owner, name)
     if condition:
@@ -197,13 +198,20 @@ def scale(self: Float32LayerNorm, hidden_states: torch.Tensor, weight: torch.Ten
     return hidden_states * weight + bias
 
 
-def prepare_projector(model: Any, stage: Stage, rates: LearningRates, **dtypes: torch.dtype) -> list[ModuleGroup]:
-    """`training.stages.prepare_stage`, and then everything frozen but the projector and its norm."""
-    groups = [
-        group if group.name.startswith("multi_modal_projector") else replace(group, learning_rate=None)
-        for group in prepare_stage(model, stage, rates, **dtypes)
-    ]
-    freeze(groups)
+def prepare_model(
+    model: Any, stage: Stage, rates: LearningRates, projector_alone: bool, **dtypes: torch.dtype
+) -> list[ModuleGroup]:
+    """`training.stages.prepare_stage`, and then the decoder's layers are compiled, and if asked for everything frozen
+    but the projector and its norm."""
+    groups = prepare_stage(model, stage, rates, **dtypes)
+    for layer in model.model.language_model.layers:
+        layer.compile(dynamic=True)
+    if projector_alone:
+        groups = [
+            group if group.name.startswith("multi_modal_projector") else replace(group, learning_rate=None)
+            for group in groups
+        ]
+        freeze(groups)
     return groups
 
 
@@ -226,8 +234,7 @@ def make_stage2(place: Workplace, job: Job, stage1: Path, folder: Path) -> Path:
     """Train on questions; where the model is, with adapters merged."""
     variant, rate = VARIANTS[job.variant], job.rates[1]
     changes = {"vision_learning_rate": rate * VISION_SHARE, **dict(variant.stage2)}
-    with swapped(loading, "prepare_stage", prepare_projector, variant.projector_alone):
-        train_stage(place, job, "stage2", stage1, folder, changes)
+    train_stage(place, job, "stage2", stage1, folder, changes)
     if changes.get("stage") != Stage.ADAPT:
         return folder
     merged = folder / "merged"
@@ -279,7 +286,9 @@ def train_stage(place: Workplace, job: Job, stage: str, before: Path, folder: Pa
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f"{folder.name}.yaml")
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    sft.main(["--config", str(path)])
+    prepare = partial(prepare_model, projector_alone=variant.projector_alone)
+    with swapped(loading, "prepare_stage", prepare):
+        sft.main(["--config", str(path)])
 
 
 def losses(folder: Path) -> Record:
@@ -299,16 +308,24 @@ def evaluate(place: Workplace, job: Job, folder: Path) -> Record:
     questions = load_scene_questions(place.data, job.split)
     some = questions[: place.study.text_scenes * len(KINDS)]
     model, processor = load_model(str(folder), device_map=DEVICE_MAP)
-    asked: dict[str, tuple[list[SceneQuestion], Callable[[SceneQuestion], Any]]] = {"picture": (questions, with_image)}
+    asked: dict[str, tuple[list[SceneQuestion], Callable[[SceneQuestion], Prompt]]] = {
+        "picture": (questions, with_image)
+    }
     if job.split == "test":
         asked |= {"words": (some, with_text), "blanked": (some, with_blank)}
-    return {
-        name: accuracy(chosen, answer(model, processor, [prompt(row) for row in chosen], name, MAX_NEW_TOKENS))
-        for name, (chosen, prompt) in asked.items()
-    }
+    return {name: ask_all(model, processor, chosen, prompt, name) for name, (chosen, prompt) in asked.items()}
 
 
-def with_blank(question: SceneQuestion) -> Any:
+def ask_all(
+    model: Any, processor: Any, questions: list[SceneQuestion], prompt: Callable[[SceneQuestion], Prompt], title: str
+) -> dict[str, float]:
+    """Exact match by kind. Kind by kind, since a batch takes as long as its longest question and answer."""
+    ordered = sorted(questions, key=lambda question: question.kind)
+    answers = answer(model, processor, [prompt(question) for question in ordered], title, MAX_NEW_TOKENS)
+    return accuracy(ordered, answers)
+
+
+def with_blank(question: SceneQuestion) -> Prompt:
     """The question about a black picture."""
     [message] = with_image(question)
     message["content"][0]["image"] = Image.new("RGB", (2 * CELL, 2 * CELL))

@@ -18,6 +18,7 @@ def runs_flash(query: torch.Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
 
+@torch.compiler.disable  # it reads lengths, and graphs would be of one number of samples
 def varlen_attention_forward(
     module: nn.Module,
     query: torch.Tensor,

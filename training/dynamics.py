@@ -63,7 +63,8 @@ class DynamicsCallback(TrainerCallback):
         was_training = self._model.training
         self._model.eval()
         try:
-            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16):
+            eager = torch.compiler.set_stance("force_eager")  # compiled layers would not call hooks that come later
+            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16), eager:
                 point = measure_point(self._model, self._samples, state.global_step)
         finally:
             self._model.train(was_training)

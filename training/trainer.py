@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import transformers.trainer
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -55,6 +56,11 @@ def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     scored = following != IGNORED
     return scored, following[scored][None]
+
+
+def without_adapters(model: Any) -> Any:
+    """The model that a `PeftModel` is around, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def gather_head(model: NormLlavaForConditionalGeneration) -> None:
@@ -176,8 +182,26 @@ class NormLlavaTrainer(SFTTrainer):
             self.args.ignore_data_skip = True  # the stream itself resumes where it was
 
     def _unwrapped(self) -> Any:
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        return without_adapters(self.accelerator.unwrap_model(self.model))
+
+    @override
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Where compiling is asked for, compiles each decoder layer instead of the whole model, which breaks into
+        dozens of graphs. Layers share theirs, and rows of any length do."""
+        options = super()._build_accelerator_args(**kwargs)
+        plugin: TorchDynamoPlugin = options["dynamo_plugin"]
+        if plugin.backend != DynamoBackend.NO:
+            for layer in without_adapters(self.model).model.language_model.layers:
+                # Not layer.compile(), which would compile the layer's hooks too.
+                layer.forward = torch.compile(
+                    layer.forward,
+                    backend=plugin.backend.value.lower(),
+                    mode=plugin.mode,
+                    fullgraph=plugin.fullgraph,
+                    dynamic=True,
+                )
+            options["dynamo_plugin"] = TorchDynamoPlugin(backend="no")
+        return options
 
     @override
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
@@ -290,7 +314,9 @@ class NormLlavaTrainer(SFTTrainer):
         data loader takes a number for its workers, are restored."""
         training, device, started = self.model.training, self.args.device, time.monotonic()
         self.model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        # Compiling for what is run this seldom costs more than it saves.
+        eager = torch.compiler.set_stance("force_eager")
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), eager:
             metrics = super().evaluate(*args, **kwargs)
         self.model.train(training)
         self._console.seconds_evaluating += time.monotonic() - started

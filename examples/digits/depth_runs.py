@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +181,7 @@ def run_job(place: Workplace, job: Job) -> Record:
 
 
 @contextmanager
-def swapped(owner: Any, name: str, value: Any, condition: bool = True) -> Iterator[None]:
+def swapped(owner: Any, name: str, value: Any, condition: bool) -> Iterator[None]:
     """Another attribute for the time of the block, where the condition holds."""
     before = getattr(owner, name)
     if condition:
@@ -198,20 +197,13 @@ def scale(self: Float32LayerNorm, hidden_states: torch.Tensor, weight: torch.Ten
     return hidden_states * weight + bias
 
 
-def prepare_model(
-    model: Any, stage: Stage, rates: LearningRates, projector_alone: bool, **dtypes: torch.dtype
-) -> list[ModuleGroup]:
-    """`training.stages.prepare_stage`, and then the decoder's layers are compiled, and if asked for everything frozen
-    but the projector and its norm."""
-    groups = prepare_stage(model, stage, rates, **dtypes)
-    for layer in model.model.language_model.layers:
-        layer.compile(dynamic=True)
-    if projector_alone:
-        groups = [
-            group if group.name.startswith("multi_modal_projector") else replace(group, learning_rate=None)
-            for group in groups
-        ]
-        freeze(groups)
+def prepare_projector(model: Any, stage: Stage, rates: LearningRates, **dtypes: torch.dtype) -> list[ModuleGroup]:
+    """`training.stages.prepare_stage`, and then everything frozen but the projector and its norm."""
+    groups = [
+        group if group.name.startswith("multi_modal_projector") else replace(group, learning_rate=None)
+        for group in prepare_stage(model, stage, rates, **dtypes)
+    ]
+    freeze(groups)
     return groups
 
 
@@ -234,7 +226,8 @@ def make_stage2(place: Workplace, job: Job, stage1: Path, folder: Path) -> Path:
     """Train on questions; where the model is, with adapters merged."""
     variant, rate = VARIANTS[job.variant], job.rates[1]
     changes = {"vision_learning_rate": rate * VISION_SHARE, **dict(variant.stage2)}
-    train_stage(place, job, "stage2", stage1, folder, changes)
+    with swapped(loading, "prepare_stage", prepare_projector, variant.projector_alone):
+        train_stage(place, job, "stage2", stage1, folder, changes)
     if changes.get("stage") != Stage.ADAPT:
         return folder
     merged = folder / "merged"
@@ -277,6 +270,7 @@ def train_stage(place: Workplace, job: Job, stage: str, before: Path, folder: Pa
         "learning_rate": job.rates[number],
         "seed": job.seed,
         "logging_steps": 10,
+        "torch_compile": True,
         **changes,
         **dict(variant.both),
     }
@@ -286,9 +280,7 @@ def train_stage(place: Workplace, job: Job, stage: str, before: Path, folder: Pa
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f"{folder.name}.yaml")
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    prepare = partial(prepare_model, projector_alone=variant.projector_alone)
-    with swapped(loading, "prepare_stage", prepare):
-        sft.main(["--config", str(path)])
+    sft.main(["--config", str(path)])
 
 
 def losses(folder: Path) -> Record:

@@ -40,7 +40,9 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({"stage": "align"}, id="stage 1, padded", marks=pytest.mark.slow),
+        pytest.param(
+            {"stage": "align", "torch_compile": True}, id="stage 1, padded, compiled", marks=pytest.mark.slow
+        ),
         pytest.param({**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4}, id="stage 2, packed"),
     ],
 )
@@ -297,8 +299,14 @@ def fsdp2(tmp_path: Path) -> tuple[str, ...]:
         pytest.param("qwen2", PACKED, id="packed"),
         pytest.param(
             "gemma3",
-            {"per_device_train_batch_size": 5, "eval_strategy": "steps", "eval_steps": 1, "eval_samples": 4},
-            id="padded, tied, evaluated",
+            {
+                "per_device_train_batch_size": 5,
+                "eval_strategy": "steps",
+                "eval_steps": 1,
+                "eval_samples": 4,
+                "torch_compile": True,
+            },
+            id="padded, tied, evaluated, compiled",
             marks=pytest.mark.slow,
         ),
     ],

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 from depth_plan import QUICK, Job, Line, Plan, Study, lines, read_records, score, size_of
@@ -90,19 +90,21 @@ class Runner:
 
     def run(self, until: str | None) -> None:
         """Every line in its order, up to and with the one that is named."""
-        for line in lines(self.study):
-            while futures := list(self.submit(line)):
+        planned = lines(self.study)
+        for line, following in zip_longest(planned, planned[1:]):
+            while futures := list(self.submit(line, None if line.title == until else following)):
                 self.follow(futures)
             if line.title == until:
                 return
 
-    def submit(self, line: Line) -> Iterator[Future]:
-        """What of a line can be run now."""
+    def submit(self, line: Line, following: Line | None) -> Iterator[Future]:
+        """What of a line can be run now. The language model that the next one needs comes first: it takes one worker
+        for long, and the line's runs the others."""
         from depth_runs import make_language_model, run_jobs
 
         plan = self.plan()
         decoders = missing_decoders(line, plan)
-        for decoder in decoders:
+        for decoder in decoders + (missing_decoders(following, plan) if following else []):
             yield self.pool.submit(make_language_model, self.place, decoder)
         if not decoders:
             for _, jobs in groupby(missing(line, plan), key=lambda job: job.stage1):

@@ -179,7 +179,7 @@ def speed_table(results: Results) -> str:
 
 
 def inside_table(results: Results) -> str:
-    """What models are like; the difference to no norm of the same decoder is on the seeds of both."""
+    """What models are like; the difference to no norm of the same kind is on the seeds of both."""
 
     def decoded(records: Sequence[Record]) -> str:
         layers = list(zip(*(record["inside"]["stage2"]["decoded"] for record in records), strict=True))
@@ -187,8 +187,8 @@ def inside_table(results: Results) -> str:
         return f"{100 * mean(layers[best]):.0f}% at layer {best}"
 
     rows = []
-    by_depth = [case for decoder, variant in results.pairs if variant == "plain" for case in pair_of(decoder, variant)]
-    for case in dict.fromkeys([*results.arms, *by_depth]):
+    pairs = [case for pair in results.pairs for case in pair_of(*pair)]
+    for case in dict.fromkeys([*results.arms, *pairs]):
         scores, records = results.scores(case), results.trained(case)
         seeds = f"{len(scores)}, {lost} diverged" if (lost := len(scores) - len(records)) else f"{len(scores)}"
         gains = less(scores, results.scores((case[0], "none", case[2])))
@@ -197,8 +197,9 @@ def inside_table(results: Results) -> str:
             cells = [f"{mean(map(of, records)):.{digits}f}" for of, digits in INSIDE.values()]
             cells.append(decoded(records))
         against = "" if case[1] == "none" else interval(gains)
-        rows.append([case[0], ARMS[case[1]].title, seeds, f"{mean(scores.values()):.1f}", against, *cells])
-    header = ["layers x width", "arm", "seeds", "score", "less none (95%)"]
+        titles = [VARIANTS[case[2]].title, ARMS[case[1]].title]
+        rows.append([case[0], *titles, seeds, f"{mean(scores.values()):.1f}", against, *cells])
+    header = ["layers x width", "trained", "arm", "seeds", "score", "less none (95%)"]
     return table([*header, *INSIDE, "visual tokens read as their digit"], rows)
 
 
@@ -216,12 +217,14 @@ def against_table(results: Results) -> str:
     def judge(values: BySeed) -> str:
         return {1: "no", -1: "yes", 0: "not clear"}[side(values)] if values else ""
 
+    doubled = results.gains(main, "doubled")
     measured = [
         ("1. no gain at the depth that decides", lead("none")),
         *(("2. no growth with depth", growth(main, decoder)) for decoder in study.depths),
         *(("2. no growth with depth", growth(decoder, main)) for decoder in study.deepest),
         *(("3. a start alone does as much", lead(arm)) for arm in STARTS),
-        ("4. no gain after twice the steps", ("gain after twice the steps", results.gains(main, "doubled"))),
+        ("4. no gain after twice the steps", ("gain after twice the steps", doubled)),
+        ("4. no gain after twice the steps", ("the same less the gain before", less(doubled, results.gains(main)))),
         *(("5. longer visual tokens do as well", lead(arm)) for arm in LONG),
         *(("7. size does as much as depth", growth(main, decoder)) for decoder in study.wide),
     ]

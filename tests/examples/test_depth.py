@@ -389,10 +389,10 @@ def test_runs_that_diverged_count_with_their_score_and_have_no_inside() -> None:
 
     results = diverge(jobs[:1])
     row = rows_of(depth_report.inside_table(results))[0]
-    assert row[1:4] == ["no norm", "8, 1 diverged", "45.1"]  # seven runs of 51.2 to 51.8, and none right
+    assert row[2:5] == ["no norm", "8, 1 diverged", "45.1"]  # seven runs of 51.2 to 51.8, and none right
     assert row[-1] == "75% at layer 1"
     results = diverge(jobs)
-    assert rows_of(depth_report.inside_table(results))[0][1:6] == ["no norm", "8, 8 diverged", "0.0", "", "–"]
+    assert rows_of(depth_report.inside_table(results))[0][2:7] == ["no norm", "8, 8 diverged", "0.0", "", "–"]
     for draw in (depth_figures.draw_inside, depth_figures.draw_losses):
         assert all(len(axis.lines) > 0 for axis in draw(results, ["12x128"]).axes)
 
@@ -458,8 +458,10 @@ def test_the_report_changes_nothing_of_the_page_but_what_is_between_its_marks() 
 def test_what_other_pages_say_of_the_verdict_is_what_was_measured(name: str) -> None:
     results = depth_results.Results(Study(), depth_plan.read_records(depth.RESULTS))
     words = " ".join((ROOT / name).read_text(encoding="utf-8").split())
-    for decoder in (Study().main, *Study().depths):
-        assert f"{depth_report.interval(results.gains(decoder))} points" in words or not results.gains(decoder)
+    main, *others = Study().main, *Study().depths
+    for pair in ((main, "plain"), *((decoder, "plain") for decoder in others), (main, "doubled")):
+        assert pair in results.pairs
+        assert f"{depth_report.interval(results.gains(*pair))} points" in words
 
 
 def test_the_page_shows_the_records() -> None:

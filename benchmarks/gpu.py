@@ -49,6 +49,7 @@ from diagnostics.probe import Probe
 from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.attention import varlen_attention_forward
+from training.compiling import compile_layers
 from training.environment import describe_environment
 from training.memory import largest_batch
 from training.plan import GIB, plan_step
@@ -348,8 +349,7 @@ def measure_compile(scale: Scale, compiled: bool) -> dict[str, Any]:
     """A step under autocast, with or without compiling each decoder layer separately."""
     loop = HandLoop(scale)
     if compiled:
-        for layer in decoder_layers(loop.model):
-            layer.compile(dynamic=True)
+        compile_layers(loop.model)
     optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-5, weight_decay=0.0, fused=scale.device == "cuda")
 
     def step(batch: dict[str, Any]) -> torch.Tensor:

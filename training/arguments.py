@@ -14,6 +14,7 @@ import yaml
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
+from training.compiling import compile_plugin
 from training.mixture import SourceArguments
 from training.run import CHOOSING
 from training.stages import Stage
@@ -398,8 +399,11 @@ def _check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
         return
     if Stage(str(run_args.stage)) is not Stage.ADAPT:
         raise ValueError(f"{used[0]} works only with stage 'adapt', which freezes k_proj itself.")
-    if args.torch_compile:
-        raise ValueError(f"{used[0]} reads keys through hooks, which break compiling: set torch_compile to false.")
+    if compile_plugin(args) is not None:
+        raise ValueError(
+            f"{used[0]} reads keys through hooks, which break compiling: set torch_compile to false, and launch "
+            "without --dynamo_backend."
+        )
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ValueError(
             f"{used[0]} needs gradient_checkpointing_kwargs use_reentrant false: otherwise keys have no graph."

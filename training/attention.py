@@ -18,7 +18,6 @@ def runs_flash(query: torch.Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
 
 
-@torch.compiler.disable  # it reads lengths, and graphs would be of one number of samples
 def varlen_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -81,12 +80,26 @@ def varlen_attention_forward(
         return output[None], None
     if sliding_window is not None and max_length_q is not None and max_length_q > sliding_window:
         raise ValueError('Attention "varlen" supports sliding windows on CUDA only; use "sdpa".')
+    return attend_by_sample(module, query, key, value, cu_seq_lens_q, dropout, scaling), None
+
+
+@torch.compiler.disable  # it reads the lengths, and a graph would be of one number of samples
+def attend_by_sample(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """What `varlen_attention_forward` returns, by torch's own attention of one sample after the other."""
     lengths = cu_seq_lens_q.diff().tolist()
     outputs = [
         sdpa_attention_forward(module, q, k, v, None, dropout, scaling, is_causal=True)[0]
         for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     ]
-    return torch.cat(outputs, dim=1), None
+    return torch.cat(outputs, dim=1)
 
 
 AttentionInterface.register("varlen", varlen_attention_forward)

@@ -11,6 +11,7 @@ from typing_extensions import override
 from diagnostics.dynamics import check_questions, measure_point, read_points, write_points
 from diagnostics.loading import Question
 from diagnostics.samples import prepare_samples
+from training.compiling import eagerly
 from training.overrides import checks_overrides
 
 
@@ -63,8 +64,7 @@ class DynamicsCallback(TrainerCallback):
         was_training = self._model.training
         self._model.eval()
         try:
-            eager = torch.compiler.set_stance("force_eager")  # compiled layers would not call hooks that come later
-            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16), eager:
+            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16), eagerly(args):
                 point = measure_point(self._model, self._samples, state.global_step)
         finally:
             self._model.train(was_training)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers.trainer
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+from accelerate.utils import TorchDynamoPlugin
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -36,6 +36,7 @@ from training.checkpoints import (
     publish_files,
     write_sharded_weights,
 )
+from training.compiling import LayerCompiler, eagerly
 from training.flops import MfuMeter
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
@@ -47,7 +48,7 @@ from training.tokenization import IGNORED
 
 
 # What wrappers put into parameter names.
-WRAPPER_PREFIXES = ("base_model.model.", "_orig_mod.", "_checkpoint_wrapped_module.")
+WRAPPER_PREFIXES = ("base_model.model.", "_checkpoint_wrapped_module.")
 
 
 def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,11 +57,6 @@ def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
     scored = following != IGNORED
     return scored, following[scored][None]
-
-
-def without_adapters(model: Any) -> Any:
-    """The model that a `PeftModel` is around, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def gather_head(model: NormLlavaForConditionalGeneration) -> None:
@@ -166,6 +162,7 @@ class NormLlavaTrainer(SFTTrainer):
         base.model.register_forward_hook(self._keep_scored)
         self._monitor = InterfaceMonitor(base, self.processing_class)
         self.add_callback(self._monitor)
+        self.add_callback(LayerCompiler(base))
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
         self._answers = StepsFile(Path(self.args.output_dir) / "answers.jsonl")
         if questions is not None:
@@ -182,26 +179,13 @@ class NormLlavaTrainer(SFTTrainer):
             self.args.ignore_data_skip = True  # the stream itself resumes where it was
 
     def _unwrapped(self) -> Any:
-        return without_adapters(self.accelerator.unwrap_model(self.model))
+        model = self.accelerator.unwrap_model(self.model)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
 
     @override
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Where compiling is asked for, compiles each decoder layer instead of the whole model, which breaks into
-        dozens of graphs. Layers share theirs, and rows of any length do."""
-        options = super()._build_accelerator_args(**kwargs)
-        plugin: TorchDynamoPlugin = options["dynamo_plugin"]
-        if plugin.backend != DynamoBackend.NO:
-            for layer in without_adapters(self.model).model.language_model.layers:
-                # Not layer.compile(), which would compile the layer's hooks too.
-                layer.forward = torch.compile(
-                    layer.forward,
-                    backend=plugin.backend.value.lower(),
-                    mode=plugin.mode,
-                    fullgraph=plugin.fullgraph,
-                    dynamic=True,
-                )
-            options["dynamo_plugin"] = TorchDynamoPlugin(backend="no")
-        return options
+        """Without compiling the whole model: [`LayerCompiler`] compiles its layers."""
+        return super()._build_accelerator_args(**kwargs) | {"dynamo_plugin": TorchDynamoPlugin(backend="no")}
 
     @override
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
@@ -314,9 +298,7 @@ class NormLlavaTrainer(SFTTrainer):
         data loader takes a number for its workers, are restored."""
         training, device, started = self.model.training, self.args.device, time.monotonic()
         self.model.eval()
-        # Compiling for what is run this seldom costs more than it saves.
-        eager = torch.compiler.set_stance("force_eager")
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), eager:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), eagerly(self.args):
             metrics = super().evaluate(*args, **kwargs)
         self.model.train(training)
         self._console.seconds_evaluating += time.monotonic() - started

@@ -224,7 +224,10 @@ def against_table(results: Results) -> str:
         *(("2. no growth with depth", growth(decoder, main)) for decoder in study.deepest),
         *(("3. a start alone does as much", lead(arm)) for arm in STARTS),
         ("4. no gain after twice the steps", ("gain after twice the steps", doubled)),
-        ("4. no gain after twice the steps", ("the same less the gain before", less(doubled, results.gains(main)))),
+        (
+            "4. no gain after twice the steps",
+            ("gain after twice the steps less gain at the recipes' steps", less(doubled, results.gains(main))),
+        ),
         *(("5. longer visual tokens do as well", lead(arm)) for arm in LONG),
         *(("7. size does as much as depth", growth(main, decoder)) for decoder in study.wide),
     ]

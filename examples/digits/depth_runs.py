@@ -280,6 +280,7 @@ def train_stage(place: Workplace, job: Job, stage: str, before: Path, folder: Pa
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.with_name(f"{folder.name}.yaml")
     path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    torch.compiler.reset()  # a process compiles a function for few kinds of model, and a worker meets many
     sft.main(["--config", str(path)])
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -215,6 +216,24 @@ def test_what_is_recorded_is_not_run_again() -> None:
     finish(records, jobs[:3], 0.5)
     assert depth.missing(line, Plan(study, records)) == jobs[3:]
     assert depth.time_left(study, Plan(study, records)) < left
+
+
+def test_the_next_lines_language_model_is_made_beside_the_runs(tmp_path: Path) -> None:
+    study, records = two_depths()
+    del records["language_models"]["3x256"]
+    runner = object.__new__(depth.Runner)
+    runner.study, runner.results, runner.place = study, tmp_path / "depth.json", None
+    runner.results.write_text(depth_plan.dump(records))
+    runner.pool = SimpleNamespace(submit=lambda task, place, what: (task.__name__, what))
+    runner.bar = SimpleNamespace(set_description=lambda title: None)
+    planned = {line.title: line for line in depth_plan.lines(study)}
+    doubled, width, compared = (planned[title] for title in ("twice the steps", "width, rates", "width"))
+    model = ("make_language_model", "3x256")
+    first, *others = runner.submit(doubled, width)
+    assert first == model
+    assert others == list(runner.submit(doubled, None))
+    assert {task for task, _ in others} == {"run_jobs"}
+    assert list(runner.submit(width, compared)) == [model]  # no run can start without it
 
 
 def test_records_of_runs_that_end_at_once_are_all_kept(tmp_path: Path) -> None:

@@ -354,6 +354,7 @@ def lines(study: Study) -> list[Line]:
         *searched("depth", decoders(*study.depths), decoders=study.depths),
         compared("twice the steps", variants("doubled")),
         *searched("width", decoders(*study.wide), decoders=study.wide),
+        compared("twice the steps, shallowest", [(study.depths[0], arm, "doubled") for arm in PAIR]),
         *searched("the dial and other starts", others),
         compared("clipping and warm-up", variants("unclipped", "warmup")),
         *searched("what stage 2 trains", variants("adapters", "projector")),

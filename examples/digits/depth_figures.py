@@ -64,7 +64,8 @@ def draw_map(results: Results) -> Figure:
     }
     columns, nothing = ("score", *KINDS), (np.nan,) * 3
     means = np.array([[row.get(kind, nothing)[0] for kind in columns] for row in known.values()])
-    limit = max(float(np.nanmax(np.abs(means))), 1.0)
+    widest = float(np.nanmax(np.abs(means)))
+    limit = min(max(widest, 1.0), 10.0)  # a few failed runs would leave the rest without colour
     with plt.rc_context({"font.size": 8}):
         figure, axis = plt.subplots(figsize=(8, 1.2 + 0.4 * len(known)), layout="constrained")
         picture = axis.imshow(means, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")
@@ -77,7 +78,7 @@ def draw_map(results: Results) -> Figure:
                 )  # fmt: skip
         axis.set_xticks(range(len(columns)), columns)
         axis.set_yticks(range(len(known)), list(known))
-        figure.colorbar(picture, label="points")
+        figure.colorbar(picture, label="points", extend="both" if widest > limit else "neither")
     plt.close(figure)
     return figure
 

@@ -21,13 +21,14 @@ class Results:
         self.study, self.records, self.plan = study, records, Plan(study, records)
         self.decided = all(job.key in records["runs"] for job in self.plan.deciding())
         cases = [case for line in lines(study) for case in line.cases]
-        main = [case for case in cases if case[0] == study.main and case[2] == "plain"]
-        self.arms = [case for case in main if self.runs(case)]
-        pairs = dict.fromkeys((case[0], case[2]) for case in cases if case[2] != "exchanged")
-        self.pairs = [pair for pair in pairs if all(self.runs(case) for case in pair_of(*pair))]
-        missing = [case for case in cases if not self.runs(case)]
+        done = [case for case in cases if self.runs(case)]
+        self.arms = [case for case in done if case[0] == study.main and case[2] == "plain"]
+        pairs = dict.fromkeys((decoder, variant) for decoder, _, variant in done if variant != "exchanged")
+        self.pairs = [pair for pair in pairs if all(case in done for case in pair_of(*pair))]
         titles = [
-            f"{decoder} {(VARIANTS[variant] if arm in PAIR else ARMS[arm]).title}" for decoder, arm, variant in missing
+            f"{decoder} {(VARIANTS[variant] if arm in PAIR else ARMS[arm]).title}"
+            for decoder, arm, variant in cases
+            if (decoder, arm, variant) not in done
         ]
         self.missing = list(dict.fromkeys(titles))
 

@@ -3,11 +3,15 @@
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TextIO
+
+
+# Files of a model's weights, whose fingerprint says which weights a figure is of.
+WEIGHT_FILES = "model*.safetensors"
 
 
 @contextmanager
@@ -46,6 +50,18 @@ def sha256(path: Path) -> str:
     """Hash of a file, read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(folder: Path, *patterns: str) -> dict[str, str]:
+    """Hashes by name of the files in a folder that match a pattern."""
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: sha256(path) for path in sorted(found)}
+
+
+def fingerprint(hashes: Mapping[str, str]) -> str:
+    """One hash of several files, from their hashes by name."""
+    lines = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def fresh_folder(path: Path) -> Path:

@@ -10,8 +10,9 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ import matplotlib.pyplot as plt
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from conversations.files import WEIGHT_FILES, fingerprint, hash_files
 from diagnostics.comparison import measure_models
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
 from diagnostics.loading import add_arguments, count_layers_and_heads, load_model, model_options, read_questions
 from diagnostics.model_report import Closeup
 from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import MAX_QUERIES
-from diagnostics.results import LanguageModel
+from diagnostics.results import LanguageModel, ModelReport, Report
 
 
 logger = logging.getLogger(__name__)
@@ -93,6 +95,13 @@ def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel
         del loaded
 
 
+def with_weights(report: Report, sources: Sequence[str]) -> Iterator[ModelReport]:
+    """The models' reports with the fingerprints of those weights that are in local folders."""
+    for model, source in zip(report.models, sources, strict=True):
+        hashes = hash_files(Path(source), WEIGHT_FILES)
+        yield replace(model, weights=fingerprint(hashes) if hashes else None)
+
+
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -122,6 +131,7 @@ def main() -> None:
         )
     except DiagnosticsError as error:
         raise SystemExit(f"--model {error}") from error
+    measured = replace(measured, report=replace(measured.report, models=[*with_weights(measured.report, args.model)]))
     measured.save(args.output_dir)
     logger.info("\n%s\n\nReport in %s", measured, args.output_dir)
 

@@ -372,6 +372,7 @@ class ModelReport:
         prompts: The gap of cosines under other questions, each picture's own first.
         projector_norm: `None` if the projector does not end in a norm; `attention`, `key_space`, `value_space`,
             `lens`, `gradients` if there is a note.
+        weights: [`~conversations.files.fingerprint`] of the weights; `None` if they are not in a local folder.
     """
 
     name: str
@@ -395,6 +396,7 @@ class ModelReport:
     value_space: Space | None
     lens: Lens | None
     gradients: Gradients | None
+    weights: str | None = None
 
 
 @dataclass(frozen=True)

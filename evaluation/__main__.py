@@ -144,10 +144,12 @@ def run_task(benchmark: Benchmark, model: Path, fingerprint: str, settings: Sett
 
 
 def evaluate(model: Model, benchmarks: Sequence[Benchmark], settings: Settings) -> tuple[dict[str, Result], list[str]]:
-    """Results by task, and the failed tasks. `evaluation.json` and `evaluation.md` are updated after every task."""
+    """Results by task, and the failed tasks. `evaluation.json` and `evaluation.md` are updated after every task, and
+    left as they are under `--limit`."""
     results: dict[str, Result] = {}
     failed: list[str] = []
-    record(model)  # removes results of other weights, even if all tasks fail
+    if settings.limit is None:
+        record(model)  # removes results of other weights, even if all tasks fail
     for number, benchmark in enumerate(benchmarks, 1):
         logger.info("\n%s: %s (%d of %d)", model.name, benchmark.name, number, len(benchmarks))
         folder = model.task_folder(benchmark, settings.limit)
@@ -157,7 +159,8 @@ def evaluate(model: Model, benchmarks: Sequence[Benchmark], settings: Settings) 
             logger.error("%s: %s", benchmark.name, error)
             failed.append(f"{model.name}: {benchmark.name}")
             continue
-        record(model)
+        if settings.limit is None:
+            record(model)
     return results, failed
 
 

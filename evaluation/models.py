@@ -1,14 +1,14 @@
 """The evaluated models: their files, fingerprints, and folders for results."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-from conversations.files import sha256
+from conversations.files import WEIGHT_FILES, fingerprint, hash_files
 from evaluation.benchmarks import Benchmark, find_benchmark
 from evaluation.harness import MODULES
 from evaluation.record import write_evaluations
@@ -33,6 +33,7 @@ class Model:
         path: Folder of its files.
         results: Folder that `evaluation.json` and the tasks' results go to.
         fingerprint: Of the files that its answers depend on.
+        weights: Of its weights alone.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Model:
     path: Path
     results: Path
     fingerprint: str
+    weights: str
 
     def task_folder(self, benchmark: Benchmark, limit: int | None) -> Path:
         """Where a task's result and logs are; limited runs have their own folder."""
@@ -64,9 +66,9 @@ class Model:
         """Write `evaluation.json`: these results, and the rows that are there and not from a harness."""
         rows = []
         for task, result in results.items():
-            dtype = "" if result.settings["dtype"] == "auto" else f" --dtype {result.settings['dtype']}"
+            dtype = "" if result.dtype == "auto" else f" --dtype {result.dtype}"
             command = f"python -m evaluation {self.source} --tasks {task}{dtype}"
-            rows += result.evaluations(command, find_benchmark(task).choice)
+            rows += result.evaluations(command, find_benchmark(task).choice, self.weights)
         write_evaluations(self.results, rows, lambda row: str(row.get("harness")).partition(" ")[0] in MODULES)
 
 
@@ -97,20 +99,13 @@ def open_model(source: str, name: str | None, revision: str | None, output_dir: 
         source += "" if revision is None else f" --revision {revision}"
     if (path / "adapter_config.json").exists():
         raise ValueError(f"{source} is an adapter. Merge it first: python training/merge.py --adapter {source} ...")
-    files = sorted({file for pattern in MODEL_FILES for file in path.glob(pattern)})
-    if not any(file.suffix == ".safetensors" for file in files):
-        raise ValueError(f"{source} has no *.safetensors: give the folder of a trained model.")
+    if not any(path.glob(WEIGHT_FILES)):
+        raise ValueError(f"{source} has no {WEIGHT_FILES}: give the folder of a trained model.")
     name = name or source
     results = (path if output_dir is None else output_dir / name.strip("/").replace("/", "--")).resolve()
     for place in (path, results):
         if "," in str(place) or "=" in str(place):
             raise ValueError(f"{place}: the harnesses can't read a path with a comma or an equals sign; rename it.")
-    return Model(name, source, path, results, fingerprint(files))
-
-
-def fingerprint(files: list[Path]) -> str:
-    """Hash of the files' names and contents."""
-    digest = hashlib.sha256()
-    for path in files:
-        digest.update(f"{path.name} {sha256(path)}\n".encode())
-    return digest.hexdigest()
+    hashes = hash_files(path, *MODEL_FILES)
+    weights = {file: hashes[file] for file in hashes if fnmatch(file, WEIGHT_FILES)}
+    return Model(name, source, path, results, fingerprint(hashes), fingerprint(weights))

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from conversations.files import fingerprint, hash_files
 from diagnostics.results import from_json
 from evaluation.benchmarks import Benchmark
-from evaluation.harness import Settings, harness_name
+from evaluation.harness import TASKS, Settings, harness_name
 from evaluation.record import Evaluation
 from evaluation.scores import Row
 
@@ -64,8 +65,13 @@ class Result:
         """Its name and version."""
         return self.settings["harness"]
 
-    def evaluations(self, command: str, choice: str) -> list[Evaluation]:
-        """Rows of `evaluation.json`."""
+    @property
+    def dtype(self) -> str:
+        """Of the weights, `"auto"` for the checkpoint's."""
+        return self.settings["dtype"]
+
+    def evaluations(self, command: str, choice: str, weights: str) -> list[Evaluation]:
+        """Rows of `evaluation.json`, of the weights with this fingerprint."""
         return [
             Evaluation(
                 task=figure.task,
@@ -76,6 +82,7 @@ class Result:
                 n=figure.n,
                 standard_error=figure.standard_error,
                 command=command,
+                weights=weights,
                 harness=self.harness,
                 choice="; ".join(filter(None, [f"{self.shots}-shot", choice])),
             )
@@ -85,8 +92,16 @@ class Result:
 
 def fixed_settings(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
     """The settings that a figure depends on."""
-    chosen = {"metric": benchmark.metric, "scale": benchmark.scale, "in_chat": benchmark.in_chat}
-    return {"harness": harness_name(benchmark), "limit": settings.limit, "dtype": settings.dtype, **chosen}
+    is_ours = (TASKS / f"{benchmark.task}.yaml").exists()
+    return {
+        "harness": harness_name(benchmark),
+        "task_files": fingerprint(hash_files(TASKS, "*")) if is_ours else None,
+        "limit": settings.limit,
+        "dtype": settings.dtype,
+        "metric": benchmark.metric,
+        "scale": benchmark.scale,
+        "in_chat": benchmark.in_chat,
+    }
 
 
 def read_result(folder: Path) -> Result | None:

@@ -80,14 +80,18 @@ def _difference(benchmark: Benchmark, first: Figure | None, second: Figure | Non
 
 def _how(benchmark: Benchmark, result: Result, metric: str, n: int) -> str:
     parts = [f"{result.harness} {benchmark.task}", metric, f"{result.split}, n = {n}", f"{result.shots}-shot"]
-    return "; ".join([*parts, benchmark.choice] if benchmark.choice else parts)
+    return "; ".join(filter(None, [*parts, "" if result.dtype == "auto" else result.dtype, benchmark.choice]))
 
 
 def _mean(results: Mapping[str, Result]) -> str | None:
-    """The mean of the paper's nine in percent, if all of them were run on all rows."""
+    """The mean of the paper's nine in percent, if all were run on all rows, in one dtype, by one version of each
+    harness."""
     given = [results.get(benchmark.name) for benchmark in PAPER]
     found = [result for result in given if result is not None and result.settings["limit"] is None]
-    if len(found) < len(PAPER):
+    if len(found) < len(PAPER) or len({result.dtype for result in found}) > 1:
+        return None
+    versions = {(of.harness, result.harness) for of, result in zip(PAPER, found, strict=True)}
+    if len(versions) > len({benchmark.harness for benchmark in PAPER}):
         return None
     figures = [result.figures[0] for result in found]  # each has exactly one
     value = 100 * sum(figure.value for figure in figures) / len(figures)

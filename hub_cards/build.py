@@ -23,7 +23,7 @@ from diagnostics.plots import draw_attention, draw_layers, save
 from diagnostics.results import ModelReport
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
-from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, hub_id, read_json
+from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, find_foreign_figures, hub_id, read_json
 from hub_cards.findings import Finding
 from hub_cards.fresh_load import ask, fixed_picture, generate
 from hub_cards.licences import APACHE, Licence, licence_of
@@ -91,7 +91,7 @@ def build(
     check_name(repo_id, licence)
     text = licence_text(licence, base_licence_file)
     prose = read_prose(prose_file)
-    refuse(run, find_model_faults(run, facts.weights, facts.steps))
+    refuse(run, [*find_model_faults(run, facts.weights, facts.steps), *find_foreign_figures(facts)])
     stage = output_dir.with_name(f"{output_dir.name}.partial")
     if stage.exists():  # from an interrupted build
         shutil.rmtree(stage)

@@ -142,7 +142,7 @@ def render_card(
         "count": lambda value: NOT_RECORDED if not isinstance(value, int) else f"{value:,}",
         "recorded": lambda value: NOT_RECORDED if value is None else value,
         "significant": lambda value: NOT_RECORDED if value is None else f"{value:.3g}",
-        "link": lambda name: NOT_RECORDED if name is None else f"[{name}](https://huggingface.co/{name})",
+        "link": lambda name: "trained from scratch" if name is None else f"[{name}](https://huggingface.co/{name})",
         "source": describe_source,
         "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
         "interval": with_interval,

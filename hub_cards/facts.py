@@ -6,14 +6,16 @@ A fact that no artefact holds is `None`, which the card shows as "not recorded".
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from math import isclose, isfinite
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from diagnostics.results import ModelReport, Report, from_json
 from evaluation.record import EVALUATION_FILE, Evaluation
+from hub_cards.findings import Finding
 from hub_cards.weights import Weights, read_weights
 from training.environment import Environment
 from training.run import RUN_FILE, Run, Source
@@ -34,8 +36,6 @@ UNUSUAL = (
     "key_layers", "key_bandwidths",
 )  # fmt: skip
 ADAPTER_ARGUMENTS = ("lora_r", "lora_alpha")
-# Relative tolerance between the mean |gain| of a report and of the weights: they may be summed on different devices.
-GAIN_TOLERANCE = 1e-3
 # Settings of a run by name, of any type.
 Arguments = dict[str, Any]
 
@@ -143,7 +143,7 @@ def collect_facts(
 
     Raises:
         ValueError: if the folder holds no complete model, a file can't be read, a Hub id contradicts the recorded
-            one, or the diagnostics are of another model or of several.
+            one, or the diagnostics are of several models.
     """
     if (run / "adapter_config.json").exists():
         raise ValueError(
@@ -162,9 +162,9 @@ def collect_facts(
     text, vision = config["text_config"], config["vision_config"]
     stages, earlier_is_recorded = collect_stages(run)
     evaluations = read_evaluations(run)
-    weights = read_weights(run)  # last, since it takes longest
+    measured = None if diagnostics is None else read_diagnostics(diagnostics)
     return Facts(
-        weights=weights,
+        weights=read_weights(run),  # last, since it takes longest
         vision_model=choose_id("vision_model", vision_model, vision.get("_name_or_path"), config_file),
         text_model=choose_id("text_model", text_model, text.get("_name_or_path"), config_file),
         image_size=vision.get("image_size"),
@@ -177,9 +177,7 @@ def collect_facts(
         stages=stages,
         earlier_is_recorded=earlier_is_recorded,
         evaluations=evaluations,
-        diagnostics=None
-        if diagnostics is None
-        else read_diagnostics(diagnostics, run, (text["num_hidden_layers"], text["hidden_size"], weights.mean_gain)),
+        diagnostics=measured,
     )
 
 
@@ -324,16 +322,11 @@ def read_evaluations(run: Path) -> list[Evaluation]:
     return evaluations
 
 
-def read_diagnostics(folder: Path, run: Path, ours: tuple[int, int, float | None]) -> ModelReport:
+def read_diagnostics(folder: Path) -> ModelReport:
     """The entry of the only model in the diagnostics' report.
 
-    Args:
-        folder: Folder of the report.
-        run: The model's folder, for messages.
-        ours: The model's layers and width, and the mean |gain| of its norm.
-
     Raises:
-        ValueError: if there is no report, or it is incomplete, or about several models or another one.
+        ValueError: if there is no report, or it is incomplete, or about several models.
     """
     path = folder / "report.json"
     if not path.exists():
@@ -341,14 +334,20 @@ def read_diagnostics(folder: Path, run: Path, ours: tuple[int, int, float | None
     models = from_json(Report, read_json(path), path).models
     if len(models) != 1:
         raise ValueError(f"{path} is about {len(models)} models; the card needs a report about this one only.")
-    (model,) = models
-    gain = None if model.projector_norm is None else model.projector_norm.gain_mean_abs
-    seen = (model.num_layers, model.hidden_size, gain)
-    alike = gain is ours[2] if gain is None or ours[2] is None else isclose(gain, ours[2], rel_tol=GAIN_TOLERANCE)
-    if seen[:2] != ours[:2] or not alike:
-        says = "{} layers of width {}, mean |gain| of the norm {}"
-        raise ValueError(
-            f"{path} is about {model.name}: {says.format(*seen)}. {run} is another model: {says.format(*ours)}. "
-            "Measure this one, with python -m diagnostics."
+    return models[0]
+
+
+def find_foreign_figures(facts: Facts) -> Iterator[Finding]:
+    """Evaluations and diagnostics that are not of these weights, of an earlier run in the same folder for example."""
+    ours = facts.weights.fingerprint
+    for number, row in enumerate(facts.evaluations):
+        if row.weights != ours:
+            yield Finding(
+                EVALUATION_FILE, f"row {number}, {row.task}, is of other weights", f"Measure again: {row.command}"
+            )
+    measured = facts.diagnostics
+    if measured is not None and measured.weights != ours:
+        about = "other weights" if measured.weights else "weights that it doesn't name"
+        yield Finding(
+            "report.json", f"the diagnostics of {measured.name} are of {about}", "Run python -m diagnostics again."
         )
-    return model

@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from conversations.files import WEIGHT_FILES, fingerprint
 from hub_cards.findings import REBUILD, Finding
 
 
@@ -61,10 +62,9 @@ class Weights:
         return dict(sorted(counts.items()))
 
     @property
-    def mean_gain(self) -> float | None:
-        """Mean |gain| of the norm; `None` if there is none."""
-        gain = self.norm.get("weight")
-        return None if gain is None else gain.float().abs().mean().item()
+    def fingerprint(self) -> str:
+        """Of all files."""
+        return fingerprint(self.sha256)
 
 
 def _part(name: str) -> str:
@@ -81,7 +81,7 @@ def read_weights(folder: Path) -> Weights:
     Raises:
         ValueError: if there is none, or one can't be read.
     """
-    paths = sorted(folder.glob("model*.safetensors"))
+    paths = sorted(folder.glob(WEIGHT_FILES))
     if not paths:
         raise ValueError(f"{folder / WEIGHTS} is missing: the folder holds no complete model.")
     weights = Weights([], {}, {}, read_index(folder / INDEX), {})

@@ -30,6 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from conversations.files import WEIGHT_FILES, fingerprint, hash_files
 from diagnostics.dynamics import measure_point
 from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import THIRDS
@@ -147,6 +148,7 @@ def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path)
             standard_error=scores[name]["standard_error"],
             n=count,
             command=COMMAND,
+            weights=fingerprint(hash_files(folder, WEIGHT_FILES)),
             baseline=scores["guessing"]["all"],
             baseline_name="guessing",
         )

@@ -249,7 +249,7 @@ def test_a_model_is_told_apart_by_what_its_answers_depend_on(composed: Callable[
 def test_what_is_no_model_is_named(composed: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"me/model is not a folder.*--output_dir"):
         open_model("me/model", "m", None, None)
-    with pytest.raises(ValueError, match=r"has no \*.safetensors"):
+    with pytest.raises(ValueError, match=r"has no model\*.safetensors"):
         open_model(str(tmp_path), "m", None, None)
     with pytest.raises(ValueError, match="no revisions"):
         open_model(str(composed()), "m", "v1", None)
@@ -425,6 +425,19 @@ def test_a_result_is_kept_and_used_again(started: list[list[str]], tmp_path: Pat
         assert fixed_settings(DIGITS, SETTINGS) != fixed_settings(DIGITS, SETTINGS) | other
 
 
+def test_a_result_of_another_text_of_its_task_is_not_used(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tasks = shutil.copytree(harness.TASKS, tmp_path / "tasks")
+    monkeypatch.setattr(results, "TASKS", tasks)
+    run_task(DIGITS, tmp_path, "model", SETTINGS, tmp_path / "digits")
+    pope = fixed_settings(PAPER[2], SETTINGS)
+    (tasks / "digits_common").write_text((tasks / "digits_common").read_text() + "# another\n")
+    run_task(DIGITS, tmp_path, "model", SETTINGS, tmp_path / "digits")
+    assert len(started) == 2
+    assert fixed_settings(PAPER[2], SETTINGS) == pope  # the harness's own
+
+
 @pytest.mark.parametrize(
     ("program", "message"),
     [
@@ -484,7 +497,7 @@ def keep(model: Model, found: Result) -> None:
 
 
 def test_evaluation_json_holds_the_whole_results_of_this_model(tmp_path: Path) -> None:
-    model = Model("mine", "runs/mine", tmp_path, tmp_path, "m")
+    model = Model("mine", "runs/mine", tmp_path, tmp_path, "m", "weights")
     path = tmp_path / "evaluation.json"
     own = [{"task": "own", "value": 0.5, "seed": 42}, {"task": "other", "value": 0.1, "harness": "VLMEvalKit 0.2"}]
     path.write_text(json.dumps(own))
@@ -504,7 +517,7 @@ def test_evaluation_json_holds_the_whole_results_of_this_model(tmp_path: Path) -
     assert from_json(Evaluation, next(row for row in rows if row["task"] == "pope"), path).choice == (
         "0-shot; accuracy, not F1"
     )
-    trained = Model("mine", "runs/mine", tmp_path, tmp_path, "trained further")
+    trained = Model("mine", "runs/mine", tmp_path, tmp_path, "trained further", "other weights")
     trained.write_evaluations(trained.read_results())
     assert json.loads(path.read_text()) == own
     for text, message in (("{", "is not valid JSON"), ("{}", "is not a list")):
@@ -514,7 +527,9 @@ def test_evaluation_json_holds_the_whole_results_of_this_model(tmp_path: Path) -
 
 
 def test_a_script_replaces_its_own_rows_alone(tmp_path: Path) -> None:
-    row = Evaluation(task="t", dataset="d", split="s", metric="m", value=0.5, n=3, standard_error=None, command="own")
+    row = Evaluation(
+        task="t", dataset="d", split="s", metric="m", value=0.5, n=3, standard_error=None, command="own", weights="w"
+    )
     for _ in range(2):
         write_evaluations(tmp_path, [row], lambda other: other["command"] == "own")
     write_evaluations(tmp_path, [row], lambda other: False)
@@ -548,8 +563,11 @@ def test_a_failed_task_fails_the_command_and_leaves_the_others(
     for folder in models:
         assert len(json.loads((folder / "evaluation.json").read_text())) == 1
         assert "| digits | 50.0 ± 16.7 |" in (folder / "evaluation.md").read_text()
-    # Trained further in its place: what was measured before goes, even where nothing is measured now.
+    # Trained further in its place: what was measured before goes, even where nothing is measured now; not for a trial.
     (models[0] / "config.json").write_text((models[0] / "config.json").read_text() + " ")
+    run_main(models[0], "--tasks", "lmms-eval:mme", "--limit", "3")
+    assert len(json.loads((models[0] / "evaluation.json").read_text())) == 1
+    assert (models[0] / "evaluation.md").exists()
     run_main(models[0], "--tasks", "lmms-eval:mme")
     assert json.loads((models[0] / "evaluation.json").read_text()) == []
     assert not (models[0] / "evaluation.md").exists()
@@ -588,6 +606,12 @@ def test_the_mean_is_of_all_nine_and_whole_rows() -> None:
         {k: v for k, v in results.items() if k != "pope"},
     ):
         assert "mean of the 9" not in render(benchmarks, {"m": broken})
+    for settings in ({"harness": "lmms-eval 2"}, {"dtype": "bfloat16"}):
+        changed = dataclasses.replace(results["pope"], settings=results["pope"].settings | settings)
+        table = render(PAPER, {"m": {**results, "pope": changed}})
+        assert "mean of the 9" not in table
+        assert f"{changed.harness} pope; exact_match; test, n = 100; 0-shot" in table
+        assert ("; bfloat16" in table) == (changed.dtype == "bfloat16")
     figure = Figure("pope", "exact_match", 0.2, None, 100, None)
     unknown = {**results, "pope": dataclasses.replace(results["pope"], figures=[figure])}
     assert "| mean of the 9 | 40.0 |" in render(benchmarks, {"m": unknown})

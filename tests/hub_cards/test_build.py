@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForCon
 
 from conversations.files import sha256
 from diagnostics.report import with_interval
-from diagnostics.results import ProjectorNorm, Report, from_json
+from diagnostics.results import Report, from_json
 from hub_cards.__main__ import main
 from hub_cards.build import build
 from hub_cards.card import NORMS, read_prose
@@ -122,7 +122,7 @@ def test_what_is_not_there_is_not_made_up(trained: Path, prose: Path, tmp_path: 
     assert "## Evaluation\n\nNot recorded." in text
     assert "What it does in this model: not recorded." in text
     assert "Training time: not recorded." in text
-    assert "| vision encoder | not recorded |" in text
+    assert "| vision encoder | trained from scratch |" in text  # which is what --license says
     assert "| norm after it | not recorded |" in text
     assert check(tmp_path / "stage") == []
 
@@ -143,6 +143,7 @@ def test_the_card_says_where_the_norm_started(
     (run / "config.json").write_text(json.dumps(config | settings))
     if settings.get("projector_norm") == "none":
         tensors(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
+        (run / "evaluation.json").unlink()  # of other weights now
     text = (build(run, tmp_path / "stage", "me/Bare", prose, **OWN) / "README.md").read_text()
     assert sentence in text
 
@@ -197,6 +198,9 @@ def test_a_cast_is_loaded_and_its_difference_said(dtype: str, trained: Path, pro
     card = (stage / "README.md").read_text()
     assert "They were cast from F32; the norm stays in float32." in card
     assert (
+        "± is one standard error, where it is known. Measured before the cast. Commands: `python evaluate.py`." in card
+    )
+    assert (
         f"at most {(ours - theirs).abs().max():.3g}, where their standard deviation is {ours.std():.3g}, and" in card
     )
     assert re.search(r"^\d+ of 16 greedy tokens are the same", card, re.MULTILINE)
@@ -205,6 +209,7 @@ def test_a_cast_is_loaded_and_its_difference_said(dtype: str, trained: Path, pro
 def test_shards_are_cast_without_their_index(trained: Path, prose: Path, tmp_path: Path) -> None:
     run = copy(trained, tmp_path / "run")
     shard(run)
+    (run / "evaluation.json").unlink()  # of other files
     stage = build(run, tmp_path / "stage", "me/Mine", prose, dtype="bfloat16", **OWN)
     assert [path.name for path in stage.glob("*.safetensors*")] == [WEIGHTS]
     assert check(stage) == []
@@ -218,6 +223,7 @@ def test_the_card_warns_of_llavas_own_class(trained: Path, staged: Path) -> None
 
 def test_a_cast_that_overflows_is_refused(trained: Path, prose: Path, tmp_path: Path) -> None:
     run = copy(trained, tmp_path / "run")
+    (run / "evaluation.json").unlink()  # of other weights
     tensors(lambda weights: weights["lm_head.weight"].fill_(1e5))(run)
     with pytest.raises(ValueError, match=r"lm_head.weight with NaN or infinite values"):
         build(run, tmp_path / "stage", "me/Mine", prose, dtype="float16", **OWN)
@@ -423,21 +429,20 @@ def test_the_diagnostics_are_shown(trained: Path, report: Path, prose: Path, tmp
         assert (stage / "diagnostics" / name).read_bytes() != (report / "figures" / name).read_bytes()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_layers": 3},
-        {"hidden_size": 64},
-        {"projector_norm": dict.fromkeys((field.name for field in fields(ProjectorNorm)), 0.0134)},
-        {"projector_norm": None},
-    ],
-)
-def test_diagnostics_of_another_model_are_refused(
-    changes: dict[str, Any], trained: Path, report: Path, prose: Path, tmp_path: Path
-) -> None:
-    diagnostics = change_report(report, tmp_path / "diagnostics", **changes)
-    with pytest.raises(ValueError, match=r"report.json is about .*stage2: .* is another model: 2 layers of width 32"):
-        build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
+def test_figures_of_other_weights_are_refused(trained: Path, report: Path, prose: Path, tmp_path: Path) -> None:
+    run = copy(trained, tmp_path / "run")
+    tensors(lambda weights: weights["lm_head.weight"].mul_(0.5))(run)  # trained further
+    with pytest.raises(ValueError, match="can't be published") as refused:
+        build(run, tmp_path / "stage", "me/Mine", prose, diagnostics=report, **OWN)
+    first, second = str(refused.value).splitlines()[1:]
+    assert first == (
+        "  evaluation.json: row 0, Visual question answering, is of other weights. Measure again: python evaluate.py"
+    )
+    assert second.startswith("  report.json: the diagnostics of ")
+    assert second.endswith(" are of other weights. Run python -m diagnostics again.")
+    in_memory = change_report(report, tmp_path / "in_memory", weights=None)
+    with pytest.raises(ValueError, match=r"are of weights that it doesn't name"):
+        build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=in_memory, **OWN)
 
 
 def test_diagnostics_that_lack_something_are_refused(trained: Path, report: Path, prose: Path, tmp_path: Path) -> None:

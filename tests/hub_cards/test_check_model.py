@@ -241,6 +241,7 @@ def test_a_model_that_is_stored_under_other_names_has_no_faults(composed: Callab
 def test_shards_have_no_faults_and_are_staged(trained: Path, prose: Path, tmp_path: Path) -> None:
     run = copy(trained, tmp_path / "run")
     shard(run)
+    (run / "evaluation.json").unlink()  # of other files
     stage = build(run, tmp_path / "stage", "me/Mine", prose, own_licence="apache-2.0")
     names = {path.name for path in stage.glob("model*") if path.suffix != ".py"}
     assert names == {FIRST, SECOND, INDEX}

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from conversations.files import write_whole
 from conversations.rows import BadRowError, Row, row_images
 from diagnostics.frame import to_frame
-from diagnostics.loading import Questions, load_questions, take_questions
+from diagnostics.loading import QUESTION, Questions, load_questions, take_questions
 from diagnostics.model_report import Closeup, SharedBases, measure_model
 from diagnostics.parts import DiagnosticsError
 from diagnostics.pictures import Pictures
@@ -96,7 +96,7 @@ def measure(model: PreTrainedModel, processor: Any, data: Data, name: str = "mod
 def compare(
     models: Mapping[str, tuple[PreTrainedModel, Any]],
     data: Data,
-    question: str = "Describe this picture.",
+    question: str = QUESTION,
     num_samples: int = 32,
     kind: Kind = "models",
     closeup: Closeup = Closeup(),  # noqa: B008 - it can't be changed

@@ -68,6 +68,7 @@ def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) 
     return DynamicsPoint(
         step=step,
         questions=fingerprint([sample.question for sample in samples]),
+        dtype=str(model.dtype).removeprefix("torch."),
         interface=measure_interface(records, pictures, vocabulary_norms(model), hidden_size),
         layers=measure_layers(records, pictures),
         projector_norm=measure_projector_norm(model),
@@ -115,7 +116,7 @@ def measure_run(
         All points, by step.
 
     Raises:
-        ValueError: if there are no checkpoints, or the file holds points on other questions.
+        ValueError: if there are no checkpoints, or the file holds points on other questions or of another dtype.
     """
     folders = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     if not folders:
@@ -127,11 +128,17 @@ def measure_run(
         steps[0] = start
     for step, name in sorted(steps.items()):
         if any(point.step == step for point in points):
+            logger.info("step %d is in %s already; %s is not measured", step, run / FILE, name)
             continue
         logger.info("measuring %s", name)
         model, processor = load_model(name, **options)
-        samples = prepare_samples(model, processor, questions)
-        points = sorted([*points, measure_point(model, samples, step)], key=lambda point: point.step)
+        point = measure_point(model, prepare_samples(model, processor, questions), step)
+        if points and points[0].dtype != point.dtype:
+            raise ValueError(
+                f"{run / FILE} holds points in {points[0].dtype}, and {name} is in {point.dtype}: set --dtype "
+                f"{points[0].dtype}, or move the file away."
+            )
+        points = sorted([*points, point], key=lambda point: point.step)
         write_points(points, run / FILE)
     return points
 

@@ -37,6 +37,7 @@ from diagnostics.parts import (
 
 logger = logging.getLogger(__name__)
 
+QUESTION = "Describe this picture."
 PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
@@ -193,8 +194,8 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add = parser.add_argument
     add("--data", required=True, help="pictures and questions, or a folder of pictures")
     add("--image_folder", help="base folder of a JSON file's picture paths (default: the file's folder)")
-    add("--split", default="train", help="split of a dataset (default: train)")
-    add("--question", default="Describe this picture.", help="question for the pictures of a folder")
+    add("--split", help="split of a dataset (default: train)")
+    add("--question", help=f"question for the pictures of a folder (default: {QUESTION})")
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
     add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
@@ -213,11 +214,19 @@ def model_options(args: argparse.Namespace) -> ModelOptions:
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
-    """[`load_questions`] with the command line's options; exits with the reason if there are none."""
+    """[`load_questions`] with the command line's options; exits with the reason if there are none, or if an option is
+    not for such data."""
     if args.num_samples < 1:
         raise SystemExit("--num_samples must be at least 1.")
+    is_of_pictures = _is_of_pictures(Path(args.data))
+    for name in ("image_folder", "split") if is_of_pictures else ("question",):
+        if getattr(args, name) is not None:
+            kind = "a folder of pictures" if is_of_pictures else "rows with their own questions"
+            raise SystemExit(f"--{name} is not used, because {args.data} holds {kind}: leave it out.")
     try:
-        chosen = load_questions(args.data, args.num_samples, args.image_folder, args.split, args.question)
+        chosen = load_questions(
+            args.data, args.num_samples, args.image_folder, args.split or "train", args.question or QUESTION
+        )
     except (ValueError, OSError) as error:
         raise SystemExit(f"--data: {error}") from error
     if chosen.passed_over:
@@ -249,7 +258,7 @@ def load_questions(
         The result of [`take_questions`].
     """
     folder = Path(data)
-    if folder.is_dir() and not any((folder / name).exists() for name in ("dataset_dict.json", "state.json")):
+    if _is_of_pictures(folder):
         turns = [{"from": "human", "value": f"<image>\n{question}"}]
         rows: Any = [
             {"images": [str(path)], "conversations": turns, "source": str(path)} for path in _find_pictures(folder)
@@ -257,6 +266,11 @@ def load_questions(
     else:
         rows = load_rows(data, image_folder, split=split)
     return take_questions(rows, num_samples, data)
+
+
+def _is_of_pictures(path: Path) -> bool:
+    """Whether `--data` is a folder of pictures, and not a dataset."""
+    return path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
 
 
 def _find_pictures(folder: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from diagnostics.interface import measure_interface
 from diagnostics.key_space import MAX_TOKENS, Bases, draw_positions, measure_space
 from diagnostics.layers import measure_layers
 from diagnostics.lens import measure_lens
-from diagnostics.loading import Message, Part, Question
+from diagnostics.loading import QUESTION, Message, Part, Question
 from diagnostics.parts import DiagnosticsError, decoder_layers
 from diagnostics.pictures import NUM_MAPS, Pictures, take_pictures
 from diagnostics.probe import Probe, Record, choose_queries
@@ -31,7 +31,7 @@ from diagnostics.tokens import find_tokenizer
 
 GRADIENT_SAMPLES = 4
 # Asked about the first pictures, to see whether the gap of cosines depends on the question.
-OTHER_PROMPTS = ("Describe this picture.", "What is in the middle of this picture?")
+OTHER_PROMPTS = (QUESTION, "What is in the middle of this picture?")
 PROMPTED_PICTURES = 8
 
 

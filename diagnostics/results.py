@@ -348,11 +348,13 @@ class DynamicsPoint:
 
     Attributes:
         questions: Fingerprint of the questions.
+        dtype: Of the model.
         projector_norm: `None` if the projector does not end in a norm.
     """
 
     step: int
     questions: str
+    dtype: str
     interface: Interface
     layers: Layers
     projector_norm: ProjectorNorm | None

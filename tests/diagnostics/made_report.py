@@ -243,6 +243,6 @@ def make_points(count: int = 6) -> list[DynamicsPoint]:
     """Checkpoints of a run."""
     models = [Maker(seed, 6.0 - seed, 8).model("run") for seed in range(count)]
     return [
-        DynamicsPoint(100 * number, "questions", model.interface, model.layers, model.projector_norm)
+        DynamicsPoint(100 * number, "questions", "float32", model.interface, model.layers, model.projector_norm)
         for number, model in enumerate(models)
     ]

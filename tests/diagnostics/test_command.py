@@ -247,6 +247,16 @@ def test_data_without_pictures(tmp_path: Path, composed: Composed, monkeypatch: 
         run(monkeypatch, "--model", composed(), "--data", tmp_path / "empty", "--output_dir", tmp_path / "report")
 
 
+def test_options_for_other_data_are_refused(
+    tmp_path: Path, data: Path, composed: Composed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for source, option in ((pictures, "--image_folder"), (pictures, "--split"), (data, "--question")):
+        with pytest.raises(SystemExit, match=f"{option} is not used, because {source} holds "):
+            run(monkeypatch, "--model", composed(), "--data", source, "--output_dir", tmp_path / "r", option, "x")
+
+
 def test_a_model_without_pictures(
     backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,6 +122,15 @@ def test_the_command_draws_a_run(
     steps = [line.split()[0] for line in caplog.messages if line.strip().split()[0] in ("0", "5", "10")]
     assert steps == ["0", "5", "10"]
 
+    monkeypatch.setattr(sys, "argv", [*command[:-1], "float32"])
+    dynamics.main()  # with nothing left to measure
+    assert f"step 0 is in {tmp_path}/run/dynamics.jsonl already; {command[-3]} is not measured" in caplog.messages
+    shutil.copytree(tmp_path / "run" / "checkpoint-10", tmp_path / "run" / "checkpoint-15")
+    with pytest.raises(
+        SystemExit, match=r"jsonl holds points in bfloat16, .*checkpoint-15 is in float32: set --dtype"
+    ):
+        dynamics.main()
+
     monkeypatch.setattr(sys, "argv", [*command[:2], str(rows.parent / "nowhere"), *command[3:]])
     with pytest.raises(SystemExit, match="has no checkpoint-<step> folders"):
         dynamics.main()

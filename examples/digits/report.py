@@ -92,13 +92,15 @@ def answer(
 
 
 def accuracy(questions: list[SceneQuestion], answers: list[str]) -> dict[str, float]:
-    """Share of exact matches by kind of question and over all, with the standard error of the latter."""
+    """Share of exact matches by kind of question and over all, with the standard error of the latter, which answers that
+    are all right or all wrong don't have."""
     hits: defaultdict[str, list[bool]] = defaultdict(list)
     for question, given in zip(questions, answers, strict=True):
         for kind in (question.kind, "all"):
             hits[kind].append(given == question.answer)
     scores = {kind: sum(found) / len(found) for kind, found in sorted(hits.items())}
-    return scores | {"standard_error": sqrt(scores["all"] * (1 - scores["all"]) / len(questions))}
+    error = sqrt(scores["all"] * (1 - scores["all"]) / len(questions))
+    return scores | ({"standard_error": error} if error else {})
 
 
 def with_image(question: SceneQuestion) -> Prompt:
@@ -145,7 +147,7 @@ def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path)
             split="test",
             metric="exact_match",
             value=scores[name]["all"],
-            standard_error=scores[name]["standard_error"],
+            standard_error=scores[name].get("standard_error"),
             n=count,
             command=COMMAND,
             weights=fingerprint(hash_files(folder, WEIGHT_FILES)),

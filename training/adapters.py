@@ -38,6 +38,7 @@ def add_adapters(
     dropout: float = 0.0,
     use_rslora: bool = False,
     use_dora: bool = False,
+    revision: str | None = None,
 ) -> PeftModel:
     """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
 
@@ -48,6 +49,7 @@ def add_adapters(
         rank: Rank r of the adapters.
         alpha: The adapters' output is scaled by alpha / r.
         dropout, use_rslora, use_dora: As in PEFT's `LoraConfig`.
+        revision: The model's revision on the Hub, which merging loads again.
     """
     prefix = "model.language_model.layers"
     linear = {
@@ -66,4 +68,4 @@ def add_adapters(
         modules_to_save=["multi_modal_projector", *key_adapters],
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, config)
+    return get_peft_model(model, config, revision=revision)

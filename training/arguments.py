@@ -69,7 +69,15 @@ FIXED: dict[str, tuple[Any, str]] = {
     "push_to_hub": (
         False, "it would upload training_args.bin, which holds your token; release the folder with hub_cards",
     ),
+    **dict.fromkeys(
+        ("hub_model_id", "hub_private_repo", "hub_revision"), (None, "release the folder with hub_cards")
+    ),
+    "hub_strategy": ("every_save", "release the folder with hub_cards"),
+    "hub_always_push": (False, "release the folder with hub_cards"),
     "save_only_model": (False, "such a checkpoint can't be resumed from"),
+    "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
+    "use_cache": (False, "training generates nothing; evaluation has its own cache"),
+    "optim_target_modules": (None, "GaLore and APOLLO choose parameters by it; here the stage chooses them"),
     "remove_unused_columns": (False, "rows are read when they are needed"),
     "ignore_data_skip": (False, "a resumed run would train on rows twice"),
     "dataloader_drop_last": (False, "no row is left out"),
@@ -278,6 +286,8 @@ def check_fields(args: Any) -> None:
             raise ValueError(f"{name} must be below 1, got {value}.")
         if name in POSITIVE and value <= 0:
             raise ValueError(f"{name} must be above 0, got {value}.")
+        if value not in entry.metadata.get("choices", (value,)):
+            raise ValueError(f"{name} must be one of {', '.join(entry.metadata['choices'])}, got {value!r}.")
         if name in FIXED and value != FIXED[name][0]:
             raise ValueError(f"{name} must stay {FIXED[name][0]!r}, got {value!r}: {FIXED[name][1]}.")
 
@@ -311,6 +321,8 @@ def _fits(value: object, hint: Any) -> bool:
     if origin is Literal:
         return value in options
     kind = origin or hint
+    if kind is list and isinstance(value, list):
+        return all(_fits(item, option) for item in value for option in options)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if kind is int:
@@ -325,6 +337,8 @@ def _describe(hint: Any) -> str:
     for option in options:
         if typing.get_origin(option) is Literal:
             described.append("one of " + ", ".join(map(str, typing.get_args(option))))
+        elif typing.get_origin(option) is list:
+            described.append(str(option))
         elif option is not type(None):
             described.append(words.get(option, getattr(option, "__name__", str(option))))
     return " or ".join(described)
@@ -349,6 +363,13 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError("Under DeepSpeed max_grad_norm 0 would leave gradients unchecked: give a large number.")
     if run_args.clip_by_module and args.max_grad_norm == 0:
         raise ValueError("max_grad_norm 0 clips nothing: remove clip_by_module, or give max_grad_norm.")
+    if args.max_steps == 0 or args.max_steps < -1:
+        raise ValueError(f"max_steps must be at least 1, or -1 for num_train_epochs, got {args.max_steps}.")
+    if args.logging_strategy == "epoch":
+        raise ValueError(
+            "logging_strategy 'epoch' would log the figures of other steps: what is logged is measured in steps that "
+            "are multiples of logging_steps."
+        )
     if run_args.probe_steps is None and run_args.probe_samples != RunArguments.probe_samples:
         raise ValueError("probe_samples does nothing without probe_steps.")
     if run_args.resume_changed and args.resume_from_checkpoint is None:
@@ -389,6 +410,8 @@ def _check_stage(run_args: RunArguments, args: TrainingConfig) -> None:
 
 def _check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
     used = run_args.key_losses
+    if run_args.key_layers == []:
+        raise ValueError("key_layers is empty: give layers, or leave it out for all.")
     if run_args.key_layers is not None and not used:
         raise ValueError("key_layers does nothing without key_mmd_weight or key_gram_weight.")
     if not run_args.key_bandwidths or min(run_args.key_bandwidths) <= 0:
@@ -421,6 +444,10 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError(f"train_sampling_strategy {args.train_sampling_strategy!r} does nothing here: {cause}.")
     if not packed and run_args.attn_implementation == "varlen":
         raise ValueError("attn_implementation 'varlen' is for packed rows: give packed_length, or use 'sdpa'.")
+    if packed and args.neftune_noise_alpha:
+        raise ValueError(
+            "neftune_noise_alpha scales its noise by the length of a row, which packing changes: remove one of them."
+        )
     if packed and args.per_device_train_batch_size != 1:
         raise ValueError("With packed_length a device takes one row at a time: set per_device_train_batch_size to 1.")
     if streaming and args.max_steps <= 0:

@@ -165,8 +165,8 @@ class ConsoleTable(TrainerCallback):
         """Answers to the held-out questions, set by the trainer before it logs an evaluation."""
         self.tokens_before = 0
         """Tokens of the run before this start, set by the trainer."""
-        self.seconds_evaluating = 0.0
-        """Seconds of evaluation since this start, set by the trainer; not counted as training."""
+        self.seconds_left_out = 0.0
+        """Seconds since this start that were not spent on training, set by the trainer."""
         self._bar: Any = None
         self._started = self._steps_before = 0.0
 
@@ -206,7 +206,7 @@ class ConsoleTable(TrainerCallback):
             self._write_held_out(logs)
         if self._bar is None or logs is None or "loss" not in logs:
             return
-        seconds = time.monotonic() - self._started - self.seconds_evaluating
+        seconds = time.monotonic() - self._started - self.seconds_left_out
         left = round(seconds / (state.global_step - self._steps_before) * (state.max_steps - state.global_step))
         ratio = logs.get("norm/ratio")
         cells = [

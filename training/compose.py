@@ -36,7 +36,7 @@ from transformers import (
     set_seed,
 )
 
-from conversations.chat_template import chat_format, chat_template
+from conversations.chat_template import chat_format, chat_template, differs_from_own
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import embedding_norms, text_norm_target, token_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
@@ -195,7 +195,13 @@ def build_processor(
     image_token: str,
     config: NormLlavaConfig,
 ) -> LlavaProcessor:
-    """The processor that goes with `config`, with a chat template in the language model's own format."""
+    """The processor that goes with `config`, with a chat template in the language model's format, if it is known."""
+    if differs_from_own(tokenizer):
+        logger.warning(
+            "The language model's own chat template writes turns in another way than the %s format, which is used "
+            "here. It may answer worse; docs/extend.md says how to add its format.",
+            chat_format(tokenizer).name,
+        )
     if not getattr(image_processor, "crop_size", None):
         # LlavaProcessor counts tokens by `crop_size`, which SigLIP's image processor lacks; without a crop, the
         # pixels stay the same.

@@ -1,6 +1,7 @@
 """Measures a model on a fixed set of pictures during training. Needs the extra "diagnostics"."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,20 @@ class DynamicsCallback(TrainerCallback):
         questions: What to measure on.
         steps: Steps between two measurements.
         path: File to write, a line of JSON each.
+        leave_out: Takes the seconds of each measurement, which are not training.
     """
 
     def __init__(
-        self, model: PreTrainedModel, processor: Any, questions: Sequence[Question], steps: int, path: Path
+        self,
+        model: PreTrainedModel,
+        processor: Any,
+        questions: Sequence[Question],
+        steps: int,
+        path: Path,
+        leave_out: Callable[[float], None],
     ) -> None:
         self._model, self._samples = model, prepare_samples(model, processor, questions)
-        self._questions, self._steps, self._path = questions, steps, path
+        self._questions, self._steps, self._path, self._leave_out = questions, steps, path, leave_out
 
     @override
     def on_train_begin(
@@ -61,7 +69,7 @@ class DynamicsCallback(TrainerCallback):
             self._measure(args, state)
 
     def _measure(self, args: TrainingArguments, state: TrainerState) -> None:
-        was_training = self._model.training
+        was_training, started = self._model.training, time.monotonic()
         self._model.eval()
         try:
             with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16), eagerly(args):
@@ -71,3 +79,4 @@ class DynamicsCallback(TrainerCallback):
         if state.is_world_process_zero:
             earlier = [before for before in read_points(self._path) if before.step < state.global_step]
             write_points([*earlier, point], self._path)
+        self._leave_out(time.monotonic() - started)

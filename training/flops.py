@@ -74,18 +74,22 @@ class MfuMeter:
         work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])  # as UNITS
         self._work = self._work.to(work.device) + work
 
-    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int, idle: float) -> float:
+    def leave_out(self, seconds: float) -> None:
+        """Don't count seconds that have just passed; without effect before the clock is started."""
+        if self._since is not None:
+            self._since += seconds
+
+    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int) -> float:
         """The MFU since the last call, or since the clock was started. All processes must call this.
 
         Args:
             reduce: Sums a tensor over processes.
             num_processes: Devices that share the work.
-            idle: Seconds since then that were not spent on training.
         """
         flops = (reduce(self._work).cpu() * self._costs).sum().item()  # waits for the device
         now = time.monotonic()
         assert self._since is not None
-        seconds, self._since = now - self._since - idle, now
+        seconds, self._since = now - self._since, now
         self._work.zero_()
         return flops / (seconds * self._peak * num_processes)
 
@@ -110,8 +114,10 @@ def unit_flops(model: NormLlavaForConditionalGeneration, stage: Stage) -> dict[s
     vision, text = config.vision_config, config.text_config
     tune_all = stage is Stage.INSTRUCT
     patches = (vision.image_size // vision.patch_size) ** 2
-    layer = config.vision_feature_layer
-    num_layers = layer if layer >= 0 else vision.num_hidden_layers + layer + 1
+    layers = (
+        config.vision_feature_layer if isinstance(config.vision_feature_layer, list) else [config.vision_feature_layer]
+    )
+    num_layers = max(layer if layer >= 0 else vision.num_hidden_layers + layer + 1 for layer in layers)
     unread = unread_parameters(model)
     read = sum(
         _matrix_weights(module)

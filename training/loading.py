@@ -1,5 +1,6 @@
 """Loads the model of a run, in the main process for all, and prepares it for its stage."""
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig
 from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
+
+
+logger = logging.getLogger(__name__)
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
@@ -126,11 +130,20 @@ def prepare_model(
             run_args.lora_dropout,
             use_rslora=run_args.use_rslora,
             use_dora=run_args.use_dora,
+            revision=run_args.model_revision,
         )
     rates = LearningRates(
         common=args.learning_rate,
         vision=run_args.vision_learning_rate or 0.0,
         norm=run_args.norm_learning_rate or args.learning_rate,
     )
+    if stage is Stage.ALIGN and args.bf16:  # the stage that saves frozen weights
+        config = NormLlavaConfig.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
+        if config.dtype != torch.bfloat16:
+            logger.warning(
+                "The frozen weights of %s are %s. With bf16 they are held in bfloat16, and saved like that.",
+                run_args.model_name_or_path,
+                str(config.dtype).removeprefix("torch."),
+            )
     groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
     return trained, groups

@@ -24,6 +24,8 @@ from training.tokenization import IGNORED, RowTokenizer
 USABLE = 0.94
 # Environment variables that tell a process that it is one of several, or to look for a GPU.
 NOT_HANDED_ON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "ACCELERATE_", "FSDP_", "TORCHELASTIC_", "GROUP_")
+# Precedes the plan in the other process's output, which may hold what a library prints.
+RESULT = b"\nmemory plan:\n"
 
 
 def largest_batch(
@@ -69,7 +71,7 @@ def finish_plan(process: subprocess.Popen[bytes]) -> dict[str, int] | str:
     output, errors = process.communicate()
     if process.returncode:
         return (errors.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
-    return pickle.loads(output)
+    return pickle.loads(output.rpartition(RESULT)[2])
 
 
 def describe_plan(found: dict[str, int] | str, available: int) -> str:
@@ -96,4 +98,4 @@ def plan(
 
 if __name__ == "__main__":
     found = plan(*pickle.load(sys.stdin.buffer))
-    sys.stdout.buffer.write(pickle.dumps(found))
+    sys.stdout.buffer.write(RESULT + pickle.dumps(found))

@@ -22,7 +22,9 @@ from training.model_type import require_model_type
 logger = logging.getLogger(__name__)
 
 
-def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLlavaForConditionalGeneration:
+def merge(
+    adapter: str, base: str | None = None, dtype: str = "auto", base_revision: str | None = None
+) -> NormLlavaForConditionalGeneration:
     """The base model with the adapter merged in.
 
     Args:
@@ -30,6 +32,7 @@ def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLla
         base: Folder or Hub id of the base model, if it is no longer where it was in training.
         dtype: Of the merged weights; `"auto"` is what the base's config.json states, or float32. Merging itself is in
             float32.
+        base_revision: Revision of `base` on the Hub; without `base`, the one that the adapter was trained on.
 
     Raises:
         ValueError: if there is no adapter, or no NormLlava where its base should be, or one without the key adapters
@@ -37,17 +40,18 @@ def merge(adapter: str, base: str | None = None, dtype: str = "auto") -> NormLla
     """
     peft_config: Any = PeftConfig.from_pretrained(adapter)
     name = str(base or peft_config.base_model_name_or_path)
+    revision = base_revision if base else peft_config.revision
     try:
-        require_model_type(name, "normllava")
+        require_model_type(name, "normllava", revision)
     except ValueError as error:
         raise ValueError(f"Can't merge into the base of {adapter}: {error} Give the base with --base.") from error
-    config = NormLlavaConfig.from_pretrained(name)
+    config = NormLlavaConfig.from_pretrained(name, revision=revision)
     if "key_adapter" in (peft_config.modules_to_save or ()) and not config.key_adapter_rank:
         raise ValueError(
             f"{adapter} has key adapters, but its base {name} has none. Give the base that has them with --base."
         )
     stated = config.dtype or torch.float32
-    model = NormLlavaForConditionalGeneration.from_pretrained(name, dtype=torch.float32)
+    model = NormLlavaForConditionalGeneration.from_pretrained(name, revision=revision, dtype=torch.float32)
     return (
         PeftModel.from_pretrained(model, adapter)
         .merge_and_unload()
@@ -63,6 +67,7 @@ def main() -> None:
     parser.add_argument("--adapter", required=True, help="folder or Hub id of the adapter")
     parser.add_argument("--output_dir", required=True, type=Path, help="folder to write")
     parser.add_argument("--base", help="the base model, if it is no longer where it was in training")
+    parser.add_argument("--base_revision", help="its revision on the Hub (default: main)")
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
@@ -73,7 +78,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.output_dir.exists() and any(args.output_dir.iterdir()):
         parser.error(f"{args.output_dir} is not empty; choose another folder")
-    merge(args.adapter, args.base, args.dtype).save_pretrained(args.output_dir)
+    if args.base_revision and not args.base:
+        parser.error("--base_revision is for --base; without it the adapter's own base is loaded, at its revision")
+    merge(args.adapter, args.base, args.dtype, args.base_revision).save_pretrained(args.output_dir)
     AutoProcessor.from_pretrained(args.adapter).save_pretrained(args.output_dir)
     copy_record(Path(args.adapter), args.output_dir)
     logger.info("Saved to %s", args.output_dir)

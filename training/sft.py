@@ -18,14 +18,15 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import AutoProcessor, LlavaProcessor, TrainerCallback
+from transformers import AutoProcessor, LlavaProcessor
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
 from conversations.measured import row_lengths
 from conversations.streams import RowStream
-from modeling_normllava import NormLlavaForConditionalGeneration
+from diagnostics.loading import Question, take_questions
+from diagnostics.parts import NoVisualTokensError
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.checkpoints import (
     STATE_FILE,
@@ -43,7 +44,6 @@ from training.data import (
     check_of_stream,
     deal_held_out,
     deal_rows,
-    open_rows,
     read_held_out,
     read_rows,
     sampling_seed,
@@ -71,20 +71,25 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
     """Where to resume from: `resume_from_checkpoint: true` means the newest complete checkpoint, if there is one.
 
     Raises:
-        ValueError: if the output folder holds a run that is not to be resumed, or a given checkpoint can't be resumed
-            from.
+        ValueError: if the output folder holds a model that is not a run's, or a run that is not to be resumed, or a
+            given checkpoint can't be resumed from.
     """
-    output_dir = Path(args.output_dir)
+    output_dir, checkpoint = Path(args.output_dir), None
+    holds_run = steps_done(output_dir) > 0 or any(output_dir.glob("checkpoint-*"))
+    if not holds_run and any(output_dir.glob("*config.json")):
+        raise ValueError(
+            f"output_dir {output_dir} holds a model, and no run that could be resumed: choose another folder."
+        )
     if args.resume_from_checkpoint is True:
         with args.main_process_first(local=False, desc="looking for a checkpoint"):
             return newest_complete(output_dir, args.process_index == 0)
-    checkpoint = None if args.resume_from_checkpoint is None else Path(str(args.resume_from_checkpoint))
-    if checkpoint is not None:
+    if args.resume_from_checkpoint is not None:
+        checkpoint = Path(str(args.resume_from_checkpoint))
         problem = checkpoint_problem(checkpoint)
         if problem is not None:
             raise ValueError(f"{checkpoint} can't be resumed from: {problem}.")
     is_own = checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()
-    if not is_own and (any(output_dir.glob("checkpoint-*")) or any(output_dir.glob("*config.json"))):
+    if holds_run and not is_own:
         raise ValueError(
             f"output_dir {args.output_dir} already holds a run. Resume it with --resume_from_checkpoint true, or "
             "choose another folder."
@@ -164,7 +169,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     template = (
         plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
     )
-    tokenize = RowTokenizer(processor, template, args.max_length)
+    tokenize = RowTokenizer(processor, template, args.max_length, plain=stage is Stage.ALIGN)
     with phase("Reading and checking " + ", ".join(with_size(source.path) for source in run_args.sources)):
         rows, data, sources = read_rows(run_args, args, tokenize)
     if run_args.datasets is not None and sources:
@@ -197,6 +202,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         planning = start_plan(
             run_args, args, largest_batch(rows, tokenize, sampler, run_args.packed_length is not None)
         )
+    probed = [] if run_args.probe_steps is None else probe_questions(run_args, args, rows, tokenize)
     with phase("Loading the weights of " + with_size(str(run_args.model_name_or_path), "*.safetensors")):
         model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
@@ -234,7 +240,11 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         data_collator=collate,
     )
     if run_args.probe_steps is not None:
-        trainer.add_callback(watch_dynamics(run_args, args, model, processor))
+        from diagnostics.dynamics import FILE  # needs the extra "diagnostics"
+        from training.dynamics import DynamicsCallback
+
+        path = Path(args.output_dir) / FILE
+        trainer.add_callback(DynamicsCallback(model, processor, probed, run_args.probe_steps, path, trainer.leave_out))
     logger.info("%s", describe_stage(stage, groups))
     del groups  # holds unsharded parameters, which sharding replaces
     logger.info("%s", describe_batch(run_args, args, rows))
@@ -248,21 +258,22 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     logger.info("Saved to %s", args.output_dir)
 
 
-def watch_dynamics(
-    run_args: RunArguments,
-    args: TrainingConfig,
-    model: NormLlavaForConditionalGeneration,
-    processor: LlavaProcessor,
-) -> TrainerCallback:
-    """The callback that measures the model on the data's first pictures while it is trained."""
-    from diagnostics.dynamics import FILE  # needs the extra "diagnostics"
-    from diagnostics.loading import take_questions
-    from training.dynamics import DynamicsCallback
+def probe_questions(
+    run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowStream, tokenize: RowTokenizer
+) -> list[Question]:
+    """The first different pictures of the good rows with their questions, for `probe_steps`.
 
-    assert run_args.probe_steps is not None
-    rows, source = open_rows(run_args)[0], run_args.sources[0]
-    questions = take_questions(rows, run_args.probe_samples, source.path).questions
-    return DynamicsCallback(model, processor, questions, run_args.probe_steps, Path(args.output_dir) / FILE)
+    Raises:
+        ValueError: if the rows have no pictures.
+    """
+    good: Any = rows
+    if isinstance(rows, RowStream):
+        good = filter(None, map(check_of_stream(run_args, args, tokenize), rows))
+    names = ", ".join(source.path for source in run_args.sources)
+    try:
+        return take_questions(good, run_args.probe_samples, names).questions
+    except NoVisualTokensError as error:
+        raise ValueError(f"probe_steps: {error}") from error
 
 
 def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowStream) -> str:

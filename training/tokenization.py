@@ -11,7 +11,7 @@ import transformers
 from transformers import LlavaProcessor
 
 from conversations.files import sha256
-from conversations.rows import BadRowError, Row, to_messages
+from conversations.rows import BadRowError, Row, row_turns, to_messages
 
 
 IGNORED = -100
@@ -28,11 +28,13 @@ class RowTokenizer:
         processor: The model's processor.
         chat_template: Jinja template that says what a row looks like.
         max_length: Longest sample allowed, in tokens. Samples are never cut; `None` allows any length.
+        plain: Whether the template is LLaVA's plain one, which reads no question, so that rows may hold only one.
     """
 
     processor: LlavaProcessor
     chat_template: str
     max_length: int | None = None
+    plain: bool = False
     tokens_per_image: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,12 +49,18 @@ class RowTokenizer:
             files = [(path.name, sha256(path)) for path in sorted(Path(folder).iterdir())]
         parts = [
             files, self.chat_template, self.max_length, self.tokens_per_image, self.processor.image_token_id,
-            transformers.__version__, tokenizers.__version__, sha256(Path(__file__)),
+            self.plain, transformers.__version__, tokenizers.__version__, sha256(Path(__file__)),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def __call__(self, row: Row) -> tuple[list[int], list[int]]:
-        """Tokenize a row. Raises `BadRowError` if it is too long or has no supervised token."""
+        """Tokenize a row. Raises `BadRowError` if it is too long, has no supervised token, or is a conversation where
+        the plain template would drop most of it."""
+        if self.plain and [turn["from"] for turn in row_turns(row)] != ["human", "gpt"]:
+            raise BadRowError(
+                f"{row['source']}: stage 'align' takes a picture with its caption, one human turn and one gpt turn: a "
+                "conversation's questions would be dropped. Train on it in stage 'instruct'."
+            )
         encoded = self.processor.tokenizer.apply_chat_template(
             to_messages(row),
             chat_template=self.chat_template,

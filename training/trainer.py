@@ -141,7 +141,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._run = run
         self._sampler, self._eval_sampler, self._questions = sampler, eval_sampler, questions
         self._stream = stream
-        self._clip_by_module, self._mfu, self._idle = clip_by_module, mfu, 0.0
+        self._clip_by_module, self._mfu = clip_by_module, mfu
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())
         held_out = kwargs.get("eval_dataset")
         self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
@@ -301,8 +301,14 @@ class NormLlavaTrainer(SFTTrainer):
         with torch.random.fork_rng([device] if device.type == "cuda" else []), eagerly(self.args):
             metrics = super().evaluate(*args, **kwargs)
         self.model.train(training)
-        self._console.seconds_evaluating += time.monotonic() - started
+        self.leave_out(time.monotonic() - started)
         return metrics
+
+    def leave_out(self, seconds: float) -> None:
+        """Don't count seconds that have just passed as training, in tokens/s, time left and MFU."""
+        self._console.seconds_left_out += seconds
+        if self._mfu is not None:
+            self._mfu.leave_out(seconds)
 
     @override
     @torch.no_grad()
@@ -405,8 +411,7 @@ class NormLlavaTrainer(SFTTrainer):
                 if measures is not None:
                     logs |= measures.collect(self._sum_over_processes)
             if self._mfu is not None:
-                idle, self._idle = self._console.seconds_evaluating - self._idle, self._console.seconds_evaluating
-                logs["mfu"] = self._mfu.collect(self._sum_over_processes, self.accelerator.num_processes, idle)
+                logs["mfu"] = self._mfu.collect(self._sum_over_processes, self.accelerator.num_processes)
             # TRL's own count restarts at 0 on every resume.
             self._metrics["train"]["num_tokens"] = [self._progress().num_tokens]
         if "train_loss" in logs:

@@ -92,8 +92,8 @@ def answer(
 
 
 def accuracy(questions: list[SceneQuestion], answers: list[str]) -> dict[str, float]:
-    """Share of exact matches by kind of question and over all, with the standard error of the latter, which answers that
-    are all right or all wrong don't have."""
+    """Share of exact matches by kind of question and over all, with the standard error of the latter: none where all
+    answers are right, or all wrong."""
     hits: defaultdict[str, list[bool]] = defaultdict(list)
     for question, given in zip(questions, answers, strict=True):
         for kind in (question.kind, "all"):

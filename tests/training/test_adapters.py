@@ -158,6 +158,24 @@ def test_merging_loads_the_base_once(adapter: Path, monkeypatch: pytest.MonkeyPa
     assert loaded == [torch.float32]
 
 
+def test_merging_loads_the_revision_that_was_trained_on(
+    composed: Callable[..., Path], adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    add_adapters(model, rank=2, alpha=4, revision="v1.0").save_pretrained(adapter)
+    load, loaded = NormLlavaForConditionalGeneration.from_pretrained, []
+
+    def noting(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
+        loaded.append(options["revision"])
+        return load(*args, **options)
+
+    monkeypatch.setattr(NormLlavaForConditionalGeneration, "from_pretrained", noting)
+    merge(str(adapter))
+    merge(str(adapter), base=str(composed()))
+    merge(str(adapter), base=str(composed()), base_revision="v2.0")
+    assert loaded == ["v1.0", None, "v2.0"]
+
+
 def test_merging_says_where_the_base_should_be(
     adapter: Path, tmp_path: Path, backbones: Callable[[str], Path]
 ) -> None:

@@ -1,5 +1,6 @@
 """Composing: the parts keep their answers, the norm starts at the text's, and what doesn't fit is named."""
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -324,6 +325,23 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     assert "is not empty" in again.stderr
     both = run_compose(*parts, "--llava_model", "x", "--output_dir", tmp_path / "other")
     assert "Give either --vision_model and --text_model, or only --llava_model" in both.stderr
+
+
+def test_a_chat_format_that_is_not_the_models_own_is_said(
+    backbones: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chatml = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    mistral = "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+    phi4 = "{% for m in messages %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>{% endfor %}"
+    broken = "{{ raise_exception('needs tools') }}"
+    cases = {("qwen2", chatml): False, ("qwen2", phi4): True, ("vicuna", mistral): True, ("vicuna", broken): True}
+    for number, ((family, template), differs) in enumerate(cases.items()):
+        folder = shutil.copytree(backbones(family), tmp_path / str(number))
+        (folder / "chat_template.jinja").write_text(template)
+        caplog.clear()
+        compose(str(backbones("siglip")), str(folder))
+        said = [message for message in caplog.messages if "own chat template" in message]
+        assert len(said) == differs, template
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

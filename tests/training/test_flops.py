@@ -20,6 +20,7 @@ def test_time_without_training_is_left_out(
     clock = iter([0.0, 10.0])
     monkeypatch.setattr(flops, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     meter = flops.MfuMeter(model, Stage.ALIGN, peak=1e9)
+    meter.leave_out(5.0)  # an evaluation before the first step, and so before the clock is started
     meter.begin()
     batch = {
         "labels": torch.full((2, 5), 1),
@@ -28,7 +29,17 @@ def test_time_without_training_is_left_out(
     }
     meter.add(batch)
     expected = sum(step_flops(model, Stage.ALIGN, [5, 5], 2, 8).values())
-    assert meter.collect(lambda sums: 3 * sums, num_processes=3, idle=6.0) == pytest.approx(expected / 4e9)
+    meter.leave_out(6.0)
+    assert meter.collect(lambda sums: 3 * sums, num_processes=3) == pytest.approx(expected / 4e9)
+
+
+def test_of_several_feature_layers_the_deepest_counts(model: NormLlavaForConditionalGeneration) -> None:
+    prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 1e-3, 1e-3))
+    costs = []
+    for layers in (-1, [-2, -1], [2, -1], -2):
+        model.config.vision_feature_layer = layers
+        costs.append(flops.unit_flops(model, Stage.ALIGN)["vision attention"][1])
+    assert costs[0] == costs[1] == costs[2] > costs[3]
 
 
 @pytest.mark.parametrize("stage", list(Stage))

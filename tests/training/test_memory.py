@@ -1,6 +1,8 @@
 """What a run says of memory before its first step."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import yaml
 from transformers import AutoProcessor
 
 from conversations.measured import row_lengths
-from script_runs import FAST, INSTRUCT, PACKED
+from script_runs import FAST, INSTRUCT, PACKED, ROOT
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.data import deal_rows, read_rows
 from training.memory import describe_plan, finish_plan, largest_batch, start_plan
@@ -47,6 +49,15 @@ def test_the_largest_batch_is_planned(
     found = re.fullmatch(r"memory a device: (.*) GiB by plan \(weights .*\), of 10\.0 GiB", line)
     assert found is not None, line
     assert "IT WILL HARDLY FIT" in describe_plan(peak, 1000)
+
+
+def test_what_libraries_print_is_no_part_of_the_plan() -> None:
+    code = (
+        "import pickle, sys; from training.memory import RESULT; print('Welcome!', flush=True);"
+        "sys.stdout.buffer.write(RESULT + pickle.dumps({'weights': 5})); print('Goodbye.')"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert finish_plan(process) == {"weights": 5}
 
 
 def test_a_plan_that_fails_stops_no_run(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:

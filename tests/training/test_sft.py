@@ -19,7 +19,7 @@ from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, 
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
 from training.collator import VisionLanguageCollator
-from training.loading import load_base
+from training.loading import load_base, prepare_model
 from training.packing import PackedBatchSampler
 from training.run import Run
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
@@ -328,6 +328,65 @@ def test_what_a_run_is_made_with_is_noted_before_it_trains(
     run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
     made = json.loads((tmp_path / "out" / "run.json").read_text())
     assert made["environment"]["commit"] == "before"
+
+
+def test_rounding_of_frozen_weights_is_said(
+    composed: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        path = tmp_path / str(dtype)
+        NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=dtype).save_pretrained(path)
+        run_args = RunArguments(model_name_or_path=str(path), dataset_name="", stage="align")
+        args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=True)
+        prepare_model(load_base(run_args, args), run_args, args)
+    (said,) = caplog.messages
+    assert said.startswith(f"The frozen weights of {tmp_path}/torch.float32 are float32. With bf16")
+
+
+def test_a_model_in_the_output_folder_is_never_replaced(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+    fields = {**INSTRUCT, "model_name_or_path": str(folder), "dataset_name": str(data), "output_dir": str(folder)}
+    before = weights(folder)
+    for resume in ({}, {"resume_from_checkpoint": True}):
+        with pytest.raises(ValueError, match="holds a model, and no run that could be resumed"):
+            run(monkeypatch, tmp_path, **fields, **resume)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(folder).items())
+
+
+def test_only_good_rows_are_probed(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = json.loads(data.read_text())
+    texts = [row for row in rows if "image" not in row]
+    lost = {**next(row for row in rows if "image" in row), "image": "lost.png"}
+    files = {}
+    for name, chosen in {"rows": [lost, *rows], "texts": texts}.items():
+        files[name] = tmp_path / f"{name}.json"
+        files[name].write_text(json.dumps(chosen))
+    sources = [{"path": str(files[name]), "image_folder": str(data.parent)} for name in ("texts", "rows")]
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "max_steps": 1, "bad_rows": "skip", "probe_steps": 1}
+    run(monkeypatch, tmp_path, **fields, datasets=sources, output_dir=str(tmp_path / "out"))
+    assert len((tmp_path / "out" / "dynamics.jsonl").read_text().splitlines()) == 2
+    streamed = {"dataset_name": str(files["rows"]), "image_folder": str(data.parent), "dataset_streaming": True}
+    run(monkeypatch, tmp_path, **fields, **streamed, output_dir=str(tmp_path / "streamed"))
+    monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match=r"probe_steps: .*texts.json has no pictures to ask about"):
+        run(monkeypatch, tmp_path, **fields, dataset_name=str(files["texts"]), output_dir=str(tmp_path / "other"))
+
+
+def test_a_conversation_is_no_row_of_stage_align(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = next(row for row in json.loads(data.read_text()) if "image" in row)
+    more = [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "two"}]
+    path = data.parent / "conversation.json"
+    path.write_text(json.dumps([{**row, "conversations": [*row["conversations"], *more]}]))
+    fields = {"model_name_or_path": str(composed()), "dataset_name": str(path), "max_steps": 1}
+    with pytest.raises(ValueError, match=r"row 0: stage 'align' takes a picture with its caption"):
+        run(monkeypatch, tmp_path, **fields, stage="align", output_dir=str(tmp_path / "out"))
+    run(monkeypatch, tmp_path, **fields, **INSTRUCT, output_dir=str(tmp_path / "out"))
 
 
 def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[..., Path]) -> None:

@@ -24,6 +24,7 @@ from conversations.rows import (
     Row,
     is_embedded,
     picture_path,
+    reason,
     row_images,
     row_turns,
 )
@@ -232,4 +233,4 @@ def _measure_row(
             open_images(row)
         return "", len(tokenize(row)[0])
     except BadRowError as error:
-        return str(error).removeprefix(f"{row['source']}: "), 0
+        return reason(error, row), 0

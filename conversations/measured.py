@@ -27,7 +27,7 @@ from conversations import checks, pictures, rows
 from conversations.checks import Tokenize, count_marks, pictures_problem, text_problem
 from conversations.files import sha256
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, Row, is_embedded, picture_path, row_images
+from conversations.rows import BadRowError, Row, is_embedded, picture_path, reason, row_images
 
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ def _open_pictures(
                 open_images(row)
                 found.append("")
             except BadRowError as error:
-                found.append(str(error).removeprefix(f"{row['source']}: "))
+                found.append(reason(error, row))
         return {"problem": found}
 
     schema = pa.schema({"state": pa.int64(), "problem": pa.string()})

@@ -24,6 +24,11 @@ class BadRowError(ValueError):
     """A row that can't be trained on; the message names its source and the reason."""
 
 
+def reason(error: BadRowError, row: Row) -> str:
+    """What is wrong with a row, without its source and the full stop."""
+    return str(error).removeprefix(f"{row['source']}: ").removesuffix(".")
+
+
 def row_images(row: Row) -> list[Picture]:
     """The row's undecoded pictures: a column may hold one, a list, or nothing."""
     images = row["images"]

@@ -105,6 +105,8 @@ HELD_OUT = (*CHOOSING, "eval_image_folder", "dataset_test_split", "eval_on_start
 ONE_SOURCE = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
 # Kernel bandwidths of the losses on keys, as in the diagnostics' MMD².
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
+# What a list holds, in messages.
+LISTED = {int: "whole numbers", float: "numbers", str: "texts"}
 SAMPLING = ("random", "group_by_length", "sequential")
 
 
@@ -338,7 +340,8 @@ def _describe(hint: Any) -> str:
         if typing.get_origin(option) is Literal:
             described.append("one of " + ", ".join(map(str, typing.get_args(option))))
         elif typing.get_origin(option) is list:
-            described.append(str(option))
+            (item,) = typing.get_args(option)
+            described.append(f"a list of {LISTED[item]}" if item in LISTED else "a list")
         elif option is not type(None):
             described.append(words.get(option, getattr(option, "__name__", str(option))))
     return " or ".join(described)

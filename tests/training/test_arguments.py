@@ -50,9 +50,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"learning_rate": None}, "recipe.yaml: learning_rate is empty"),
     ({"seed": None}, "recipe.yaml: seed is empty"),
     ({"max_steps": 0}, "max_steps must be at least 1, or -1"),
-    ({"key_layers": [0.5]}, r"key_layers must be list\[int\], got \[0.5\]"),
+    ({"key_layers": [0.5]}, r"key_layers must be a list of whole numbers, got \[0.5\]"),
     ({"key_layers": []}, "key_layers is empty"),
-    ({"key_bandwidths": ["x"]}, r"key_bandwidths must be list\[float\], got \['x'\]"),
+    ({"key_bandwidths": ["x"]}, r"key_bandwidths must be a list of numbers, got \['x'\]"),
     ({"loss_type": "mse"}, "loss_type must be one of nll, dft, chunked_nll, got 'mse'"),
     # What would lose data, or do nothing, in silence.
     ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint must stay False"),

@@ -178,7 +178,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "Give either dataset_train_split or datasets",
     ),
     ({**NO_NAME, "datasets": []}, "datasets is empty"),
-    ({**NO_NAME, "datasets": "rows.json"}, "datasets must be list, got .*rows.json"),
+    ({**NO_NAME, "datasets": "rows.json"}, "datasets must be a list, got .*rows.json"),
     ({**NO_NAME, "datasets": ["rows.json"]}, "datasets, entry 1 must be a mapping of path, name, split"),
     ({**NO_NAME, "datasets": [{"path": "a"}, {"split": "b"}]}, "datasets, entry 2: path is missing"),
     (

@@ -150,7 +150,7 @@ def _read_texts(
                 try:
                     length = len(tokenize(row)[0])
                 except BadRowError as error:
-                    token_problem = str(error).removeprefix(": ")
+                    token_problem = reason(error, row)
             checksum = 0 if problem else zlib.crc32(f"[{json.dumps(conversations)}, ".encode())
             for name, value in zip(schema.names, (problem, token_problem, marks, length, checksum), strict=True):
                 found[name].append(value)

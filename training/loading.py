@@ -41,6 +41,13 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         "pretrained_model_name_or_path": run_args.model_name_or_path,
         "revision": run_args.model_revision,
     }
+    stored = NormLlavaConfig.from_pretrained(**source).dtype
+    if args.bf16 and run_args.stage == Stage.ALIGN and stored != torch.bfloat16:  # the stage that saves frozen weights
+        logger.warning(
+            "The frozen weights of %s are %s. With bf16 they are held in bfloat16, and saved like that.",
+            run_args.model_name_or_path,
+            str(stored).removeprefix("torch."),
+        )
     if args.process_index == 0 or run_args.load_in_4bit or not _weights_are_sent():
         model = NormLlavaForConditionalGeneration.from_pretrained(**source, **options)
     else:
@@ -137,13 +144,5 @@ def prepare_model(
         vision=run_args.vision_learning_rate or 0.0,
         norm=run_args.norm_learning_rate or args.learning_rate,
     )
-    if stage is Stage.ALIGN and args.bf16:  # the stage that saves frozen weights
-        config = NormLlavaConfig.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
-        if config.dtype != torch.bfloat16:
-            logger.warning(
-                "The frozen weights of %s are %s. With bf16 they are held in bfloat16, and saved like that.",
-                run_args.model_name_or_path,
-                str(config.dtype).removeprefix("torch."),
-            )
     groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
     return trained, groups

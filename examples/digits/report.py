@@ -105,7 +105,8 @@ def accuracy(questions: list[SceneQuestion], answers: list[str]) -> dict[str, fl
 
 def with_image(question: SceneQuestion) -> Prompt:
     """The question about the picture, as a conversation."""
-    image = Image.open(question.image)
+    with Image.open(question.image) as file:  # else all pictures' files stay open until they are read
+        image = file.convert("RGB")
     return [
         {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question.question}]}
     ]

@@ -19,7 +19,7 @@ from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, 
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
 from training.collator import VisionLanguageCollator
-from training.loading import load_base, prepare_model
+from training.loading import load_base
 from training.packing import PackedBatchSampler
 from training.run import Run
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
@@ -338,7 +338,7 @@ def test_rounding_of_frozen_weights_is_said(
         NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=dtype).save_pretrained(path)
         run_args = RunArguments(model_name_or_path=str(path), dataset_name="", stage="align")
         args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=True)
-        prepare_model(load_base(run_args, args), run_args, args)
+        load_base(run_args, args)
     (said,) = caplog.messages
     assert said.startswith(f"The frozen weights of {tmp_path}/torch.float32 are float32. With bf16")
 

@@ -520,9 +520,11 @@ def run_process(command: list[str], log: Path) -> str:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
         try:
             status = process.wait(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
+        except BaseException as error:  # Ctrl-C too, which does not reach its group
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             return f"took more than {LIMIT} s, see {log}"
     if status:
         return f"{(log.read_text(errors='replace').strip().splitlines() or ['no output'])[-1]}, see {log}"

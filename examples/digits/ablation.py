@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quickstart import ROOT, RUN, launch
+from quickstart import ROOT, RUN, check_order, launch
 from report import accuracy, answer, load_scene_questions, with_image, with_text
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -150,7 +150,10 @@ def run_arm(arm: Arm, seed: int, root: Path) -> None:
         subprocess.CalledProcessError: if a command fails; its output is in `log.txt`.
     """
     folder = arm_folder(root, arm, seed)
-    run_steps(commands(arm, seed, folder), folder)
+    steps = commands(arm, seed, folder)
+    kept = (["evaluation.json"] if arm.stages == 2 else []) + ["measured.json"]
+    check_order([[result] for result, _ in steps] + [[folder / name] for name in kept])
+    run_steps(steps, folder)
     if arm.stages == 2 and not (folder / "evaluation.json").exists():
         evaluate(folder / "stage2", folder / "evaluation.json")
 

@@ -24,6 +24,7 @@ from itertools import groupby, zip_longest
 from pathlib import Path
 
 from depth_plan import QUICK, Job, Line, Plan, Study, lines, read_records, score, size_of
+from filelock import FileLock, Timeout
 from quickstart import ROOT
 from tqdm import tqdm
 
@@ -93,7 +94,12 @@ class Runner:
         planned = lines(self.study)
         for line, following in zip_longest(planned, planned[1:]):
             while futures := list(self.submit(line, None if line.title == until else following)):
-                self.follow(futures)
+                try:
+                    self.follow(futures)
+                except BaseException as error:
+                    logger.error("Stopping: %r. Runs under way are finished first.", error)
+                    self.pool.shutdown(wait=False, cancel_futures=True)
+                    raise
             if line.title == until:
                 return
 
@@ -150,9 +156,13 @@ def main() -> None:
     root = (args.output_dir or ROOT / "runs" / study.name).resolve()
     root.mkdir(parents=True, exist_ok=True)
     os.environ |= ENVIRONMENT
-    runner = Runner(study, root, args.results or (root / "depth.json" if args.quick else RESULTS), args.workers)
-    (root / "pid").write_text(str(os.getpid()), encoding="utf-8")
-    runner.run(args.until)
+    results = args.results or (root / "depth.json" if args.quick else RESULTS)
+    try:
+        with FileLock(root / "lock", timeout=0):  # a second process would clear away what the first is training
+            (root / "pid").write_text(str(os.getpid()), encoding="utf-8")
+            Runner(study, root, results, args.workers).run(args.until)
+    except Timeout:
+        sys.exit(f"Another process runs the study in {root}: see {root / 'pid'}, or choose another --output_dir.")
 
 
 if __name__ == "__main__":

@@ -238,20 +238,22 @@ def against_table(results: Results) -> str:
 
 
 def correlations(results: Results) -> list[list[str]]:
-    """How an arm's mean score goes with its ratio of norms and gap of cosines, over the arms at the main depth."""
+    """How a run's score goes with its ratio of norms and gap of cosines, over all arms' runs at the main depth."""
     arms = results.arms if len(results.arms) == len(ARMS) else []
-    scores = [mean(results.scores(case).values()) for case in arms]
+    runs = [(results.scores(case)[record["seed"]], record) for case in arms for record in results.trained(case)]
     rows = []
     for title, of in (
         ("distance of the norm ratio from 1", lambda inside: abs(log(inside["ratio"]))),
         ("distance of the first third's gap of cosines from 0", lambda inside: abs(inside["gap"][0])),
     ):
         cells = [NOT_RUN, ""]
-        if arms:
-            inside = [mean(of(record["inside"]["stage2"]) for record in results.trained(case)) for case in arms]
-            found = spearmanr(scores, inside)
+        if runs:
+            found = spearmanr([score for score, _ in runs], [of(record["inside"]["stage2"]) for _, record in runs])
             against = "not clear" if found.pvalue >= 0.05 else "no" if found.statistic < 0 else "yes"
-            cells = [f"{found.statistic:.2f} over {len(arms)} arms (p = {found.pvalue:.2g})", against]
+            cells = [
+                f"{found.statistic:.2f} over {len(runs)} runs of {len(arms)} arms (p = {found.pvalue:.2g})",
+                against,
+            ]
         rows.append([f"rank correlation of score and {title}", *cells])
     return rows
 

@@ -49,6 +49,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaProcessor
 from transformers.utils import logging as transformers_logging
 
+from conversations.files import WEIGHT_FILES, fingerprint, hash_files, write_whole
 from diagnostics.dynamics import measure_point
 from diagnostics.loading import load_model, load_questions
 from diagnostics.samples import prepare_samples
@@ -90,14 +91,25 @@ class Workplace:
 
 
 def prepare(place: Workplace) -> None:
-    """Make data and vision encoder, as far as they aren't there."""
+    """Make data and vision encoder, as far as they aren't there.
+
+    Raises:
+        ValueError: if the folder was made with other sizes, or the records are of other data.
+    """
+    sizes = {"sizes": asdict(place.study.sizes), "steps": [place.study.vision_steps, place.study.text_steps]}
+    made_with = place.root / "sizes.json"
+    if made_with.exists() and json.loads(made_with.read_text(encoding="utf-8")) != sizes:
+        raise ValueError(f"{place.root} was made with other sizes, see {made_with}: choose another --output_dir.")
+    write_whole(made_with, json.dumps(sizes))
     if not (place.data / "test.json").exists():
         write_data(place.data, place.study.sizes)
     write_probe(plain_questions(place.data), place.data / "probe.json")
     guessing = {split: guessing_scores(load_scene_questions(place.data, split)) for split in ("validation", "test")}
-    if read_records(place.results)["data"] != guessing:
-        for split, scores in guessing.items():
-            add_record(place.results, "data", split, scores)
+    recorded = read_records(place.results)["data"]
+    if recorded not in ({}, guessing):
+        raise ValueError(f"{place.results} holds results on other data than {place.data}: choose other --results.")
+    for split, scores in guessing.items() if not recorded else ():
+        add_record(place.results, "data", split, scores)
     if not (place.vision / "preprocessor_config.json").exists():
         logger.info("%s", train_vision(place.vision, place.study.vision_steps))
 
@@ -121,20 +133,22 @@ def make_language_model(place: Workplace, decoder: str) -> None:
     folder = place.text(decoder)
     rows = json.loads((place.data / "text.json").read_text(encoding="utf-8"))
     attempts: list[Record] = []
+    folders: list[Path] = []
     layers, width = size_of(decoder)
-    for number, (steps, rate, initializer_range) in enumerate(ATTEMPTS[layers]):
+    for steps, rate, initializer_range in ATTEMPTS[layers]:
         steps, narrower = round(steps * place.study.text_steps), 128 / width
         settings = TextSettings(layers, width, VOCAB_SIZE, steps, rate * narrower, initializer_range * narrower**0.5)
-        attempt = folder.with_name(f"{decoder}-{number}")
+        attempt = folder.with_name(f"{decoder}-{settings.num_steps}-{settings.learning_rate:g}")
         if not (attempt / "tokenizer.json").exists():
             train_text(rows, attempt, settings)
         gate = score_in_words(place, attempt)
         kinds = [kind for kind in KINDS if gate[kind] >= place.study.gate]
         attempts.append({"settings": asdict(settings), "gate": gate, "kinds": kinds})
+        folders.append(attempt)
         if len(kinds) == len(KINDS):
             break
     best = max(range(len(attempts)), key=lambda number: len(attempts[number]["kinds"]))
-    shutil.copytree(folder.with_name(f"{decoder}-{best}"), folder, dirs_exist_ok=True)
+    shutil.copytree(folders[best], folder, dirs_exist_ok=True)
     add_record(place.results, "language_models", decoder, {**attempts[best], "attempts": attempts})
 
 
@@ -167,7 +181,8 @@ def run_job(place: Workplace, job: Job) -> Record:
         except FloatingPointError as error:  # it diverged, and is scored for it
             nothing_right = {asked: dict.fromkeys(KINDS, 0.0) for asked in ("picture", "words", "blanked")}
             return {**options(job), "diverged": str(error), **nothing_right}
-        record = {**options(job), "compiled": True, "environment": asdict(Run.read(stage2).environment)}
+        record = {**options(job), "environment": asdict(Run.read(stage2).environment)}
+        record["language_model"] = fingerprint(hash_files(place.text(job.decoder), WEIGHT_FILES))
         record |= {name: losses(folder) for name, folder in (("stage1", stage1), ("stage2", stage2))}
         record |= evaluate(place, job, trained)
         if job.split == "test":
@@ -285,7 +300,8 @@ def train_stage(place: Workplace, job: Job, stage: str, before: Path, folder: Pa
 
 
 def losses(folder: Path) -> Record:
-    """Of a stage: the last logged loss, the curve, the share of logged steps that were clipped, the ratio of norms."""
+    """Of a stage: the last logged loss, the curve, the share of logged steps that were clipped, the ratio of norms;
+    whether its layers were compiled, since runs may share a stage 1 that was made before they were."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [line for line in lines if "loss" in line]
     return {
@@ -293,6 +309,7 @@ def losses(folder: Path) -> Record:
         "curve": [[line["step"], round(line["loss"], 4)] for line in steps],
         "clipped": sum(line["grad_norm"] > 1 for line in steps) / len(steps),
         "ratio": [round(line["norm/ratio"], 3) for line in steps],
+        "compiled": Run.read(folder).arguments["torch_compile"],
     }
 
 

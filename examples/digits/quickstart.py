@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -41,21 +42,21 @@ def train(stage: str) -> list[str]:
     return [*launch(PROCESSES), "training/sft.py", "--config", recipe, *rows]
 
 
-# Title, the file that a step writes last, and the command.
-STEPS: list[tuple[str, Path, list[str]]] = [
+# Title, the files that a step writes last, and the command.
+STEPS: list[tuple[str, list[Path], list[str]]] = [
     (
         "Scenes of handwritten digits",
-        RUN / "data" / "test.json",
+        [RUN / "data" / "held_out.json"],
         ["examples/digits/scenes.py", "--output_dir", str(RUN / "data")],
     ),
     (
         "A vision encoder and a language model",
-        RUN / "text" / "tokenizer_config.json",
+        [RUN / "vision" / "preprocessor_config.json", RUN / "text" / "tokenizer_config.json"],
         ["examples/digits/pretrain.py", "--data_dir", str(RUN / "data"), "--output_dir", str(RUN)],
     ),
     (
         "Composing",
-        RUN / "composed" / "processor_config.json",
+        [RUN / "composed" / "processor_config.json"],
         [
             *("training/compose.py", "--vision_model", str(RUN / "vision"), "--text_model", str(RUN / "text")),
             *("--vision_feature_layer", "-1", "--output_dir", str(RUN / "composed")),
@@ -63,20 +64,39 @@ STEPS: list[tuple[str, Path, list[str]]] = [
     ),
     (
         "Stage 1: projector and norm, on captions",
-        RUN / "stage1" / "trainer_state.json",
+        [RUN / "stage1" / "trainer_state.json"],
         train("stage1"),
     ),
     (
         "Stage 2: everything, on questions",
-        RUN / "stage2" / "trainer_state.json",
+        [RUN / "stage2" / "trainer_state.json"],
         train("stage2"),
     ),
     (
         "Questions about unseen handwriting",
-        RUN / "report.json",
+        [RUN / "report.json"],
         ["examples/digits/report.py", "--run_dir", str(RUN)],
     ),
 ]
+
+
+def check_order(steps: Sequence[Sequence[Path]]) -> None:
+    """Check that no step is missing whose result later ones were made from.
+
+    Args:
+        steps: The files that each step writes last, in order.
+
+    Raises:
+        SystemExit: that names what is missing, and what was made from it.
+    """
+    done = [all(path.exists() for path in results) for results in steps]
+    if False in done and True in done[done.index(False) :]:
+        missing = done.index(False)
+        stale = steps[done.index(True, missing)][0]
+        raise SystemExit(
+            f"{steps[missing][0]} is missing, and {stale} was made from an earlier one: remove it, or the folder that "
+            "it stands for."
+        )
 
 
 def main() -> None:
@@ -88,11 +108,12 @@ def main() -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine
     }
+    check_order([[ROOT / path for path in results] for _, results, _ in STEPS[:-1]])
     started = time.monotonic()
-    for number, (title, result, command) in enumerate(STEPS, start=1):
+    for number, (title, results, command) in enumerate(STEPS, start=1):
         logger.info("\n[%d/%d] %s", number, len(STEPS), title)
-        if (ROOT / result).exists() and number < len(STEPS):
-            logger.info("      done already: %s", result.parent)
+        if all((ROOT / path).exists() for path in results) and number < len(STEPS):
+            logger.info("      done already: %s", results[0].parent)
             continue
         step_started = time.monotonic()
         subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -104,6 +105,22 @@ def test_a_part_that_takes_too_long_ends_with_all_that_it_started(
     child = f"import time; time.sleep(4); open({str(tmp_path / 'late')!r}, 'w')"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     assert "took more than 2 s" in gpu.run_process([sys.executable, "-c", code], tmp_path / "log")
+    time.sleep(4)
+    assert not (tmp_path / "late").exists()
+
+
+def test_ctrl_c_ends_a_part_and_all_that_it_started(tmp_path: Path) -> None:
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    code = f"import time; time.sleep(4); open({str(tmp_path / 'late')!r}, 'w')"
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.alarm(1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gpu.run_process([sys.executable, "-c", code], tmp_path / "log")
+    finally:
+        signal.signal(signal.SIGALRM, before)
     time.sleep(4)
     assert not (tmp_path / "late").exists()
 

@@ -448,7 +448,7 @@ def test_score_and_parity_are_correlated_over_all_arms() -> None:
         look_inside(records, jobs, ratio=1.5 + order.index(case[1]))  # the longer, the worse
     found = depth_report.correlations(depth_results.Results(study, records))
     assert [row[2] for row in found] == ["no", "no"]
-    assert all(row[1].startswith("-1.00 over 9 arms") for row in found)
+    assert all(row[1].startswith("-1.00 over 51 runs of 9 arms") for row in found)
 
 
 def test_figures_are_drawn_of_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,7 +116,7 @@ def measure_run(
         All points, by step.
 
     Raises:
-        ValueError: if there are no checkpoints, or the file holds points on other questions or of another dtype.
+        ValueError: if there are no checkpoints, or the file holds points on other questions.
     """
     folders = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     if not folders:
@@ -133,11 +133,8 @@ def measure_run(
         logger.info("measuring %s", name)
         model, processor = load_model(name, **options)
         point = measure_point(model, prepare_samples(model, processor, questions), step)
-        if points and points[0].dtype != point.dtype:
-            raise ValueError(
-                f"{run / FILE} holds points in {points[0].dtype}, and {name} is in {point.dtype}: set --dtype "
-                f"{points[0].dtype}, or move the file away."
-            )
+        if other := {before.dtype for before in points} - {point.dtype}:
+            logger.warning("%s is in %s, other points of %s in %s", name, point.dtype, run / FILE, ", ".join(other))
         points = sorted([*points, point], key=lambda point: point.step)
         write_points(points, run / FILE)
     return points

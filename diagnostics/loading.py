@@ -219,16 +219,16 @@ def read_questions(args: argparse.Namespace) -> Questions:
     if args.num_samples < 1:
         raise SystemExit("--num_samples must be at least 1.")
     is_of_pictures = _is_of_pictures(Path(args.data))
+    split = "train" if args.split is None else args.split
+    question = QUESTION if args.question is None else args.question
+    try:
+        chosen = load_questions(args.data, args.num_samples, args.image_folder, split, question)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"--data: {error}") from error
     for name in ("image_folder", "split") if is_of_pictures else ("question",):
         if getattr(args, name) is not None:
             kind = "a folder of pictures" if is_of_pictures else "rows with their own questions"
             raise SystemExit(f"--{name} is not used, because {args.data} holds {kind}: leave it out.")
-    try:
-        chosen = load_questions(
-            args.data, args.num_samples, args.image_folder, args.split or "train", args.question or QUESTION
-        )
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"--data: {error}") from error
     if chosen.passed_over:
         logger.info("%d rows of %s have no picture and were skipped", chosen.passed_over, args.data)
     if chosen.num_pictures < len(chosen.questions):

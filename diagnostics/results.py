@@ -348,7 +348,7 @@ class DynamicsPoint:
 
     Attributes:
         questions: Fingerprint of the questions.
-        dtype: Of the model.
+        dtype: Of the model; during training with bf16, `"bfloat16 autocast"`.
         projector_norm: `None` if the projector does not end in a norm.
     """
 

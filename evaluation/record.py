@@ -22,7 +22,8 @@ class Evaluation:
         n: Number of rows, or questions.
         standard_error: Of the value; `None` if unknown.
         command: Command that produced it.
-        weights: [`~conversations.files.fingerprint`] of the weights that it is of; the card takes no other's.
+        weights: [`~conversations.files.fingerprint`] of the weights that it is of; the card takes no other's, and
+            none without.
         harness: Its name and version; `None` for one's own script.
         choice: Number of shots, and what else was chosen.
         baseline: The value of `baseline_name`, guessing for example.
@@ -36,7 +37,7 @@ class Evaluation:
     n: int
     standard_error: float | None
     command: str
-    weights: str
+    weights: str | None = None
     harness: str | None = None
     choice: str | None = None
     baseline: float | None = None

@@ -92,16 +92,10 @@ class Result:
 
 def fixed_settings(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
     """The settings that a figure depends on."""
-    is_ours = (TASKS / f"{benchmark.task}.yaml").exists()
-    return {
-        "harness": harness_name(benchmark),
-        "task_files": fingerprint(hash_files(TASKS, "*")) if is_ours else None,
-        "limit": settings.limit,
-        "dtype": settings.dtype,
-        "metric": benchmark.metric,
-        "scale": benchmark.scale,
-        "in_chat": benchmark.in_chat,
-    }
+    chosen = {"metric": benchmark.metric, "scale": benchmark.scale, "in_chat": benchmark.in_chat}
+    if (TASKS / f"{benchmark.task}.yaml").exists():  # ours, which no harness's version covers
+        chosen["task_files"] = fingerprint(hash_files(TASKS, "[!.]*"))
+    return {"harness": harness_name(benchmark), "limit": settings.limit, "dtype": settings.dtype, **chosen}
 
 
 def read_result(folder: Path) -> Result | None:

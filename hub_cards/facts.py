@@ -339,15 +339,14 @@ def read_diagnostics(folder: Path) -> ModelReport:
 
 def find_foreign_figures(facts: Facts) -> Iterator[Finding]:
     """Evaluations and diagnostics that are not of these weights, of an earlier run in the same folder for example."""
-    ours = facts.weights.fingerprint
-    for number, row in enumerate(facts.evaluations):
-        if row.weights != ours:
-            yield Finding(
-                EVALUATION_FILE, f"row {number}, {row.task}, is of other weights", f"Measure again: {row.command}"
-            )
-    measured = facts.diagnostics
-    if measured is not None and measured.weights != ours:
-        about = "other weights" if measured.weights else "weights that it doesn't name"
-        yield Finding(
-            "report.json", f"the diagnostics of {measured.name} are of {about}", "Run python -m diagnostics again."
-        )
+    found = [
+        (EVALUATION_FILE, f"row {number}, {row.task}, is", row.weights, f"Measure again: {row.command}")
+        for number, row in enumerate(facts.evaluations)
+    ]
+    if (measured := facts.diagnostics) is not None:
+        again = "Run python -m diagnostics again."
+        found.append(("report.json", f"the diagnostics of {measured.name} are", measured.weights, again))
+    for file, figures, weights, fix in found:
+        if weights != facts.weights.fingerprint:
+            named = "other weights" if weights else "weights that are not named"
+            yield Finding(file, f"{figures} of {named}", fix)

@@ -288,10 +288,11 @@ def check_fields(args: Any) -> None:
             raise ValueError(f"{name} must be below 1, got {value}.")
         if name in POSITIVE and value <= 0:
             raise ValueError(f"{name} must be above 0, got {value}.")
-        if value not in entry.metadata.get("choices", (value,)):
-            raise ValueError(f"{name} must be one of {', '.join(entry.metadata['choices'])}, got {value!r}.")
         if name in FIXED and value != FIXED[name][0]:
             raise ValueError(f"{name} must stay {FIXED[name][0]!r}, got {value!r}: {FIXED[name][1]}.")
+        choices = SAMPLING if name == "train_sampling_strategy" else entry.metadata.get("choices", (value,))
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
 
 def read_source(place: str, entry: Any) -> SourceArguments:
@@ -438,10 +439,6 @@ def _check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
 
 def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
     packed, streaming = run_args.packed_length is not None, run_args.dataset_streaming
-    if args.train_sampling_strategy not in SAMPLING:
-        raise ValueError(
-            f"train_sampling_strategy must be one of {', '.join(SAMPLING)}, got {args.train_sampling_strategy!r}."
-        )
     if args.train_sampling_strategy != "random" and (packed or streaming):
         cause = "a stream comes in its own order" if streaming else "packed_length balances rows by length itself"
         raise ValueError(f"train_sampling_strategy {args.train_sampling_strategy!r} does nothing here: {cause}.")

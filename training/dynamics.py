@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ class DynamicsCallback(TrainerCallback):
                 point = measure_point(self._model, self._samples, state.global_step)
         finally:
             self._model.train(was_training)
+        if args.bf16:
+            point = replace(point, dtype="bfloat16 autocast")
         if state.is_world_process_zero:
             earlier = [before for before in read_points(self._path) if before.step < state.global_step]
             write_points([*earlier, point], self._path)

@@ -152,7 +152,7 @@ def run_arm(arm: Arm, seed: int, root: Path) -> None:
     folder = arm_folder(root, arm, seed)
     steps = commands(arm, seed, folder)
     kept = (["evaluation.json"] if arm.stages == 2 else []) + ["measured.json"]
-    check_order([[result] for result, _ in steps] + [[folder / name] for name in kept])
+    check_order([{result.parent: result} for result, _ in steps] + [{folder / name: folder / name} for name in kept])
     run_steps(steps, folder)
     if arm.stages == 2 and not (folder / "evaluation.json").exists():
         evaluate(folder / "stage2", folder / "evaluation.json")

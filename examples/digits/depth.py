@@ -98,7 +98,7 @@ class Runner:
                     self.follow(futures)
                 except BaseException as error:
                     logger.error("Stopping: %r. Runs under way are finished first.", error)
-                    self.pool.shutdown(wait=False, cancel_futures=True)
+                    self.pool.shutdown(cancel_futures=True)
                     raise
             if line.title == until:
                 return

@@ -250,10 +250,8 @@ def correlations(results: Results) -> list[list[str]]:
         if runs:
             found = spearmanr([score for score, _ in runs], [of(record["inside"]["stage2"]) for _, record in runs])
             against = "not clear" if found.pvalue >= 0.05 else "no" if found.statistic < 0 else "yes"
-            cells = [
-                f"{found.statistic:.2f} over {len(runs)} runs of {len(arms)} arms (p = {found.pvalue:.2g})",
-                against,
-            ]
+            over = f"{len(runs)} runs of {len(arms)} arms"
+            cells = [f"{found.statistic:.2f} over {over}, p = {found.pvalue:.2g} if independent", against]
         rows.append([f"rank correlation of score and {title}", *cells])
     return rows
 

@@ -106,10 +106,11 @@ def prepare(place: Workplace) -> None:
     write_probe(plain_questions(place.data), place.data / "probe.json")
     guessing = {split: guessing_scores(load_scene_questions(place.data, split)) for split in ("validation", "test")}
     recorded = read_records(place.results)["data"]
-    if recorded not in ({}, guessing):
-        raise ValueError(f"{place.results} holds results on other data than {place.data}: choose other --results.")
-    for split, scores in guessing.items() if not recorded else ():
-        add_record(place.results, "data", split, scores)
+    for split, scores in guessing.items():
+        if recorded.get(split, scores) != scores:
+            raise ValueError(f"{place.results} holds results on other data than {place.data}: choose other --results.")
+        if split not in recorded:
+            add_record(place.results, "data", split, scores)
     if not (place.vision / "preprocessor_config.json").exists():
         logger.info("%s", train_vision(place.vision, place.study.vision_steps))
 

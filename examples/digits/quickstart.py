@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
@@ -80,22 +80,23 @@ STEPS: list[tuple[str, list[Path], list[str]]] = [
 ]
 
 
-def check_order(steps: Sequence[Sequence[Path]]) -> None:
+def check_order(steps: Sequence[Mapping[Path, Path]]) -> None:
     """Check that no step is missing whose result later ones were made from.
 
     Args:
-        steps: The files that each step writes last, in order.
+        steps: What each step makes, in order, with the file of it that is written last.
 
     Raises:
         SystemExit: that names what is missing, and what was made from it.
     """
-    done = [all(path.exists() for path in results) for results in steps]
+    done = [all(path.exists() for path in results.values()) for results in steps]
     if False in done and True in done[done.index(False) :]:
         missing = done.index(False)
-        stale = steps[done.index(True, missing)][0]
+        stale = [path for results in steps[missing + 1 :] for path in results if path.exists()]
+        lacking = [path for path, last in steps[missing].items() if not last.exists()]
         raise SystemExit(
-            f"{steps[missing][0]} is missing, and {stale} was made from an earlier one: remove it, or the folder that "
-            "it stands for."
+            f"Missing or incomplete: {', '.join(map(str, lacking))}. Made from an earlier one: "
+            f"{', '.join(map(str, stale))}. Remove these to make them again."
         )
 
 
@@ -108,7 +109,7 @@ def main() -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine
     }
-    check_order([[ROOT / path for path in results] for _, results, _ in STEPS[:-1]])
+    check_order([{(ROOT / path).parent: ROOT / path for path in results} for _, results, _ in STEPS[:-1]])
     started = time.monotonic()
     for number, (title, results, command) in enumerate(STEPS, start=1):
         logger.info("\n[%d/%d] %s", number, len(STEPS), title)

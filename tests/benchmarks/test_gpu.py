@@ -1,9 +1,10 @@
 """Every part that needs a GPU, rehearsed on the CPU at a tiny size, so that no minute of a GPU is lost to a slip."""
 
+import _thread
 import json
 import math
-import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -110,17 +111,10 @@ def test_a_part_that_takes_too_long_ends_with_all_that_it_started(
 
 
 def test_ctrl_c_ends_a_part_and_all_that_it_started(tmp_path: Path) -> None:
-    def interrupt(signum: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
     code = f"import time; time.sleep(4); open({str(tmp_path / 'late')!r}, 'w')"
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.alarm(1)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            gpu.run_process([sys.executable, "-c", code], tmp_path / "log")
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    threading.Timer(1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_process([sys.executable, "-c", code], tmp_path / "log")
     time.sleep(4)
     assert not (tmp_path / "late").exists()
 

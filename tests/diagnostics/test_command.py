@@ -252,6 +252,7 @@ def test_options_for_other_data_are_refused(
 ) -> None:
     pictures = tmp_path / "pictures"
     pictures.mkdir()
+    Image.new("RGB", (30, 20)).save(pictures / "0.png")
     for source, option in ((pictures, "--image_folder"), (pictures, "--split"), (data, "--question")):
         with pytest.raises(SystemExit, match=f"{option} is not used, because {source} holds "):
             run(monkeypatch, "--model", composed(), "--data", source, "--output_dir", tmp_path / "r", option, "x")

@@ -1,7 +1,6 @@
 """The committed results of the ablation are what its report writes and reads."""
 
 import importlib
-import itertools
 import json
 import resource
 from collections import defaultdict
@@ -48,10 +47,12 @@ def test_what_was_made_from_a_missing_step_is_named(monkeypatch: pytest.MonkeyPa
         result.parent.mkdir(parents=True, exist_ok=True)
         result.touch()
     monkeypatch.setattr(ablation, "run_steps", lambda *args: pytest.fail("a step was run"))
-    for missing, stale in itertools.pairwise(results):
+    made = [result.parent for result in results[:-1]] + results[-1:]
+    for number, missing in enumerate(results[:-1]):
         missing.unlink()
-        with pytest.raises(SystemExit, match=f"{missing} is missing, and {stale} was made from an earlier one"):
+        with pytest.raises(SystemExit, match=rf"incomplete: {missing.parent}\. Made from an earlier one: ") as refused:
             ablation.run_arm(arm, 42, tmp_path)
+        assert all(str(path) in str(refused.value) for path in made[number + 1 :])
         missing.touch()
 
 

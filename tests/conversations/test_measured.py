@@ -70,7 +70,7 @@ def test_text_is_read_once_and_what_is_found_stays_the_same(tmp_path: Path) -> N
     path, tokenize = write(tmp_path, *answers), Counting()
     found = look(path, tokenize, identity="x")
     assert len(tokenize.seen) == 9
-    assert found.problems == {3: "no assistant turn (`gpt`) with text, so there is nothing to learn", 7: "too long."}
+    assert found.problems == {3: "no assistant turn (`gpt`) with text, so there is nothing to learn", 7: "too long"}
     assert found.lengths[[3, 7]].tolist() == found.checksums[[3, 7]].tolist() == [0, 0]
     again, kept = look(path, tokenize, identity="x"), len(tokenize.seen)
     assert kept == 9

@@ -48,6 +48,7 @@ def adapted(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for layer in model.model.language_model.layers:
         layer.self_attn.k_proj.key_adapter.up.data.normal_()
     model.save_pretrained(run)
+    (run / "evaluation.json").unlink()  # of the model before
     put("run.json", arguments={"stage": "adapt", "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(run)
     return run
 

@@ -520,12 +520,12 @@ def run_process(command: list[str], log: Path) -> str:
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
         try:
             status = process.wait(timeout=LIMIT)
-        except BaseException as error:  # Ctrl-C too, which does not reach its group
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        except subprocess.TimeoutExpired:
             return f"took more than {LIMIT} s, see {log}"
+        finally:
+            if process.poll() is None:  # after Ctrl-C too, which does not reach its group
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     if status:
         return f"{(log.read_text(errors='replace').strip().splitlines() or ['no output'])[-1]}, see {log}"
     log.unlink()

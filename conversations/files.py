@@ -64,6 +64,12 @@ def fingerprint(hashes: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
+def weights_fingerprint(folder: Path) -> str | None:
+    """Fingerprint of the weights in a folder; `None` if there are none."""
+    hashes = hash_files(folder, WEIGHT_FILES)
+    return fingerprint(hashes) if hashes else None
+
+
 def fresh_folder(path: Path) -> Path:
     """Create an empty folder; what was there is deleted."""
     if path.exists():

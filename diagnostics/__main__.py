@@ -20,7 +20,7 @@ import matplotlib.pyplot as plt
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from conversations.files import WEIGHT_FILES, fingerprint, hash_files
+from conversations.files import weights_fingerprint
 from diagnostics.comparison import measure_models
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
 from diagnostics.loading import add_arguments, count_layers_and_heads, load_model, model_options, read_questions
@@ -98,8 +98,7 @@ def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel
 def with_weights(report: Report, sources: Sequence[str]) -> Iterator[ModelReport]:
     """The models' reports with the fingerprints of those weights that are in local folders."""
     for model, source in zip(report.models, sources, strict=True):
-        hashes = hash_files(Path(source), WEIGHT_FILES)
-        yield replace(model, weights=fingerprint(hashes) if hashes else None)
+        yield replace(model, weights=weights_fingerprint(Path(source)))
 
 
 def main() -> None:

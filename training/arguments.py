@@ -107,7 +107,8 @@ ONE_SOURCE = ("dataset_name", "dataset_config", "dataset_train_split", "image_fo
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # What a list holds, in messages.
 LISTED = {int: "whole numbers", float: "numbers", str: "texts"}
-SAMPLING = ("random", "group_by_length", "sequential")
+# Fields of which only some of the choices work here.
+CHOICES = {"train_sampling_strategy": ("random", "group_by_length", "sequential")}
 
 
 @dataclass
@@ -290,7 +291,7 @@ def check_fields(args: Any) -> None:
             raise ValueError(f"{name} must be above 0, got {value}.")
         if name in FIXED and value != FIXED[name][0]:
             raise ValueError(f"{name} must stay {FIXED[name][0]!r}, got {value!r}: {FIXED[name][1]}.")
-        choices = SAMPLING if name == "train_sampling_strategy" else entry.metadata.get("choices", (value,))
+        choices = CHOICES.get(name) or entry.metadata.get("choices", (value,))
         if value not in choices:
             raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 

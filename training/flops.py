@@ -114,9 +114,8 @@ def unit_flops(model: NormLlavaForConditionalGeneration, stage: Stage) -> dict[s
     vision, text = config.vision_config, config.text_config
     tune_all = stage is Stage.INSTRUCT
     patches = (vision.image_size // vision.patch_size) ** 2
-    layers = (
-        config.vision_feature_layer if isinstance(config.vision_feature_layer, list) else [config.vision_feature_layer]
-    )
+    layers = config.vision_feature_layer
+    layers = layers if isinstance(layers, list) else [layers]
     num_layers = max(layer if layer >= 0 else vision.num_hidden_layers + layer + 1 for layer in layers)
     unread = unread_parameters(model)
     read = sum(

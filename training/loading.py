@@ -41,20 +41,19 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         "pretrained_model_name_or_path": run_args.model_name_or_path,
         "revision": run_args.model_revision,
     }
-    stored = NormLlavaConfig.from_pretrained(**source).dtype
-    if args.bf16 and run_args.stage == Stage.ALIGN and stored != torch.bfloat16:  # the stage that saves frozen weights
+    config = NormLlavaConfig.from_pretrained(**source)
+    # The stage that saves frozen weights.
+    if args.bf16 and run_args.stage == Stage.ALIGN and config.dtype != torch.bfloat16:
         logger.warning(
             "The frozen weights of %s are %s. With bf16 they are held in bfloat16, and saved like that.",
             run_args.model_name_or_path,
-            str(stored).removeprefix("torch."),
+            str(config.dtype).removeprefix("torch."),
         )
     if args.process_index == 0 or run_args.load_in_4bit or not _weights_are_sent():
         model = NormLlavaForConditionalGeneration.from_pretrained(**source, **options)
     else:
         with torch.device("meta"):
-            model = NormLlavaForConditionalGeneration._from_config(
-                NormLlavaConfig.from_pretrained(**source), **options
-            )
+            model = NormLlavaForConditionalGeneration._from_config(config, **options)
     if args.world_size > 1 and not run_args.load_in_4bit:  # in 4 bits every process has loaded all
         _send_what_is_no_parameter(model)
     for module in model.modules():

@@ -169,7 +169,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     template = (
         plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
     )
-    tokenize = RowTokenizer(processor, template, args.max_length, plain=stage is Stage.ALIGN)
+    tokenize = RowTokenizer(processor, template, args.max_length)
     with phase("Reading and checking " + ", ".join(with_size(source.path) for source in run_args.sources)):
         rows, data, sources = read_rows(run_args, args, tokenize)
     if run_args.datasets is not None and sources:

@@ -10,6 +10,7 @@ import tokenizers
 import transformers
 from transformers import LlavaProcessor
 
+from conversations.chat_template import plain_template
 from conversations.files import sha256
 from conversations.rows import BadRowError, Row, row_turns, to_messages
 
@@ -28,19 +29,23 @@ class RowTokenizer:
         processor: The model's processor.
         chat_template: Jinja template that says what a row looks like.
         max_length: Longest sample allowed, in tokens. Samples are never cut; `None` allows any length.
+
+    Attributes:
+        tokens_per_image: Image tokens of a picture.
         plain: Whether the template is LLaVA's plain one, which reads no question, so that rows may hold only one.
     """
 
     processor: LlavaProcessor
     chat_template: str
     max_length: int | None = None
-    plain: bool = False
     tokens_per_image: int = field(init=False)
+    plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
         size = self.processor.image_processor.crop_size
         counts = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])])
         (self.tokens_per_image,) = counts.num_image_tokens
+        self.plain = self.chat_template == plain_template(self.processor.tokenizer, self.processor.image_token)
 
     def identity(self) -> str:
         """Hash of all that a row's tokens depend on besides the row: saved tokenizer, template, versions."""
@@ -49,7 +54,7 @@ class RowTokenizer:
             files = [(path.name, sha256(path)) for path in sorted(Path(folder).iterdir())]
         parts = [
             files, self.chat_template, self.max_length, self.tokens_per_image, self.processor.image_token_id,
-            self.plain, transformers.__version__, tokenizers.__version__, sha256(Path(__file__)),
+            transformers.__version__, tokenizers.__version__, sha256(Path(__file__)),
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

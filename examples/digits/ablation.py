@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,12 +116,20 @@ def evaluate(model_dir: Path, path: Path) -> None:
     write_whole(path, json.dumps(score(model_dir), indent=1))
 
 
-def run_steps(steps: Iterable[tuple[Path, list[str]]], folder: Path) -> None:
+def run_steps(steps: Sequence[tuple[Path, list[str]]], folder: Path, measures: Iterable[str]) -> None:
     """Run commands one after the other, skipping those whose result, the file that they write last, exists.
 
+    Args:
+        steps: The result and the command of each.
+        folder: Where the log goes.
+        measures: Files in it that are made from the last step's result.
+
     Raises:
+        SystemExit: if a result is missing that later ones were made from.
         subprocess.CalledProcessError: if a command fails; its output is in `log.txt`.
     """
+    made = [{result.parent: result} for result, _ in steps]
+    check_order(made + [{folder / name: folder / name} for name in measures])
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",
@@ -150,10 +158,8 @@ def run_arm(arm: Arm, seed: int, root: Path) -> None:
         subprocess.CalledProcessError: if a command fails; its output is in `log.txt`.
     """
     folder = arm_folder(root, arm, seed)
-    steps = commands(arm, seed, folder)
-    kept = (["evaluation.json"] if arm.stages == 2 else []) + ["measured.json"]
-    check_order([{result.parent: result} for result, _ in steps] + [{folder / name: folder / name} for name in kept])
-    run_steps(steps, folder)
+    measures = (["evaluation.json"] if arm.stages == 2 else []) + ["measured.json"]
+    run_steps(commands(arm, seed, folder), folder, measures)
     if arm.stages == 2 and not (folder / "evaluation.json").exists():
         evaluate(folder / "stage2", folder / "evaluation.json")
 

@@ -128,8 +128,8 @@ class Job:
         """Seconds on one idle core of the machine that this was written on, roughly."""
         layers, width = size_of(self.decoder)
         of_width = (width / 128) ** 1.6
-        stages = (layers * 38 * of_width + 30) * VARIANTS[self.variant].epochs
-        return stages + layers * of_width * (8 if self.split == "test" else 3)
+        stages = (layers * 17 * of_width + 30) * VARIANTS[self.variant].epochs
+        return stages + layers * of_width * (4 if self.split == "test" else 1.5)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaProcessor
 from transformers.utils import logging as transformers_logging
 
-from conversations.files import WEIGHT_FILES, fingerprint, hash_files, write_whole
+from conversations.files import weights_fingerprint, write_whole
 from diagnostics.dynamics import measure_point
 from diagnostics.loading import load_model, load_questions
 from diagnostics.samples import prepare_samples
@@ -133,8 +133,7 @@ def make_language_model(place: Workplace, decoder: str) -> None:
     """Train a decoder's language model with the first settings that pass the gate, or those that pass most of it."""
     folder = place.text(decoder)
     rows = json.loads((place.data / "text.json").read_text(encoding="utf-8"))
-    attempts: list[Record] = []
-    folders: list[Path] = []
+    attempts: list[tuple[Path, Record]] = []
     layers, width = size_of(decoder)
     for steps, rate, initializer_range in ATTEMPTS[layers]:
         steps, narrower = round(steps * place.study.text_steps), 128 / width
@@ -144,13 +143,13 @@ def make_language_model(place: Workplace, decoder: str) -> None:
             train_text(rows, attempt, settings)
         gate = score_in_words(place, attempt)
         kinds = [kind for kind in KINDS if gate[kind] >= place.study.gate]
-        attempts.append({"settings": asdict(settings), "gate": gate, "kinds": kinds})
-        folders.append(attempt)
+        attempts.append((attempt, {"settings": asdict(settings), "gate": gate, "kinds": kinds}))
         if len(kinds) == len(KINDS):
             break
-    best = max(range(len(attempts)), key=lambda number: len(attempts[number]["kinds"]))
-    shutil.copytree(folders[best], folder, dirs_exist_ok=True)
-    add_record(place.results, "language_models", decoder, {**attempts[best], "attempts": attempts})
+    best, record = max(attempts, key=lambda attempt: len(attempt[1]["kinds"]))
+    shutil.copytree(best, folder, dirs_exist_ok=True)
+    tried = [record for _, record in attempts]
+    add_record(place.results, "language_models", decoder, {**record, "attempts": tried})
 
 
 def score_in_words(place: Workplace, folder: Path) -> dict[str, float]:
@@ -183,7 +182,7 @@ def run_job(place: Workplace, job: Job) -> Record:
             nothing_right = {asked: dict.fromkeys(KINDS, 0.0) for asked in ("picture", "words", "blanked")}
             return {**options(job), "diverged": str(error), **nothing_right}
         record = {**options(job), "environment": asdict(Run.read(stage2).environment)}
-        record["language_model"] = fingerprint(hash_files(place.text(job.decoder), WEIGHT_FILES))
+        record["language_model"] = weights_fingerprint(place.text(job.decoder))
         record |= {name: losses(folder) for name, folder in (("stage1", stage1), ("stage2", stage2))}
         record |= evaluate(place, job, trained)
         if job.split == "test":

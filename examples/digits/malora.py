@@ -68,7 +68,7 @@ def main() -> None:
     for norm, seed, arm in tqdm(jobs, desc="Adaptations", unit="run"):
         run_arm(norm, seed, root)
         base = arm_folder(root, norm, seed)
-        run_steps(commands(arm, seed, base), base / arm.name)
+        run_steps(commands(arm, seed, base), base / arm.name, ["evaluation.json"])
         if not (base / arm.name / "evaluation.json").exists():
             evaluate(base / arm.name / "merged", base / arm.name / "evaluation.json")
 

@@ -30,7 +30,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from conversations.files import WEIGHT_FILES, fingerprint, hash_files
+from conversations.files import weights_fingerprint
 from diagnostics.dynamics import measure_point
 from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import THIRDS
@@ -141,6 +141,7 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
 
 def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path) -> None:
     """Record the accuracies for the model card."""
+    weights = weights_fingerprint(folder)
     rows = [
         Evaluation(
             task=name,
@@ -151,7 +152,7 @@ def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path)
             standard_error=scores[name].get("standard_error"),
             n=count,
             command=COMMAND,
-            weights=fingerprint(hash_files(folder, WEIGHT_FILES)),
+            weights=weights,
             baseline=scores["guessing"]["all"],
             baseline_name="guessing",
         )

@@ -46,7 +46,7 @@ def test_what_was_made_from_a_missing_step_is_named(monkeypatch: pytest.MonkeyPa
     for result in results:
         result.parent.mkdir(parents=True, exist_ok=True)
         result.touch()
-    monkeypatch.setattr(ablation, "run_steps", lambda *args: pytest.fail("a step was run"))
+    monkeypatch.setattr(ablation.subprocess, "run", lambda *args, **options: pytest.fail("a step was run"))
     made = [result.parent for result in results[:-1]] + results[-1:]
     for number, missing in enumerate(results[:-1]):
         missing.unlink()

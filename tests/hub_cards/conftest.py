@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from conversations.files import WEIGHT_FILES, fingerprint, hash_files
+from conversations.files import weights_fingerprint
 from diagnostics.__main__ import main as measure
 from hub_cards.build import build
 from hub_server import HubServer, use
@@ -52,8 +52,7 @@ def trained(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     environment = Environment("x86_64", 1, False, "0" * 40, True, "3.11", {"torch": "2.13.0"})
     arguments = {"stage": "instruct", "learning_rate": 1e-5, "model_name_or_path": str(run.parent / "gone")}
     Run("data", 1, arguments, None, environment).write(run)
-    weights = fingerprint(hash_files(run, WEIGHT_FILES))
-    (run / "evaluation.json").write_text(json.dumps([{**EVALUATION, "weights": weights}]))
+    (run / "evaluation.json").write_text(json.dumps([{**EVALUATION, "weights": weights_fingerprint(run)}]))
     (run / "training_args.bin").write_bytes(b"\x80\x02.")
     (run / "optimizer.pt").write_bytes(b"PK")
     (run / "checkpoint-8").mkdir()

@@ -272,6 +272,12 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
             init.constant_(module.weight, self.config.projector_norm_target / module.normalized_shape[0] ** 0.5)
 
     @classmethod
+    def is_custom_code(cls) -> bool:
+        """`False`, though the class is outside of transformers: for custom code transformers leaves modules without
+        weights of their own as they are on loading, and the buffers that they fill (Falcon-H1's) hold anything."""
+        return False
+
+    @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
         """[`PreTrainedModel.from_pretrained`], but raises where it would initialise weights at random or drop some.
 

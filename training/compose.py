@@ -13,7 +13,7 @@ import copy
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,7 +51,11 @@ logger = logging.getLogger(__name__)
 IMAGE_TOKEN_CANDIDATES = ("<image>", "<|image_pad|>", "<|reserved_special_token_0|>", "<unused0>")
 PAD_TOKEN_CANDIDATES = ("<|finetune_right_pad_id|>", "<|endoftext|>", "<pad>")
 # Llava's head is a plain linear layer: anything else that a language model does to its logits would be lost.
-LOGIT_FIELDS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+LOGIT_FIELDS = {
+    "final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0,
+    "output_multiplier": 1.0,
+}  # fmt: skip
+EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass
@@ -106,7 +110,7 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The vision encoder at `path`, without the text encoder that CLIP and SigLIP checkpoints also hold.
 
     Raises:
-        ValueError: if it doesn't take whole pictures of one fixed size.
+        ValueError: if it doesn't take whole pictures of one fixed size, or can't be loaded without its text encoder.
     """
     config = AutoConfig.from_pretrained(path)
     config = getattr(config, "vision_config", config)
@@ -117,6 +121,8 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
                 f"needs a vision transformer with a fixed picture size; {config.model_type!r} is not one (for "
                 "SigLIP2, use a fixed-resolution checkpoint, not a NaFlex one)."
             )
+    if type(config) not in MODEL_MAPPING:
+        raise ValueError(f"{path}: transformers can't load a vision encoder of type {config.model_type!r} by itself.")
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # SigLIP's pooling, which Llava doesn't read and vLLM on CPU can't run
     return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
@@ -126,7 +132,7 @@ def load_text_model(path: str) -> PreTrainedModel:
     """The causal language model at `path`, in its checkpoint's dtype.
 
     Raises:
-        ValueError: if its computation doesn't fit into Llava's, naming the field.
+        ValueError: if its computation doesn't fit into Llava's, naming the field or part.
     """
     config = AutoConfig.from_pretrained(path)
     if hasattr(config, "vision_config") or config.is_encoder_decoder:
@@ -137,7 +143,21 @@ def load_text_model(path: str) -> PreTrainedModel:
                 f"{path}: text_config.{name} is {getattr(config, name)!r}. Llava's head can't do this to the "
                 "logits, so the answers would differ from the language model's own."
             )
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    for name in EXPERT_FIELDS:
+        if (getattr(config, name, None) or 1) > 1:
+            raise ValueError(
+                f"{path}: text_config.{name} is {getattr(config, name)}. Mixtures of experts can't be trained here: "
+                "Llava returns no router logits, which balance the experts, and adapters don't reach their weights."
+            )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    decoder = model.get_decoder()
+    if model.get_output_embeddings().bias is not None:
+        raise ValueError(f"{path}: the language model's head has a bias, which Llava's would lose.")
+    if type(decoder) is not MODEL_MAPPING.get(type(config), None):
+        raise ValueError(f"{path}: Llava would not rebuild the language model's decoder ({type(decoder).__name__}).")
+    if config.tie_word_embeddings and not hasattr(decoder, "embed_tokens"):
+        raise ValueError(f"{path}: the head is tied to embeddings that {type(decoder).__name__} calls otherwise.")
+    return model
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> str:
@@ -163,10 +183,8 @@ def set_pad_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> No
     tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
 
 
-def vision_tokens(
-    vision_model: PreTrainedModel, image_processor: BaseImageProcessor
-) -> tuple[int, Literal["default", "full"]]:
-    """Number of patches of a picture, and whether a CLS token precedes them (`"default"`: it is dropped).
+def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
+    """Number of patches of a picture, and of tokens before them: 1 for an encoder with a CLS token.
 
     Raises:
         ValueError: if the image processor's pictures don't fit the encoder, naming the field.
@@ -176,7 +194,8 @@ def vision_tokens(
     if tuple(pixel_values.shape[-2:]) != (config.image_size, config.image_size):
         raise ValueError(
             f"vision_config.image_size is {config.image_size}, but preprocessor_config.json makes pictures of "
-            f"{tuple(pixel_values.shape[-2:])}: set its `size` (and `crop_size`) to the encoder's."
+            f"{tuple(pixel_values.shape[-2:])}: set its `size` (and `crop_size`) to the encoder's. Encoders that take "
+            "pictures of any size, as Pixtral does, are not supported."
         )
     with torch.no_grad():
         length = vision_model(pixel_values.to(vision_model.dtype)).last_hidden_state.shape[1]
@@ -186,7 +205,7 @@ def vision_tokens(
             f"The vision encoder returns {length} tokens for a picture; vision_config.image_size {config.image_size} "
             f"and vision_config.patch_size {config.patch_size} give {num_patches}, or one more with a CLS token."
         )
-    return num_patches, "full" if length == num_patches else "default"
+    return num_patches, length - num_patches
 
 
 def build_processor(
@@ -194,8 +213,12 @@ def build_processor(
     tokenizer: PreTrainedTokenizerBase,
     image_token: str,
     config: NormLlavaConfig,
+    num_additional_image_tokens: int,
 ) -> LlavaProcessor:
-    """The processor that goes with `config`, with a chat template in the language model's format, if it is known."""
+    """The processor that goes with `config`, with a chat template in the language model's format, if it is known.
+
+    `num_additional_image_tokens` are those that the encoder puts before a picture's patches.
+    """
     if differs_from_own(tokenizer):
         logger.warning(
             "The language model's own chat template writes turns in another way than the %s format, which is used "
@@ -213,7 +236,7 @@ def build_processor(
         tokenizer=tokenizer,
         patch_size=config.vision_config.patch_size,
         vision_feature_select_strategy=config.vision_feature_select_strategy,
-        num_additional_image_tokens=int(config.vision_feature_select_strategy == "default"),
+        num_additional_image_tokens=num_additional_image_tokens,
         image_token=image_token,
         chat_template=chat_template(tokenizer, image_token),
     )
@@ -259,7 +282,7 @@ def compose(
             f"layers, hidden states {-num_layers - 1} to {num_layers}."
         )
     image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
-    num_patches, strategy = vision_tokens(vision_model, image_processor)
+    num_patches, num_additional = vision_tokens(vision_model, image_processor)
 
     tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
     num_embeddings = text_model.get_input_embeddings().weight.shape[0]
@@ -274,7 +297,7 @@ def compose(
         text_config=text_model.config,
         image_token_index=tokenizer.convert_tokens_to_ids(image_token),
         image_seq_length=num_patches,
-        vision_feature_select_strategy=strategy,
+        vision_feature_select_strategy="default" if num_additional else "full",
         vision_feature_layer=vision_feature_layer,
         projector_norm=projector_norm,
         projector_norm_target=target,
@@ -291,7 +314,7 @@ def compose(
         linear.reset_parameters()  # as LLaVA does; transformers' fixed std of 0.02 is too small in narrow models
     projector.to(text_model.dtype)
     model.generation_config = generation_config(text_model.generation_config, tokenizer)
-    return model, build_processor(image_processor, tokenizer, image_token, config)
+    return model, build_processor(image_processor, tokenizer, image_token, config, num_additional)
 
 
 def convert_llava(
@@ -303,11 +326,13 @@ def convert_llava(
 
     Raises:
         ValueError: if `llava_model_path` is not a Llava checkpoint; a NormLlava, which already has a norm, is not.
+            Also if its encoder doesn't take pictures of one fixed size.
     """
     require_model_type(llava_model_path, "llava")
     llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
     language_model = llava.model.language_model
+    num_patches, num_additional = vision_tokens(llava.model.vision_tower, old_processor.image_processor)
 
     fields: dict[str, Any] = {
         name: getattr(llava.config, name)
@@ -315,7 +340,6 @@ def convert_llava(
             "vision_config",
             "text_config",
             "image_token_index",
-            "image_seq_length",
             "projector_hidden_act",
             "vision_feature_select_strategy",
             "vision_feature_layer",
@@ -326,6 +350,7 @@ def convert_llava(
     }
     config = NormLlavaConfig(
         **fields,
+        image_seq_length=num_patches + num_additional - (llava.config.vision_feature_select_strategy == "default"),
         attn_implementation=llava.config._attn_implementation,
         projector_norm=projector_norm,
         projector_norm_target=(measure_target(language_model) if align_norm and projector_norm != "none" else None),
@@ -337,7 +362,8 @@ def convert_llava(
     tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")
     set_pad_token(tokenizer, config.text_config.vocab_size)
     model.generation_config = generation_config(llava.generation_config, tokenizer)
-    return model, build_processor(old_processor.image_processor, tokenizer, old_processor.image_token, config)
+    parts = (old_processor.image_processor, tokenizer, old_processor.image_token)
+    return model, build_processor(*parts, config, num_additional)
 
 
 def add_key_adapters(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -16,8 +17,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
     AutoTokenizer,
+    DeepseekV3Config,
+    FalconH1Config,
     Gemma2Config,
     Gemma2ForCausalLM,
+    GPT2Config,
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
@@ -25,7 +29,12 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaProcessor,
+    MetaClip2VisionConfig,
+    OPTConfig,
+    PhiConfig,
+    PreTrainedConfig,
     PreTrainedModel,
+    Qwen3MoeConfig,
     Siglip2VisionConfig,
     Siglip2VisionModel,
     SiglipImageProcessor,
@@ -34,6 +43,7 @@ from transformers import (
     StableLmConfig,
     StableLmModel,
 )
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from modeling_normllava.configuration_normllava import ProjectorNorm
@@ -51,6 +61,8 @@ from training.compose import (
 from training.model_type import require_model_type
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT_SIZES = {**SIZES, "num_key_value_heads": 2, "vocab_size": 320}
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
@@ -242,6 +254,74 @@ def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path)
     SiglipImageProcessor(size={"height": 42, "width": 42}).save_pretrained(tmp_path / "wrong")
     with pytest.raises(ValueError, match=r"vision_config.image_size is 28, but .* \(42, 42\)"):
         compose(str(tmp_path / "wrong"), qwen2)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (PhiConfig(**TEXT_SIZES), "the language model's head has a bias"),
+        (OPTConfig(**TEXT_SIZES, ffn_dim=48, word_embed_proj_dim=32), "would not rebuild .*decoder .OPTDecoder."),
+        (GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=320), "tied to embeddings that GPT2Model calls"),
+        (Qwen3MoeConfig(**TEXT_SIZES, num_experts=4), r"text_config.num_(local_)?experts is 4"),
+        (DeepseekV3Config(**TEXT_SIZES, n_routed_experts=8), r"text_config.\w+_experts is 8"),
+        (FalconH1Config(**TEXT_SIZES, lm_head_multiplier=0.5), r"text_config.lm_head_multiplier is 0.5"),
+    ],
+)
+def test_language_models_that_would_not_be_themselves(config: PreTrainedConfig, message: str, tmp_path: Path) -> None:
+    """The first three were composed into folders that could not be loaded, the next two failed in the first step, and
+    the last one answered otherwise."""
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_text_model(str(tmp_path))
+
+
+def test_buffers_without_weights_are_filled_on_loading(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    """Falcon-H1 multiplies by one that held whatever was in memory."""
+    config = FalconH1Config(
+        **TEXT_SIZES, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, eos_token_id=256
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "text")
+    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path / "text")
+    model, _ = compose(str(backbones("siglip")), str(tmp_path / "text"))
+    model.save_pretrained(tmp_path / "composed")
+    again = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "composed").eval()
+    input_ids = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(again(input_ids).logits, model.eval()(input_ids).logits)
+
+
+def test_an_encoder_that_cannot_be_loaded_by_itself(tmp_path: Path) -> None:
+    MetaClip2VisionConfig(**SIZES, image_size=28, patch_size=14).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="a vision encoder of type 'metaclip_2_vision_model' by itself"):
+        load_vision_model(str(tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize(("vision", "strategy", "count"), [("clip", "full", 5), ("siglip", "default", 3)])
+def test_a_llava_checkpoint_keeps_its_number_of_image_tokens(
+    vision: str, strategy: str, count: int, composed: Callable[..., Path], picture: Image.Image, tmp_path: Path
+) -> None:
+    """Of the four patches of a picture, with and without what stands before them."""
+    source = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision, text="vicuna"))
+    names = ("vision_config", "text_config", "image_token_index")
+    fields = {name: getattr(source.config, name) for name in names}
+    llava = LlavaForConditionalGeneration(LlavaConfig(**fields, vision_feature_select_strategy=strategy))
+    llava.save_pretrained(tmp_path)
+    processor = AutoProcessor.from_pretrained(composed(vision=vision, text="vicuna"))
+    processor.vision_feature_select_strategy = strategy
+    processor.save_pretrained(tmp_path)
+    model, converted = convert_llava(str(tmp_path), "none")
+    inputs = converted(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
+    assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == model.config.image_seq_length == count
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, llava.eval()(**inputs).logits)
+
+
+def test_a_llava_checkpoint_for_pictures_of_any_size_is_refused(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image_processor = PixtralImageProcessorPil(size={"longest_edge": 64}, patch_size={"height": 14, "width": 14})
+    processor = SimpleNamespace(image_processor=image_processor)
+    monkeypatch.setattr("training.compose.AutoProcessor", SimpleNamespace(from_pretrained=lambda path: processor))
+    with pytest.raises(ValueError, match="pictures of any size, as Pixtral does, are not supported"):
+        convert_llava(str(llava))
 
 
 def test_only_a_llava_checkpoint_is_converted(

@@ -4,11 +4,13 @@ sdpa and eager mask a packed row with a length x length matrix and compute all o
 samples' squared lengths: by torch's variable-length FlashAttention on CUDA, sample by sample elsewhere.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
@@ -38,20 +40,24 @@ def varlen_attention_forward(
         query: `(1, num_heads, sequence_length, head_dim)`.
         key, value: `(1, num_key_value_heads, sequence_length, head_dim)`.
         attention_mask: Must be `None`.
-        cu_seq_lens_q: Where samples begin, `(num_samples + 1,)`, int32, as the collator gives it. Without it the row
-            is one sample.
+        cu_seq_lens_q: Where samples begin, `(num_samples + 1,)`, int32, as the collator gives it.
         max_length_q: Length of the longest sample.
 
     Returns:
         `(1, sequence_length, num_heads, head_dim)`, and `None` for the weights, which are never built.
 
     Raises:
-        ValueError: for a padded batch.
+        ValueError: for a padded batch, or a decoder that doesn't say where samples begin (StableLM, Nemotron) or has
+            attention sinks or soft caps.
     """
     if attention_mask is not None:
         raise ValueError('Attention "varlen" is for packed rows; use "sdpa" for padded batches.')
     if cu_seq_lens_q is None:
-        return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, **kwargs)
+        raise ValueError(
+            f'{type(module).__name__} is not told where samples begin, which attention "varlen" needs; use "sdpa".'
+        )
+    if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
+        raise ValueError('Attention "varlen" has no attention sinks and no soft caps; use "eager".')
     # Under autocast the rotary embedding returns float32 queries and keys, which FlashAttention does not support.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if runs_flash(query):
@@ -100,6 +106,19 @@ def attend_by_sample(
         for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
     ]
     return torch.cat(outputs, dim=1)
+
+
+@contextmanager
+def unpacked(model: PreTrainedModel) -> Iterator[None]:
+    """For the time of the block the model's decoder takes samples that are not packed: "sdpa" stands for "varlen"."""
+    attention = model.config.text_config._attn_implementation
+    if attention == "varlen":
+        model.set_attn_implementation({"text_config": "sdpa"})
+    try:
+        yield
+    finally:
+        if attention == "varlen":
+            model.set_attn_implementation({"text_config": attention})
 
 
 AttentionInterface.register("varlen", varlen_attention_forward)

@@ -13,6 +13,7 @@ from typing_extensions import override
 from diagnostics.dynamics import check_questions, measure_point, read_points, write_points
 from diagnostics.loading import Question
 from diagnostics.samples import prepare_samples
+from training.attention import unpacked
 from training.compiling import eagerly
 from training.overrides import checks_overrides
 
@@ -73,7 +74,8 @@ class DynamicsCallback(TrainerCallback):
         was_training, started = self._model.training, time.monotonic()
         self._model.eval()
         try:
-            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16), eagerly(args):
+            autocast = torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16)
+            with autocast, eagerly(args), unpacked(self._model):
                 point = measure_point(self._model, self._samples, state.global_step)
         finally:
             self._model.train(was_training)

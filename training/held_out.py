@@ -17,6 +17,7 @@ from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, Row, row_turns
 from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.attention import unpacked
 from training.collator import VisionLanguageCollator
 from training.tokenization import IGNORED
 
@@ -58,19 +59,14 @@ def generating(trained: nn.Module, accelerator: Accelerator) -> Iterator[NormLla
     """The unwrapped model, ready to generate from padded prompts in the precision of training."""
     unwrapped: Any = accelerator.unwrap_model(trained)
     model = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
-    attention = model.config.text_config._attn_implementation
-    if attention == "varlen":  # for packed rows only
-        model.set_attn_implementation({"text_config": "sdpa"})
     if isinstance(trained, FSDPModule):  # generating encodes pictures outside of the forward that gathers the weights
         trained.unshard()
     try:
-        with accelerator.autocast():
+        with accelerator.autocast(), unpacked(model):
             yield model
     finally:
         if isinstance(trained, FSDPModule):
             trained.reshard()
-        if attention == "varlen":
-            model.set_attn_implementation({"text_config": attention})
 
 
 class HeldOutQuestions:

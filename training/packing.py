@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Iterator
 
 import numpy as np
+from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from typing_extensions import override
 
@@ -33,6 +34,21 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
         members.append(sample)
         heapq.heappush(rows, (total + lengths[sample], number, members))
     return [sorted(members) for _, _, members in sorted(rows, key=lambda row: (-row[0], row[1]))]
+
+
+def require_attention(config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for a decoder with other layers than attention, such as convolutions or state spaces: they
+    run across the samples of a packed row.
+
+    Args:
+        config: The decoder's.
+    """
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others or MODEL_MAPPING[type(config)]._is_stateful:
+        raise ValueError(
+            f"packed_length: the decoder's layers ({config.model_type}) are not all attention, and others mix the "
+            "samples of a packed row. Remove it, and give per_device_train_batch_size."
+        )
 
 
 def check_longest(lengths: list[int] | np.ndarray, packed_length: int, name: str) -> None:

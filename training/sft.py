@@ -27,6 +27,7 @@ from conversations.measured import row_lengths
 from conversations.streams import RowStream
 from diagnostics.loading import Question, take_questions
 from diagnostics.parts import NoVisualTokensError
+from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.checkpoints import (
     STATE_FILE,
@@ -56,6 +57,7 @@ from training.loading import load_base, make_room, prepare_model
 from training.memory import describe_plan, finish_plan, largest_batch, start_plan
 from training.mixture import describe_sources
 from training.model_type import require_model_type
+from training.packing import require_attention
 from training.phases import phase, with_size
 from training.run import Run, check_same_run, describe_run
 from training.stages import Stage, describe_stage
@@ -160,6 +162,9 @@ def finish(
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
     """Read the data, prepare the model, train, and publish the result; for a finished run, only publish."""
     require_model_type(str(run_args.model_name_or_path), "normllava", run_args.model_revision)
+    if run_args.packed_length is not None:
+        config = NormLlavaConfig.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
+        require_attention(config.text_config)
     checkpoint = find_checkpoint(args)
     environment = describe_environment(args.world_size, resumed=checkpoint is not None)
     stage = Stage(str(run_args.stage))

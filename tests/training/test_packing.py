@@ -9,13 +9,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor, set_seed
+from transformers import (
+    AutoProcessor,
+    FalconH1Config,
+    Gemma3TextConfig,
+    Lfm2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    StableLmConfig,
+    StableLmModel,
+    set_seed,
+)
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.attention import varlen_attention_forward
+from training.attention import attend_by_sample, varlen_attention_forward
 from training.callbacks import InterfaceMonitor
 from training.collator import VisionLanguageCollator
-from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation
+from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation, require_attention
 from training.tokenization import RowTokenizer
 
 
@@ -140,8 +150,35 @@ def test_varlen_takes_queries_and_keys_in_the_dtype_of_values(model: NormLlavaFo
     output, _ = varlen_attention_forward(layer, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=5)
     assert output.shape == (1, 9, 4, 8)
     assert output.dtype == torch.bfloat16
-    alone, _ = varlen_attention_forward(layer, query[:, :, 4:], key[:, :, 4:], value[:, :, 4:].float(), None)
+    query, key, value = (states[:, :, 4:].float() for states in (query, key, value))
+    alone = attend_by_sample(layer, query, key, value, torch.tensor([0, 5]), 0.0, None)
     torch.testing.assert_close(output[:, 4:].float(), alone, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("config", [Lfm2Config(full_attn_idxs=[1]), FalconH1Config()])
+def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedConfig) -> None:
+    """A convolution reads the sample before; the loss was off by hundredths, and nothing was said."""
+    with pytest.raises(ValueError, match=f"packed_length: the decoder's layers .{config.model_type}. are not all"):
+        require_attention(config)
+    require_attention(Gemma3TextConfig())
+    require_attention(LlamaConfig())
+
+
+def test_varlen_refuses_decoders_that_do_not_hand_on_where_samples_begin() -> None:
+    """It attended across the row. Without varlen StableLM masks by positions."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = StableLmModel(StableLmConfig(**sizes, num_key_value_heads=4, attn_implementation="varlen"))
+    boundaries = torch.tensor([0, 4, 9], dtype=torch.int32)
+    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
+    with pytest.raises(ValueError, match=r"StableLmAttention is not told where samples begin"):
+        model(torch.arange(9)[None], position_ids=positions, cu_seq_lens_q=boundaries, use_cache=False)
+
+
+def test_varlen_refuses_attention_sinks(model: NormLlavaForConditionalGeneration) -> None:
+    layer, states = model.model.language_model.layers[0].self_attn, torch.randn(1, 4, 9, 8)
+    options = {"cu_seq_lens_q": torch.tensor([0, 9], dtype=torch.int32), "s_aux": torch.zeros(4)}
+    with pytest.raises(ValueError, match="no attention sinks"):
+        varlen_attention_forward(layer, states, states, states, None, **options)
 
 
 def test_varlen_refuses_padded_batches(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:

@@ -4,8 +4,8 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
+from PIL import ExifTags, ImageOps
 from PIL import Image as PILImage
-from PIL import ImageOps
 
 from conversations.rows import BadRowError, Picture, Row, picture_path, row_images
 
@@ -32,7 +32,14 @@ def _open_image(image: Picture, row: Row) -> PILImage.Image:
                 return PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
             if opened.mode in ("I", "F"):
                 raise OSError(f"pixels of mode {opened.mode} have no known range")
-            return ImageOps.exif_transpose(opened).convert("RGB")
+            pixels = opened.convert("RGB")  # first, since a PNG's EXIF may stand behind its pixels
+            orientation, pixels.info = opened.getexif().get(ExifTags.Base.Orientation), {}
+            if orientation in range(2, 9):
+                # With nothing else: what `exif_transpose` can't write again would stop it.
+                exif = PILImage.Exif()
+                exif[ExifTags.Base.Orientation] = orientation
+                pixels.info["exif"] = exif.tobytes()
+            return ImageOps.exif_transpose(pixels)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         name = image["path"] if isinstance(image, dict) and image["path"] is not None else file
         raise BadRowError(f"{row['source']}: image {name} can't be read ({error}).") from error

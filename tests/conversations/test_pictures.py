@@ -50,6 +50,11 @@ def test_pictures_of_every_kind_come_out_as_people_see_them(tmp_path: Path) -> N
     turned[0x0112] = 6  # held upright by the photographer, stored on its side
     red.save(tmp_path / "turned.jpg", exif=turned)
     assert open_one(tmp_path / "turned.jpg").size == (4, 6)
+    turned[0x011A] = 72.0
+    damaged = bytearray(turned.tobytes())
+    damaged[29] = 0  # the resolution's type, with which Pillow can't write it again
+    red.save(tmp_path / "damaged.jpg", exif=bytes(damaged))
+    assert open_one(tmp_path / "damaged.jpg").size == (4, 6)
 
 
 def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

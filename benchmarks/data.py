@@ -4,8 +4,8 @@
 
 The rows are synthetic, with the lengths of `benchmarks.synthetic`; pictures are files of eight bytes. Every figure is
 from a separate process, relative to its state before the task. `held_bytes` are `RssAnon` of /proc, without the pages
-of mapped files; `peak_bytes` say how far the peak rose above that of importing. `cpu_seconds` depend less than
-`seconds` on other load. `parse` is how files were opened before: the whole file through `json.loads`.
+of mapped files. `cpu_seconds` depend less than `seconds` on other load. `parse` is how files were opened before: the
+whole file through `json.loads`.
 """
 
 import argparse
@@ -115,21 +115,15 @@ def cpu_seconds() -> float:
     )
 
 
-def peak_memory() -> int:
-    """Peak resident bytes of this process, mapped files included."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def run_task(name: str, path: Path, num_proc: int) -> dict[str, float]:
     """Seconds and bytes of a task, in this process."""
     tasks = {"parse": lambda: parse(path), "open": lambda: load_rows(str(path))}
     task = check(path, num_proc) if name == "check" else tasks[name]
-    held, peak, cpu, started = private_memory(), peak_memory(), cpu_seconds(), time.perf_counter()
+    held, cpu, started = private_memory(), cpu_seconds(), time.perf_counter()
     result = task()
     figures = {
         "seconds": time.perf_counter() - started,
         "cpu_seconds": cpu_seconds() - cpu,
-        "peak_bytes": peak_memory() - peak,
         "held_bytes": private_memory() - held,
     }
     assert result is not None  # which keeps it in memory until here

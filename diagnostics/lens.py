@@ -85,8 +85,8 @@ def _scaled_as_by(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
 def measure_lens(
     decoded: Sequence[dict[int, tuple[torch.Tensor, torch.Tensor]]], tokenizer: PreTrainedTokenizerBase
 ) -> Lens | None:
-    """The measures of `DEFINITIONS`, from the results of [`read_visual`] for each sample by layer; `None` if there are
-    none."""
+    """The measures of `DEFINITIONS`, from the results of [`read_visual`] by layer, one sample of each picture; `None`
+    if there are none."""
     decoded = [layers for layers in decoded if layers]
     if not decoded:
         return None

@@ -128,7 +128,7 @@ def record_samples(
     num_read: int = 0,
 ) -> list[Record]:
     """A record for each sample, with attention, keys and values of `layers`; the visual tokens of the first `num_read`
-    are decoded with the decoder's head.
+    pictures are decoded once each with the decoder's head.
 
     With a `title`, progress is shown. For other samples the head is not run: nothing after the decoder is measured.
 
@@ -144,7 +144,7 @@ def record_samples(
         kept = draw_positions(tokens, picture, seen[picture], -(-per_picture // counts[picture]))
         seen[picture] += 1
         with naming_source(sample.question):
-            num_images, read = len(sample.question.images), number < num_read
+            num_images, read = len(sample.question.images), seen[picture] == 1 and len(seen) <= num_read
             with Probe(model, inputs, tokens, layers, kept, num_images, lens=read) as probe:
                 model.base_model(**inputs)
             records.append(probe.record())

@@ -128,10 +128,11 @@ def escape(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits; a dash for a missing value."""
+    """Three significant digits, and none after the point from 1,000 on; a dash for a missing value."""
     if value is None or math.isnan(value):
         return "–"
-    shown = f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}" if abs(value) < 1000 else f"{value:,.0f}"
+    whole = isinstance(value, int) or abs(float(f"{value:.{digits}g}")) >= 1000
+    shown = f"{value:,.0f}" if whole else f"{value:.{digits}g}"
     return shown.replace("-", "−", 1) if value < 0 else shown
 
 

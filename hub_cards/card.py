@@ -8,7 +8,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from diagnostics.report import with_interval
+from diagnostics.report import number, with_interval
 from hub_cards.facts import Facts
 from hub_cards.licences import APACHE, Licence, known_licence
 from training.run import Source
@@ -141,7 +141,7 @@ def render_card(
     environment.filters |= {
         "count": lambda value: NOT_RECORDED if not isinstance(value, int) else f"{value:,}",
         "recorded": lambda value: NOT_RECORDED if value is None else value,
-        "significant": lambda value: NOT_RECORDED if value is None else f"{value:.3g}",
+        "significant": lambda value: NOT_RECORDED if value is None else number(value),
         "link": lambda name: "trained from scratch" if name is None else f"[{name}](https://huggingface.co/{name})",
         "source": describe_source,
         "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),

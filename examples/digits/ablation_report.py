@@ -12,14 +12,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import matplotlib.pyplot as plt
 from ablation import ARMS, OPTIMIZER_ARMS, SEEDS, SGD_RATES, Arm, arm_folder, read_folder
+from depth_plan import t_interval
 from quickstart import ROOT, RUN
 from report import PROBE_SIZE, load_scene_questions, write_probe
-from scipy.stats import t
 from tqdm import tqdm
 
 from conversations.files import write_whole
@@ -151,8 +151,8 @@ def over_seeds(values: Sequence[float], digits: int, factor: float = 1.0) -> str
     """Mean and half width of its 95% t interval over seeds; the value for one seed, a dash for none."""
     if len(values) < 2:
         return f"{factor * values[0]:.{digits}f}" if values else "–"
-    half = float(t.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
-    return f"{factor * mean(values):.{digits}f} ± {factor * half:.{digits}f}"
+    center, low, _ = t_interval(values)
+    return f"{factor * center:.{digits}f} ± {factor * (center - low):.{digits}f}"
 
 
 def column(value: Callable[[ArmRun], float], digits: int, factor: float = 1.0) -> Column:

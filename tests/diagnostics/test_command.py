@@ -131,6 +131,10 @@ def test_questions_about_one_picture_are_one_sample(composed: Composed, data: Pa
     # With fewer asked for, all are different.
     few = measured_with(model, data, num_samples=2)
     assert (few.num_samples, few.num_pictures) == (2, 2)
+    data.write_text(json.dumps([rows[0]] * 3))
+    (alone,) = measured_with(model, data).models
+    assert alone.lens is not None
+    assert alone.lens.num_pictures == 1
 
 
 def test_the_order_of_models_changes_nothing(composed: Composed, data: Path) -> None:

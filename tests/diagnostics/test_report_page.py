@@ -128,8 +128,8 @@ def test_digits_keep_the_interval(mean: float, interval: Interval, shown: str) -
 
 
 def test_numbers() -> None:
-    assert [number(value) for value in (None, float("nan"), -0.01234, 12345.6, 1024)] == [
-        "–", "–", "−0.0123", "12,346", "1,024",
+    assert [number(value) for value in (None, float("nan"), -0.01234, 999.7, 12345.6, 1024)] == [
+        "–", "–", "−0.0123", "1,000", "12,346", "1,024",
     ]  # fmt: skip
 
 

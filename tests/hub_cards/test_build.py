@@ -243,9 +243,10 @@ def test_results_are_read_as_they_stand(trained: Path, prose: Path, tmp_path: Pa
     assert r"| a b &lt;i> | owner/rows (test) | acc\|any | 0.5 ± 0.035 |" in card
     assert "\n```py\n" not in card
     assert "| 200 | a script | 0.1 (" in card
-    (run / "evaluation.json").write_text(json.dumps([{**result, "standard_error": None, "harness": "lm-eval 1"}]))
+    row = {**result, "value": 1488.6, "standard_error": None, "harness": "lm-eval 1"}
+    (run / "evaluation.json").write_text(json.dumps([row]))
     card = (build(run, tmp_path / "second", "me/Mine", prose, **OWN) / "README.md").read_text()
-    assert "| 0.5 | 200 | lm-eval 1 |" in card
+    assert "| 1,489 | 200 | lm-eval 1 |" in card
     for rows, message in (
         ([{**result, "value": None}], ", row 0: value is null, NaN or infinite"),
         (result, " is not a list of results"),

@@ -36,18 +36,21 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
     return [sorted(members) for _, _, members in sorted(rows, key=lambda row: (-row[0], row[1]))]
 
 
-def require_attention(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a decoder with other layers than attention, such as convolutions or state spaces: they
-    run across the samples of a packed row.
+# Decoders whose mask doesn't depend on positions: a packed row is one sample to them.
+MASKED_AS_ONE = ("biogpt", "falcon", "xglm")
+
+
+def require_separate_samples(config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for a decoder that mixes the samples of a packed row, as convolutions and state spaces do.
 
     Args:
         config: The decoder's.
     """
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if others or MODEL_MAPPING[type(config)]._is_stateful:
+    if others or MODEL_MAPPING[type(config)]._is_stateful or config.model_type in MASKED_AS_ONE:
         raise ValueError(
-            f"packed_length: the decoder's layers ({config.model_type}) are not all attention, and others mix the "
-            "samples of a packed row. Remove it, and give per_device_train_batch_size."
+            f"packed_length: the decoder ({config.model_type}) mixes the samples of a packed row, in layers that are "
+            "not attention or by its mask. Remove packed_length, and give per_device_train_batch_size."
         )
 
 

@@ -57,7 +57,7 @@ from training.loading import load_base, make_room, prepare_model
 from training.memory import describe_plan, finish_plan, largest_batch, start_plan
 from training.mixture import describe_sources
 from training.model_type import require_model_type
-from training.packing import require_attention
+from training.packing import require_separate_samples
 from training.phases import phase, with_size
 from training.run import Run, check_same_run, describe_run
 from training.stages import Stage, describe_stage
@@ -164,7 +164,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     require_model_type(str(run_args.model_name_or_path), "normllava", run_args.model_revision)
     if run_args.packed_length is not None:
         config = NormLlavaConfig.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
-        require_attention(config.text_config)
+        require_separate_samples(config.text_config)
     checkpoint = find_checkpoint(args)
     environment = describe_environment(args.world_size, resumed=checkpoint is not None)
     stage = Stage(str(run_args.stage))

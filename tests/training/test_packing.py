@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from transformers import (
     AutoProcessor,
+    BioGptConfig,
     FalconH1Config,
     Gemma3TextConfig,
     Lfm2Config,
@@ -25,7 +26,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training.attention import attend_by_sample, varlen_attention_forward
 from training.callbacks import InterfaceMonitor
 from training.collator import VisionLanguageCollator
-from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation, require_attention
+from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation, require_separate_samples
 from training.tokenization import RowTokenizer
 
 
@@ -155,13 +156,13 @@ def test_varlen_takes_queries_and_keys_in_the_dtype_of_values(model: NormLlavaFo
     torch.testing.assert_close(output[:, 4:].float(), alone, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("config", [Lfm2Config(full_attn_idxs=[1]), FalconH1Config()])
+@pytest.mark.parametrize("config", [Lfm2Config(full_attn_idxs=[1]), FalconH1Config(), BioGptConfig()])
 def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedConfig) -> None:
-    """A convolution reads the sample before; the loss was off by hundredths, and nothing was said."""
-    with pytest.raises(ValueError, match=f"packed_length: the decoder's layers .{config.model_type}. are not all"):
-        require_attention(config)
-    require_attention(Gemma3TextConfig())
-    require_attention(LlamaConfig())
+    """They read the samples before; the loss was off by hundredths, and nothing was said."""
+    with pytest.raises(ValueError, match=f"packed_length: the decoder .{config.model_type}. mixes the samples"):
+        require_separate_samples(config)
+    require_separate_samples(Gemma3TextConfig())
+    require_separate_samples(LlamaConfig())
 
 
 def test_varlen_refuses_decoders_that_do_not_hand_on_where_samples_begin() -> None:

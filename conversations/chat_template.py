@@ -73,6 +73,8 @@ _CHAT_TEMPLATE = """\
 {%- set ns = namespace(system="") -%}
 {%- for message in messages -%}
     {%- if message["role"] == "assistant" -%}
+        {{- @USER_START@ + ns.system + @USER_END@ if ns.system else "" -}}
+        {%- set ns.system = "" -%}
         {{- @ASSISTANT@ -}}
         {%- generation -%}
             {{- @ANSWER_START@ + render(message["content"]) + @END_OF_TURN@ -}}
@@ -81,12 +83,13 @@ _CHAT_TEMPLATE = """\
     {%- elif message["role"] == "system" -%}
         @SYSTEM@
     {%- elif message["role"] == "user" -%}
-        {{- @USER_START@ + ns.system + render(message["content"]) + @USER_END@ -}}
+        {{- @USER_START@ + (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) + @USER_END@ -}}
         {%- set ns.system = "" -%}
     {%- else -%}
         {{- raise_exception("Unknown role " + message["role"] + "; allowed are system, user and assistant.") -}}
     {%- endif -%}
 {%- endfor -%}
+{{- @USER_START@ + ns.system + @USER_END@ if ns.system else "" -}}
 {{- @ASSISTANT@ if add_generation_prompt else "" -}}
 """
 
@@ -152,7 +155,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
     """Jinja template of the tokenizer's own chat format, for messages with text and `{"type": "image"}` parts."""
     style = chat_format(tokenizer)
     if style.system is None:
-        system = '{%- set ns.system = render(message["content"]) + "\\n\\n" -%}'
+        system = '{%- set ns.system = (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) -%}'
     else:
         system = (
             f'{{{{- {json.dumps(style.system[0])} + render(message["content"]) + {json.dumps(style.system[1])} -}}}}'

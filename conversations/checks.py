@@ -210,8 +210,8 @@ class StreamCheck:
         if self._met.get(source) == self._num_good:
             num_bad = sum(number == self._num_good for number in self._met.values())
             raise BadRowError(
-                f"{source}: {problem}. All {num_bad} rows of the stream are bad; fix the data, no row is left to "
-                "train on."
+                f"{source}: {problem}. All {num_bad} rows are bad that one process or worker reads of the stream; fix "
+                "them, or use fewer processes and dataloader workers."
             )
         self._met[source] = self._num_good
         self.report.add(source, problem)

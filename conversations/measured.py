@@ -151,7 +151,7 @@ def _read_texts(
                     length = len(tokenize(row)[0])
                 except BadRowError as error:
                     token_problem = reason(error, row)
-            checksum = 0 if problem else zlib.crc32(f"[{json.dumps(conversations)}, ".encode())
+            checksum = 0 if problem else zlib.crc32(f"[{json.dumps(conversations, default=str)}, ".encode())
             for name, value in zip(schema.names, (problem, token_problem, marks, length, checksum), strict=True):
                 found[name].append(value)
         return found
@@ -209,6 +209,7 @@ def _open_pictures(
     dataset: Dataset, files: pa.Table, bad: set[int], num_proc: int | None, is_kept: bool
 ) -> dict[int, str]:
     """Open the pictures of rows that are not bad, except those whose state is unchanged since they were opened before.
+    What could not be opened is tried again: the cause may have been the disk, or a Pillow without that format.
 
     Returns:
         The rows with a picture that can't be opened, and why.
@@ -240,9 +241,7 @@ def _open_pictures(
             kept = _kept_file("pictures", [columns[start]["source"], start, stop, code])
             before = _read_kept(kept, schema)
             if before is not None and len(before) == len(states):
-                is_known = pc.equal(before["state"], states).to_numpy()
-                found = pc.if_else(pa.array(is_known), before["problem"].combine_chunks(), "")
-                is_due &= ~is_known
+                is_due &= ~pc.and_(pc.equal(before["state"], states), pc.equal(before["problem"], "")).to_numpy()
         due = np.flatnonzero(is_due)
         if len(due):
             desc = f"Opening pictures of rows {start:,} to {stop:,} of {len(dataset):,}"

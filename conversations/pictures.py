@@ -1,5 +1,6 @@
 """The pictures of a row, opened when they are needed."""
 
+import re
 from io import BytesIO
 from typing import Any
 
@@ -19,20 +20,22 @@ def open_images(row: Row) -> list[PILImage.Image]:
     Raises:
         BadRowError: if one can't be read, or is outside the row's folder.
     """
-    return [_open_image(image, row) for image in row_images(row)]
+    return [_open_image(image, row, number) for number, image in enumerate(row_images(row), 1)]
 
 
-def _open_image(image: Picture, row: Row) -> PILImage.Image:
+def _open_image(image: Picture, row: Row, number: int) -> PILImage.Image:
     file: Any = picture_path(row, image)
     if file is None and isinstance(image, dict):
         file = BytesIO(image["bytes"])
     try:
         with PILImage.open(file) as opened:
+            # Pixels first, since a PNG's EXIF may stand behind them.
             if opened.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
-                return PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
-            if opened.mode in ("I", "F"):
+                pixels = PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
+            elif opened.mode in ("I", "F"):
                 raise OSError(f"pixels of mode {opened.mode} have no known range")
-            pixels = opened.convert("RGB")  # first, since a PNG's EXIF may stand behind its pixels
+            else:
+                pixels = opened.convert("RGB")
             orientation, pixels.info = opened.getexif().get(ExifTags.Base.Orientation), {}
             if orientation in range(2, 9):
                 # With nothing else: what `exif_transpose` can't write again would stop it.
@@ -41,5 +44,6 @@ def _open_image(image: Picture, row: Row) -> PILImage.Image:
                 pixels.info["exif"] = exif.tobytes()
             return ImageOps.exif_transpose(pixels)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
-        name = image["path"] if isinstance(image, dict) and image["path"] is not None else file
-        raise BadRowError(f"{row['source']}: image {name} can't be read ({error}).") from error
+        path = image["path"] if isinstance(image, dict) else file
+        reason = re.sub(r" <_io.BytesIO .*>", "", str(error))
+        raise BadRowError(f"{row['source']}: image {path or number} can't be read ({reason}).") from error

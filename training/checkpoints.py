@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -301,7 +302,5 @@ def supersede(output_dir: Path, checkpoint: Path) -> None:
 
 def _move_into(folder: Path, path: Path) -> None:
     folder.mkdir(exist_ok=True)
-    aside = folder / path.name
-    if aside.is_dir():
-        shutil.rmtree(aside)
-    path.rename(aside)
+    names = (f"{path.name}.{number}" if number else path.name for number in itertools.count())
+    path.rename(next(folder / name for name in names if not (folder / name).exists()))

@@ -70,7 +70,7 @@ class MfuMeter:
         lengths = inputs["cu_seq_lens_q"].diff() if packed else inputs["attention_mask"].sum(1)
         supervised = (inputs["labels"][:, 1:] != IGNORED).sum()
         pictures = torch.full_like(supervised, len(inputs["pixel_values"]))
-        lengths = lengths.double()
+        lengths = (lengths * (lengths > 1)).double()  # of a packed blank picture each token is a sample
         work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])  # as UNITS
         self._work = self._work.to(work.device) + work
 

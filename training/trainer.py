@@ -215,6 +215,13 @@ class NormLlavaTrainer(SFTTrainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @override
+    def _init_training_state(self, max_steps: int, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """With this run's intervals of logging, evaluation and saving: a checkpoint's state brings those of before."""
+        done = super()._init_training_state(max_steps, *args, **kwargs)
+        self.state.compute_steps(self.args, max_steps)
+        return done
+
+    @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of the arguments, its parameter groups split by module, each with its learning rate."""
         if self.optimizer is not None:

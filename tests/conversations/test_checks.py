@@ -267,7 +267,7 @@ def test_that_no_row_is_left_is_said(tmp_path: Path) -> None:
 def test_a_stream_of_bad_rows_ends(tmp_path: Path) -> None:
     bad = [BAD_ROWS["no assistant turn"], BAD_ROWS["turn 0 is not"]]
     stream = load_rows(str(write_json(tmp_path, bad)), str(tmp_path / "pictures"), streaming=True)
-    said = "row 0: no assistant turn.* All 2 rows of the stream are bad; fix the data, no row is left to train on"
+    said = "row 0: no assistant turn.* All 2 rows are bad that one process or worker reads of the stream; fix them"
     with pytest.raises(BadRowError, match=said):
         list(check_stream(stream, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl", epochs=2))
     stream = load_rows(str(write_json(tmp_path, [*bad, GOOD_ROWS[1]])), streaming=True)

@@ -50,6 +50,8 @@ def test_pictures_of_every_kind_come_out_as_people_see_them(tmp_path: Path) -> N
     turned[0x0112] = 6  # held upright by the photographer, stored on its side
     red.save(tmp_path / "turned.jpg", exif=turned)
     assert open_one(tmp_path / "turned.jpg").size == (4, 6)
+    PILImage.fromarray(ramp[:, :4]).save(tmp_path / "turned.png", exif=turned)  # 16 bits
+    assert open_one(tmp_path / "turned.png").size == (8, 4)
     turned[0x011A] = 72.0
     damaged = bytearray(turned.tobytes())
     damaged[29] = 0  # the resolution's type, with which Pillow can't write it again
@@ -71,6 +73,9 @@ def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pyt
     for name in ("float.tiff", "torn.jpg", "text.png", "empty.png", "text_bomb.png"):
         with pytest.raises(BadRowError, match=f"data.json, row 0: image .*{name} can't be read"):
             open_one(tmp_path / name)
+    inside = {"images": [{"bytes": whole, "path": None}, {"bytes": b"?", "path": None}], "source": "row 1"}
+    with pytest.raises(BadRowError, match=r"^row 1: image 2 can't be read \(cannot identify image file\)\.$"):
+        open_images(inside)
     monkeypatch.setattr(PILImage, "MAX_IMAGE_PIXELS", 4000)  # Pillow refuses twice this
     with pytest.raises(BadRowError, match=r"bomb.png can't be read .*decompression bomb"):
         open_one(tmp_path / "bomb.png")

@@ -138,6 +138,13 @@ def test_going_on_from_a_named_checkpoint_sets_aside_what_came_after_it(
     }  # fmt: skip
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}
     assert Run.read(out).arguments["learning_rate"] == 2e-3
+    # Of what was set aside nothing is replaced. The new intervals hold, and not the checkpoint's.
+    fields |= {"save_steps": 1, "logging_steps": 1}
+    run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=str(out / "checkpoint-3"), max_steps=6)
+    assert {path.name for path in (out / "superseded").iterdir()} == {
+        "checkpoint-5", "checkpoint-6", "checkpoint-8", "trainer_state.json", "trainer_state.json.1",
+    }  # fmt: skip
+    assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (3, 4, 5, 6)}
     # Another run's checkpoint does not take the folder over.
     other = str(Path(finished["output_dir"]) / "checkpoint-3")
     with pytest.raises(ValueError, match="already holds a run"):

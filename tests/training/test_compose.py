@@ -45,6 +45,7 @@ from transformers import (
 )
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
+from conversations.chat_template import chat_template
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.compose import (
@@ -150,6 +151,27 @@ def test_composed_model_answers_before_it_is_saved(backbones: Callable[[str], Pa
     input_ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     with torch.no_grad():
         assert torch.equal(model(input_ids=input_ids).logits, language_model(input_ids=input_ids).logits)
+
+
+def test_gemma_keeps_every_system_turn(composed: Callable[..., Path]) -> None:
+    """Its format has none: they stand before the user's next turn, or are one. Only the last before it was kept."""
+    tokenizer = AutoProcessor.from_pretrained(composed(text="gemma3")).tokenizer
+    told = [{"role": "system", "content": text} for text in ("One.", "Two.", "Three.", "Four.")]
+    messages = [
+        *told[:2],
+        {"role": "user", "content": "Why?"},
+        told[2],
+        {"role": "assistant", "content": "So."},
+        told[3],
+    ]
+    template = chat_template(tokenizer, "<unused0>")
+    assert tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    ) == (
+        "<bos><start_of_turn>user\nOne.\n\nTwo.\n\nWhy?<end_of_turn>\n"
+        "<start_of_turn>user\nThree.<end_of_turn>\n<start_of_turn>model\nSo.<end_of_turn>\n"
+        "<start_of_turn>user\nFour.<end_of_turn>\n<start_of_turn>model\n"
+    )
 
 
 def test_zero_rows_are_left_out_of_the_target(backbones: Callable[[str], Path], tmp_path: Path) -> None:

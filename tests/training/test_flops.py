@@ -33,6 +33,22 @@ def test_time_without_training_is_left_out(
     assert meter.collect(lambda sums: 3 * sums, num_processes=3) == pytest.approx(expected / 4e9)
 
 
+def test_a_packed_blank_picture_has_no_tokens(model: NormLlavaForConditionalGeneration) -> None:
+    prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 1e-3, 1e-3))
+    found = []
+    for boundaries in ([0, 5, 9], [0, 5, 9, 10, 11, 12, 13]):
+        meter = flops.MfuMeter(model, Stage.ALIGN, peak=1e9)
+        meter.add(
+            {
+                "labels": torch.ones(1, 9),
+                "cu_seq_lens_q": torch.tensor(boundaries),
+                "pixel_values": torch.zeros(1, 3, 28, 28),
+            }
+        )
+        found.append(meter._work.tolist())
+    assert found[0] == found[1]
+
+
 def test_of_several_feature_layers_the_deepest_counts(model: NormLlavaForConditionalGeneration) -> None:
     prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 1e-3, 1e-3))
     costs = []

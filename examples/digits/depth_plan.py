@@ -356,6 +356,7 @@ def lines(study: Study) -> list[Line]:
         *searched("width", decoders(*study.wide), decoders=study.wide),
         compared("twice the steps, shallowest", [(study.depths[0], arm, "doubled") for arm in PAIR]),
         *searched("the dial and other starts", others),
+        *searched("other starts, shallowest", [(study.depths[0], arm, "plain") for arm in ("small-start", "scale")]),
         compared("clipping and warm-up", variants("unclipped", "warmup")),
         *searched("what stage 2 trains", variants("adapters", "projector")),
         *searched("deepest", decoders(*study.deepest), decoders=study.deepest),

@@ -188,7 +188,7 @@ def inside_table(results: Results) -> str:
 
     rows = []
     pairs = [case for pair in results.pairs for case in pair_of(*pair)]
-    for case in dict.fromkeys([*results.arms, *pairs]):
+    for case in dict.fromkeys([*results.arms, *pairs, *results.others]):
         scores, records = results.scores(case), results.trained(case)
         seeds = f"{len(scores)}, {lost} diverged" if (lost := len(scores) - len(records)) else f"{len(scores)}"
         gains = less(scores, results.scores((case[0], "none", case[2])))

@@ -14,6 +14,7 @@ class Results:
     Attributes:
         pairs: Decoder and variant of each comparison of GWC and no norm, in the order of the protocol.
         arms: The cases at the main depth that are trained as in the recipes.
+        others: Cases of other arms than GWC and no norm at the other depths.
         missing: What is not run yet, in words.
     """
 
@@ -23,6 +24,7 @@ class Results:
         cases = [case for line in lines(study) for case in line.cases]
         done = [case for case in cases if self.runs(case)]
         self.arms = [case for case in done if case[0] == study.main and case[2] == "plain"]
+        self.others = [case for case in done if case[0] != study.main and case[1] not in PAIR]
         pairs = dict.fromkeys((decoder, variant) for decoder, _, variant in done if variant != "exchanged")
         self.pairs = [pair for pair in pairs if all(case in done for case in pair_of(*pair))]
         titles = [

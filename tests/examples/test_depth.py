@@ -360,7 +360,7 @@ def test_what_is_not_run_is_named_and_no_row_of_a_table() -> None:
     assert (
         "- 12x128 twice the steps\n- 3x256 the recipes, rates searched\n- 3x128 twice the steps\n" in texts["results"]
     )
-    assert "15 comparisons are [not run yet]" in texts["summary"]
+    assert "17 comparisons are [not run yet]" in texts["summary"]
     assert [row[:2] for row in rows_of(depth_report.pair_table(depth_results.Results(study, records)))] == [
         [decoder, "the recipes, rates searched"] for decoder in ("12x128", "3x128", "6x128")
     ]
@@ -414,6 +414,17 @@ def test_runs_that_diverged_count_with_their_score_and_have_no_inside() -> None:
     assert rows_of(depth_report.inside_table(results))[0][2:7] == ["no norm", "8, 8 diverged", "0.0", "", "–"]
     for draw in (depth_figures.draw_inside, depth_figures.draw_losses):
         assert all(len(axis.lines) > 0 for axis in draw(results, ["12x128"]).axes)
+
+
+def test_other_arms_of_other_depths_have_rows() -> None:
+    study, records = two_depths()
+    starts = {"small-start": 0.7, "scale": 0.6}
+    finish_line(study, records, "other starts, shallowest", lambda job: starts.get(job.arm, 0.5))
+    rows = rows_of(depth_report.inside_table(depth_results.Results(study, records)))
+    assert [[row[0], *row[2:6]] for row in rows[-2:]] == [
+        ["3x128", "no norm, second layer small", "5", "71.3", "20.0 (20.0 to 20.0)"],
+        ["3x128", "scale for each channel, no norm", "5", "61.3", "10.0 (10.0 to 10.0)"],
+    ]
 
 
 def test_kinds_that_fail_the_gate_are_neither_in_tables_nor_on_the_map() -> None:

@@ -188,7 +188,7 @@ def test_training_does_not_notice(
     settings = {
         "instruct": INSTRUCT,
         "packed": {**INSTRUCT, **PACKED, "packed_length": 260},
-        "adapt": {**ADAPT, "logging_strategy": "epoch"},
+        "adapt": ADAPT,
         "workers": {**ADAPT, "dataloader_num_workers": 1},
         "stream": {**INSTRUCT, **streaming},
         "4 bits": {**ADAPT, "load_in_4bit": True, "bf16": True},

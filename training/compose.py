@@ -75,6 +75,13 @@ class ComposeArguments:
     align_norm: bool = field(
         default=True, metadata={"help": "Start visual tokens at the text embeddings' norm; otherwise at gain 1."}
     )
+    scale_projector: bool = field(
+        default=False,
+        metadata={
+            "help": "Without a norm: scale the projector's second layer, so that visual tokens start at the text "
+            "embeddings' norm."
+        },
+    )
     vision_feature_layer: int = field(
         default=-2, metadata={"help": "Hidden state of the vision encoder to read, LLaVA's -2 by default."}
     )
@@ -97,6 +104,7 @@ class ComposeArguments:
         idle = {
             "projector_norm": self.normllava_model is not None,
             "align_norm": self.normllava_model is not None,
+            "scale_projector": self.vision_model is None or self.projector_norm != "none",
             "vision_feature_layer": self.vision_model is None,
             "key_adapter_alpha": self.key_adapter_rank == 0,
             "key_adapter_dropout": self.key_adapter_rank == 0,
@@ -267,6 +275,7 @@ def compose(
     align_norm: bool = True,
     vision_feature_layer: int = -2,
     seed: int = 42,
+    scale_projector: bool = False,
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava from a vision encoder and a language model, with a new projector. Arguments as on the command line.
 
@@ -314,7 +323,13 @@ def compose(
         linear.reset_parameters()  # as LLaVA does; transformers' fixed std of 0.02 is too small in narrow models
     projector.to(text_model.dtype)
     model.generation_config = generation_config(text_model.generation_config, tokenizer)
-    return model, build_processor(image_processor, tokenizer, image_token, config, num_additional)
+    processor = build_processor(image_processor, tokenizer, image_token, config, num_additional)
+    if scale_projector:
+        norms = interface_norms(model, processor)
+        with torch.no_grad():
+            for parameter in projector.linear_2.parameters():
+                parameter *= norms["text"] / norms["projector_output"]
+    return model, processor
 
 
 def convert_llava(
@@ -452,6 +467,7 @@ def main() -> None:
             args.align_norm,
             args.vision_feature_layer,
             args.seed,
+            args.scale_projector,
         )
     else:
         model, processor = convert_llava(args.llava_model, args.projector_norm, args.align_norm)

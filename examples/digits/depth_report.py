@@ -101,16 +101,19 @@ def pair_table(results: Results) -> str:
 
 
 def kind_table(results: Results, asked: str) -> str:
-    """The difference by kind of question, about pictures or in words; what a language model couldn't answer in words
-    before it saw a picture says nothing."""
+    """Each arm less no norm by kind of question, about pictures or in words; what a language model couldn't answer in
+    words before it saw a picture says nothing."""
     rows = []
-    for decoder, variant in results.pairs:
+    for case in results.shown:
+        decoder, arm, variant = case
+        if arm == "none":
+            continue
         cells = []
         for kind in KINDS:
-            says = kind in answerable(results.records, decoder)
-            cells.append(interval(results.gains(decoder, variant, kind, asked)) if says else "says nothing")
-        rows.append([decoder, VARIANTS[variant].title, *cells])
-    return table(["layers x width", "trained", *KINDS], rows)
+            gains = less(results.scores(case, kind, asked), results.scores((decoder, "none", variant), kind, asked))
+            cells.append(interval(gains) if kind in answerable(results.records, decoder) else "says nothing")
+        rows.append([decoder, VARIANTS[variant].title, ARMS[arm].title, *cells])
+    return table(["layers x width", "trained", "arm less no norm", *KINDS], rows)
 
 
 def guessing(results: Results) -> str:
@@ -187,8 +190,7 @@ def inside_table(results: Results) -> str:
         return f"{100 * mean(layers[best]):.0f}% at layer {best}"
 
     rows = []
-    pairs = [case for pair in results.pairs for case in pair_of(*pair)]
-    for case in dict.fromkeys([*results.arms, *pairs, *results.others]):
+    for case in results.shown:
         scores, records = results.scores(case), results.trained(case)
         seeds = f"{len(scores)}, {lost} diverged" if (lost := len(scores) - len(records)) else f"{len(scores)}"
         gains = less(scores, results.scores((case[0], "none", case[2])))
@@ -238,21 +240,24 @@ def against_table(results: Results) -> str:
 
 
 def correlations(results: Results) -> list[list[str]]:
-    """How a run's score goes with its ratio of norms and gap of cosines, over all arms' runs at the main depth."""
+    """How a run's score goes with its ratio of norms and gap of cosines, over all arms' runs at the main depth, and
+    without the arm whose visual tokens are by far the longest."""
     arms = results.arms if len(results.arms) == len(ARMS) else []
-    runs = [(results.scores(case)[record["seed"]], record) for case in arms for record in results.trained(case)]
+    groups = {"": arms, ", no norm left out": [case for case in arms if case[1] != "none"]}
     rows = []
     for title, of in (
         ("distance of the norm ratio from 1", lambda inside: abs(log(inside["ratio"]))),
         ("distance of the first third's gap of cosines from 0", lambda inside: abs(inside["gap"][0])),
     ):
-        cells = [NOT_RUN, ""]
-        if runs:
-            found = spearmanr([score for score, _ in runs], [of(record["inside"]["stage2"]) for _, record in runs])
-            against = "not clear" if found.pvalue >= 0.05 else "no" if found.statistic < 0 else "yes"
-            over = f"{len(runs)} runs of {len(arms)} arms"
-            cells = [f"{found.statistic:.2f} over {over}, p = {found.pvalue:.2g} if independent", against]
-        rows.append([f"rank correlation of score and {title}", *cells])
+        for without, cases in groups.items():
+            runs = [(results.scores(case)[each["seed"]], each) for case in cases for each in results.trained(case)]
+            cells = [NOT_RUN, ""]
+            if runs:
+                found = spearmanr([score for score, _ in runs], [of(record["inside"]["stage2"]) for _, record in runs])
+                against = "not clear" if found.pvalue >= 0.05 else "no" if found.statistic < 0 else "yes"
+                over = f"{len(runs)} runs of {len(cases)} arms"
+                cells = [f"{found.statistic:.2f} over {over}, p = {found.pvalue:.2g} if independent", against]
+            rows.append([f"rank correlation of score and {title}{without}", *cells])
     return rows
 
 
@@ -286,7 +291,7 @@ def render(results: Results, figures: Mapping[str, Path]) -> dict[str, str]:
             "By 95% intervals: no, where the whole interval lies above 0; yes, where it lies below; else not clear.",
             against_table(results),
             "### By kind of question",
-            f"GWC less no norm in points, with 95% intervals, about pictures. Guessing scores {guessing(results)}.",
+            f"Each arm less no norm in points (95% intervals), about pictures. Guessing scores {guessing(results)}.",
             kind_table(results, "picture"),
             "The same about scenes in words, asked after stage 2:",
             kind_table(results, "words"),

@@ -14,7 +14,7 @@ class Results:
     Attributes:
         pairs: Decoder and variant of each comparison of GWC and no norm, in the order of the protocol.
         arms: The cases at the main depth that are trained as in the recipes.
-        others: Cases of other arms than GWC and no norm at the other depths.
+        shown: Those, the pairs' cases, and other arms at the other depths.
         missing: What is not run yet, in words.
     """
 
@@ -24,9 +24,11 @@ class Results:
         cases = [case for line in lines(study) for case in line.cases]
         done = [case for case in cases if self.runs(case)]
         self.arms = [case for case in done if case[0] == study.main and case[2] == "plain"]
-        self.others = [case for case in done if case[0] != study.main and case[1] not in PAIR]
         pairs = dict.fromkeys((decoder, variant) for decoder, _, variant in done if variant != "exchanged")
         self.pairs = [pair for pair in pairs if all(case in done for case in pair_of(*pair))]
+        others = [case for case in done if case[0] != study.main and case[1] not in PAIR]
+        paired = [case for pair in self.pairs for case in pair_of(*pair)]
+        self.shown = list(dict.fromkeys([*self.arms, *paired, *others]))
         titles = [
             f"{decoder} {(VARIANTS[variant] if arm in PAIR else ARMS[arm]).title}"
             for decoder, arm, variant in cases

@@ -192,6 +192,11 @@ def test_arms(backbones: Callable[[str], Path]) -> None:
     assert (default.model.multi_modal_projector.norm.weight == 1).all()
     none, _ = compose(*parts, projector_norm="none")
     assert not any("norm" in name for name, _ in none.model.multi_modal_projector.named_parameters())
+    scaled, processor = compose(*parts, projector_norm="none", scale_projector=True)
+    norms = interface_norms(scaled, processor)
+    assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-5)
+    first, scaled_first = (model.model.multi_modal_projector.linear_1.weight for model in (none, scaled))
+    assert torch.equal(first, scaled_first)
 
 
 def test_bfloat16_language_model_gives_a_bfloat16_model(backbones: Callable[[str], Path], tmp_path: Path) -> None:
@@ -502,6 +507,8 @@ def test_a_decoder_that_keeps_arguments_from_its_layers_gets_none(backbones: Cal
         ({"llava_model": "x", "key_adapter_alpha": 8}, "--key_adapter_alpha does nothing here"),
         ({"normllava_model": "x", "key_adapter_rank": 4, "projector_norm": "none"}, "--projector_norm does nothing"),
         ({"llava_model": "x", "vision_feature_layer": -1}, "--vision_feature_layer does nothing here"),
+        ({"llava_model": "x", "scale_projector": True}, "--scale_projector does nothing here"),
+        ({"vision_model": "x", "text_model": "x", "scale_projector": True}, "--scale_projector does nothing here"),
         ({"llava_model": "x", "normllava_model": "x"}, "or only --normllava_model"),
     ],
 )

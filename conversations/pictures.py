@@ -39,9 +39,7 @@ def _open_image(image: Picture, row: Row, number: int) -> PILImage.Image:
             orientation, pixels.info = opened.getexif().get(ExifTags.Base.Orientation), {}
             if orientation in range(2, 9):
                 # With nothing else: what `exif_transpose` can't write again would stop it.
-                exif = PILImage.Exif()
-                exif[ExifTags.Base.Orientation] = orientation
-                pixels.info["exif"] = exif.tobytes()
+                pixels.getexif()[ExifTags.Base.Orientation] = orientation
             return ImageOps.exif_transpose(pixels)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         path = image["path"] if isinstance(image, dict) else file

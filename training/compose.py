@@ -55,7 +55,7 @@ LOGIT_FIELDS = {
     "final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0, "lm_head_multiplier": 1.0,
     "output_multiplier": 1.0,
 }  # fmt: skip
-EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_FIELDS = ("output_router_logits", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass
@@ -151,12 +151,11 @@ def load_text_model(path: str) -> PreTrainedModel:
                 f"{path}: text_config.{name} is {getattr(config, name)!r}. Llava's head can't do this to the "
                 "logits, so the answers would differ from the language model's own."
             )
-    for name in EXPERT_FIELDS:
-        if (getattr(config, name, None) or 1) > 1:
-            raise ValueError(
-                f"{path}: text_config.{name} is {getattr(config, name)}. Mixtures of experts can't be trained here: "
-                "Llava returns no router logits, which balance the experts, and adapters don't reach their weights."
-            )
+    if any(hasattr(config, name) for name in EXPERT_FIELDS):
+        raise ValueError(
+            f"{path}: the family {config.model_type!r} mixes experts, which can't be trained here: Llava returns no "
+            "router logits, which balance them, and adapters don't reach their weights."
+        )
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     decoder = model.get_decoder()
     if model.get_output_embeddings().bias is not None:
@@ -282,6 +281,8 @@ def compose(
     Raises:
         ValueError: if the parts don't fit, naming the field.
     """
+    if scale_projector and projector_norm != "none":
+        raise ValueError("scale_projector scales a projector without a norm; with one the gain sets the start.")
     text_model = load_text_model(text_model_path)
     vision_model = load_vision_model(vision_model_path, text_model.dtype)
     num_layers = vision_model.config.num_hidden_layers

@@ -37,7 +37,7 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
 
 
 # Decoders whose mask doesn't depend on positions: a packed row is one sample to them.
-MASKED_AS_ONE = ("biogpt", "falcon", "xglm")
+MASKED_AS_ONE = ("biogpt", "bloom", "falcon", "mpt", "xglm")
 
 
 def require_separate_samples(config: PreTrainedConfig) -> None:

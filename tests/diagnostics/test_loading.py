@@ -43,9 +43,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     before = pictures._open_image
 
-    def see(image: Any, row: Any) -> Image.Image:
+    def see(image: Any, row: Any, number: int) -> Image.Image:
         names.append(Path(image).name)
-        return before(image, row)
+        return before(image, row, number)
 
     monkeypatch.setattr(pictures, "_open_image", see)
     return names

@@ -175,11 +175,12 @@ def test_varlen_refuses_decoders_that_do_not_hand_on_where_samples_begin() -> No
         model(torch.arange(9)[None], position_ids=positions, cu_seq_lens_q=boundaries, use_cache=False)
 
 
-def test_varlen_refuses_attention_sinks(model: NormLlavaForConditionalGeneration) -> None:
+@pytest.mark.parametrize("option", [{"s_aux": torch.zeros(4)}, {"softcap": 50.0}])
+def test_varlen_refuses_sinks_and_soft_caps(model: NormLlavaForConditionalGeneration, option: dict[str, Any]) -> None:
     layer, states = model.model.language_model.layers[0].self_attn, torch.randn(1, 4, 9, 8)
-    options = {"cu_seq_lens_q": torch.tensor([0, 9], dtype=torch.int32), "s_aux": torch.zeros(4)}
-    with pytest.raises(ValueError, match="no attention sinks"):
-        varlen_attention_forward(layer, states, states, states, None, **options)
+    boundaries = torch.tensor([0, 9], dtype=torch.int32)
+    with pytest.raises(ValueError, match="no attention sinks and no soft caps"):
+        varlen_attention_forward(layer, states, states, states, None, cu_seq_lens_q=boundaries, **option)
 
 
 def test_varlen_refuses_padded_batches(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:

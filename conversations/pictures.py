@@ -40,7 +40,8 @@ def _open_image(image: Picture, row: Row, number: int) -> PILImage.Image:
             if orientation in range(2, 9):
                 # With nothing else: what `exif_transpose` can't write again would stop it.
                 pixels.getexif()[ExifTags.Base.Orientation] = orientation
-            return ImageOps.exif_transpose(pixels)
+                ImageOps.exif_transpose(pixels, in_place=True)
+            return pixels
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         path = image["path"] if isinstance(image, dict) else file
         reason = re.sub(r" <_io.BytesIO .*>", "", str(error))

@@ -18,6 +18,10 @@ from training.batching import shuffled
 from training.overrides import checks_overrides
 
 
+# Decoders whose mask doesn't depend on positions: a packed row is one sample to them.
+MASKED_AS_ONE = ("biogpt", "bloom", "falcon", "mpt", "xglm")
+
+
 def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
     """Deal samples into `num_rows` rows, the longest sample first and always to the shortest row.
 
@@ -34,10 +38,6 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
         members.append(sample)
         heapq.heappush(rows, (total + lengths[sample], number, members))
     return [sorted(members) for _, _, members in sorted(rows, key=lambda row: (-row[0], row[1]))]
-
-
-# Decoders whose mask doesn't depend on positions: a packed row is one sample to them.
-MASKED_AS_ONE = ("biogpt", "bloom", "falcon", "mpt", "xglm")
 
 
 def require_separate_samples(config: PreTrainedConfig) -> None:

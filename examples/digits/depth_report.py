@@ -110,8 +110,8 @@ def kind_table(results: Results, asked: str) -> str:
             continue
         cells = []
         for kind in KINDS:
-            gains = less(results.scores(case, kind, asked), results.scores((decoder, "none", variant), kind, asked))
-            cells.append(interval(gains) if kind in answerable(results.records, decoder) else "says nothing")
+            says = kind in answerable(results.records, decoder)
+            cells.append(interval(results.less_none(case, kind, asked)) if says else "says nothing")
         rows.append([decoder, VARIANTS[variant].title, ARMS[arm].title, *cells])
     return table(["layers x width", "trained", "arm less no norm", *KINDS], rows)
 
@@ -193,12 +193,11 @@ def inside_table(results: Results) -> str:
     for case in results.shown:
         scores, records = results.scores(case), results.trained(case)
         seeds = f"{len(scores)}, {lost} diverged" if (lost := len(scores) - len(records)) else f"{len(scores)}"
-        gains = less(scores, results.scores((case[0], "none", case[2])))
         cells = ["–"] * (len(INSIDE) + 1)
         if records:
             cells = [f"{mean(map(of, records)):.{digits}f}" for of, digits in INSIDE.values()]
             cells.append(decoded(records))
-        against = "" if case[1] == "none" else interval(gains)
+        against = "" if case[1] == "none" else interval(results.less_none(case))
         titles = [VARIANTS[case[2]].title, ARMS[case[1]].title]
         rows.append([case[0], *titles, seeds, f"{mean(scores.values()):.1f}", against, *cells])
     header = ["layers x width", "trained", "arm", "seeds", "score", "less none (95%)"]

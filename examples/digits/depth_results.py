@@ -58,8 +58,12 @@ class Results:
 
     def gains(self, decoder: str, variant: str = "plain", kind: str = "score", asked: str = "picture") -> BySeed:
         """GWC less no norm, in points."""
-        none, gwc = pair_of(decoder, variant)
-        return less(self.scores(gwc, kind, asked), self.scores(none, kind, asked))
+        return self.less_none((decoder, "gwc", variant), kind, asked)
+
+    def less_none(self, case: Case, kind: str = "score", asked: str = "picture") -> BySeed:
+        """An arm less no norm of the same decoder and variant, in points."""
+        decoder, _, variant = case
+        return less(self.scores(case, kind, asked), self.scores((decoder, "none", variant), kind, asked))
 
 
 def pair_of(decoder: str, variant: str) -> list[Case]:

@@ -495,8 +495,8 @@ def test_what_other_pages_say_of_the_verdict_is_what_was_measured(name: str) -> 
         assert pair in results.pairs
         assert f"{depth_report.interval(results.gains(*pair))} points" in words
     for decoder in (main, depths[0]):
-        scores = (results.scores((decoder, arm, "plain")) for arm in ("small-start", "none"))
-        assert f"{depth_report.interval(depth_results.less(*scores))} points" in words
+        start = results.less_none((decoder, "small-start", "plain"))
+        assert f"{depth_report.interval(start)} points" in words
 
 
 def test_the_page_shows_the_records() -> None:

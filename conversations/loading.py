@@ -90,9 +90,9 @@ def load_rows(
 
 
 def has_splits(name: str) -> bool:
-    """Whether a dataset may have named splits; a JSON file or a single saved dataset only has "train"."""
+    """Whether a dataset may have named splits; a JSON file, a glob or a single saved dataset only has "train"."""
     path = Path(name)
-    return not _is_json(path) and (not _is_saved(path) or (path / "dataset_dict.json").exists())
+    return not _is_json(path) and not _is_glob(name) and (not _is_saved(path) or (path / "dataset_dict.json").exists())
 
 
 def _is_json(path: Path) -> bool:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from accelerate.utils import parse_flag_from_env
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
@@ -45,6 +47,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "load_in_8bit": (False, "use load_in_4bit"),
     "bnb_4bit_quant_storage": (None, "4-bit weights are stored as bytes"),
     "ignore_bias_buffers": (False, "no model here has such buffers"),
+    "do_train": (False, "this command trains"),
     "do_eval": (False, "eval_strategy says when to evaluate"),
     "do_predict": (False, "eval_samples says how many held-out questions are answered"),
     "eval_packing": (None, "packed_length packs held-out rows too"),
@@ -70,7 +73,7 @@ FIXED: dict[str, tuple[Any, str]] = {
         False, "it would upload training_args.bin, which holds your token; release the folder with hub_cards",
     ),
     **dict.fromkeys(
-        ("hub_model_id", "hub_private_repo", "hub_revision"), (None, "release the folder with hub_cards")
+        ("hub_model_id", "hub_private_repo", "hub_revision", "hub_token"), (None, "release the folder with hub_cards")
     ),
     "hub_strategy": ("every_save", "release the folder with hub_cards"),
     "hub_always_push": (False, "release the folder with hub_cards"),
@@ -87,6 +90,7 @@ FIXED: dict[str, tuple[Any, str]] = {
     "assistant_only_loss": (False, "the loss always covers assistant turns only"),
     "completion_only_loss": (None, "the loss always covers assistant turns only"),
     "use_liger_kernel": (False, "Liger does not support this model type and would do nothing"),
+    "liger_kernel_config": (None, "Liger does not support this model type and would do nothing"),
     "shuffle_dataset": (False, "train_sampling_strategy sets the order of rows"),
     "length_column_name": ("length", "lengths are measured when rows are checked"),
     "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
@@ -211,6 +215,10 @@ class TrainingConfig(SFTConfig):
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay off: rows are read when needed."})
     ddp_find_unused_parameters: bool | None = field(
         default=False, metadata={"help": "Off: every trained parameter has a gradient in every batch."}
+    )
+    ddp_timeout: int = field(
+        default=3 * 3600,
+        metadata={"help": "Seconds that processes wait for each other: the main one reads and checks all rows."},
     )
     logging_nan_inf_filter: bool = field(
         default=False, metadata={"help": "Off: training stops when the loss is NaN or infinite."}
@@ -362,6 +370,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     _check_batches(run_args, args)
     _check_held_out(run_args, args)
     _check_key_losses(run_args, args)
+    _check_launch(args)
     if run_args.clip_by_module and args.deepspeed_plugin is not None:
         raise ValueError("DeepSpeed can only clip all gradients together: remove clip_by_module.")
     if args.max_grad_norm == 0 and args.deepspeed_plugin is not None:
@@ -379,6 +388,15 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError("probe_samples does nothing without probe_steps.")
     if run_args.resume_changed and args.resume_from_checkpoint is None:
         raise ValueError("resume_changed does nothing without resume_from_checkpoint.")
+
+
+def _check_launch(args: TrainingConfig) -> None:
+    launched = os.environ.get("FSDP_VERSION", "1") if parse_flag_from_env("ACCELERATE_USE_FSDP") else 2
+    if int((args.fsdp_plugin_args or {}).get("fsdp_version", launched)) != 2:
+        raise ValueError(
+            "FSDP of version 1, accelerate's default, is not supported: set fsdp_version to 2 in fsdp_config, as "
+            "training/accelerate/fsdp2.yaml does."
+        )
 
 
 def _check_sources(run_args: RunArguments) -> None:
@@ -460,11 +478,18 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
         )
     if packed and not streaming and run_args.global_batch_size is None:
         raise ValueError("Packed rows hold varying numbers of samples: give global_batch_size, the samples of a step.")
+    if args.dataloader_persistent_workers and not args.dataloader_num_workers:
+        raise ValueError("dataloader_persistent_workers does nothing without dataloader_num_workers.")
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise ValueError("Give either global_batch_size or gradient_accumulation_steps, not both.")
 
 
 def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
+    if args.optim.startswith("schedule_free"):
+        raise ValueError(
+            f"optim {args.optim.value!r} trains on other weights than it is evaluated and saved with, and switches "
+            "between them only where it evaluates: use another one, such as adamw_torch_fused."
+        )
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
             f"lr_scheduler_type {args.lr_scheduler_type.value} sets the rate from evaluation results, but evaluation "
@@ -499,8 +524,6 @@ def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
             f"loss_type {args.loss_type!r} can't measure quality: it falls when a model gets less sure of the truth. "
             "Remove eval_dataset_name, or use 'nll'."
         )
-    if args.optim.startswith("schedule_free"):
-        raise ValueError(f"optim {args.optim.value!r} uses other weights for evaluation: remove eval_dataset_name.")
     _check_best(run_args, args)
 
 

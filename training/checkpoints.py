@@ -187,6 +187,8 @@ def steps_done(folder: Path) -> int:
 
 def checkpoint_problem(checkpoint: Path) -> str | None:
     """Why a checkpoint can't be resumed from, or `None`. Opens every file; the content of tensors is not read."""
+    if not (checkpoint / STATE_FILE).exists():
+        return f"{STATE_FILE} is missing" if checkpoint.is_dir() else "there is no such folder"
     try:
         step = steps_done(checkpoint)
         if checkpoint.name != f"{PREFIX_CHECKPOINT_DIR}-{step}":

@@ -5,7 +5,6 @@ import string
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +18,7 @@ from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.attention import unpacked
 from training.collator import VisionLanguageCollator
+from training.stages import base_model
 from training.tokenization import IGNORED
 
 
@@ -57,8 +57,7 @@ def normalise(answer: str) -> str:
 @contextmanager
 def generating(trained: nn.Module, accelerator: Accelerator) -> Iterator[NormLlavaForConditionalGeneration]:
     """The unwrapped model, ready to generate from padded prompts in the precision of training."""
-    unwrapped: Any = accelerator.unwrap_model(trained)
-    model = unwrapped.get_base_model() if hasattr(unwrapped, "get_base_model") else unwrapped
+    model = base_model(accelerator.unwrap_model(trained))
     if isinstance(trained, FSDPModule):  # generating encodes pictures outside of the forward that gathers the weights
         trained.unshard()
     try:

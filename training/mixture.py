@@ -109,7 +109,8 @@ class _Fetch:
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
         rows = [self._parts[part][row] for part, row in zip(batch["part"], batch["row"], strict=True)]
-        return {name: [row[name] for row in rows] for name in rows[0]}
+        # No rows at all where other processes have the epoch's last ones; datasets counts them by a column.
+        return {name: [row[name] for row in rows] for name in (rows[0] if rows else ("source",))}
 
 
 def describe_sources(sources: Sequence[Source], seed: int) -> str:

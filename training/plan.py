@@ -38,7 +38,7 @@ from training import attention
 from training.arguments import RunArguments, TrainingConfig
 from training.key_alignment import KeyAlignment
 from training.loading import name_sharding_units, prepare_model
-from training.stages import ModuleGroup
+from training.stages import ModuleGroup, base_model
 from training.tokenization import IGNORED
 from training.trainer import gather_head, supervised_positions
 
@@ -422,7 +422,7 @@ def forward(
         output.last_hidden_state = output.last_hidden_state[scored][None]
         return output
 
-    base = trained.get_base_model() if hasattr(trained, "get_base_model") else trained
+    base = base_model(trained)
     hook = base.model.register_forward_hook(keep_scored)
     gather_head(base)
     inputs = {**batch, "shift_labels": shift_labels}

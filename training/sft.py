@@ -106,9 +106,11 @@ def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> 
     return math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
 
 
-def check_delay(args: TrainingConfig, num_steps: int) -> None:
+def check_delay(args: TrainingConfig, num_steps: int, sampler: BatchRebalanceSampler | None) -> None:
     """Raises `ValueError` if a run ends before `eval_delay`, which would leave it without any evaluation."""
-    unit, end = ("steps", num_steps) if args.eval_strategy == "steps" else ("epochs", args.num_train_epochs)
+    unit, end = "steps", float(num_steps)
+    if args.eval_strategy == "epoch" and sampler is not None:  # a stream has no epochs
+        unit, end = "epochs", num_steps / math.ceil(len(sampler) / args.gradient_accumulation_steps)
     if args.eval_strategy != "no" and args.eval_delay > end:
         raise ValueError(f"eval_delay {args.eval_delay:g}: the run ends earlier, after {end:g} {unit}.")
 
@@ -198,7 +200,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     run = describe_run(run_args, args, data, environment, held_out_data, sources)
 
     num_steps = count_steps(args, sampler)
-    check_delay(args, num_steps)
+    check_delay(args, num_steps, sampler)
     if finish(run_args, args, run, checkpoint, num_steps, stream):
         return
 

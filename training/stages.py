@@ -49,6 +49,12 @@ class ModuleGroup:
 UNREAD = "vision_tower, not read"
 
 
+def base_model(trained: Any) -> Any:
+    """The model inside a `PeftModel`; another model itself."""
+    # PEFT is an extra, so its class can't be asked for.
+    return trained.get_base_model() if hasattr(trained, "get_base_model") else trained
+
+
 def prepare_stage(
     model: NormLlavaForConditionalGeneration,
     stage: Stage,

@@ -91,5 +91,8 @@ class RowTokenizer:
                 "cut: raise max_length, or leave the row out with --bad_rows skip."
             )
         if all(label == IGNORED for label in labels):
-            raise BadRowError(f"{row['source']}: no supervised token; the template marks no answer.")
+            raise BadRowError(
+                f"{row['source']}: no supervised token: the template marks no answer, or the tokenizer's "
+                "offsets leave out leading spaces (`trim_offsets`), by which transformers finds what it marks."
+            )
         return input_ids, labels

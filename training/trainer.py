@@ -42,7 +42,7 @@ from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.overrides import checks_overrides
 from training.run import Progress, Run
-from training.stages import ModuleGroup
+from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
 from training.tokenization import IGNORED
 
@@ -179,8 +179,11 @@ class NormLlavaTrainer(SFTTrainer):
             self.args.ignore_data_skip = True  # the stream itself resumes where it was
 
     def _unwrapped(self) -> Any:
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        return base_model(self.accelerator.unwrap_model(self.model))
+
+    def _saves_shards(self) -> bool:
+        """Whether each process saves its part of the weights: under FSDP, but of an adapter, which is small."""
+        return self.is_fsdp_enabled and self._unwrapped() is self.accelerator.unwrap_model(self.model)
 
     @override
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -469,7 +472,6 @@ class NormLlavaTrainer(SFTTrainer):
                 output_dir=output_dir,
                 save_total_limit=self.args.save_total_limit,
                 best_model_checkpoint=None if best is None else str(Path(output_dir) / f"checkpoint-{best}"),
-                use_mtime=True,
             )
         self.accelerator.wait_for_everyone()
 
@@ -496,8 +498,8 @@ class NormLlavaTrainer(SFTTrainer):
         super().save_model(output_dir, _internal_call=True)
         if not self.args.should_save:
             return
-        base = self._unwrapped()
-        if self.is_fsdp_enabled and base is self.accelerator.unwrap_model(self.model):
+        if self._saves_shards():
+            base = self._unwrapped()
             base.config.save_pretrained(output_dir)  # not saved with sharded weights
             base.generation_config.save_pretrained(output_dir)
             self.processing_class.save_pretrained(output_dir)
@@ -512,14 +514,11 @@ class NormLlavaTrainer(SFTTrainer):
             self.accelerator.wait_for_everyone()
             return
         aside = self._make_aside()
-        base = self._unwrapped()
-        if self.is_fsdp_enabled and base is not self.accelerator.unwrap_model(
-            self.model
-        ):  # an adapter, which is small
+        if self.is_fsdp_enabled and not self._saves_shards():
             self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
         self.save_model(str(aside))
-        if self.is_fsdp_enabled and base is self.accelerator.unwrap_model(self.model):
-            write_sharded_weights(base, aside, self.is_world_process_zero())
+        if self._saves_shards():
+            write_sharded_weights(self._unwrapped(), aside, self.is_world_process_zero())
         self.accelerator.wait_for_everyone()
         if self.is_world_process_zero():
             self._run.write(aside)

@@ -12,7 +12,7 @@ import pytest
 from datasets import Dataset, DatasetDict, Image, List, load_dataset
 from PIL import Image as PILImage
 
-from conversations.loading import load_rows, stream_fingerprint
+from conversations.loading import has_splits, load_rows, stream_fingerprint
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, row_images, to_messages
 from row_files import GOOD_ROWS, NO_TOKENS, check_rows, check_stream, one_token, turns, write_json
@@ -48,6 +48,9 @@ def test_dataset_with_pictures_inside(tmp_path: Path, layout: str) -> None:
     else:
         feature = dataset.cast_column(column, Image()) if layout == "image" else dataset
         feature.save_to_disk(tmp_path / "stored")
+    if layout == "parquet":
+        assert has_splits(str(tmp_path / "stored"))
+        assert not has_splits(str(tmp_path / "stored" / "*.parquet"))  # a glob names the files of one
     rows = load_rows(str(tmp_path / "stored"), image_folder=str(tmp_path))
     rows = check_rows(rows, NO_TOKENS, one_token, "error", tmp_path / "bad.jsonl")[0]
     assert [len(row_images(row)) for row in rows] == [1, 0]

@@ -59,6 +59,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"logging_strategy": "epoch"}, "logging_strategy 'epoch' would log the figures of other steps"),
     ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha scales its noise by the length"),
     ({"hub_model_id": "me/mine"}, "hub_model_id must stay None"),
+    ({"hub_token": "hf_x"}, "hub_token must stay None"),
+    ({"do_train": True}, "do_train must stay False"),
+    ({"liger_kernel_config": {"rope": True}}, "liger_kernel_config must stay None"),
+    ({"dataloader_persistent_workers": True}, "dataloader_persistent_workers does nothing without"),
+    ({"optim": "schedule_free_adamw"}, "optim 'schedule_free_adamw' trains on other weights"),
     ({"use_cache": True}, "use_cache must stay False"),
     ({"optim_target_modules": "all-linear"}, "optim_target_modules must stay None"),
     ({"save_only_model": True}, "save_only_model must stay False, got True: such a checkpoint can't be resumed from"),
@@ -117,6 +122,18 @@ def test_a_wrong_recipe_stops_at_once(
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=message):
         run(monkeypatch, tmp_path, **{**fields, **wrong}, output_dir=str(tmp_path / "out"))
+
+
+def test_sharding_of_version_1_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is accelerate's default, and wraps parameters under other names."""
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    for version in (None, "1"):
+        if version is not None:
+            monkeypatch.setenv("FSDP_VERSION", version)
+        with pytest.raises(ValueError, match="set fsdp_version to 2"):
+            parse_arguments(["--config", str(recipe)])
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    parse_arguments(["--config", str(recipe)])
 
 
 @pytest.fixture

@@ -145,6 +145,12 @@ def test_going_on_from_a_named_checkpoint_sets_aside_what_came_after_it(
         "checkpoint-5", "checkpoint-6", "checkpoint-8", "trainer_state.json", "trainer_state.json.1",
     }  # fmt: skip
     assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (3, 4, 5, 6)}
+    # The newest are kept, whatever the clock was when they were written.
+    for step in (3, 4):
+        os.utime(out / f"checkpoint-{step}", (2e9, 2e9))
+    fields |= {"save_total_limit": 2}
+    run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=str(out / "checkpoint-4"), max_steps=5)
+    assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-5"}
     # Another run's checkpoint does not take the folder over.
     other = str(Path(finished["output_dir"]) / "checkpoint-3")
     with pytest.raises(ValueError, match="already holds a run"):
@@ -169,6 +175,13 @@ def test_a_broken_checkpoint_that_is_named_is_refused(
     tear(named / "optimizer.pt")
     with pytest.raises(ValueError, match=r"checkpoint-6 can't be resumed from: a file is missing or broken"):
         run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": str(named)})
+
+
+def test_a_checkpoint_that_is_not_there_is_called_so(tmp_path: Path) -> None:
+    named = tmp_path / "checkpoint-500"
+    assert checkpoint_problem(named) == "there is no such folder"
+    named.mkdir()
+    assert checkpoint_problem(named) == "trainer_state.json is missing"
 
 
 def test_weights_that_do_not_fit_are_an_error(

@@ -246,7 +246,6 @@ WRONG = [
     ({"eval_strategy": "epoch"}, "set save_strategy to 'epoch', 'best' or 'no'"),
     ({"eval_strategy": "epoch", "dataset_streaming": True, "max_steps": 2}, "A stream has no epochs"),
     ({**EVERY_TWO, "loss_type": "dft"}, "loss_type 'dft' can't measure quality"),
-    ({**EVERY_TWO, "optim": "schedule_free_adamw"}, "optim 'schedule_free_adamw' uses other weights"),
     ({"eval_dataset_name": None, **EVERY_TWO}, "eval_strategy does nothing without eval_dataset_name"),
     ({"eval_dataset_name": None, "eval_samples": 3}, "eval_samples does nothing without eval_dataset_name"),
     ({"eval_dataset_name": None, "save_strategy": "best"}, "save_strategy 'best' needs held-out rows"),
@@ -288,6 +287,9 @@ def test_a_run_that_ends_before_its_first_evaluation_is_refused(
     for wrong in ({**EVERY_TWO, "max_steps": 4}, {"eval_strategy": "epoch", "save_strategy": "no"}):
         with pytest.raises(ValueError, match="eval_delay 50: the run ends earlier"):
             run(monkeypatch, tmp_path, **fields, **INSTRUCT, **wrong, eval_delay=50, output_dir=str(tmp_path / "out"))
+    part = {"eval_strategy": "epoch", "save_strategy": "no", "num_train_epochs": 60, "max_steps": 1}
+    with pytest.raises(ValueError, match=r"eval_delay 50: the run ends earlier, after 0\.\d+ epochs"):
+        run(monkeypatch, tmp_path, **fields, **INSTRUCT, **part, eval_delay=50, output_dir=str(tmp_path / "out"))
 
 
 def write_questions(path: Path, picture: str, truths: list[str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import yaml
 from datasets import Dataset, Image
+from torch.utils.data import DataLoader
 
 from conversations.loading import load_rows
 from conversations.measured import row_lengths
@@ -87,6 +88,9 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(data: Path, stored: Pat
     seen = Counter(rows[n]["source"] for batch in PaddedBatchSampler(lengths, 4, 1, 0, 42) for n in batch)
     assert all(seen[source] == 1 for source in load_rows(str(data))["source"])
     assert sorted(seen[source] for source in load_rows(str(stored))["source"]) == [1, 1, 1, 1, 2, 2, 2, 2]
+    # A row is left in the end for the first of two processes, and none for the second.
+    dealt = PaddedBatchSampler(lengths[:41], 5, 2, 1, 42)
+    assert [len(batch) for batch in DataLoader(rows, batch_sampler=dealt, collate_fn=list)] == [5, 5, 5, 5, 0]
     for changed in (entries[::-1], [entries[0], SourceArguments(str(stored), weight=1.6)]):
         ordered = parts if changed[0] is entries[0] else parts[::-1]
         assert mix(changed, [30, 9], ordered, seed=42)[1] != fingerprint

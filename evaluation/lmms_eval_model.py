@@ -42,8 +42,9 @@ class ImageTextToText(lmms):
         self.batch_size = int(batch_size)
         options: dict[str, Any] = {"revision": revision, "trust_remote_code": True}
         self._processor = AutoProcessor.from_pretrained(pretrained, **options)
-        model = AutoModelForImageTextToText.from_pretrained(pretrained, dtype=dtype, **options)
-        self._model = model.to(self.device).eval()
+        # Straight to the device: each process would hold a copy in the machine's memory.
+        options |= {"dtype": dtype, "device_map": {"": self.device}}
+        self._model = AutoModelForImageTextToText.from_pretrained(pretrained, **options).eval()
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Answers in the order of the requests.

@@ -68,6 +68,7 @@ class Model:
         for task, result in results.items():
             dtype = "" if result.dtype == "auto" else f" --dtype {result.dtype}"
             command = f"python -m evaluation {self.source} --tasks {task}{dtype}"
+            command += "" if self.path == self.results else " --output_dir results"
             rows += result.evaluations(command, find_benchmark(task).choice, self.weights)
         write_evaluations(self.results, rows, lambda row: str(row.get("harness")).partition(" ")[0] in MODULES)
 

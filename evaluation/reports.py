@@ -107,7 +107,7 @@ def name_rows(report: Report, settings: Settings) -> tuple[str, str]:
     files = (config.get("dataset_kwargs") or {}).get("data_files")
     if files:
         named = files.values() if isinstance(files, dict) else files if isinstance(files, list) else [files]
-        dataset = ", ".join(map(str, named))
+        dataset = ", ".join(Path(file).name for file in named)
     elif len(configs) == 1 and config.get("dataset_name"):
         dataset += f", {config['dataset_name']}"
     split = config.get("test_split") or config.get("validation_split") or "all"

@@ -25,7 +25,7 @@ from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
 from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, find_foreign_figures, hub_id, read_json
 from hub_cards.findings import Finding
-from hub_cards.fresh_load import ask, fixed_picture, generate
+from hub_cards.fresh_load import GREEDY, ask, fixed_picture, generate
 from hub_cards.licences import APACHE, Licence, licence_of
 from hub_cards.manifest import MANIFEST, staged_files
 from hub_cards.weights import INDEX, Weights, read_weights
@@ -258,7 +258,7 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
         name = f"images/example{len(widgets) + 1}.png"
         save_picture(picture, stage / name)
         inputs = ask(processor, picture, question).to(model.device)
-        generated = model.generate(**inputs, max_new_tokens=64, do_sample=False)
+        generated = model.generate(**inputs, **GREEDY, max_new_tokens=64)
         answer = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         widgets.append(Widget(name, question, answer.strip()))
     if not widgets:

@@ -18,7 +18,7 @@ NOT_RECORDED = "not recorded"
 NORMS = {
     "gwc": "a LayerNorm with gradient compensation (GWC)",
     "layernorm": "a LayerNorm",
-    "none": "no norm: this is the baseline of the method",
+    "none": "no norm",
 }
 KEY_ADAPTERS = (
     "The decoder's keys have adapters of rank {rank}, one for visual and one for text tokens (MaLoRA-style, after the "
@@ -107,7 +107,7 @@ def build_metadata(
                     {
                         "role": "user",
                         "content": [
-                            {"type": "image", "url": widget.picture},
+                            {"type": "image_url", "image_url": {"url": widget.picture}},
                             {"type": "text", "text": widget.question},
                         ],
                     }

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from huggingface_hub import set_client_factory
+from huggingface_hub.errors import GatedRepoError
 from huggingface_hub.utils import httpx, parse_ratelimit_headers  # the HTTP library that is installed with it
 from huggingface_hub.utils._http import hf_request_event_hook  # keeps HF_HUB_OFFLINE
 from huggingface_hub.utils._runtime import is_xet_available
@@ -148,6 +149,8 @@ def explain(error: BaseException) -> str:
     while type(error) is RuntimeError and error.__cause__ is not None:  # the client's, around an upload's error
         error = error.__cause__
     refused = {401: "is invalid or expired", 403: "may not do this"}.get(status_of(error) or 0)
+    if isinstance(error, GatedRepoError):
+        refused = "has no access yet: request it on the repository's page"
     lines = [f"the token in HF_TOKEN {refused}"] if refused else str(error).strip().splitlines()[:1]
     return ": ".join([type(error).__name__, *lines])
 

@@ -17,6 +17,7 @@ from diagnostics.results import ModelReport, Report, from_json
 from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.findings import Finding
 from hub_cards.weights import Weights, read_weights
+from modeling_normllava import NormLlavaConfig
 from training.environment import Environment
 from training.run import RUN_FILE, Run, Source
 
@@ -92,6 +93,7 @@ class Facts:
         image_size, image_tokens: Side of a picture in pixels, and its visual tokens.
         hidden_size, layers: Of the decoder.
         projector_norm, target: Arm of the norm, and T.
+        projector_scaled: Whether a projector without a norm was scaled when it was new.
         key_adapter_rank: Rank of the adapters of the decoder's keys, 0 if there are none.
         stages: In the order that they were run in.
         earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
@@ -108,6 +110,7 @@ class Facts:
     layers: int
     projector_norm: str
     target: float | None
+    projector_scaled: bool
     key_adapter_rank: int
     stages: list[StageFacts] = field(default_factory=list)
     earlier_is_recorded: bool = False
@@ -160,6 +163,7 @@ def collect_facts(
     if missing:
         raise ValueError(f"{config_file}: no {', '.join(missing)}. Save the model again.")
     text, vision = config["text_config"], config["vision_config"]
+    decoder = NormLlavaConfig.from_dict(config).get_text_config()  # which knows the names of every family's fields
     stages, earlier_is_recorded = collect_stages(run)
     evaluations = read_evaluations(run)
     measured = None if diagnostics is None else read_diagnostics(diagnostics)
@@ -169,10 +173,11 @@ def collect_facts(
         text_model=choose_id("text_model", text_model, text.get("_name_or_path"), config_file),
         image_size=vision.get("image_size"),
         image_tokens=config.get("image_seq_length"),
-        hidden_size=text["hidden_size"],
-        layers=text["num_hidden_layers"],
+        hidden_size=decoder.hidden_size,
+        layers=decoder.num_hidden_layers,
         projector_norm=config["projector_norm"],
         target=config.get("projector_norm_target"),
+        projector_scaled=config.get("projector_scaled", False),
         key_adapter_rank=config.get("key_adapter_rank", 0),
         stages=stages,
         earlier_is_recorded=earlier_is_recorded,
@@ -302,6 +307,8 @@ def is_listed(name: str, arguments: Arguments) -> bool:
         return value != usual_arguments()[name]
     if name in ADAPTER_ARGUMENTS:
         return arguments.get("stage") == "adapt"
+    if name == "num_train_epochs":
+        return arguments.get("max_steps", -1) <= 0
     return value is not None and (name != "max_steps" or value > 0)
 
 

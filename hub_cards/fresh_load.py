@@ -27,6 +27,10 @@ from transformers import AutoModel, AutoModelForImageTextToText, AutoProcessor
 CLIENT = runpy.run_path(str(Path(__file__).with_name("client.py")))
 
 
+# Overrides the checkpoint's generation config, which may set penalties.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+
+
 def fixed_picture() -> Image.Image:
     """A picture with structure, the same everywhere."""
     values = torch.arange(48 * 64 * 3).reshape(48, 64, 3)
@@ -51,7 +55,7 @@ def generate(source: str, inputs: Any, **pinned: Any) -> dict[str, torch.Tensor]
     """Logits and greedy tokens, computed in the dtype that the weights are stored in."""
     model = AutoModelForImageTextToText.from_pretrained(source, dtype="auto", **pinned).eval()
     logits = model(**inputs).logits
-    tokens = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    tokens = model.generate(**inputs, **GREEDY, max_new_tokens=16)
     return {"logits": logits.contiguous(), "tokens": tokens.contiguous()}
 
 

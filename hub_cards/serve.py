@@ -24,7 +24,11 @@ def main() -> None:
 
     from hub_cards.chat_server import build_app
 
-    uvicorn.run(build_app(args.model, args.revision), host="127.0.0.1", port=args.port)
+    try:
+        app = build_app(args.model, args.revision)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
+    uvicorn.run(app, host="127.0.0.1", port=args.port)
 
 
 if __name__ == "__main__":

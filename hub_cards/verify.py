@@ -87,18 +87,17 @@ def verify(repo_id: str, revision: str, stage: Path | None, token: str | None) -
 
 
 def is_public(repo_id: str) -> bool:
-    """Whether the repository can be read without a token.
+    """Whether the repository's files can be read without a token; those of a gated one can't.
 
     Raises:
         ReleaseError: if the Hub could not be asked, so that no token is sent after an error.
     """
     try:
-        HfApi(token=False).repo_info(repo_id)
+        return not HfApi(token=False).repo_info(repo_id).gated
     except RepositoryNotFoundError:
         return False
     except HUB_ERRORS as error:
         raise ReleaseError(f"The Hub could not be asked whether {repo_id} is public ({explain(error)}).") from error
-    return True
 
 
 def find_revision(repo_id: str, revision: str, token: str | None) -> None:

@@ -3,6 +3,7 @@
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoProcessor,
@@ -20,6 +21,7 @@ from .modeling_normllava import (
 
 AutoConfig.register(NormLlavaConfig.model_type, NormLlavaConfig)
 AutoModel.register(NormLlavaConfig, NormLlavaModel)
+AutoModelForCausalLM.register(NormLlavaConfig, NormLlavaForConditionalGeneration)  # for text-only tools
 AutoModelForImageTextToText.register(NormLlavaConfig, NormLlavaForConditionalGeneration)
 AutoModelForMultimodalLM.register(NormLlavaConfig, NormLlavaForConditionalGeneration)
 AutoProcessor.register(NormLlavaConfig, LlavaProcessor)

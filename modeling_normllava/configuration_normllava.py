@@ -14,7 +14,7 @@ ProjectorNorm = Literal["gwc", "layernorm", "none"]
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
-    Configuration of a NormLlava model: [`LlavaConfig`], three fields for the norm after the projector, and three for
+    Configuration of a NormLlava model: [`LlavaConfig`], four fields for the projector's norm and start, and three for
     adapters of the decoder's keys.
 
     Args:
@@ -26,6 +26,9 @@ class NormLlavaConfig(LlavaConfig):
             `None` leaves the gain at 1, the default-initialised arm of the paper's Table 5.
         projector_norm_eps (`float`, *optional*, defaults to 1e-5):
             Added to the variance under the square root (eq. 22, 23).
+        projector_scaled (`bool`, *optional*, defaults to `False`):
+            Whether a projector without a norm was scaled when it was new, so that visual tokens started at T. A record
+            for the model's card; it changes nothing.
         key_adapter_rank (`int`, *optional*, defaults to 0):
             Rank of the gated low-rank updates that every layer of the decoder adds to its keys, one of visual and one
             of text tokens (MaLoRA-style, after arXiv 2510.26721). 0: the decoder stays as it is.
@@ -43,6 +46,7 @@ class NormLlavaConfig(LlavaConfig):
     projector_norm: ProjectorNorm = "gwc"
     projector_norm_target: float | int | None = None
     projector_norm_eps: float = 1e-5
+    projector_scaled: bool = False
     key_adapter_rank: int = 0
     key_adapter_alpha: float | int = 32
     key_adapter_dropout: float | int = 0.05

@@ -277,26 +277,27 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         weights of their own as they are on loading, and the buffers that they fill (Falcon-H1's) hold anything."""
         return False
 
-    @classmethod
-    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """[`PreTrainedModel.from_pretrained`], but raises where it would initialise weights at random or drop some.
+    @staticmethod
+    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+        """What [`PreTrainedModel.from_pretrained`] does when the weights are read, but raises where some would be
+        initialised at random or dropped. An adapter's weights are loaded later, and not looked at.
 
         Raises:
             ValueError: if the checkpoint's weights don't match this model, for example a plain Llava checkpoint's.
         """
-        model, loading_info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        unexpected = [key for key in loading_info["unexpected_keys"] if not MAY_STAY_UNUSED.search(key)]
-        for problem, found in (("missing", loading_info["missing_keys"]), ("unexpected", unexpected)):
+        loading_info = PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+        unexpected = [key for key in loading_info.unexpected_keys if not MAY_STAY_UNUSED.search(key)]
+        for problem, found in (("missing", loading_info.missing_keys), ("unexpected", unexpected)):
             if found:
                 keys = sorted(found)
                 parts = sorted({next(name for name in key.split(".") if name != "model") for key in keys})
                 raise ValueError(
-                    f"The checkpoint {model.name_or_path!r} does not fit {cls.__name__}. Weights {problem}: "
+                    f"The checkpoint {model.name_or_path!r} does not fit {type(model).__name__}. Weights {problem}: "
                     f"{len(keys)} of {', '.join(parts)}, first {keys[0]!r}. Load the folder that composing or "
                     "training wrote; a Llava checkpoint is converted first: python training/compose.py --llava_model "
                     "<folder or Hub id> --output_dir <folder>"
                 )
-        return (model, loading_info) if output_loading_info else model
+        return loading_info
 
 
 class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):

@@ -250,14 +250,16 @@ def build_processor(
 
 
 def generation_config(
-    text_generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+    text_generation_config: GenerationConfig, tokenizer: PreTrainedTokenizerBase, image_token_id: int
 ) -> GenerationConfig:
-    """The language model's own, extended to stop at the end of a turn, with the pad token."""
+    """The language model's own, extended to stop at the end of a turn, with the pad token, and without the image
+    token, for which the next pass would look for a picture's features."""
     end_of_turn = tokenizer.convert_tokens_to_ids(chat_format(tokenizer).end_of_turn)
     known = text_generation_config.eos_token_id
     known = [] if known is None else known if isinstance(known, list) else [known]
     text_generation_config.eos_token_id = list(dict.fromkeys([end_of_turn, *known]))
     text_generation_config.pad_token_id = tokenizer.pad_token_id
+    text_generation_config.suppress_tokens = sorted({*(text_generation_config.suppress_tokens or ()), image_token_id})
     return text_generation_config
 
 
@@ -323,13 +325,14 @@ def compose(
     for linear in (projector.linear_1, projector.linear_2):
         linear.reset_parameters()  # as LLaVA does; transformers' fixed std of 0.02 is too small in narrow models
     projector.to(text_model.dtype)
-    model.generation_config = generation_config(text_model.generation_config, tokenizer)
+    model.generation_config = generation_config(text_model.generation_config, tokenizer, config.image_token_index)
     processor = build_processor(image_processor, tokenizer, image_token, config, num_additional)
     if scale_projector:
         norms = interface_norms(model, processor)
         with torch.no_grad():
             for parameter in projector.linear_2.parameters():
                 parameter *= norms["text"] / norms["projector_output"]
+        config.projector_scaled = True
     return model, processor
 
 
@@ -377,7 +380,7 @@ def convert_llava(
 
     tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")
     set_pad_token(tokenizer, config.text_config.vocab_size)
-    model.generation_config = generation_config(llava.generation_config, tokenizer)
+    model.generation_config = generation_config(llava.generation_config, tokenizer, config.image_token_index)
     parts = (old_processor.image_processor, tokenizer, old_processor.image_token)
     return model, build_processor(*parts, config, num_additional)
 

@@ -22,6 +22,8 @@ MAX_IMAGES, MAX_BYTES, MAX_PIXELS = 8, 10_000_000, 40_000_000
 MAX_RATIO = 100  # of its sides: resizing the shorter one to a fixed length scales the longer one too
 MAX_CHARACTERS, MAX_NEW_TOKENS = 50_000, 1024
 MIN_TEMPERATURE = 0.01  # logits are divided by the temperature
+# Overrides the model's generation config, which may set penalties.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 PARAMETERS = {"max_new_tokens": 256, "temperature": 0.0}
 
 
@@ -46,13 +48,14 @@ class EndpointHandler:
             ).to(self.model.device, dtype=self.model.dtype)
         except (ValueError, StopIteration, TemplateError) as error:  # an image token in a text, a bad order of roles
             raise ValueError(f"inputs: {str(error) or 'the numbers of pictures and image tokens differ'}") from error
-        asked, limit = inputs["input_ids"].shape[1], self.model.config.get_text_config().max_position_embeddings
-        if asked + parameters["max_new_tokens"] > limit:
+        asked = inputs["input_ids"].shape[1]
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)  # Mamba has none
+        if limit is not None and asked + parameters["max_new_tokens"] > limit:
             raise ValueError(
                 f"inputs: {asked} tokens and {parameters['max_new_tokens']} new ones are more than the model's {limit}"
             )
         temperature = parameters.pop("temperature")
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else GREEDY
         generated = self.model.generate(**inputs, **parameters, **sampling)
         answer = self.processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return {"generated_text": answer.strip()}

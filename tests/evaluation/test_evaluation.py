@@ -289,6 +289,9 @@ def test_commands_say_what_was_asked_for() -> None:
     )
     assert "-m torch.distributed.run --standalone --nproc_per_node 2 -m lm_eval run --model hf-multimodal" in text
     assert "pretrained=/m,dtype=auto,trust_remote_code=True" in text
+    assert (
+        "--gen_kwargs repetition_penalty=1.0 no_repeat_ngram_size=0 --tasks" in text
+    )  # lm-eval would take the model's
     assert "--apply_chat_template" not in text
     assert "--limit" not in text
     assert "--apply_chat_template" in harness.build_command(OURS[1], Path("/m"), SETTINGS, Path("/out"))

@@ -49,6 +49,7 @@ class Repository:
     main: str = ""
     tags: dict[str, str] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
+    gated: bool = False
 
     def commit(self, tree: dict[str, bytes]) -> str:
         oid = hashlib.sha1(repr((self.main, sorted((k, git_oid(v)) for k, v in tree.items()))).encode()).hexdigest()
@@ -230,7 +231,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(404, {"error": "no revision"}, {"X-Error-Code": "RevisionNotFound"})
             return
         siblings = [{"rfilename": path} for path in found.commits[oid]]
-        self._reply(200, {"id": name, "sha": oid, "private": found.private, "siblings": siblings, "tags": []})
+        self._reply(
+            200,
+            {
+                "id": name,
+                "sha": oid,
+                "private": found.private,
+                "siblings": siblings,
+                "tags": [],
+                "gated": found.gated and "auto",
+            },
+        )
 
     def tree(self, name: str, revision: str, *, body: bytes) -> None:
         found = self._repository(name)
@@ -347,6 +358,8 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._repository(name)
         if found is None:
             return None
+        if found.gated and self.headers.get("Authorization") != f"Bearer {self.server_state.token}":
+            return self._reply(401, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
         oid = found.resolve(revision)
         content = found.commits[oid].get(unquote(path)) if oid is not None else None
         if oid is None or content is None:

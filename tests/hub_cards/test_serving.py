@@ -7,17 +7,18 @@ import importlib.util
 import io
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from PIL import ExifTags, Image
-from transformers import pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, pipeline, set_seed
 
 from chat_servers import serving
 from hub_cards import serve
+from training.compose import compose
 
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,28 @@ def test_the_handler_answers_as_the_pipeline_does(handler: Any, staged: Path) ->
     assert bare["generated_text"] == given["generated_text"].strip()
     text_alone = handler({"inputs": [{"role": "user", "content": "hello"}], "parameters": {"max_new_tokens": 4}})
     assert isinstance(text_alone["generated_text"], str)
+
+
+def test_at_temperature_0_no_penalty_changes_the_answer(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2.5's generation config has one, which composing keeps."""
+    greedy = handler(request(png(), max_new_tokens=32))
+    for name, value in (("repetition_penalty", 9.0), ("num_beams", 3), ("no_repeat_ngram_size", 1)):
+        monkeypatch.setattr(handler.model.generation_config, name, value)
+    assert handler(request(png(), max_new_tokens=32)) == greedy
+
+
+def test_a_decoder_without_a_longest_sequence_is_served(
+    handler_module: ModuleType, handler: Any, backbones: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = BloomConfig(vocab_size=512, hidden_size=32, n_layer=1, n_head=2, tie_word_embeddings=False)
+    set_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "text")
+    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path / "text")
+    model, processor = compose(str(backbones("siglip")), str(tmp_path / "text"))
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    answered = handler_module.EndpointHandler(str(tmp_path))(request(png(), max_new_tokens=4))
+    assert isinstance(answered["generated_text"], str)
 
 
 def test_the_handler_turns_pictures_as_training_does(handler_module: ModuleType) -> None:

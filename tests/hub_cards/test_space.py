@@ -160,7 +160,7 @@ def test_wrong_variables_are_named(
 def test_a_click_asks_the_cards_examples(space: ModuleType, staged: Path) -> None:
     widgets = metadata_load(staged / "README.md")["widget"]
     contents = [widget["messages"][0]["content"] for widget in widgets]
-    examples = [[str(staged / picture["url"]), text["text"]] for picture, text in contents]
+    examples = [[str(staged / picture["image_url"]["url"]), text["text"]] for picture, text in contents]
     assert space.read_examples() == examples
     assert len(examples) == 2
     for (path, question), widget in zip(examples, widgets, strict=True):

@@ -149,6 +149,14 @@ def test_no_token_is_sent_after_an_error(staged: Path, hub: HubServer) -> None:
     assert not any(authorization for _, _, authorization in hub.requests)
 
 
+def test_a_gated_repository_is_read_with_the_token(staged: Path, hub: HubServer) -> None:
+    """Anybody may look it up, but only who was let in may read its files."""
+    place(hub, tree(staged)).gated = True
+    assert verify(NAME, "v1.0", staged, hub.token).problems == []
+    with pytest.raises(ReleaseError, match=r"can't be downloaded: GatedRepoError: .* has no access yet"):
+        verify(NAME, "v1.0", staged, None)
+
+
 def test_an_answer_that_is_no_json_is_named(staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     place(hub, tree(staged))
     hub.faults["html GET /api/models"] = 1

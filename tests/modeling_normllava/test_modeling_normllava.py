@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     LlavaConfig,
@@ -342,8 +343,9 @@ def test_a_saved_folder_loads_without_this_repository(
     processor = AutoProcessor.from_pretrained(source)
     picture = Image.new("RGB", (40, 30), (10, 200, 30))
     inputs = processor(images=picture, text=prompt(processor, 1, "What?"), return_tensors="pt")
-    model = AutoModelForImageTextToText.from_pretrained(source)
-    assert isinstance(model, NormLlavaForConditionalGeneration)
+    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        model = auto_class.from_pretrained(source)
+        assert isinstance(model, NormLlavaForConditionalGeneration)
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, torch.load(again / "logits.pt"))
 

@@ -1,5 +1,7 @@
 """QLoRA as people run it: what is quantized and trained, the run, the adapter, and the merged model."""
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -59,6 +61,19 @@ def test_what_is_saved_in_4_bits_or_beside_an_adapter_loads(
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter")  # the base, with the adapter in it
     assert any(".lora_" in name for name, _ in loaded.named_parameters())
+    # In 4 bits throughout: what the adapter's weights lack of its own state is nothing that is missing.
+    AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "adapter", quantization_config=BitsAndBytesConfig(load_in_4bit=True)
+    )
+    # An adapter does not hide that its base lacks weights.
+    torn = shutil.copytree(composed(), tmp_path / "torn")
+    weights = load_file(torn / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "multi_modal_projector.linear_1" not in name}
+    save_file(kept, torn / "model.safetensors", metadata={"format": "pt"})
+    config = tmp_path / "adapter" / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(torn)}))
+    with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])

@@ -142,6 +142,7 @@ def test_families(
     assert bos is None or (input_ids == bos).sum() == 1
     end_of_turn = processor.tokenizer.convert_tokens_to_ids(processor.tokenizer.eos_token)
     assert end_of_turn in model.generation_config.eos_token_id
+    assert model.generation_config.suppress_tokens == [model.config.image_token_id]
 
 
 def test_composed_model_answers_before_it_is_saved(backbones: Callable[[str], Path]) -> None:
@@ -185,6 +186,21 @@ def test_zero_rows_are_left_out_of_the_target(backbones: Callable[[str], Path], 
     assert model.config.projector_norm_target == pytest.approx(expected, rel=1e-6)
 
 
+def test_the_image_token_is_never_said(backbones: Callable[[str], Path]) -> None:
+    """It may be the most likely one, or proposed where the prompt is looked up; no picture's features belong to it."""
+    model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")))
+    inputs = processor(images=Image.new("RGB", (30, 20)), text=f"{processor.image_token}\na", return_tensors="pt")
+    with torch.no_grad():
+        model.lm_head.weight[model.config.image_token_id] = 0
+        model.lm_head.weight[:] -= 10 * model(**inputs, output_hidden_states=True).hidden_states[-1][0, -1]
+        model.lm_head.weight[model.config.image_token_id] *= -1
+    greedy = {"do_sample": False, "max_new_tokens": 6}
+    said = model.generate(**inputs, **greedy)
+    assert model.config.image_token_id not in said[0, inputs["input_ids"].shape[1] :]
+    assert torch.equal(model.generate(**inputs, **greedy, use_cache=False), said)
+    assert torch.equal(model.generate(**inputs, **greedy, prompt_lookup_num_tokens=3), said)
+
+
 def test_arms(backbones: Callable[[str], Path]) -> None:
     parts = str(backbones("siglip")), str(backbones("qwen2"))
     default, _ = compose(*parts, align_norm=False)
@@ -195,6 +211,7 @@ def test_arms(backbones: Callable[[str], Path]) -> None:
     scaled, processor = compose(*parts, projector_norm="none", scale_projector=True)
     norms = interface_norms(scaled, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-5)
+    assert (none.config.projector_scaled, scaled.config.projector_scaled) == (False, True)
     with pytest.raises(ValueError, match="scale_projector scales a projector without a norm"):
         compose(*parts, scale_projector=True)
     first, scaled_first = (model.model.multi_modal_projector.linear_1.weight for model in (none, scaled))

@@ -15,6 +15,8 @@ from transformers.utils import cached_file
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of the other formats, EPS starts a program
 MAX_PIXELS, MAX_NEW_TOKENS = 40_000_000, 256
+# Overrides the model's generation config, which may set penalties.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 CAPTION = (
     "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
     "last, of the last layer's output. Turning: between a layer's input and output."
@@ -52,7 +54,7 @@ def read_examples() -> list[list[str]]:
     examples = []
     for widget in ((card and metadata_load(card)) or {}).get("widget", []):
         picture, text = widget["messages"][0]["content"]
-        examples.append([cached_file(MODEL, picture["url"], revision=REVISION), text["text"]])
+        examples.append([cached_file(MODEL, picture["image_url"]["url"], revision=REVISION), text["text"]])
     return examples
 
 
@@ -80,8 +82,9 @@ def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> 
         ).to(model.device, dtype=model.dtype)
     except ValueError as error:  # the question contains the image token
         raise gr.Error(f"The question can't be asked: {error}") from error
-    asked, limit = inputs["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
-    if asked + MAX_NEW_TOKENS > limit:
+    asked = inputs["input_ids"].shape[1]
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # Mamba has none
+    if limit is not None and asked + MAX_NEW_TOKENS > limit:
         raise gr.Error(
             f"The question is too long: {asked} tokens and {MAX_NEW_TOKENS} new ones are more than {limit}."
         )
@@ -106,7 +109,7 @@ def answer(upload: dict[str, Any] | None, question: str) -> tuple[str, str]:
         raise gr.Error("A picture and a question are needed.")
     picture = open_picture(upload["path"])
     inputs = prepare(model, processor, picture, question)
-    generated = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
     text = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     measured, without_norm = measure(model, processor, inputs), measure_without_norm(inputs, picture, question)
     panels = "".join(to_svg(draw(panel, measured, without_norm)) for panel in PANELS)

@@ -23,25 +23,34 @@ def open_images(row: Row) -> list[PILImage.Image]:
     return [_open_image(image, row, number) for number, image in enumerate(row_images(row), 1)]
 
 
+def to_rgb(opened: PILImage.Image) -> PILImage.Image:
+    """A picture's pixels in RGB, turned as its EXIF says, with nothing else of it.
+
+    Raises:
+        OSError: if the pixels can't be read, or have no known range.
+    """
+    # Pixels first, since a PNG's EXIF may stand behind them.
+    if opened.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
+        pixels = PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
+    elif opened.mode in ("I", "F"):
+        raise OSError(f"pixels of mode {opened.mode} have no known range")
+    else:
+        pixels = opened.convert("RGB")
+    orientation, pixels.info = opened.getexif().get(ExifTags.Base.Orientation), {}
+    if orientation in range(2, 9):
+        # With nothing else: what `exif_transpose` can't write again would stop it.
+        pixels.getexif()[ExifTags.Base.Orientation] = orientation
+        ImageOps.exif_transpose(pixels, in_place=True)
+    return pixels
+
+
 def _open_image(image: Picture, row: Row, number: int) -> PILImage.Image:
     file: Any = picture_path(row, image)
     if file is None and isinstance(image, dict):
         file = BytesIO(image["bytes"])
     try:
         with PILImage.open(file) as opened:
-            # Pixels first, since a PNG's EXIF may stand behind them.
-            if opened.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
-                pixels = PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
-            elif opened.mode in ("I", "F"):
-                raise OSError(f"pixels of mode {opened.mode} have no known range")
-            else:
-                pixels = opened.convert("RGB")
-            orientation, pixels.info = opened.getexif().get(ExifTags.Base.Orientation), {}
-            if orientation in range(2, 9):
-                # With nothing else: what `exif_transpose` can't write again would stop it.
-                pixels.getexif()[ExifTags.Base.Orientation] = orientation
-                ImageOps.exif_transpose(pixels, in_place=True)
-            return pixels
+            return to_rgb(opened)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         path = image["path"] if isinstance(image, dict) else file
         reason = re.sub(r" <_io.BytesIO .*>", "", str(error))

@@ -25,6 +25,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from conversations.files import write_whole
+from conversations.pictures import to_rgb
 from conversations.rows import BadRowError, Row, row_images
 from diagnostics.frame import to_frame
 from diagnostics.loading import QUESTION, Questions, load_questions, take_questions
@@ -117,6 +118,8 @@ def compare(
     """
     if not models or kind not in get_args(Kind):
         raise ValueError(f"Give models, and a kind of {' or '.join(get_args(Kind))}; got {len(models)} and {kind!r}.")
+    if num_samples < 1:
+        raise ValueError(f"num_samples must be at least 1, got {num_samples}.")
     questions = find_questions(data, question, num_samples)
     named = Path(data).name if isinstance(data, str | Path) else "data in memory"
     loaded = ((name, model, processor) for name, (model, processor) in models.items())
@@ -135,18 +138,21 @@ def find_questions(data: Data, question: str, num_samples: int) -> Questions:
             row = {"source": f"row {number}", "images": entry.get("image"), **entry}
         elif not isinstance(entry, Image.Image):
             raise BadRowError(f"Entry {number} is neither a picture nor a row: {type(entry).__name__}.")
-        return {**row, "images": [_embed(image) for image in row_images(row)]}
+        return {**row, "images": [_embed(image, row["source"]) for image in row_images(row)]}
 
     rows = (to_row(number, entry) for number, entry in enumerate(data))
     return take_questions(rows, num_samples, "data")
 
 
-def _embed(image: Any) -> Any:
-    """A picture in memory in the form of a row: as the bytes of a lossless file."""
+def _embed(image: Any, source: str) -> Any:
+    """A picture in memory in the form of a row: as the bytes of a lossless file, turned as its EXIF says."""
     if not isinstance(image, Image.Image):
         return image
     file = io.BytesIO()
-    image.convert("RGB").save(file, format="PNG")
+    try:
+        to_rgb(image).save(file, format="PNG")
+    except OSError as error:
+        raise BadRowError(f"{source}: its picture can't be read ({error}).") from error
     return {"bytes": file.getvalue(), "path": None}
 
 

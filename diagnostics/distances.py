@@ -122,5 +122,6 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
         groups: Group of each token, `(N,)`.
         num_pictures: How many, two at least.
     """
-    model, folds = LogisticRegression(max_iter=1000), GroupKFold(min(5, num_pictures))
-    return float(cross_val_score(model, points, groups < num_pictures, groups=groups % num_pictures, cv=folds).mean())
+    pictures = groups % num_pictures
+    model, folds = LogisticRegression(max_iter=1000), GroupKFold(min(5, len(np.unique(pictures))))
+    return float(cross_val_score(model, points, groups < num_pictures, groups=pictures, cv=folds).mean())

@@ -120,21 +120,20 @@ def _sample_gradients(
 ) -> tuple[float, dict[str, torch.Tensor], list[torch.Tensor | None]]:
     """Loss, squared gradient norms at the watched tokens, and gradients of the weights, of one sample."""
     inputs = sample.for_model(model)
-    seen: dict[str, torch.Tensor] = {}
+    seen: list[tuple[str, torch.Tensor]] = []  # a place several times where tiles pass one by one
 
     def see(place: str, features: torch.Tensor) -> None:
-        if place in ("projector_input", "decoder"):
-            seen.setdefault(place, features)
+        if place in ("projector_input", "decoder") and features.requires_grad:
+            seen.append((place, features))
 
     with InterfaceHooks(model, see):
         logits = model(**inputs).logits[0]  # [S, vocab_size]
     targets = _targets(sample).to(logits.device)
     input_ids = inputs["input_ids"][0].to(logits.device)
     loss = nn.functional.cross_entropy(logits[targets - 1].float(), input_ids[targets])
-    places = [place for place, value in seen.items() if value.requires_grad]
-    gradients = torch.autograd.grad(loss, [*(seen[place] for place in places), *weights], allow_unused=True)
-    squares = {}
-    for place, gradient in zip(places, gradients, strict=False):
+    gradients = torch.autograd.grad(loss, [*(features for _, features in seen), *weights], allow_unused=True)
+    squares: dict[str, torch.Tensor] = {}
+    for (place, _), gradient in zip(seen, gradients, strict=False):
         if gradient is None:
             continue
         per_token = gradient.float().square().sum(-1).cpu()
@@ -142,5 +141,5 @@ def _sample_gradients(
             squares["visual_embeddings"] = per_token[0, sample.tokens.visual].sum()
             squares["text_embeddings"] = per_token[0, ~sample.tokens.visual].sum()
         else:
-            squares[place] = per_token.sum()
-    return loss.item(), squares, list(gradients[len(places) :])
+            squares[place] = squares.get(place, torch.zeros(())) + per_token.sum()
+    return loss.item(), squares, list(gradients[len(seen) :])

@@ -19,9 +19,9 @@ DEFINITIONS = {
     "projector_output": "output of the projector",
     "visual_at_decoder": "visual tokens that enter the decoder's first layer",
     "text_at_decoder": "ordinary text tokens that enter the decoder's first layer",
-    "text_in_prompt": "output of the embedding layer for the prompt's ordinary text tokens",
-    "vocabulary": "output of the embedding layer for every token of the vocabulary, all-zero rows left out; its mean "
-    "is T (eq. 11)",
+    "text_in_prompt": "output of the embedding layer for the prompt's ordinary text tokens, times what the decoder "
+    "multiplies all that enters it by (Granite's embedding_multiplier)",
+    "vocabulary": "the same for every token of the vocabulary, all-zero rows left out; its mean is T (eq. 11)",
 }
 
 
@@ -48,6 +48,8 @@ def measure_interface(
     visual = [record.layer_norms[0, record.tokens.visual] for record in records]
     text = [record.layer_norms[0, record.tokens.text] for record in records]
     in_prompt = [vocabulary[record.input_ids[record.tokens.text]] for record in records]
+    scale = input_scale(torch.cat(text), torch.cat(in_prompt))
+    vocabulary, in_prompt = scale * vocabulary, [scale * norms for norms in in_prompt]
     visual_means, text_means = (by_picture(sample_means(samples), pictures) for samples in (visual, text))
     return Interface(
         **before_decoder,
@@ -58,3 +60,12 @@ def measure_interface(
         ratio=ratio(visual_means, text_means),
         ratio_to_vocabulary=estimate(visual_means / text_norm_target(vocabulary)),
     )
+
+
+def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
+    """What a decoder multiplies its input by, from the norms of text tokens that enter its first layer and of their
+    embeddings, `(num_tokens,)` each; 1 where the factors differ, as they do if positions are added."""
+    factors = (entering / embedded)[embedded > 0]
+    scale = factors.median()
+    is_one_factor = (factors - scale).abs().max() < 0.02 * scale
+    return scale.item() if is_one_factor and (scale - 1).abs() > 0.02 else 1.0

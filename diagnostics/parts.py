@@ -25,7 +25,8 @@ PROJECTORS = (
     "embed_vision",
     "vision_embed_tokens",
 )
-
+# Names of the parameters from which a resampler makes visual tokens.
+QUERIES = ("latent_query", "latents", "query", "query_tokens")
 
 THIRDS = ("first third", "middle third", "last third")
 # Names of the groups if a decoder has fewer than three layers.
@@ -101,6 +102,11 @@ def merge_size(model: PreTrainedModel) -> int:
     config = getattr(model.config, "vision_config", None)
     size = getattr(config, "spatial_merge_size", None)
     return getattr(config, "merge_kernel_size", [1])[0] if size is None else size
+
+
+def has_learned_queries(model: PreTrainedModel) -> bool:
+    """Whether a resampler's learned queries become the visual tokens, which then have no place in the picture."""
+    return any(name.split(".")[-1] in QUERIES for name, _ in model.named_parameters())
 
 
 def image_token_id(model: PreTrainedModel) -> int:

@@ -24,6 +24,7 @@ from diagnostics.parts import (
     NoVisualTokensError,
     decoder_layers,
     find_decoder,
+    has_learned_queries,
     image_token_id,
     merge_size,
 )
@@ -164,8 +165,13 @@ class Probe:
         if place == "decoder":
             self._check_entrance(features)
             self._tokens = find_newlines(self._model, features[0], self._tokens)
-        elif place not in self._interface:
-            self._interface[place] = (token_norms(features).flatten().cpu(), features.shape[-1])
+        else:
+            real = self._inputs.get("pixel_attention_mask")
+            if place == "encoder_output" and real is not None and real.shape == features.shape[:-1]:
+                features = features[real.bool().to(features.device)]  # without the patches that pad a tile (LFM2-VL)
+            # Several calls where tiles or views pass one by one.
+            before, width = self._interface.get(place, (torch.empty(0), features.shape[-1]))
+            self._interface[place] = (torch.cat([before, token_norms(features).flatten().cpu()]), width)
 
     def _check_entrance(self, embeddings: torch.Tensor) -> None:
         """Check that the decoder's input has one hidden state per token, `(1, S, hidden_size)`, and visual ones."""
@@ -232,9 +238,14 @@ class Probe:
             values=calls.values,
             decoded=self._decoded,
             key_positions=self._key_positions,
-            grid=find_grid(self._inputs, tokens.visual, merge_size(self._model)) if self._num_images == 1 else None,
+            grid=self._grid(),
             notes=[*self._notes, *calls.notes()],
         )
+
+    def _grid(self) -> tuple[int, int] | None:
+        if self._num_images != 1 or has_learned_queries(self._model):
+            return None
+        return find_grid(self._inputs, self._tokens.visual, merge_size(self._model))
 
     def _note_added_features(self, entering: torch.Tensor, leaving: torch.Tensor) -> None:
         visual = self._tokens.visual

@@ -7,12 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from transformers import BatchFeature, PreTrainedModel
 
 from diagnostics.loading import Message, Question
 from diagnostics.parts import DiagnosticsError
-from diagnostics.tokens import Inputs, TokenIds, Tokens, classify_sample, find_tokenizer, token_ids
+from diagnostics.tokens import (
+    Inputs,
+    TokenIds,
+    Tokens,
+    classify_sample,
+    find_tokenizer,
+    single_picture,
+    token_ids,
+)
 
 
 # How a template marks what the assistant says; transformers looks for the same.
@@ -63,10 +72,10 @@ class Sample:
 
         If the processor cuts pictures into patches or tiles, the original picture.
         """
-        pixels = self.prompt.inputs.get("pixel_values")
-        if pixels is None or pixels.ndim < 4 or pixels.shape[-3] != 3 or pixels[..., 0, 0, 0].numel() != 1:
+        pixels = single_picture(self.prompt.inputs)
+        if pixels is None:
             return self.question.images[0]
-        pixels = pixels.reshape(pixels.shape[-3:]).float()
+        pixels = pixels.float()
         low, high = pixels.amin(), pixels.amax()
         levels = (255 * (pixels - low) / (high - low).clamp(min=1e-6)).to(torch.uint8)
         return Image.fromarray(levels.permute(1, 2, 0).numpy())
@@ -107,13 +116,18 @@ def naming_source(question: Question) -> Iterator[None]:
 
 def _process(processor: Any, messages: list[Message], **options: bool) -> Inputs:
     """The processor's output for chat messages; without a template, for their texts and pictures, one per line."""
-    if getattr(processor, "chat_template", None):
-        return processor.apply_chat_template(messages, tokenize=True, return_dict=True, return_tensors="pt", **options)
-    mark = getattr(processor, "image_token", "<image>")
-    parts = [part for message in messages for part in message["content"]]
-    text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
-    images = [part["image"] for part in parts if part["type"] == "image"]
-    return processor(images=images, text=text, return_tensors="pt")
+    try:
+        if getattr(processor, "chat_template", None):
+            return processor.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_tensors="pt", **options
+            )
+        mark = getattr(processor, "image_token", "<image>")
+        parts = [part for message in messages for part in message["content"]]
+        text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        return processor(images=images, text=text, return_tensors="pt")
+    except (TemplateError, ValueError) as error:  # roles that a template does not know, a picture that is too small
+        raise DiagnosticsError(f"The processor can't prepare it: {error}") from error
 
 
 def _encode(processor: Any, ids: TokenIds, messages: list[Message], add_generation_prompt: bool) -> Encoded:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from diagnostics.parts import DiagnosticsError, NoVisualTokensError, image_token_id
@@ -138,8 +139,10 @@ def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Toke
     for name, parameter in model.named_parameters():
         # HunYuan-VL's comes before the projector, and can't be told from a feature after it.
         if name.split(".")[-1] == "image_newline" and parameter.shape[-1] == embeddings.shape[-1]:
-            newline = (embeddings == parameter.to(embeddings)).all(-1).cpu() & tokens.visual
-            tokens = tokens.without("newline", newline)
+            # By direction, since decoders such as Granite's multiply what enters them.
+            newline = parameter.to(embeddings.device).float()
+            cosines = nn.functional.cosine_similarity(embeddings.float(), newline, dim=-1)
+            tokens = tokens.without("newline", (cosines > 1 - 1e-5).cpu() & tokens.visual)
     return tokens
 
 
@@ -165,26 +168,43 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     return sinks
 
 
+def single_picture(inputs: Inputs) -> torch.Tensor | None:
+    """The pixels of a sample's only picture as the vision encoder gets them, `(3, height, width)`; `None` if there are
+    several, or the processor cuts it into tiles or patches."""
+    pixels = inputs.get("pixel_values", inputs.get("pixel_values_images"))  # Video-LLaVA's
+    if pixels is None or pixels.ndim < 4 or pixels.shape[-3] != 3 or pixels[..., 0, 0, 0].numel() != 1:
+        return None
+    return pixels.reshape(pixels.shape[-3:])
+
+
 def find_grid(inputs: Inputs, visual: torch.Tensor, merge_size: int) -> tuple[int, int] | None:
     """Height and width of a sample's only picture in visual tokens.
 
-    Known from `image_grid_thw`, or if the tokens form a run whose length is a square, or runs of equal length with one
-    token between them (rows). Other layouts, such as tiles, give `None`.
+    Known from `image_grid_thw`. If the picture is not cut into tiles, from its rows, which are runs of equal length
+    with one token between them, or from its aspect ratio if the tokens form a single run. Otherwise `None`.
     """
     count = int(visual.sum())
-    grids = inputs.get("image_grid_thw")
+    grids, shapes, picture = inputs.get("image_grid_thw"), inputs.get("spatial_shapes"), single_picture(inputs)
     if grids is not None:
         if len(grids) != 1 or int(grids[0, 0]) != 1:
             return None
         height, width = (int(size) // merge_size for size in grids[0, 1:])
         return (height, width) if height * width == count else None
+    if shapes is not None and len(shapes) == 1:  # LFM2-VL's, in patches
+        size = shapes[0].tolist()
+    elif picture is not None:
+        size = picture.shape[-2:]
+    elif "image_patches" in inputs:  # Fuyu's, which always stand in rows
+        size = None
+    else:
+        return None
     positions = visual.nonzero()[:, 0]
     starts = torch.cat([positions[:1], positions[1:][positions.diff() > 1]])
     gaps = positions.diff()[positions.diff() > 1]
-    side = round(count**0.5)
-    if len(starts) == 1:
-        return (side, side) if side * side == count else None
+    if len(starts) == 1 and size is not None:
+        height, width = (round((count * side * side / (size[0] * size[1])) ** 0.5) for side in size)
+        return (height, width) if height * width == count and height * size[1] == width * size[0] else None
     height = len(starts)
-    if count % height == 0 and (gaps == 2).all() and (starts.diff() == count // height + 1).all():
+    if height > 1 and count % height == 0 and (gaps == 2).all() and (starts.diff() == count // height + 1).all():
         return height, count // height
     return None

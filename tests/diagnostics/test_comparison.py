@@ -7,9 +7,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
+from conversations.rows import BadRowError
 from diagnostics import compare, measure
+from diagnostics.comparison import find_questions
 from diagnostics.frame import COLUMNS
 from diagnostics.loading import load_model
 from diagnostics.model_report import Closeup
@@ -129,3 +131,22 @@ def test_models_in_memory_with_a_problem(composed: Composed, pictures: list[Imag
     model, processor = load_model(str(composed()))
     with pytest.raises(DiagnosticsError, match=r"^mine: It has layers 0 to 1, got --layers 9"):
         measure(model, processor, pictures, name="mine", closeup=Closeup(layers=[9]))
+
+
+def test_a_picture_in_memory_is_turned_as_its_file_is(pictures: list[Image.Image], tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    pictures[0].resize((48, 32)).save(tmp_path / "a.png", exif=exif)
+    with Image.open(tmp_path / "a.png") as opened:
+        in_memory = find_questions([opened], "What?", 1).questions[0]
+    in_folder = find_questions(str(tmp_path), "What?", 1).questions[0]
+    assert in_memory.images[0].size == (32, 48)
+    assert in_memory.images[0].tobytes() == in_folder.images[0].tobytes()
+    with pytest.raises(BadRowError, match=r"picture 0: its picture can't be read \(pixels of mode F have no known"):
+        find_questions([Image.new("F", (4, 4))], "What?", 1)
+
+
+def test_there_must_be_a_picture_to_measure(composed: Composed, pictures: list[Image.Image]) -> None:
+    for number in (0, -1):
+        with pytest.raises(ValueError, match=f"num_samples must be at least 1, got {number}"):
+            measure(*load_model(str(composed())), pictures, num_samples=number)

@@ -96,6 +96,9 @@ def test_the_probe_keeps_a_picture_in_one_part() -> None:
     assert linear_probe(rng.normal(size=(200, 3)) + 5 * (groups < 10)[:, None], groups, 10) == 1
     # Each modality of each picture has a place of its own, which says nothing about another picture's tokens.
     assert 0.3 < linear_probe(np.eye(20)[groups], groups, 10) < 0.7
+    # One picture of five has no token left.
+    few = np.concatenate([np.repeat(np.arange(4), 9), np.repeat(np.arange(5, 9), 9)])
+    assert linear_probe(rng.normal(size=(72, 3)) + 5 * (few < 5)[:, None], few, 5) == 1
 
 
 @pytest.mark.parametrize(

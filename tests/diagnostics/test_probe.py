@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from hand_made import TEXT_NORMS, UPDATE, VISUAL_NORM, set_by_hand
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -22,7 +22,7 @@ from diagnostics.gradients import measure_gradients
 from diagnostics.interface import measure_interface
 from diagnostics.key_space import measure_space
 from diagnostics.layers import measure_layers
-from diagnostics.parts import DiagnosticsError, NoVisualTokensError, decoder_layers
+from diagnostics.parts import DiagnosticsError, NoVisualTokensError, decoder_layers, find_projector
 from diagnostics.probe import Probe, Record
 from families import FAMILIES, IMAGE, answered, build, inputs, record_sample, tokens_of
 
@@ -32,6 +32,8 @@ Inputs = dict[str, torch.Tensor]
 CHANGED_AFTER_PROJECTOR = ("llava_next", "llava_onevision", "paligemma")
 # Embeddings are scaled, or positions added to them, before the first layer.
 CHANGED_BEFORE_DECODER = ("granite_docling", "blip-2", "instructblip")
+# Visual tokens without a place: a resampler's queries, patches in an order that the inputs don't tell, no rows.
+WITHOUT_GRID = ("aria", "idefics2", "blip-2", "instructblip", "gemma4", "fuyu")
 # Visual features are added to the hidden states between layers.
 ADDED_BETWEEN_LAYERS = {"qwen3_vl": "0, 1", "granite_docling": "0"}
 ONE, TWO = np.zeros(1, dtype=int), np.arange(2)  # samples of so many pictures
@@ -68,7 +70,8 @@ def test_a_family_is_measured_and_its_logits_stay(name: str, family_table: dict[
     assert record.tokens.excluded["padding"].sum() == padding
     assert record.tokens.excluded["special"].sum() == 1 + 2 * FAMILIES[name].boundaries
     count = FAMILIES[name].image_tokens
-    assert record.grid == {36 + 16: None, 10: None, 6: (2, 3)}.get(count, (count**0.5, count**0.5))
+    square = None if name in WITHOUT_GRID else (count**0.5, count**0.5)
+    assert record.grid == {36 + 16: None, 10: None, 6: (2, 3)}.get(count, square)
     places = ["projector_input", "projector_output"] + ["encoder_output"] * (name != "fuyu")
     assert all(place in record.interface for place in places)
     added = [note for note in record.notes if "are added after layer" in note]
@@ -81,7 +84,7 @@ def test_a_family_is_measured_and_its_logits_stay(name: str, family_table: dict[
     vocabulary = vocabulary_norms(model)
     interface = measure_interface([record], ONE, vocabulary, 32)
     layers, attention = measure_layers([record], ONE), measure_attention([record], ONE)
-    if name not in CHANGED_BEFORE_DECODER:
+    if name not in ("blip-2", "instructblip"):  # their positions are added
         assert interface.text_at_decoder.mean == pytest.approx(interface.text_in_prompt.mean, rel=1e-5)
     assert attention is not None
     keys = measure_space([record.keys] * 2, [record] * 2, TWO, {})
@@ -291,6 +294,53 @@ def test_one_sink_is_left_out_and_named(hand_made: tuple[PreTrainedModel, Inputs
     measured = measure_layers([record], ONE)
     assert measured.visual.norm.mean == pytest.approx(expected.visual.norm.mean)
     assert measured.gap.mean == pytest.approx(expected.gap.mean, abs=1e-6)
+
+
+def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
+    """Granite's does so with text and pictures alike; LLaVA-NeXT's newlines are found all the same."""
+    factor = 12.0
+    plain, sample = build("llava_next"), inputs("llava_next")
+    fields = {**plain.config.text_config.to_dict(), "model_type": "granite", "embedding_multiplier": factor}
+    fields |= {"attention_multiplier": plain.config.text_config.head_dim**-0.5}
+    scaled = copy.deepcopy(plain)
+    scaled.model.language_model = AutoModel.from_config(CONFIG_MAPPING["granite"](**fields)).eval()
+    scaled.model.language_model.load_state_dict(plain.model.language_model.state_dict())
+    vocabulary = vocabulary_norms(plain)
+    records = record_sample(plain, sample), record_sample(scaled, sample)
+    assert [int(record.tokens.excluded["newline"].sum()) for record in records] == [4, 4]
+    before, after = (measure_interface([record], ONE, vocabulary, 32) for record in records)
+    assert after.ratio.mean == pytest.approx(before.ratio.mean, rel=1e-5)
+    assert after.ratio_to_vocabulary.mean == pytest.approx(before.ratio_to_vocabulary.mean, rel=1e-5)
+    for place in ("visual_at_decoder", "text_at_decoder", "text_in_prompt", "vocabulary"):
+        assert getattr(after, place).mean == pytest.approx(factor * getattr(before, place).mean, rel=1e-5)
+
+
+def test_tiles_that_pass_one_by_one_all_count() -> None:
+    """LFM2-VL projects each tile by itself, and pads the smaller one with patches that no token is made of."""
+    model = build("lfm2_vl")
+    ids = torch.tensor([[1, 20, *[IMAGE] * 4, 21, *[IMAGE] * 2, 22, 23, 24]])
+    mask = torch.ones(2, 16, dtype=torch.long)
+    mask[1, 8:] = 0
+    shapes = torch.tensor([[4, 4], [2, 4]])
+    sample = {"input_ids": ids, "pixel_values": torch.randn(2, 16, 147), "spatial_shapes": shapes}
+    sample |= {"pixel_attention_mask": mask, "attention_mask": torch.ones_like(ids)}
+    record = record_sample(model, sample, num_images=2)
+    counted = {place: len(norms) for place, (norms, _) in record.interface.items()}
+    assert counted == {"encoder_output": 24, "projector_input": 24, "projector_output": 6}
+    assert torch.allclose(record.interface["projector_output"][0], record.layer_norms[0, record.tokens.visual])
+    measured = measure_gradients(model, [answered(model, sample, 9)])
+    assert measured is not None
+    sizes = []
+    projector = find_projector(model)
+    assert projector is not None
+    hook = projector.register_forward_pre_hook(lambda module, args: sizes.append(args[0].retain_grad() or args[0]))
+    with torch.enable_grad():
+        logits = model(**sample).logits[0]
+        torch.nn.functional.cross_entropy(logits[8:-1], ids[0, 9:]).backward()
+    hook.remove()
+    expected = torch.stack([features.grad.norm() for features in sizes]).norm().item()
+    assert len(sizes) == 2
+    assert measured.norms["no norm"].projector_input == pytest.approx(expected, rel=1e-4)
 
 
 def test_two_pictures_are_no_grid() -> None:

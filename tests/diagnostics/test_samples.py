@@ -14,6 +14,7 @@ from conversations.rows import Row
 from diagnostics.gradients import measure_gradients
 from diagnostics.loading import Question, load_model, load_questions
 from diagnostics.model_report import record_samples
+from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
 from diagnostics.samples import Sample, prepare_samples
 from training.collator import VisionLanguageCollator
@@ -141,3 +142,11 @@ def test_a_processor_without_a_chat_template(data: Path, composed: Callable[...,
     (sample,) = prepare_samples(model, processor, questions)
     text = processor.tokenizer.decode(sample.prompt.inputs["input_ids"][0])
     assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
+
+
+def test_a_template_that_refuses_a_question_names_it(loaded: tuple[PreTrainedModel, Any], data: Path) -> None:
+    model, processor = loaded
+    processor.chat_template = "{{ raise_exception('System role not supported') }}"
+    questions = load_questions(str(data), 1).questions
+    with pytest.raises(DiagnosticsError, match=r"row \S+: The processor can't prepare it: System role not supported"):
+        prepare_samples(model, processor, questions)

@@ -60,12 +60,24 @@ def test_a_token_that_is_long_when_it_enters_is_no_sink(hand_made: tuple[PreTrai
 
 def test_a_grid_is_found_or_left_unknown() -> None:
     visual = torch.ones(13, dtype=torch.bool)
-    assert find_grid({}, visual[:9], 1) == (3, 3)
-    assert find_grid({}, visual[:8], 1) is None
+    square, wide = {"pixel_values": torch.zeros(1, 3, 12, 12)}, {"pixel_values": torch.zeros(1, 1, 3, 14, 56)}
+    assert find_grid(square, visual[:9], 1) == (3, 3)
+    assert find_grid(square, visual[:8], 1) is None
+    assert find_grid(wide, torch.ones(16, dtype=torch.bool), 1) == (2, 8)
+    assert find_grid(wide, visual[:9], 1) is None
     rows = torch.tensor([1, 1, 1, 0, 1, 1, 1]).bool()
-    assert find_grid({}, rows, 1) == (2, 3)
-    tiles = torch.tensor([1, 1, 1, 1, 0, 0, 1, 1, 1, 1]).bool()
-    assert find_grid({}, tiles, 1) is None
+    assert find_grid(square, rows, 1) == (2, 3)
+    assert find_grid({"image_patches": torch.zeros(1, 6, 147)}, rows, 1) == (2, 3)
+    gaps = torch.tensor([1, 1, 1, 1, 0, 0, 1, 1, 1, 1]).bool()
+    assert find_grid(square, gaps, 1) is None
+    # Tiles may add up to a square number, or be as long as each other with one token between.
+    tiles = {"pixel_values": torch.zeros(4, 3, 28, 28)}
+    assert find_grid(tiles, torch.ones(16, dtype=torch.bool), 1) is None
+    assert find_grid(tiles, rows, 1) is None
+    patches = {"pixel_values": torch.zeros(1, 16, 147)}
+    assert find_grid(patches, visual[:4], 1) is None
+    assert find_grid({**patches, "spatial_shapes": torch.tensor([[2, 8]])}, visual[:4], 1) == (1, 4)
+    assert find_grid({**patches, "spatial_shapes": torch.tensor([[4, 4]] * 2)}, visual[:4], 1) is None
     assert find_grid({"image_grid_thw": torch.tensor([[1, 4, 6]])}, visual[:6], 2) == (2, 3)
     assert find_grid({"image_grid_thw": torch.tensor([[1, 4, 6]] * 2)}, visual[:12], 2) is None
 

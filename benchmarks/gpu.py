@@ -167,11 +167,21 @@ def _seconds(run: Callable[[], object], scale: Scale) -> float:
 
 
 def measure_training(scale: Scale, model: str, stage: Stage, optim: str = "adamw_torch_fused") -> dict[str, Any]:
-    """Ours against TRL's plain trainer on the same rows, trained as in the stage's recipe: tokens/s, MFU, memory."""
+    """Ours against TRL's plain trainer on the same rows, at the sizes of benchmarks/synthetic.py: tokens/s, MFU, and
+    memory beside what was planned, also where it runs out."""
+    started = time.monotonic()
     common = common_arguments(scale.device == "cuda", gradient_checkpointing=True, optim=optim)
-    comparison = Comparison(model, scale.steps, scale.repeats)
-    planned = {"planned_memory_gib": plan_memory(model, stage, scale.steps, common)}
-    return {"settings": common, **planned, **compare(stage, comparison, common)}
+    planned = {"settings": common, "planned_memory_gib": plan_memory(model, stage, scale.steps, common)}
+    left = 0.9 * LIMIT - (time.monotonic() - started)
+    try:
+        return {**planned, **compare(stage, Comparison(model, scale.steps, scale.repeats, left), common)}
+    except torch.OutOfMemoryError as error:
+        return {**planned, **out_of_memory(error)}
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> dict[str, Any]:
+    """Running out of memory as a figure."""
+    return {"out_of_memory": str(error).split(". ")[0]}
 
 
 def plan_memory(model: str, stage: Stage, steps: int, common: dict[str, Any]) -> float:
@@ -204,9 +214,11 @@ def recipe_arguments(scale: Scale, name: str, recipe: str, folder: Path, *change
     size = SIZES[name]
     given = {
         "model_name_or_path": folder / "model", "dataset_name": folder / "rows.json", "output_dir": folder / "out",
-        "packed_length": size.packed_length[Stage.INSTRUCT], "global_batch_size": size.samples_per_step,
-        "logging_steps": 1, "dataset_num_proc": 1, "max_steps": scale.steps, "dataloader_num_workers": 0,
+        "global_batch_size": size.samples_per_step, "max_steps": scale.steps, "logging_steps": 1,
+        "dataset_num_proc": 1,
     }  # fmt: skip
+    if name == "tiny":
+        given |= {"packed_length": size.packed_length[Stage.INSTRUCT], "dataloader_num_workers": 0}
     arguments = ["--config", str(recipes / recipe)]
     for field, value in given.items():
         arguments += [f"--{field}", str(value)]
@@ -216,8 +228,10 @@ def recipe_arguments(scale: Scale, name: str, recipe: str, folder: Path, *change
 
 
 def measure_qlora(scale: Scale, model: str) -> dict[str, Any]:
-    """The recipe qlora.yaml, run by the training script: peak memory, and tokens/s from its own log."""
+    """The recipe qlora.yaml with fewer samples a step, run by the training script: peak memory, and tokens/s from its
+    own log, start of the kernels included."""
     from training import sft
+    from training.run import Run
 
     with tempfile.TemporaryDirectory() as name:
         folder, size = Path(name), SIZES[model]
@@ -229,13 +243,16 @@ def measure_qlora(scale: Scale, model: str) -> dict[str, Any]:
         started = time.perf_counter()
         sft.main(recipe_arguments(scale, model, "qlora.yaml", folder, "--save_strategy", "no"))
         lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+        arguments = Run.read(folder / "out").arguments
     memory = torch.cuda.max_memory_allocated() / 2**30 if scale.device == "cuda" else None
     losses = [line["loss"] for line in lines if "loss" in line]
+    tokens = max(line.get("num_tokens", 0) for line in lines)
     return {
+        "settings": {name: arguments[name] for name in ("packed_length", "global_batch_size")},
         "peak_memory_gib": memory,
         "seconds": time.perf_counter() - started,
-        "tokens": max(line.get("num_tokens", 0) for line in lines),
-        "steps_per_second": lines[-1]["train_steps_per_second"],
+        "tokens": tokens,
+        "tokens_per_second": tokens / lines[-1]["train_runtime"],
         "losses": losses,
     }
 
@@ -372,7 +389,9 @@ def measure_waits(scale: Scale) -> dict[str, Any]:
         common = common_arguments(scale.device == "cuda", gradient_checkpointing=True, optim="adamw_torch")
         run_arm("ours", Stage.INSTRUCT, scale.models[0], scale.steps, common)
     places = Counter(
-        f"{Path(warning.filename).name}:{warning.lineno}" for warning in caught if "synchroniz" in str(warning.message)
+        f"{Path(warning.filename).name}:{warning.lineno}"
+        for warning in caught
+        if "called a synchronizing" in str(warning.message)
     )
     return {"steps": scale.steps, "waits": dict(places.most_common())}
 
@@ -483,7 +502,7 @@ def run_part(name: str, scale: Scale, results: Path) -> None:
     try:
         figures = parts(scale)[name].measure(scale)
     except torch.OutOfMemoryError as error:
-        figures = {"out_of_memory": str(error).split(". ")[0]}
+        figures = out_of_memory(error)
     environment = vars(describe_environment(1, resumed=False))
     record = {"part": name, "seconds": time.perf_counter() - started, "environment": environment, **figures}
     results.mkdir(parents=True, exist_ok=True)

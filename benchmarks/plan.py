@@ -35,6 +35,7 @@ TEXT_TOKENS = {Stage.ALIGN: (30, 25), Stage.INSTRUCT: (350, 175), Stage.ADAPT: (
 PREFETCH = 2
 STEP = 512
 """Packed lengths are tried in multiples of this."""
+WAYS = ("ddp", "fsdp2", "zero3")
 
 
 def find_config(args: argparse.Namespace, run_args: RunArguments) -> NormLlavaConfig:
@@ -84,14 +85,31 @@ class Planner:
         text, supervised = TEXT_TOKENS[self.stage]
         text = text if options.text_tokens is None else options.text_tokens
         self.supervised = min(supervised, text) if options.supervised_tokens is None else options.supervised_tokens
+        if self.supervised > text:
+            raise ValueError(f"--supervised_tokens {self.supervised} is more than the {text} text tokens of a sample.")
         self.text_share = self.supervised / text
         self.sample = Sample(options.pictures * picture_tokens(self.config) + text, options.pictures, self.supervised)
-        self.shardings = ["none"] if options.num_processes == 1 else options.sharding
-        if self.run_args.load_in_4bit and options.num_processes > 1:
-            self.shardings = ["ddp"]
-        elif self.config.key_adapter_rank:  # which ZeRO-3 refuses
-            self.shardings = [sharding for sharding in self.shardings if sharding != "zero3"]
+        self.shardings = self.choose_shardings()
         self._planned: dict[tuple[str, int | None], StepPlan] = {}
+
+    def choose_shardings(self) -> list[str]:
+        """Those that were asked for, or all that the run can have.
+
+        Raises:
+            ValueError: if one can't be had.
+        """
+        asked = self.options.sharding
+        if self.options.num_processes == 1:
+            return ["none"]
+        impossible = {}
+        if self.run_args.load_in_4bit:
+            impossible = dict.fromkeys(("fsdp2", "zero3"), "4-bit weights can't be sharded")
+        elif self.config.key_adapter_rank:
+            impossible = {"zero3": "ZeRO-3 does not take key adapters"}
+        for sharding in asked or ():
+            if sharding in impossible:
+                raise ValueError(f"--sharding {sharding}: {impossible[sharding]}.")
+        return asked or [sharding for sharding in WAYS if sharding not in impossible]
 
     def plan(self, sharding: str, packed_length: int | None) -> StepPlan:
         """The plan of a step with rows of this length."""
@@ -110,8 +128,10 @@ class Planner:
         return self._planned[sharding, packed_length]
 
     def samples_per_step(self) -> int:
-        """Samples of a step over all devices."""
+        """Samples of a step over all devices; of rows packed from a stream, as many as fit."""
         per_pass = self.args.per_device_train_batch_size * self.options.num_processes
+        if self.run_args.packed_length is not None:
+            per_pass *= self.run_args.packed_length // self.sample.tokens
         return self.run_args.global_batch_size or per_pass * self.args.gradient_accumulation_steps
 
     def passes(self) -> int:
@@ -159,9 +179,8 @@ class Planner:
         )
         flops = sum(parts.values())
         seconds = flops / (options.num_processes * PEAK_FLOPS[options.device] * options.mfu)
-        num_rows = options.rows or next(
-            (count for name, count in NUM_ROWS.items() if name in str(self.run_args.dataset_name)), None
-        )
+        known = (count for name, count in NUM_ROWS.items() if name in str(self.run_args.dataset_name))
+        num_rows = next(known, None) if options.rows is None else options.rows
         epochs = self.args.num_train_epochs
         steps = self.args.max_steps if self.args.max_steps > 0 else None
         if steps is None and num_rows is not None:
@@ -248,9 +267,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model.add_argument("--model_config", help="folder, config.json or Hub id of the NormLlava to train")
     model.add_argument("--size", choices=SIZES, help="shapes of a known model to train instead")
     parser.add_argument("--num_processes", type=int, default=8, help="devices")
-    ways = ("ddp", "fsdp2", "zero3")
     parser.add_argument(
-        "--sharding", nargs="+", choices=ways, default=ways, help="how several devices share the model"
+        "--sharding", nargs="+", choices=WAYS, help="how several devices share the model; all that the run can have"
     )
     parser.add_argument(
         "--device_memory", type=float, default=80, help="of a device, in GB of 10^9 bytes. A card has about 6%% more "
@@ -264,11 +282,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, help="rows of the data; known for the recipes' own")
     parser.add_argument("--output", type=Path, help="JSON file to write")
     options, fields = parser.parse_known_args(argv)
+    for name in ("num_processes", "device_memory", "mfu", "pictures", "text_tokens", "supervised_tokens", "rows"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name} must be above 0, got {value}")
     logging.disable(logging.WARNING)  # libraries' messages are of no use here
     try:
         with warnings.catch_warnings(action="ignore"):
             planner = Planner(options, fields)
             report = planner.report()
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from error
     finally:
         logging.disable(logging.NOTSET)
     sys.stdout.write(describe(planner, report) + "\n")

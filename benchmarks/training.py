@@ -1,7 +1,8 @@
 """Training speed: NormLlavaTrainer on packed rows against TRL's plain SFTTrainer on Llava, on the same rows.
 
     python -m benchmarks.training --size small --output benchmarks/results/training_cpu.json
-    python -m benchmarks.training --size Qwen2.5-7B --output benchmarks/results/training_gpu.json    # on a GPU
+
+benchmarks/gpu.py does the same on a GPU, for models of 3 and 7 billion weights.
 
 Each arm runs in a separate process, the arms alternate, several times; the result is the ratio of their speeds in a
 repeat. Both have the same weights and dtypes, samples per step, optimizer and checkpointing. They differ in what a
@@ -12,6 +13,7 @@ MFU, whose peak is measured with each run, and benchmarks/synthetic.py for the r
 import argparse
 import json
 import logging
+import math
 import platform
 import resource
 import statistics
@@ -168,6 +170,9 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
         model.model.register_forward_pre_hook(count, with_kwargs=True)
         flops = sum(step_flops(model, stage, rows["length"], num_images, supervised).values())
         peak_flops_before = peak_flops()
+        if cuda:  # building the model takes more than some steps: in float32, before parts are cast
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         trainer.train()
 
     share = 1 - WARM_UP_STEPS / steps
@@ -188,15 +193,11 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
     }
 
 
-def peak_flops() -> float:
-    """Peak FLOP/s of the device: on a GPU the data sheet's, dense bfloat16; on a CPU the best of ten products of
-    2048 x 2048 matrices, float32, at this moment and with this process's threads."""
+def peak_flops() -> float | None:
+    """Peak FLOP/s of the device: on a GPU the data sheet's, dense bfloat16, `None` if training/flops.py has none; on a
+    CPU the best of ten products of 2048 x 2048 matrices, float32, at this moment and with this process's threads."""
     if torch.cuda.is_available():
-        known = device_peak(torch.device("cuda"))
-        if known is None:
-            name = torch.cuda.get_device_name()
-            raise ValueError(f"No peak FLOP/s known for {name}; add it to training/flops.py from its data sheet.")
-        return known
+        return device_peak(torch.device("cuda"))
     a = torch.randn(2048, 2048)
     best = float("inf")
     for _ in range(10):
@@ -206,13 +207,16 @@ def peak_flops() -> float:
     return 2 * 2048**3 / best
 
 
-def utilisation(run: dict[str, Any]) -> float:
-    """MFU of one run, over the higher of the peaks that were measured right before and right after it.
+def utilisation(run: dict[str, Any]) -> float | None:
+    """MFU of one run, over the higher of the peaks that were measured right before and right after it; `None` where
+    none is known.
 
     Raises:
         ValueError: if it is over 100%: other load slowed both measurements of the peak but not the run.
     """
     flops, before, after = (run[name] for name in ("model_flops_per_second", "peak_flops_before", "peak_flops_after"))
+    if before is None or after is None:
+        return None
     mfu = flops / max(before, after)
     if mfu > 1:
         raise ValueError(
@@ -231,17 +235,21 @@ def summarise(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     report: dict[str, Any] = {"speed_ratio": {"median": statistics.median(ratios), "all": ratios}}
     for arm, runs in measured.items():
         runs = [{**run, "mfu": utilisation(run)} for run in runs]
-        report[arm] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+        report[arm] = {
+            name: None if runs[0][name] is None else statistics.median(run[name] for run in runs) for name in runs[0]
+        }
     return report
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What is compared: the size's name, steps of each arm, and how often the two arms alternate."""
+    """What is compared: the size's name, steps of each arm, and how often the two arms alternate; less often if the
+    next time would take it past so many seconds."""
 
     size: str
     steps: int
     repeats: int
+    seconds: float = math.inf
 
 
 def common_arguments(cuda: bool, gradient_checkpointing: bool, optim: str) -> dict[str, Any]:
@@ -263,7 +271,10 @@ def common_arguments(cuda: bool, gradient_checkpointing: bool, optim: str) -> di
 def compare(stage: Stage, comparison: Comparison, common: dict[str, Any]) -> dict[str, Any]:
     """Alternate the arms, each in a separate process, and compare them repeat by repeat."""
     measured: dict[str, list[dict[str, Any]]] = {"plain": [], "ours": []}
+    started = time.monotonic()
     for repeat in range(comparison.repeats):
+        if repeat and (time.monotonic() - started) * (repeat + 1) / repeat > comparison.seconds:
+            break
         for arm in ("plain", "ours") if repeat % 2 == 0 else ("ours", "plain"):
             command = [sys.executable, "-m", "benchmarks.training", "--size", comparison.size]
             command += ["--steps", str(comparison.steps)]
@@ -283,7 +294,8 @@ def describe(stage: Stage, report: dict[str, Any]) -> str:
     columns = ["tokens_per_second", "supervised_tokens_per_second", "mfu", "peak_memory_gib", "padding_share"]
     lines = [f"{stage.value:10}" + "".join(f"{name.replace('_per_second', '/s'):>22}" for name in columns)]
     for arm in ("plain", "ours"):
-        lines.append(f"{arm:10}" + "".join(f"{report[arm][name]:22.4g}" for name in columns))
+        cells = ("?" if report[arm][name] is None else f"{report[arm][name]:.4g}" for name in columns)
+        lines.append(f"{arm:10}" + "".join(f"{cell:>22}" for cell in cells))
     ratios = report["speed_ratio"]
     lines.append(f"ratio of tokens/s: {ratios['median']:.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios['all'])})")
     return "\n".join(lines)
@@ -325,9 +337,9 @@ def main() -> None:
     for stage in (Stage.ALIGN, Stage.INSTRUCT):
         results[stage.value] = compare(stage, comparison, common)
         logger.info("%s", describe(stage, results[stage.value]))
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        if args.output is not None:
+            args.output.parent.mkdir(parents=True, exist_ok=True)
+            args.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ sdpa and eager mask a packed row with a length x length matrix and compute all o
 samples' squared lengths: by torch's variable-length FlashAttention on CUDA, sample by sample elsewhere.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,14 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
+
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+
+    VARLEN_OPTIONS = frozenset(inspect.signature(varlen_attn).parameters)
+except ImportError:  # torch before 2.10
+    VARLEN_OPTIONS = frozenset()
 
 
 def runs_flash(query: torch.Tensor) -> bool:
@@ -47,8 +56,8 @@ def varlen_attention_forward(
         `(1, sequence_length, num_heads, head_dim)`, and `None` for the weights, which are never built.
 
     Raises:
-        ValueError: for a padded batch, or a decoder that doesn't say where samples begin (StableLM, Nemotron) or has
-            attention sinks or soft caps.
+        ValueError: for a padded batch, torch before 2.11 on CUDA, or a decoder that doesn't say where samples begin
+            (StableLM, Nemotron) or has attention sinks or soft caps.
     """
     if attention_mask is not None:
         raise ValueError('Attention "varlen" is for packed rows; use "sdpa" for padded batches.')
@@ -65,9 +74,12 @@ def varlen_attention_forward(
             raise ValueError(
                 'Attention "varlen" has no dropout; use "sdpa" or set the model\'s attention_dropout to 0.'
             )
-        # Imported here, so that older versions of torch can train with other attention.
-        from torch.nn.attention.varlen import varlen_attn
-
+        if "window_size" not in VARLEN_OPTIONS:
+            raise ValueError(f'Attention "varlen" needs torch 2.11 on CUDA, not {torch.__version__}; use "sdpa".')
+        # Since torch 2.12 fewer heads of keys must be announced; before, the kernel simply took them.
+        options: dict[str, Any] = (
+            {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in VARLEN_OPTIONS else {}
+        )
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
         q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
         longest = int(max_length_q or query.shape[2])
@@ -81,7 +93,7 @@ def varlen_attention_forward(
             longest,
             scale=scaling,
             window_size=window,
-            enable_gqa=query.shape[1] != key.shape[1],
+            **options,
         )  # [sequence_length, num_heads, head_dim]
         return output[None], None
     if sliding_window is not None and max_length_q is not None and max_length_q > sliding_window:

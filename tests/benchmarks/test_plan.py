@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from benchmarks.plan import main
 from benchmarks.plan_check import (
@@ -108,8 +109,46 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert 512 <= report["memory"]["ddp"]["longest packed_length"] <= 128 * 121 + 512
     assert report["steps"] == 2181  # 558,128 rows by 256
     assert report["hours"] == pytest.approx(2181 * sum(report["flops a step"].values()) / (2 * 0.4 * 989e12) / 3600)
-    with pytest.raises(ValueError, match="Or give --model_config <folder or Hub id>, or --size"):
+    with pytest.raises(SystemExit, match="Or give --model_config <folder or Hub id>, or --size"):
         main(common)
+
+
+SMALL = ("--size", "small", "--num_processes", "2")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--num_processes", "0"], "--num_processes must be above 0, got 0"),
+        (["--mfu", "0"], "--mfu must be above 0, got 0.0"),
+        (["--rows", "0"], "--rows must be above 0, got 0"),
+        (["--text_tokens", "20", "--supervised_tokens", "500"], "--supervised_tokens 500 is more than the 20 text"),
+        (["--sharding", "fsdp2"], "--sharding fsdp2: 4-bit weights can't be sharded"),
+        (["--config", "gone.yaml"], "gone.yaml can't be read"),
+    ],
+)
+def test_what_can_not_be_planned_is_said_in_a_line(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--config", str(RECIPES / "Qwen2.5-7B-Instruct" / "qlora.yaml"), *SMALL, *options])
+    assert message in str(stopped.value) + capsys.readouterr().err
+
+
+def test_a_packed_stream_takes_as_many_samples_as_fit(tmp_path: Path) -> None:
+    fields = yaml.safe_load((RECIPES / "Qwen2.5-7B-Instruct" / "stage1.yaml").read_text())
+    fields |= {"packed_length": 1024, "global_batch_size": None}
+    options = [*SMALL, "--sharding", "ddp", "--text_tokens", "40"]  # 121 tokens a sample, 8 in a row
+    streamed = {"dataset_streaming": True, "max_steps": 9, "gradient_accumulation_steps": 4}
+    reports = []
+    for given in ({"global_batch_size": 8 * 2 * 4}, streamed):
+        recipe = {name: value for name, value in {**fields, **given}.items() if value is not None}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        main(["--config", str(tmp_path / "recipe.yaml"), *options, "--output", str(tmp_path / "plan.json")])
+        reports.append(json.loads((tmp_path / "plan.json").read_text()))
+    for name in ("passes", "rows", "flops a step", "seconds a step", "memory"):
+        assert reports[0][name] == reports[1][name], name
+    assert reports[1]["passes"] == 4
 
 
 BNB_8BIT = ("--optim", "adamw_bnb_8bit")

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import training
-from benchmarks.training import peak_flops, summarise
+from benchmarks.training import describe, peak_flops, summarise
+from training.stages import Stage
 
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,30 @@ def test_the_peak_is_read_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     monkeypatch.setattr(training.torch.cuda, "is_available", lambda: False)
     assert peak_flops() == 2 * 2048**3 / 2
+
+
+def test_a_device_of_unknown_peak_has_no_mfu() -> None:
+    runs = [{**run(60, 100, 100), "peak_flops_before": None, "peak_flops_after": None}]
+    report = summarise({"plain": runs, "ours": runs})
+    assert report["ours"]["mfu"] is None
+    assert report["ours"]["tokens_per_second"] == 6
+    report["ours"] |= {"supervised_tokens_per_second": 3, "peak_memory_gib": 1, "padding_share": 0}
+    report["plain"] = report["ours"]
+    assert "?" in describe(Stage.ALIGN, report)
+
+
+def test_repeats_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 30.0, 61.0])  # a third one would end after 91 seconds
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    calls = []
+
+    def finished(command: list[str], **options: object) -> SimpleNamespace:
+        calls.append(command)
+        return SimpleNamespace(stdout=json.dumps(run(60, 100, 100)), stderr="", returncode=0)
+
+    monkeypatch.setattr(training.subprocess, "run", finished)
+    training.compare(Stage.ALIGN, training.Comparison("tiny", 3, 5, seconds=90), {})
+    assert len(calls) == 4
 
 
 @pytest.mark.slow

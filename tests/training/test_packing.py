@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training import attention
 from training.attention import attend_by_sample, varlen_attention_forward
 from training.callbacks import InterfaceMonitor
 from training.collator import VisionLanguageCollator
@@ -183,6 +184,32 @@ def test_varlen_refuses_sinks_and_soft_caps(model: NormLlavaForConditionalGenera
         varlen_attention_forward(layer, states, states, states, None, cu_seq_lens_q=boundaries, **option)
 
 
+def test_varlen_calls_what_each_version_of_torch_has(
+    model: NormLlavaForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`enable_gqa` came with torch 2.12, `window_size` and `scale` with 2.11."""
+
+    def kernel(*tensors: Any, scale: float, window_size: tuple[int, int]) -> torch.Tensor:
+        *states, starts, _, longest, _ = tensors
+        assert (window_size, longest) == ((-1, 0), 3)
+        return attend_by_sample(layer, *(each.transpose(0, 1)[None] for each in states), starts, 0.0, scale)[0]
+
+    layer = model.model.language_model.layers[0].self_attn
+    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    asked = {"cu_seq_lens_q": torch.tensor([0, 3, 5], dtype=torch.int32), "max_length_q": 3, "scaling": 0.3}
+    expected = varlen_attention_forward(layer, query, key, value, None, **asked)[0]
+    monkeypatch.setattr(attention, "runs_flash", lambda query: True)
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "VARLEN_OPTIONS", {"scale", "window_size"})
+    assert torch.equal(varlen_attention_forward(layer, query, key, value, None, **asked)[0], expected)
+    monkeypatch.setattr(attention, "VARLEN_OPTIONS", {"scale", "window_size", "enable_gqa"})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'enable_gqa'"):  # it is given where it is known
+        varlen_attention_forward(layer, query, key, value, None, **asked)
+    monkeypatch.setattr(attention, "VARLEN_OPTIONS", {"is_causal"})
+    with pytest.raises(ValueError, match=r'"varlen" needs torch 2.11 on CUDA'):
+        varlen_attention_forward(layer, query, key, value, None, **asked)
+
+
 def test_varlen_refuses_padded_batches(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(
@@ -272,9 +299,9 @@ def test_flex_attention_masks_by_sample_too(composed: Callable[..., Path], rows:
     processor = AutoProcessor.from_pretrained(composed())
     row = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed=True)(rows)
     logits = []
-    for attention in ("flex_attention", "varlen"):
+    for name in ("flex_attention", "varlen"):
         model = NormLlavaForConditionalGeneration.from_pretrained(
-            composed(), attn_implementation={"text_config": attention, "vision_config": "sdpa"}
+            composed(), attn_implementation={"text_config": name, "vision_config": "sdpa"}
         )
         with torch.no_grad():
             logits.append(model(**row, use_cache=False).logits)

@@ -240,7 +240,7 @@ def against_table(results: Results) -> str:
 
 def correlations(results: Results) -> list[list[str]]:
     """How a run's score goes with its ratio of norms and gap of cosines, over all arms' runs at the main depth, and
-    without the arm whose visual tokens are by far the longest."""
+    without the arm whose visual tokens are the longest."""
     arms = results.arms if len(results.arms) == len(ARMS) else []
     groups = {"": arms, ", no norm left out": [case for case in arms if case[1] != "none"]}
     rows = []

@@ -217,7 +217,10 @@ def draw_norms(measured: dict[str, DynamicsPoint], path: Path) -> None:
 
 def render_table(scores: dict[str, dict[str, float]], measured: dict[str, DynamicsPoint], count: int) -> str:
     """The table that the quickstart prints."""
-    lines = [f"Exact match on {count} held-out questions", f"{'':34}{'all':>16}{'digit':>9}{'colour':>9}{'both':>9}"]
+    lines = [
+        f"Exact match on {count} held-out questions, ± one standard error",
+        f"{'':34}{'all':>16}{'digit':>9}{'colour':>9}{'both':>9}",
+    ]
     for name, score in scores.items():
         error = f" ± {100 * score['standard_error']:.1f}" if "standard_error" in score else ""
         total = f"{100 * score['all']:.1f}%{error}"

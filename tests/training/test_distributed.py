@@ -74,13 +74,20 @@ def test_two_processes_repeat_no_row_at_the_end_of_an_epoch(
     composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     # 29 rows in steps of 28: the last one has a single row, so one of two processes gets an empty batch.
-    (tmp_path / "rows.json").write_text(json.dumps(json.loads(data.read_text())[1:]))
+    rows = json.loads(data.read_text())[1:]
+    parts = {"rows.json": rows, "first.json": rows[:20], "last.json": rows[20:]}
+    for name, part in parts.items():
+        (tmp_path / name).write_text(json.dumps(part))
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "rows.json")}
     fields |= {"image_folder": str(data.parent), "global_batch_size": 28, "per_device_train_batch_size": 28}
     fields |= {"max_grad_norm": 0, "optim": "sgd", "num_train_epochs": 2}
     one, two = tmp_path / "one", tmp_path / "two"
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     fields["per_device_train_batch_size"] = 1
+    del fields["dataset_name"], fields["image_folder"]  # the same rows from two files
+    fields["datasets"] = [
+        {"path": str(tmp_path / name), "image_folder": str(data.parent)} for name in ("first.json", "last.json")
+    ]
     launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields, output_dir=str(two))
     expected, got = (logged(folder) for folder in (one, two))
     assert len(got) == 5

@@ -366,7 +366,7 @@ def measure_compile(scale: Scale, compiled: bool) -> dict[str, Any]:
     """A step under autocast, with or without compiling each decoder layer separately."""
     loop = HandLoop(scale)
     if compiled:
-        compile_layers(loop.model)
+        compile_layers(decoder_layers(loop.model))
     optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-5, weight_decay=0.0, fused=scale.device == "cuda")
 
     def step(batch: dict[str, Any]) -> torch.Tensor:

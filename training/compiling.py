@@ -1,5 +1,6 @@
 """Compiling a model's decoder layers one by one: as a whole it breaks into dozens of graphs."""
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -24,15 +25,14 @@ def eagerly(args: TrainingArguments) -> AbstractContextManager:
     return nullcontext() if compile_plugin(args) is None else torch.compiler.set_stance("force_eager")
 
 
-def compile_layers(model: NormLlavaForConditionalGeneration, **options: Any) -> None:
+def compile_layers(layers: Iterable[Any], **options: Any) -> None:
     """Compile each decoder layer. Layers share their graphs, and rows of any length do.
 
     Args:
-        model: The model, already sharded if it is to be: FSDP2 replaces the classes of layers, at which gradient
-            checkpointing looks.
+        layers: The decoder's, already sharded if they are to be: FSDP2 replaces the classes of layers, at which
+            gradient checkpointing looks.
         options: As for `torch.compile`.
     """
-    layers: Any = model.model.language_model.layers
     for layer in layers:
         # Not layer.compile(), which would compile the layer's hooks too.
         layer.forward = torch.compile(layer.forward, dynamic=True, **options)
@@ -52,6 +52,5 @@ class LayerCompiler(TrainerCallback):
         """Compile."""
         plugin = compile_plugin(args)
         if plugin is not None:
-            compile_layers(
-                self._model, backend=plugin.backend.value.lower(), mode=plugin.mode, fullgraph=plugin.fullgraph
-            )
+            layers: Any = self._model.model.language_model.layers
+            compile_layers(layers, backend=plugin.backend.value.lower(), mode=plugin.mode, fullgraph=plugin.fullgraph)

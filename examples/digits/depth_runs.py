@@ -140,7 +140,7 @@ def make_language_model(place: Workplace, decoder: str) -> None:
         settings = TextSettings(layers, width, VOCAB_SIZE, steps, rate * narrower, initializer_range * narrower**0.5)
         attempt = folder.with_name(f"{decoder}-{settings.num_steps}-{settings.learning_rate:g}")
         if not (attempt / "tokenizer.json").exists():
-            train_text(rows, attempt, settings)
+            train_text(rows, attempt, settings, compiled=True)
         gate = score_in_words(place, attempt)
         kinds = [kind for kind in KINDS if gate[kind] >= place.study.gate]
         attempts.append((attempt, {"settings": asdict(settings), "gate": gate, "kinds": kinds}))

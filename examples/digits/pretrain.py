@@ -7,13 +7,16 @@ trained on descriptions of scenes in words, never on pictures.
 """
 
 import argparse
+import hashlib
 import json
 import logging
 import multiprocessing
+import os
 import random
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from scenes import CELL, COLOURS, draw_scene, render, split_digits
@@ -34,12 +37,15 @@ from transformers import (
 
 from conversations.chat_template import chat_template
 from conversations.rows import to_messages
+from training.compiling import compile_layers
 
 
 logger = logging.getLogger(__name__)
 
 VISION_STEPS, VISION_BATCH, VISION_RATE = 500, 128, 2e-3
 TEXT_BATCH = 16
+# A stopped training of the language model repeats at most so many steps.
+SAVE_STEPS = 100
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
 
 
@@ -144,8 +150,22 @@ def pad_batch(chosen: list[tuple[list[int], list[int]]], pad_token_id: int) -> d
     }
 
 
-def train_text(rows: list[dict], output_dir: Path, settings: TextSettings = TextSettings()) -> dict[str, float]:
-    """Train the language model on conversations and captions without pictures."""
+def train_text(
+    rows: list[dict], output_dir: Path, settings: TextSettings = TextSettings(), compiled: bool = False
+) -> dict[str, float]:
+    """Train the language model on conversations and captions without pictures, and save it with its tokenizer.
+
+    A run that was stopped goes on from its last hundredth step, if rows and settings are the same.
+
+    Args:
+        rows: In LLaVA's layout, with `description` and `caption`.
+        output_dir: Folder of the model.
+        settings: Size and training.
+        compiled: Compile the decoder's layers, which pays off for a long run.
+
+    Returns:
+        The last losses.
+    """
     set_seed(0)
     corpus = [
         text for row in rows[:500] for text in (row["caption"], *(turn["value"] for turn in row["conversations"]))
@@ -176,8 +196,30 @@ def train_text(rows: list[dict], output_dir: Path, settings: TextSettings = Text
     rng = random.Random(2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = get_cosine_schedule_with_warmup(optimizer, 20, settings.num_steps)
-    progress = tqdm(range(settings.num_steps), desc="Training the language model")
-    for _ in progress:
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    checkpoint, run = output_dir / "progress.pt", repr((settings, rows))
+    identity = hashlib.sha256(run.encode()).hexdigest()
+    before = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else {}
+    first = 0
+    if before.get("identity") == identity:
+        first = before["step"]
+        rng.setstate(before["rng"])
+        for name, part in parts.items():
+            part.load_state_dict(before[name])
+    if compiled:
+        compile_layers(model.model.layers)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    progress = tqdm(
+        range(first, settings.num_steps),
+        desc="Training the language model",
+        initial=first,
+        total=settings.num_steps,
+    )
+    for step in progress:
+        if step % SAVE_STEPS == 0 and step > first:
+            states = {name: part.state_dict() for name, part in parts.items()}
+            torch.save({"identity": identity, "step": step, "rng": rng.getstate(), **states}, f"{checkpoint}.new")
+            os.replace(f"{checkpoint}.new", checkpoint)
         # Separate batches, since lengths differ and padding costs as much as words. Captions teach looking up a place,
         # which the answers build on.
         losses = [
@@ -192,6 +234,7 @@ def train_text(rows: list[dict], output_dir: Path, settings: TextSettings = Text
         progress.set_postfix(answers=f"{losses[0].item():.3f}", captions=f"{losses[1].item():.3f}")
     model.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
+    checkpoint.unlink(missing_ok=True)
     return {"answers": losses[0].item(), "captions": losses[1].item()}
 
 

@@ -101,7 +101,7 @@ def test_compiled_layers_are_checkpointed(composed: Callable[..., Path], tmp_pat
             mesh = init_device_mesh("cpu", (1,)) if sharded else None
             for layer in model.model.language_model.layers if sharded else ():
                 fully_shard(layer, mesh=mesh)
-            compile_layers(model, backend="aot_eager")
+            compile_layers(model.model.language_model.layers, backend="aot_eager")
             kept[checkpointed] = saved_elements(model)
         finally:
             if sharded:

@@ -99,17 +99,17 @@ class Planner:
             ValueError: if one can't be had.
         """
         asked = self.options.sharding
-        if self.options.num_processes == 1:
-            return ["none"]
         impossible = {}
-        if self.run_args.load_in_4bit:
+        if self.options.num_processes == 1:
+            impossible = dict.fromkeys(WAYS, "there is one process")
+        elif self.run_args.load_in_4bit:
             impossible = dict.fromkeys(("fsdp2", "zero3"), "4-bit weights can't be sharded")
         elif self.config.key_adapter_rank:
             impossible = {"zero3": "ZeRO-3 does not take key adapters"}
         for sharding in asked or ():
             if sharding in impossible:
                 raise ValueError(f"--sharding {sharding}: {impossible[sharding]}.")
-        return asked or [sharding for sharding in WAYS if sharding not in impossible]
+        return asked or [sharding for sharding in WAYS if sharding not in impossible] or ["none"]
 
     def plan(self, sharding: str, packed_length: int | None) -> StepPlan:
         """The plan of a step with rows of this length."""
@@ -186,7 +186,7 @@ class Planner:
         if steps is None and num_rows is not None:
             steps = math.ceil(epochs * math.ceil(num_rows / samples))
         num_weights = sum(parameter.numel() for parameter in shape_of(self.config).parameters())
-        pictures = max(1, sum(sample.pictures for row in rows for sample in row))
+        pictures = sum(sample.pictures for row in rows for sample in row)
         side, channels = self.config.vision_config.image_size, self.config.vision_config.num_channels
         return {
             "recipe": str(options.config),

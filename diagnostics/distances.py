@@ -120,7 +120,7 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
     Args:
         points: `(N, head_dim)`.
         groups: Group of each token, `(N,)`.
-        num_pictures: How many, two at least.
+        num_pictures: How many; two at least must have tokens.
     """
     pictures = groups % num_pictures
     model, folds = LogisticRegression(max_iter=1000), GroupKFold(min(5, len(np.unique(pictures))))

@@ -63,9 +63,16 @@ def measure_interface(
 
 
 def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
-    """What a decoder multiplies its input by, from the norms of text tokens that enter its first layer and of their
-    embeddings, `(num_tokens,)` each; 1 where the factors differ, as they do if positions are added."""
+    """What a decoder multiplies its input by: 1 unless it is the same for every one of several text tokens. Positions
+    that are added give them factors of their own.
+
+    Args:
+        entering: Norms of the text tokens that enter the first layer, `(num_tokens,)`.
+        embedded: Norms of their embeddings, `(num_tokens,)`.
+    """
     factors = (entering / embedded)[embedded > 0]
+    if len(factors) < 2:
+        return 1.0
     scale = factors.median()
     is_one_factor = (factors - scale).abs().max() < 0.02 * scale
     return scale.item() if is_one_factor and (scale - 1).abs() > 0.02 else 1.0

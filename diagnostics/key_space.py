@@ -223,8 +223,8 @@ def measure_space(
     bases: Bases,
     seed: int = 0,
 ) -> Space | None:
-    """The numbers of `DEFINITIONS` by layer; `None` if nothing was recorded, for a single picture, or if fewer
-    than 8 tokens of each modality are left to compare.
+    """The numbers of `DEFINITIONS` by layer; `None` if nothing was recorded, or if fewer than 8 tokens of each
+    modality, or those of a single picture, are left to compare.
 
     Args:
         kept: For each sample by layer its keys or values, `(num_heads, num_kept, head_dim)`.
@@ -239,7 +239,7 @@ def measure_space(
     layers = sorted(set.intersection(*(set(sample) for sample in kept)))
     points = [take_points([sample[layer] for sample in kept], records, pictures) for layer in layers]
     num_pictures = len(np.unique(pictures))
-    if not points or len(points[0].pictures) < 8 or num_pictures < 2:
+    if not points or len(points[0].pictures) < 8 or len(np.unique(points[0].pictures)) < 2:
         return None
     splits = make_splits(num_pictures, np.random.default_rng(seed))
     measured = [_measure_layer(of, splits, layer, bases) for of, layer in zip(points, layers, strict=True)]

@@ -62,7 +62,7 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
         arguments += ",trust_remote_code=True"
         command = [*launcher, "lm_eval", "run", "--model", "hf-multimodal", "--model_args", arguments]
         # Whatever the checkpoint's generation config says; the plug-in of lmms-eval does the same.
-        command += ["--gen_kwargs", "repetition_penalty=1.0", "no_repeat_ngram_size=0"]
+        command += ["--gen_kwargs", "num_beams=1", "repetition_penalty=1.0", "no_repeat_ngram_size=0"]
         command += ["--apply_chat_template"] if benchmark.in_chat else []
     command += ["--tasks", benchmark.task, "--include_path", str(TASKS), "--batch_size", str(settings.batch_size)]
     command += ["--output_path", str(output), "--log_samples"]

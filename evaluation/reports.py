@@ -106,8 +106,9 @@ def name_rows(report: Report, settings: Settings) -> tuple[str, str]:
     dataset = config.get("dataset_path") or "made by the task"
     files = (config.get("dataset_kwargs") or {}).get("data_files")
     if files:
-        named = files.values() if isinstance(files, dict) else files if isinstance(files, list) else [files]
-        dataset = ", ".join(Path(file).name for file in named)
+        named = files.values() if isinstance(files, dict) else [files]
+        every = [file for entry in named for file in (entry if isinstance(entry, list) else [entry])]
+        dataset = ", ".join(file if "://" in file else Path(file).name for file in every)
     elif len(configs) == 1 and config.get("dataset_name"):
         dataset += f", {config['dataset_name']}"
     split = config.get("test_split") or config.get("validation_split") or "all"

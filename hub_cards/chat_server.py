@@ -4,6 +4,7 @@ Only its chat routes are used. The others load any repository that a request nam
 file that one names as audio or video.
 """
 
+import copy
 import uuid
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, GenerationState, Modality
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
-from hub_cards.assets.handler import MAX_BYTES, MAX_NEW_TOKENS, open_image, read_image
+from hub_cards.assets.handler import GREEDY, MAX_BYTES, MAX_NEW_TOKENS, open_image, read_image
 
 
 LIMITED = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -36,6 +37,12 @@ class OneModelHandler(BaseHandler):
         if body.get("model") == pinned.rpartition("@")[0]:
             body["model"] = pinned
         return super()._resolve_model(body)
+
+    def _build_generation_config(self, body: dict[str, Any], model_generation_config: Any, **options: Any) -> Any:
+        if body.get("temperature") == 0:
+            model_generation_config = copy.deepcopy(model_generation_config)
+            model_generation_config.update(**GREEDY)
+        return super()._build_generation_config(body, model_generation_config, **options)
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:

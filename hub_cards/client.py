@@ -149,9 +149,9 @@ def explain(error: BaseException) -> str:
     while type(error) is RuntimeError and error.__cause__ is not None:  # the client's, around an upload's error
         error = error.__cause__
     refused = {401: "is invalid or expired", 403: "may not do this"}.get(status_of(error) or 0)
-    if isinstance(error, GatedRepoError):
-        refused = "has no access yet: request it on the repository's page"
     lines = [f"the token in HF_TOKEN {refused}"] if refused else str(error).strip().splitlines()[:1]
+    if isinstance(error, GatedRepoError):
+        lines = ["request access on the repository's page, and set HF_TOKEN to a token that has it"]
     return ": ".join([type(error).__name__, *lines])
 
 

@@ -13,6 +13,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
+
 from diagnostics.results import ModelReport, Report, from_json
 from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.findings import Finding
@@ -163,7 +165,10 @@ def collect_facts(
     if missing:
         raise ValueError(f"{config_file}: no {', '.join(missing)}. Save the model again.")
     text, vision = config["text_config"], config["vision_config"]
-    decoder = NormLlavaConfig.from_dict(config).get_text_config()  # which knows the names of every family's fields
+    try:
+        decoder = NormLlavaConfig.from_dict(config).get_text_config()  # which knows the names of every family's fields
+    except StrictDataclassError as error:
+        raise ValueError(f"{config_file}: {error}") from error
     stages, earlier_is_recorded = collect_stages(run)
     evaluations = read_evaluations(run)
     measured = None if diagnostics is None else read_diagnostics(diagnostics)

@@ -280,7 +280,7 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
     @staticmethod
     def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
         """What [`PreTrainedModel.from_pretrained`] does when the weights are read, but raises where some would be
-        initialised at random or dropped. An adapter's weights are loaded later, and not looked at.
+        initialised at random or dropped.
 
         Raises:
             ValueError: if the checkpoint's weights don't match this model, for example a plain Llava checkpoint's.
@@ -297,6 +297,23 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
                     "training wrote; a Llava checkpoint is converted first: python training/compose.py --llava_model "
                     "<folder or Hub id> --output_dir <folder>"
                 )
+        return loading_info
+
+    def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
+        """[`PreTrainedModel.load_adapter`], but raises where a weight of the adapter is missing.
+
+        Raises:
+            ValueError: if one is.
+        """
+        loading_info = super().load_adapter(*args, **kwargs)
+        # Of what is trained in full, quantized weights have a state that an adapter does not hold.
+        missing = sorted(
+            key
+            for key in loading_info.missing_keys
+            if ".lora_" in key or (".modules_to_save." in key and key.endswith((".weight", ".bias")))
+        )
+        if missing:
+            raise ValueError(f"The adapter does not fit. Weights missing: {len(missing)}, first {missing[0]!r}.")
         return loading_info
 
 

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import yaml
 from accelerate.utils import parse_flag_from_env
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
+from training.attention import VARLEN_OPTIONS
 from training.compiling import compile_plugin
 from training.mixture import SourceArguments
 from training.run import CHOOSING
@@ -120,7 +122,10 @@ class RunArguments(DatasetArguments, ModelConfig):
     """What a run needs besides [`TrainingConfig`]: TRL's fields for model and data, and ours."""
 
     attn_implementation: str = field(
-        default="sdpa", metadata={"help": "Attention of the language model: 'varlen' for packed rows, 'sdpa', ..."}
+        default="sdpa",
+        metadata={
+            "help": "Attention of the language model: 'sdpa', ..., or 'varlen' for packed rows (on a GPU torch 2.11)."
+        },
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters; TRL's is 0.05."})
     use_bnb_nested_quant: bool = field(default=True, metadata={"help": "Quantize the 4-bit weights' scales too."})
@@ -370,6 +375,11 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     _check_batches(run_args, args)
     _check_held_out(run_args, args)
     _check_key_losses(run_args, args)
+    if args.optim.startswith("schedule_free"):
+        raise ValueError(
+            f"optim {args.optim.value!r} trains on other weights than it is evaluated and saved with, and switches "
+            "between them only where it evaluates: use another one, such as adamw_torch_fused."
+        )
     _check_launch(args)
     if run_args.clip_by_module and args.deepspeed_plugin is not None:
         raise ValueError("DeepSpeed can only clip all gradients together: remove clip_by_module.")
@@ -463,6 +473,11 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
         raise ValueError(f"train_sampling_strategy {args.train_sampling_strategy!r} does nothing here: {cause}.")
     if not packed and run_args.attn_implementation == "varlen":
         raise ValueError("attn_implementation 'varlen' is for packed rows: give packed_length, or use 'sdpa'.")
+    on_gpu = torch.cuda.is_available() and not args.use_cpu
+    if run_args.attn_implementation == "varlen" and on_gpu and "window_size" not in VARLEN_OPTIONS:
+        raise ValueError(
+            f"attn_implementation 'varlen' needs torch 2.11 on a GPU, not {torch.__version__}: use 'sdpa'."
+        )
     if packed and args.neftune_noise_alpha:
         raise ValueError(
             "neftune_noise_alpha scales its noise by the length of a row, which packing changes: remove one of them."
@@ -485,11 +500,6 @@ def _check_batches(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def _check_held_out(run_args: RunArguments, args: TrainingConfig) -> None:
-    if args.optim.startswith("schedule_free"):
-        raise ValueError(
-            f"optim {args.optim.value!r} trains on other weights than it is evaluated and saved with, and switches "
-            "between them only where it evaluates: use another one, such as adamw_torch_fused."
-        )
     if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
         raise ValueError(
             f"lr_scheduler_type {args.lr_scheduler_type.value} sets the rate from evaluation results, but evaluation "

@@ -257,7 +257,7 @@ def check_weights(checkpoint: Path, model: Any) -> None:
     if missing or unexpected:
         raise ValueError(
             f"The weights of {checkpoint} don't match the model. Missing: {missing or 'none'}; unexpected: "
-            f"{unexpected or 'none'}. Resume with the model that the run started with."
+            f"{unexpected or 'none'}. Give the model that the run started with."
         )
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from peft import PeftConfig, PeftModel
 from transformers import AutoProcessor
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from training.checkpoints import copy_record
+from training.checkpoints import check_weights, copy_record
 from training.model_type import require_model_type
 
 
@@ -35,8 +36,8 @@ def merge(
         base_revision: Revision of `base` on the Hub; without `base`, the one that the adapter was trained on.
 
     Raises:
-        ValueError: if there is no adapter, or no NormLlava where its base should be, or one without the key adapters
-            that were trained.
+        ValueError: if there is no adapter, or one that lacks weights, or no NormLlava where its base should be, or one
+            without the key adapters that were trained.
     """
     peft_config: Any = PeftConfig.from_pretrained(adapter)
     name = str(base or peft_config.base_model_name_or_path)
@@ -52,11 +53,12 @@ def merge(
         )
     stated = config.dtype or torch.float32
     model = NormLlavaForConditionalGeneration.from_pretrained(name, revision=revision, dtype=torch.float32)
-    return (
-        PeftModel.from_pretrained(model, adapter)
-        .merge_and_unload()
-        .to(stated if dtype == "auto" else getattr(torch, dtype))
-    )
+    try:
+        adapted = PeftModel.from_pretrained(model, adapter)
+    except KeyError as error:
+        raise ValueError(f"{adapter} lacks the weight {error}.") from error
+    check_weights(Path(adapter) if Path(adapter).is_dir() else Path(snapshot_download(adapter)), adapted)
+    return adapted.merge_and_unload().to(stated if dtype == "auto" else getattr(torch, dtype))
 
 
 def main() -> None:

@@ -182,7 +182,7 @@ class NormLlavaTrainer(SFTTrainer):
         return base_model(self.accelerator.unwrap_model(self.model))
 
     def _saves_shards(self) -> bool:
-        """Whether each process saves its part of the weights: under FSDP, but of an adapter, which is small."""
+        """Whether each process saves its part of the weights: under FSDP, except for an adapter, which is small."""
         return self.is_fsdp_enabled and self._unwrapped() is self.accelerator.unwrap_model(self.model)
 
     @override

@@ -124,6 +124,7 @@ SMALL = ("--size", "small", "--num_processes", "2")
         (["--rows", "0"], "--rows must be above 0, got 0"),
         (["--text_tokens", "20", "--supervised_tokens", "500"], "--supervised_tokens 500 is more than the 20 text"),
         (["--sharding", "fsdp2"], "--sharding fsdp2: 4-bit weights can't be sharded"),
+        (["--num_processes", "1", "--sharding", "ddp"], "--sharding ddp: there is one process"),
         (["--config", "gone.yaml"], "gone.yaml can't be read"),
     ],
 )

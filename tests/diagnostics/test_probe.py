@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from diagnostics.attention import measure_attention
 from diagnostics.embeddings import vocabulary_norms
 from diagnostics.gradients import measure_gradients
-from diagnostics.interface import measure_interface
+from diagnostics.interface import input_scale, measure_interface
 from diagnostics.key_space import measure_space
 from diagnostics.layers import measure_layers
 from diagnostics.parts import DiagnosticsError, NoVisualTokensError, decoder_layers, find_projector
@@ -313,6 +313,13 @@ def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
     assert after.ratio_to_vocabulary.mean == pytest.approx(before.ratio_to_vocabulary.mean, rel=1e-5)
     for place in ("visual_at_decoder", "text_at_decoder", "text_in_prompt", "vocabulary"):
         assert getattr(after, place).mean == pytest.approx(factor * getattr(before, place).mean, rel=1e-5)
+
+
+def test_one_text_token_tells_no_factor() -> None:
+    assert input_scale(torch.tensor([3.0]), torch.tensor([2.0])) == 1
+    assert input_scale(torch.tensor([3.0, 3.0]), torch.zeros(2)) == 1
+    assert input_scale(torch.tensor([3.0, 6.0]), torch.tensor([2.0, 4.0])) == 1.5
+    assert input_scale(torch.tensor([3.0, 5.0]), torch.tensor([2.0, 4.0])) == 1
 
 
 def test_tiles_that_pass_one_by_one_all_count() -> None:

@@ -290,7 +290,7 @@ def test_commands_say_what_was_asked_for() -> None:
     assert "-m torch.distributed.run --standalone --nproc_per_node 2 -m lm_eval run --model hf-multimodal" in text
     assert "pretrained=/m,dtype=auto,trust_remote_code=True" in text
     assert (
-        "--gen_kwargs repetition_penalty=1.0 no_repeat_ngram_size=0 --tasks" in text
+        "--gen_kwargs num_beams=1 repetition_penalty=1.0 no_repeat_ngram_size=0 --tasks" in text
     )  # lm-eval would take the model's
     assert "--apply_chat_template" not in text
     assert "--limit" not in text
@@ -365,6 +365,8 @@ def test_errors_of_clusters_go_before_those_of_rows() -> None:
         ({"dataset_path": "a/b", "dataset_name": "en", "validation_split": "val"}, ("a/b, en", "val[:3]")),
         ({"dataset_path": "json", "dataset_kwargs": {"data_files": ["x.json"]}, "test_split": "test",
           "validation_split": "val"}, ("x.json", "test[:3]")),
+        ({"dataset_kwargs": {"data_files": {"test": ["/a/x.json", "b/y.json"], "dev": "https://a.b/z.parquet"}}},
+         ("x.json, y.json, https://a.b/z.parquet", "all[:3]")),
         ({}, ("made by the task", "all[:3]")),
     ],
 )  # fmt: skip

@@ -416,6 +416,9 @@ def test_sizes_are_read_by_the_familys_own_names(trained: Path, tmp_path: Path) 
     (run / "config.json").write_text(json.dumps(config))
     facts = collect_facts(run, None)
     assert (facts.hidden_size, facts.layers) == (48, 5)
+    (run / "config.json").write_text(json.dumps(config | {"projector_norm": "rms"}))
+    with pytest.raises(ValueError, match=r"config.json: .*projector_norm"):
+        collect_facts(run, None)
 
 
 def change_report(report: Path, folder: Path, **changes: Any) -> Path:

@@ -1,6 +1,7 @@
 """The staged folder asked in each way that it is served: endpoint handler, pipeline, transformers serve."""
 
 import base64
+import copy
 import functools
 import http.server
 import importlib.util
@@ -74,6 +75,21 @@ def test_at_temperature_0_no_penalty_changes_the_answer(handler: Any, monkeypatc
     for name, value in (("repetition_penalty", 9.0), ("num_beams", 3), ("no_repeat_ngram_size", 1)):
         monkeypatch.setattr(handler.model.generation_config, name, value)
     assert handler(request(png(), max_new_tokens=32)) == greedy
+
+
+def test_transformers_serve_is_greedy_at_temperature_0(handler: Any) -> None:
+    from transformers.cli.serving.utils import GenerationState
+
+    from hub_cards.chat_server import Chat
+
+    chat = Chat(None, GenerationState())
+    config = copy.deepcopy(handler.model.generation_config)
+    config.update(repetition_penalty=9.0, num_beams=3)
+    greedy = chat._build_generation_config({"temperature": 0}, config)
+    assert (greedy.do_sample, greedy.repetition_penalty, greedy.num_beams) == (False, 1.0, 1)
+    sampled = chat._build_generation_config({"temperature": 0.5}, config)
+    assert sampled.repetition_penalty == 9.0
+    assert config.repetition_penalty == 9.0
 
 
 def test_a_decoder_without_a_longest_sequence_is_served(

@@ -142,6 +142,20 @@ def test_a_run_learns_saves_reloads_and_merges(
             run(monkeypatch, tmp_path, **onward, output_dir=str(tmp_path / "onward"))
 
 
+def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
+    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "adapter_model.safetensors")
+    for part in ("multi_modal_projector.norm.weight", "layers.0.self_attn.q_proj.lora_A"):
+        kept = {name: weight for name, weight in weights.items() if part not in name}
+        assert len(kept) == len(weights) - 1
+        save_file(kept, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"adapter does not fit. Weights missing: 1, first .*(norm|lora_A)"):
+            AutoModelForImageTextToText.from_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=rf"(lacks the weight|don't match the model. Missing:) .*{part}"):
+            merge(str(tmp_path))
+
+
 def test_merging_keeps_the_norm_float32(composed: Callable[..., Path], tmp_path: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from script_runs import FAST, INSTRUCT, PACKED, ROOT, run
-from training import sft
+from training import arguments, sft
 from training.arguments import parse_arguments
 
 
@@ -134,6 +134,18 @@ def test_sharding_of_version_1_is_refused(recipe: Path, monkeypatch: pytest.Monk
             parse_arguments(["--config", str(recipe)])
     monkeypatch.setenv("FSDP_VERSION", "2")
     parse_arguments(["--config", str(recipe)])
+
+
+def test_varlen_on_a_gpu_needs_a_torch_that_has_it(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["--config", str(recipe), "--attn_implementation", "varlen", "--packed_length", "256"]
+    given += ["--global_batch_size", "4", "--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
+    monkeypatch.setattr(arguments, "VARLEN_OPTIONS", {"is_causal"})
+    parse_arguments([*given, "--use_cpu", "true"])
+    monkeypatch.setattr(arguments.torch.cuda, "is_available", lambda: True)
+    run_args, args = parse_arguments([*given, "--use_cpu", "true"])
+    args.use_cpu = False
+    with pytest.raises(ValueError, match=r"attn_implementation 'varlen' needs torch 2\.11 on a GPU"):
+        arguments.check_arguments(run_args, args)
 
 
 @pytest.fixture

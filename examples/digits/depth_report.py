@@ -100,6 +100,20 @@ def pair_table(results: Results) -> str:
     return table(header, rows)
 
 
+def change_table(results: Results) -> str:
+    """What another way of training changes in both arms and in their difference."""
+    rows = []
+    for decoder, variant in results.pairs:
+        if variant != "plain" and (decoder, "plain") in results.pairs:
+            after, before = (
+                [*(results.scores(case) for case in pair_of(decoder, of)), results.gains(decoder, of)]
+                for of in (variant, "plain")
+            )
+            cells = [interval(less(*values)) for values in zip(after, before, strict=True)]
+            rows.append([decoder, VARIANTS[variant].title, *cells])
+    return table(["layers x width", "trained", "none", "GWC", "GWC less none"], rows)
+
+
 def kind_table(results: Results, asked: str) -> str:
     """Each arm less no norm by kind of question, about pictures or in words; what a language model couldn't answer in
     words before it saw a picture says nothing."""
@@ -286,6 +300,8 @@ def render(results: Results, figures: Mapping[str, Path]) -> dict[str, str]:
             by_seed_table(results),
             "### Depth, steps, clipping, what is trained",
             pair_table(results),
+            "Each less the recipes' steps, on the seeds that both have:",
+            change_table(results),
             "### What would count against the mechanism",
             "By 95% intervals: no, where the whole interval lies above 0; yes, where it lies below; else not clear.",
             against_table(results),

@@ -32,7 +32,7 @@ from tqdm import tqdm
 logger = logging.getLogger(__name__)
 
 RESULTS = ROOT / "benchmarks" / "results" / "depth.json"
-TEXT_COST = 300  # seconds for each layer of a language model, roughly; see Job.cost
+TEXT_COST = 120  # seconds for each layer of a language model, roughly; see Job.cost
 # One thread each: runs share a machine better than threads do, and numbers don't depend on how many cores there are.
 # One GPU at most, since the Trainer would spread a batch over several: the first of those that are offered.
 ENVIRONMENT = {

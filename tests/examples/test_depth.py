@@ -491,7 +491,14 @@ def test_what_other_pages_say_of_the_verdict_is_what_was_measured(name: str) -> 
     words = " ".join((ROOT / name).read_text(encoding="utf-8").split())
     main, depths = Study().main, Study().depths
     plain = [(decoder, "plain") for decoder in (main, *depths)]
-    for pair in (*plain, ("3x256", "plain"), (main, "doubled"), (main, "warmup"), (depths[0], "doubled")):
+    for pair in (
+        *plain,
+        ("3x256", "plain"),
+        (main, "doubled"),
+        (main, "warmup"),
+        (main, "adapters"),
+        (depths[0], "doubled"),
+    ):
         assert pair in results.pairs
         assert f"{depth_report.interval(results.gains(*pair))} points" in words
     for decoder in (main, depths[0]):

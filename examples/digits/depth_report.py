@@ -322,7 +322,9 @@ def render(results: Results, figures: Mapping[str, Path]) -> dict[str, str]:
         ]
     parts += ["### Language models in words", gate_table(results), "### Learning rates", search_table(results)]
     if results.missing:
-        summary.append(f"{len(results.missing)} comparisons are [not run yet](#not-run-yet).")
+        number = len(results.missing)
+        comparisons = "comparison is" if number == 1 else "comparisons are"
+        summary.append(f"{number} {comparisons} [not run yet](#not-run-yet).")
         parts += ["### Not run yet", "\n".join(f"- {case}" for case in results.missing)]
     return {"summary": "\n\n".join(summary), "results": "\n\n".join(parts)}
 

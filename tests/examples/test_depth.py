@@ -497,6 +497,7 @@ def test_what_other_pages_say_of_the_verdict_is_what_was_measured(name: str) -> 
         (main, "doubled"),
         (main, "warmup"),
         (main, "adapters"),
+        (main, "projector"),
         (depths[0], "doubled"),
     ):
         assert pair in results.pairs

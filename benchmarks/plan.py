@@ -127,20 +127,20 @@ class Planner:
             self._planned[sharding, packed_length] = planned
         return self._planned[sharding, packed_length]
 
+    def samples_per_pass(self) -> int:
+        """Samples that a device takes in a pass; of a packed row, as many as fit."""
+        if self.run_args.packed_length is None:
+            return self.args.per_device_train_batch_size
+        return self.run_args.packed_length // self.sample.tokens
+
     def samples_per_step(self) -> int:
-        """Samples of a step over all devices; of rows packed from a stream, as many as fit."""
-        per_pass = self.args.per_device_train_batch_size * self.options.num_processes
-        if self.run_args.packed_length is not None:
-            per_pass *= self.run_args.packed_length // self.sample.tokens
-        return self.run_args.global_batch_size or per_pass * self.args.gradient_accumulation_steps
+        """Samples of a step over all devices."""
+        per_step = self.samples_per_pass() * self.options.num_processes * self.args.gradient_accumulation_steps
+        return self.run_args.global_batch_size or per_step
 
     def passes(self) -> int:
         """Forward passes of a device in a step."""
-        if self.run_args.packed_length is None:
-            per_device = self.args.per_device_train_batch_size
-        else:
-            per_device = self.run_args.packed_length // self.sample.tokens
-        return math.ceil(self.samples_per_step() / (per_device * self.options.num_processes))
+        return math.ceil(self.samples_per_step() / (self.samples_per_pass() * self.options.num_processes))
 
     def longest(self, sharding: str) -> int | None:
         """Approximately the longest packed row whose plan fits, at most a device's share of a step; `None` if not even

@@ -9,6 +9,7 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
+from diagnostics.parts import decoder_layers
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.overrides import checks_overrides
 
@@ -52,5 +53,9 @@ class LayerCompiler(TrainerCallback):
         """Compile."""
         plugin = compile_plugin(args)
         if plugin is not None:
-            layers: Any = self._model.model.language_model.layers
-            compile_layers(layers, backend=plugin.backend.value.lower(), mode=plugin.mode, fullgraph=plugin.fullgraph)
+            compile_layers(
+                decoder_layers(self._model),
+                backend=plugin.backend.value.lower(),
+                mode=plugin.mode,
+                fullgraph=plugin.fullgraph,
+            )

@@ -53,11 +53,13 @@ def merge(
         )
     stated = config.dtype or torch.float32
     model = NormLlavaForConditionalGeneration.from_pretrained(name, revision=revision, dtype=torch.float32)
+    is_folder = Path(adapter).is_dir()
+    folder = Path(adapter) if is_folder else Path(snapshot_download(adapter, allow_patterns="adapter_*"))
     try:
-        adapted = PeftModel.from_pretrained(model, adapter)
+        adapted = PeftModel.from_pretrained(model, str(folder))
     except KeyError as error:
         raise ValueError(f"{adapter} lacks the weight {error}.") from error
-    check_weights(Path(adapter) if Path(adapter).is_dir() else Path(snapshot_download(adapter)), adapted)
+    check_weights(folder, adapted)
     return adapted.merge_and_unload().to(stated if dtype == "auto" else getattr(torch, dtype))
 
 

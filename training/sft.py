@@ -99,18 +99,23 @@ def find_checkpoint(args: TrainingConfig) -> Path | None:
     return checkpoint
 
 
+def steps_per_epoch(args: TrainingConfig, sampler: BatchRebalanceSampler) -> int:
+    """Optimizer steps of an epoch, as Trainer counts them."""
+    return math.ceil(len(sampler) / args.gradient_accumulation_steps)
+
+
 def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> int:
     """Optimizer steps of the whole run, as Trainer counts them."""
     if args.max_steps > 0 or sampler is None:
         return args.max_steps
-    return math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
+    return math.ceil(args.num_train_epochs * steps_per_epoch(args, sampler))
 
 
 def check_delay(args: TrainingConfig, num_steps: int, sampler: BatchRebalanceSampler | None) -> None:
     """Raises `ValueError` if a run ends before `eval_delay`, which would leave it without any evaluation."""
     unit, end = "steps", float(num_steps)
     if args.eval_strategy == "epoch" and sampler is not None:  # a stream has no epochs
-        unit, end = "epochs", num_steps / math.ceil(len(sampler) / args.gradient_accumulation_steps)
+        unit, end = "epochs", num_steps / steps_per_epoch(args, sampler)
     if args.eval_strategy != "no" and args.eval_delay > end:
         raise ValueError(f"eval_delay {args.eval_delay:g}: the run ends earlier, after {end:g} {unit}.")
 

@@ -322,8 +322,12 @@ class Line:
 
 
 def compared(title: str, cases: Sequence[Case]) -> Line:
-    """A line of runs that are compared."""
-    return Line(title, lambda plan: [job for case in cases for job in plan.runs(*case)], cases=tuple(cases))
+    """A line of runs that are compared, seed by seed: a study that is stopped has whole pairs, of one machine."""
+
+    def jobs(plan: Plan) -> list[Job]:
+        return sorted((job for case in cases for job in plan.runs(*case)), key=lambda job: job.seed)
+
+    return Line(title, jobs, cases=tuple(cases))
 
 
 def searched(title: str, cases: Sequence[Case], decoders: tuple[str, ...] = ()) -> list[Line]:

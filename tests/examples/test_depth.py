@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from pathlib import Path
+from statistics import mean
 from types import SimpleNamespace
 
 import pytest
@@ -216,6 +217,15 @@ def test_what_is_recorded_is_not_run_again() -> None:
     finish(records, jobs[:3], 0.5)
     assert depth.missing(line, Plan(study, records)) == jobs[3:]
     assert depth.time_left(study, Plan(study, records)) < left
+
+
+def test_a_study_that_is_stopped_has_whole_pairs() -> None:
+    plan = Plan(Study(), records_with(Study()))
+    for line in depth_plan.lines(Study()):
+        if line.cases:
+            jobs = [job for job in line.jobs(plan) if job.seed in Study().seeds[: Study().few]]
+            halves = jobs[: len(jobs) // 5], jobs[len(jobs) // 5 :]
+            assert {job.seed for job in halves[0]}.isdisjoint(job.seed for job in halves[1]), line.title
 
 
 def test_the_next_lines_language_model_is_made_beside_the_runs(tmp_path: Path) -> None:
@@ -485,26 +495,17 @@ def test_the_report_changes_nothing_of_the_page_but_what_is_between_its_marks() 
     assert depth_report.fill_in(filled, texts) == filled
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/method.md"])
-def test_what_other_pages_say_of_the_verdict_is_what_was_measured(name: str) -> None:
+def test_the_readme_says_what_was_measured() -> None:
     results = depth_results.Results(Study(), depth_plan.read_records(depth.RESULTS))
-    words = " ".join((ROOT / name).read_text(encoding="utf-8").split())
-    main, depths = Study().main, Study().depths
-    plain = [(decoder, "plain") for decoder in (main, *depths)]
-    for pair in (
-        *plain,
-        ("3x256", "plain"),
-        (main, "doubled"),
-        (main, "warmup"),
-        (main, "adapters"),
-        (main, "projector"),
-        (depths[0], "doubled"),
-    ):
-        assert pair in results.pairs
-        assert f"{depth_report.interval(results.gains(*pair))} points" in words
-    for decoder in (main, depths[0]):
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    for decoder, variant in results.pairs:
+        means = [f"{mean(results.scores(case).values()):.1f}" for case in depth_results.pair_of(decoder, variant)]
+        gains = results.gains(decoder, variant)
+        bold = "**" if depth_results.side(gains) else ""
+        assert " | ".join([*means, f"{bold}{depth_results.interval(gains)}{bold}"]) in readme, (decoder, variant)
+    for decoder in (Study().main, Study().depths[0]):
         start = results.less_none((decoder, "small-start", "plain"))
-        assert f"{depth_report.interval(start)} points" in words
+        assert f"{depth_results.interval(start)} points" in readme
 
 
 def test_the_page_shows_the_records() -> None:

@@ -503,7 +503,7 @@ def run_part(name: str, scale: Scale, results: Path) -> None:
         figures = parts(scale)[name].measure(scale)
     except torch.OutOfMemoryError as error:
         figures = out_of_memory(error)
-    environment = vars(describe_environment(1, resumed=False))
+    environment = vars(describe_environment(scale.device, 1, resumed=False))
     record = {"part": name, "seconds": time.perf_counter() - started, "environment": environment, **figures}
     results.mkdir(parents=True, exist_ok=True)
     write_whole(results / f"{name}.json", json.dumps(record, indent=2) + "\n")

@@ -133,7 +133,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     arms = {name: Arm(name, args.size, device, args.checkpointing) for name in ARMS}
-    environment = describe_environment(1, resumed=False)
+    environment = describe_environment(device, 1, resumed=False)
     rows = []
     for length in args.lengths:
         rows.append(measure(arms, length, args.rounds))

@@ -100,7 +100,7 @@ def main() -> None:
         write_model(Path(name), size, "cpu")
         report = measure(Path(name))
     if args.output is not None:
-        environment = vars(describe_environment(NUM_PROCESSES, resumed=False))
+        environment = vars(describe_environment("cpu", NUM_PROCESSES, resumed=False))
         args.output.write_text(json.dumps({"environment": environment, **report}, indent=2) + "\n")
 
 

@@ -112,7 +112,7 @@ def train(
     NormLlavaTrainer(
         trained,
         groups,
-        Run("synthetic", args.world_size, {}, None, describe_environment(args.world_size, False)),
+        Run("synthetic", args.world_size, {}, None, describe_environment(args.device.type, args.world_size, False)),
         sampler=sampler,
         key_alignment=key_alignment,
         args=args,

@@ -153,7 +153,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     disable_progress_bars()
-    environment = describe_environment(1, resumed=False)
+    environment = describe_environment("cpu", 1, resumed=False)
     # Two rows per batch when packed, plus the window that is read ahead.
     rows, arms = make_rows(2 * max(args.steps) + 600), []
     with tempfile.TemporaryDirectory() as folder:

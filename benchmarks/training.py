@@ -91,7 +91,7 @@ def our_trainer(
     return NormLlavaTrainer(
         model,
         groups,
-        Run(data="synthetic", num_processes=1, arguments={}, recipe=None, environment=describe_environment(1, False)),
+        Run("synthetic", 1, {}, None, describe_environment(model.device.type, 1, resumed=False)),
         sampler=sampler,
         args=TrainingConfig(**common, per_device_train_batch_size=1, gradient_accumulation_steps=sampler.grad_accum),
         train_dataset=rows,

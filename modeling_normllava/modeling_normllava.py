@@ -116,7 +116,7 @@ class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
 
     The small gain that aligns norms would shrink every gradient that reaches the projector and the vision encoder by
     the same factor; this removes the factor. Under Adam a constant factor on a gradient cancels in the update, so
-    there it only acts through gradient clipping and Adam's epsilon. Source: App. D.
+    there little is left: it changes gradient clipping and what Adam's epsilon weighs. Source: App. D.
     """
 
     def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -42,9 +42,9 @@ POSITIVE = (
 FIXED: dict[str, tuple[Any, str]] = {
     "dtype": ("float32", "trained weights stay in float32; bf16 sets the precision of arithmetic"),
     "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
-    "lora_target_modules": (None, "adapters go on all linear layers of the language model"),
-    "lora_target_parameters": (None, "adapters go on all linear layers of the language model"),
-    "lora_modules_to_save": (None, "projector and norm are trained in full, and nothing else"),
+    "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
+    "lora_target_parameters": (None, "adapters go on all linear layers of the decoder's blocks"),
+    "lora_modules_to_save": (None, "projector, norm and key adapters are trained in full, and nothing else"),
     "lora_task_type": ("CAUSAL_LM", "a NormLlava is a causal language model"),
     "load_in_8bit": (False, "use load_in_4bit"),
     "bnb_4bit_quant_storage": (None, "4-bit weights are stored as bytes"),
@@ -66,6 +66,10 @@ FIXED: dict[str, tuple[Any, str]] = {
     "include_for_metrics": ([], "no logits are gathered"),
     "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
     "accelerator_config": (None, "our own samplers distribute the rows of a step"),
+    **dict.fromkeys(
+        ("fsdp", "fsdp_config"),
+        (None, "without accelerate's launcher no process would send the weights; use training/accelerate/fsdp2.yaml"),
+    ),
     "save_on_each_node": (False, "one checkpoint is written for all nodes, atomically"),
     "dataloader_in_order": (True, "a run could not be resumed with batches in another order"),
     "pad_to_multiple_of": ("auto", "rows are padded to the longest of their batch"),
@@ -401,12 +405,30 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def _check_launch(args: TrainingConfig) -> None:
-    launched = os.environ.get("FSDP_VERSION", "1") if parse_flag_from_env("ACCELERATE_USE_FSDP") else 2
-    if int((args.fsdp_plugin_args or {}).get("fsdp_version", launched)) != 2:
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        for name, value, meaning in (
+            ("fsdp_version", "2", "1 is accelerate's default, and not supported"),
+            ("fsdp_state_dict_type", "SHARDED_STATE_DICT", "checkpoints of another type could not be resumed from"),
+        ):
+            default = "1" if name == "fsdp_version" else value
+            if os.environ.get(name.upper(), default) != value:
+                raise ValueError(
+                    f"Set {name} to {value} in the launcher's fsdp_config, as training/accelerate/fsdp2.yaml does: "
+                    f"{meaning}."
+                )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision != "no" and not args.bf16 and not args.fp16:
         raise ValueError(
-            "FSDP of version 1, accelerate's default, is not supported: set fsdp_version to 2 in fsdp_config, as "
-            "training/accelerate/fsdp2.yaml does."
+            f"accelerate's launcher has mixed_precision {precision!r}, and bf16 is false: Trainer would follow the "
+            "launcher. Give the recipe bf16: true, or launch with --mixed_precision no."
         )
+    if args.deepspeed_plugin is not None:
+        for section in ("optimizer", "scheduler"):
+            if section in args.deepspeed_plugin.deepspeed_config:
+                raise ValueError(
+                    f"Remove the section {section!r} from DeepSpeed's config: it would give all modules one learning "
+                    "rate. The recipe's optim, learning rates and lr_scheduler_type say what to use."
+                )
 
 
 def _check_sources(run_args: RunArguments) -> None:

@@ -137,7 +137,10 @@ def write_sharded_weights(model: nn.Module, folder: Path, is_main_process: bool)
 
     They are gathered file by file, so that at most one file's weights are in memory.
     """
-    weights: dict[str, Any] = dict(model.named_parameters())  # tied ones once
+    # Tied ones once. FSDP's activation checkpointing wraps blocks, as `state_dict` hides.
+    weights: dict[str, Any] = {
+        name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in model.named_parameters()
+    }
     split = split_state_dict_into_shards_factory(
         weights, get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),
         filename_pattern="model{suffix}.safetensors", max_shard_size=BYTES_PER_FILE,

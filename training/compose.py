@@ -5,8 +5,8 @@
     python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --output_dir checkpoints/composed
     python training/compose.py --normllava_model checkpoints/stage1 --key_adapter_rank 16 --output_dir checkpoints/keys
 
-The last adds key adapters to an existing NormLlava. All print the norms at the modality interface with and without the
-alignment, and write a complete checkpoint folder.
+The last adds key adapters to an existing NormLlava. All print the norms at the modality interface before and after the
+norm, and write a complete checkpoint folder.
 """
 
 import copy
@@ -31,6 +31,7 @@ from transformers import (
     HfArgumentParser,
     LlavaForConditionalGeneration,
     LlavaProcessor,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
@@ -118,9 +119,11 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The vision encoder at `path`, without the text encoder that CLIP and SigLIP checkpoints also hold.
 
     Raises:
-        ValueError: if it doesn't take whole pictures of one fixed size, or can't be loaded without its text encoder.
+        ValueError: if it doesn't take whole pictures of one fixed size, can't be loaded without its text encoder, or
+            is quantized.
     """
     config = AutoConfig.from_pretrained(path)
+    require_unquantized(config, path)
     config = getattr(config, "vision_config", config)
     for name in ("hidden_size", "num_hidden_layers", "image_size", "patch_size"):
         if not isinstance(getattr(config, name, None), int):
@@ -140,9 +143,10 @@ def load_text_model(path: str) -> PreTrainedModel:
     """The causal language model at `path`, in its checkpoint's dtype.
 
     Raises:
-        ValueError: if its computation doesn't fit into Llava's, naming the field or part.
+        ValueError: if its computation doesn't fit into Llava's, naming the field or part, or if it is quantized.
     """
     config = AutoConfig.from_pretrained(path)
+    require_unquantized(config, path)
     if hasattr(config, "vision_config") or config.is_encoder_decoder:
         raise ValueError(f"{path}: model_type {config.model_type!r} is not a decoder-only language model.")
     for name, neutral in LOGIT_FIELDS.items():
@@ -167,6 +171,14 @@ def load_text_model(path: str) -> PreTrainedModel:
     return model
 
 
+def require_unquantized(config: PreTrainedConfig, path: str) -> None:
+    """Raise `ValueError` for a quantized checkpoint: its quantizer would take hold of all parts of the new model."""
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{path} is quantized: start from the unquantized weights; load_in_4bit quantizes them for training."
+        )
+
+
 def choose_image_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) -> str:
     """A token of the tokenizer that can stand for a picture; adds `<image>` if there is none.
 
@@ -174,8 +186,10 @@ def choose_image_token(tokenizer: PreTrainedTokenizerBase, num_embeddings: int) 
     `<image_soft_token>`.
     """
     vocabulary = tokenizer.get_vocab()
+    taken = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     for token in IMAGE_TOKEN_CANDIDATES:
-        if vocabulary.get(token, num_embeddings) < num_embeddings and token in tokenizer.added_tokens_encoder:
+        has_row = vocabulary.get(token, num_embeddings) < num_embeddings
+        if has_row and token in tokenizer.added_tokens_encoder and token not in taken:
             return token
     tokenizer.add_tokens([AddedToken("<image>", special=True, normalized=False)], special_tokens=True)
     return "<image>"
@@ -301,6 +315,7 @@ def compose(
     target = measure_target(text_model) if align_norm and projector_norm != "none" else None
     image_token = choose_image_token(tokenizer, num_embeddings)
     set_pad_token(tokenizer, num_embeddings)
+    set_seed(seed)
     if len(tokenizer) > num_embeddings:
         text_model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 
@@ -317,7 +332,6 @@ def compose(
         # A new config would reset the attention implementation of its parts, which are built already.
         attn_implementation=text_model.config._attn_implementation,
     )
-    set_seed(seed)
     model = NormLlavaForConditionalGeneration(
         config, vision_model, text_model.get_decoder(), text_model.get_output_embeddings()
     )
@@ -345,9 +359,10 @@ def convert_llava(
 
     Raises:
         ValueError: if `llava_model_path` is not a Llava checkpoint; a NormLlava, which already has a norm, is not.
-            Also if its encoder doesn't take pictures of one fixed size.
+            Also if its encoder doesn't take pictures of one fixed size, or it is quantized.
     """
     require_model_type(llava_model_path, "llava")
+    require_unquantized(AutoConfig.from_pretrained(llava_model_path), llava_model_path)
     llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
     language_model = llava.model.language_model
@@ -396,8 +411,7 @@ def add_key_adapters(
     """
     if model.config.key_adapter_rank:
         raise ValueError(f"The model already has key adapters of rank {model.config.key_adapter_rank}.")
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError("This model is quantized. Add key adapters to the unquantized one, and use --load_in_4bit.")
+    require_unquantized(model.config, "The model")
     config = copy.deepcopy(model.config)
     config.key_adapter_rank, config.key_adapter_alpha, config.key_adapter_dropout = rank, alpha, dropout
     config.validate()

@@ -35,11 +35,12 @@ class Environment:
     packages: dict[str, str]
 
 
-def describe_environment(num_processes: int, resumed: bool) -> Environment:
-    """The environment at the start of a run: the commit may have changed by its end."""
+def describe_environment(device_type: str, num_processes: int, resumed: bool) -> Environment:
+    """The environment at the start of a run: the commit may have changed by its end. `device_type` is as torch has it,
+    `"cuda"` or `"cpu"`; a run may leave a GPU unused."""
     commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
     return Environment(
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        device=torch.cuda.get_device_name() if device_type == "cuda" else platform.machine(),
         num_processes=num_processes,
         resumed=resumed,
         commit=commit,

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
@@ -49,7 +50,7 @@ def largest_batch(
 def start_plan(run_args: RunArguments, args: TrainingConfig, rows: list[list[Sample]]) -> subprocess.Popen[bytes]:
     """Start planning a run whose devices get at most these rows per pass."""
     sharding = "none" if args.world_size == 1 else "ddp"
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         sharding = "fsdp2"
     elif getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
         sharding = "zero3"

@@ -173,7 +173,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         config = NormLlavaConfig.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
         require_separate_samples(config.text_config)
     checkpoint = find_checkpoint(args)
-    environment = describe_environment(args.world_size, resumed=checkpoint is not None)
+    environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)
     stage = Stage(str(run_args.stage))
     processor: LlavaProcessor = AutoProcessor.from_pretrained(
         run_args.model_name_or_path, revision=run_args.model_revision

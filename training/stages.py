@@ -153,7 +153,7 @@ def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:
 def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that its features don't depend on: layers past the one that is read,
     the last norm, a pooling head. Found from the autograd graph of a model without data, so that no encoder's layer
-    order is assumed here; its config must have `num_channels` and `image_size`, which composing ensures."""
+    order is assumed here; its config must have `num_channels` and `image_size`."""
     vision = model.config.vision_config
     with torch.device("meta"):
         shape: Any = type(model.model)(model.config)  # works for plain Llava too

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import EvalLoopOutput, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 from trl import SFTTrainer
 from typing_extensions import override
 
@@ -31,6 +31,7 @@ from training.checkpoints import (
     STATE_FILE,
     best_checkpoint,
     check_weights,
+    checkpoints,
     publish,
     publish_checkpoint,
     publish_files,
@@ -441,7 +442,7 @@ class NormLlavaTrainer(SFTTrainer):
             raise self._not_written(f"checkpoint-{self.state.global_step}", error) from error
 
     def _not_written(self, name: str, error: Exception) -> OSError:
-        last = get_last_checkpoint(self.args.output_dir)
+        last = next(iter(checkpoints(Path(self.args.output_dir))), None)
         return OSError(
             f"{name} could not be written ({error}). Free disk space and resume with --resume_from_checkpoint true; "
             f"last checkpoint: {last or 'none'}."

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,6 +88,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"pad_to_multiple_of": 64}, "pad_to_multiple_of must stay 'auto'"),
     ({"accelerator_config": {"split_batches": True}}, "accelerator_config must stay None"),
     ({"save_on_each_node": True}, "save_on_each_node must stay False"),
+    ({"fsdp": "full_shard auto_wrap"}, "fsdp must stay None"),
     ({"dataloader_in_order": False}, "dataloader_in_order must stay True"),
     ({"stage": "adapt", "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type does nothing without load_in_4bit"),
     ({"adam_beta1": 2.0}, "adam_beta1 must be below 1, got 2.0"),
@@ -130,10 +132,32 @@ def test_sharding_of_version_1_is_refused(recipe: Path, monkeypatch: pytest.Monk
     for version in (None, "1"):
         if version is not None:
             monkeypatch.setenv("FSDP_VERSION", version)
-        with pytest.raises(ValueError, match="set fsdp_version to 2"):
+        with pytest.raises(ValueError, match="Set fsdp_version to 2"):
             parse_arguments(["--config", str(recipe)])
     monkeypatch.setenv("FSDP_VERSION", "2")
     parse_arguments(["--config", str(recipe)])
+    monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT")
+    with pytest.raises(ValueError, match="Set fsdp_state_dict_type to SHARDED_STATE_DICT"):
+        parse_arguments(["--config", str(recipe)])
+
+
+def test_the_launchers_precision_does_not_replace_the_recipes(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer follows the launcher, while the record would say bf16: false."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(ValueError, match="launcher has mixed_precision 'bf16', and bf16 is false"):
+        parse_arguments(["--config", str(recipe), "--bf16", "false"])
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    parse_arguments(["--config", str(recipe), "--bf16", "false"])
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_deepspeeds_config_does_not_replace_the_learning_rates(recipe: Path, section: str) -> None:
+    run_args, args = parse_arguments(["--config", str(recipe)])
+    args.deepspeed_plugin = SimpleNamespace(deepspeed_config={})  # DeepSpeed is not among what the tests install
+    arguments.check_arguments(run_args, args)
+    args.deepspeed_plugin.deepspeed_config[section] = {"type": "AdamW"}
+    with pytest.raises(ValueError, match=f"Remove the section '{section}' from DeepSpeed's config"):
+        arguments.check_arguments(run_args, args)
 
 
 def test_varlen_on_a_gpu_needs_a_torch_that_has_it(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

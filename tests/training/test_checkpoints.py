@@ -16,11 +16,13 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from trl import SFTTrainer
 
 from conversations.rows import BadRowError
+from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, ROOT, logged, moved, run
-from training.checkpoints import checkpoint_problem, newest_complete, publish_checkpoint
+from training.checkpoints import checkpoint_problem, newest_complete, publish_checkpoint, write_sharded_weights
 from training.run import Run
 
 
@@ -581,3 +583,15 @@ def test_norms_and_biases_do_not_decay(
         ("multi_modal_projector.norm", 0.0, 2),
     ]
     assert ("lm_head", 0.1, 1) in decays
+
+
+def test_weights_keep_their_names_under_fsdps_activation_checkpointing(
+    composed: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    names = set(dict(model.named_parameters()))
+    layers = model.model.language_model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    assert set(dict(model.named_parameters())) != names
+    write_sharded_weights(model, tmp_path, is_main_process=True)
+    assert set(load_file(tmp_path / "model.safetensors")) == names

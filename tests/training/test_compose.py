@@ -1,5 +1,6 @@
 """Composing: the parts keep their answers, the norm starts at the text's, and what doesn't fit is named."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -199,6 +200,47 @@ def test_the_image_token_is_never_said(backbones: Callable[[str], Path]) -> None
     assert model.config.image_token_id not in said[0, inputs["input_ids"].shape[1] :]
     assert torch.equal(model.generate(**inputs, **greedy, use_cache=False), said)
     assert torch.equal(model.generate(**inputs, **greedy, prompt_lookup_num_tokens=3), said)
+
+
+def test_a_token_with_another_role_stands_for_no_picture(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    """A pad token would count as a picture's in every padded batch."""
+    shutil.copytree(backbones("qwen2"), tmp_path / "text")
+    parts = str(backbones("siglip")), str(tmp_path / "text")
+    usual = compose(*parts)[1].image_token
+    tokenizer = AutoTokenizer.from_pretrained(parts[1])
+    tokenizer.pad_token = usual
+    tokenizer.save_pretrained(parts[1])
+    processor = compose(*parts)[1]
+    assert (processor.tokenizer.pad_token, processor.image_token != usual) == (usual, True)
+
+
+def test_a_seed_gives_added_embeddings_too(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copytree(backbones("qwen2"), tmp_path / "text")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    with torch.no_grad():
+        model.get_input_embeddings().weight *= 1e3  # so that what new rows are drawn with is not lost in rounding
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "text")
+    tokenizer.add_tokens([f"<more_{number}>" for number in range(model.config.vocab_size)])
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "text")
+    parts = str(backbones("siglip")), str(tmp_path / "text")
+    first, again, other = (compose(*parts, seed=seed)[0].get_input_embeddings().weight for seed in (1, 1, 2))
+    assert len(first) > model.config.vocab_size
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("part", ["siglip", "qwen2", "llava"])
+def test_quantized_parts_are_refused(backbones: Callable[[str], Path], llava: Path, tmp_path: Path, part: str) -> None:
+    """What is composed would be saved in 8 bits and loaded as if its projector were, too."""
+    folder = shutil.copytree(llava if part == "llava" else backbones(part), tmp_path / "quantized")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    make = {"siglip": load_vision_model, "qwen2": load_text_model, "llava": convert_llava}[part]
+    arguments = (str(folder), torch.float32) if part == "siglip" else (str(folder),)
+    with pytest.raises(ValueError, match="quantized is quantized: start from the unquantized weights"):
+        make(*arguments)
 
 
 def test_arms(backbones: Callable[[str], Path]) -> None:

@@ -1,6 +1,7 @@
 """The training script as people start it: both stages, resuming, and errors before any work is lost."""
 
 import json
+import platform
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, 
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
 from training.collator import VisionLanguageCollator
+from training.environment import describe_environment
 from training.loading import load_base
 from training.packing import PackedBatchSampler
 from training.run import Run
@@ -310,6 +312,13 @@ def test_a_finished_run_says_what_it_was_made_of(
     assert environment.packages["torch"] == torch.__version__
     assert environment.device
     assert set(environment.packages) >= {"transformers", "trl"}
+
+
+def test_a_gpu_that_a_run_leaves_unused_is_not_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    devices = [describe_environment(kind, 1, resumed=False).device for kind in ("cpu", "cuda")]
+    assert devices == [platform.machine(), "a GPU"]
 
 
 def test_what_a_run_is_made_with_is_noted_before_it_trains(

@@ -23,7 +23,14 @@ from transformers.utils import logging as transformers_logging
 from conversations.files import weights_fingerprint
 from diagnostics.comparison import measure_models
 from diagnostics.embeddings import measure_embeddings, vocabulary_norms
-from diagnostics.loading import add_arguments, count_layers_and_heads, load_model, model_options, read_questions
+from diagnostics.loading import (
+    add_arguments,
+    count_layers_and_heads,
+    load_model,
+    load_processor,
+    model_options,
+    read_questions,
+)
 from diagnostics.model_report import Closeup
 from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import MAX_QUERIES
@@ -77,12 +84,13 @@ def naming(option: str, value: str) -> Iterator[None]:
         raise SystemExit(f"{option} {value}: {str(error).strip().splitlines()[0]}") from error
 
 
-def check_closeup(args: argparse.Namespace) -> None:
-    """Exit, before weights are loaded, if a model lacks a requested layer or head."""
-    if args.layers is None and args.heads is None:
-        return
+def check_models(args: argparse.Namespace) -> None:
+    """Exit, before weights are loaded, if a model is not there or lacks a requested layer or head."""
     for path in args.model:
         with naming("--model", path):
+            load_processor(path, args.trust_remote_code)
+            if args.layers is None and args.heads is None:
+                continue
             Closeup(args.layers, args.heads).check(*count_layers_and_heads(path, args.trust_remote_code))
 
 
@@ -112,7 +120,7 @@ def main() -> None:
         args.output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SystemExit(f"--output_dir: {error}") from error
-    check_closeup(args)
+    check_models(args)
     questions = read_questions(args)
     base = None
     if args.base_model:

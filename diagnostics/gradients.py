@@ -13,7 +13,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from diagnostics.hooks import InterfaceHooks
-from diagnostics.parts import find_encoder, find_norm, find_projector
+from diagnostics.parts import find_encoder, find_norm
 from diagnostics.results import GradientNorms, Gradients
 from diagnostics.samples import Answered
 from modeling_normllava.modeling_normllava import Float32LayerNorm, GlobalWeightCompensatedLayerNorm
@@ -33,18 +33,19 @@ DEFINITIONS = {
 @contextmanager
 def _norm_as(model: PreTrainedModel, compensated: bool) -> Iterator[None]:
     """The projector's norm with or without compensation, with the same parameters."""
-    projector, norm = find_projector(model), find_norm(model)
-    assert projector is not None
+    norm = find_norm(model)
     assert norm is not None
+    # PEFT wraps a projector that it trains a copy of: what is set on the wrapper changes nothing.
+    holder = next(module for module in model.modules() if module._modules.get("norm") is norm)
     kind = GlobalWeightCompensatedLayerNorm if compensated else Float32LayerNorm
     with torch.device("meta"):
         other = kind(len(norm.weight), norm.eps)
     other.weight, other.bias = norm.weight, norm.bias
-    projector.norm = other
+    holder.norm = other
     try:
         yield
     finally:
-        projector.norm = norm
+        holder.norm = norm
 
 
 def measure_gradients(model: PreTrainedModel, batch: Sequence[Answered], title: str | None = None) -> Gradients | None:

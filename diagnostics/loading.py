@@ -38,6 +38,7 @@ from diagnostics.parts import (
 logger = logging.getLogger(__name__)
 
 QUESTION = "Describe this picture."
+DATASET_SUFFIXES = (".arrow", ".parquet", ".tar")
 PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
@@ -102,6 +103,19 @@ class ModelOptions(TypedDict, total=False):
     trust_remote_code: bool
 
 
+def load_processor(name: str, trust_remote_code: bool = False) -> Any:
+    """A model's processor, as [`load_model`] loads it first, since it is fast.
+
+    Raises:
+        DiagnosticsError: if a package is missing that it needs.
+        OSError, ValueError: if it can't be loaded.
+    """
+    try:
+        return AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except ImportError as error:
+        raise DiagnosticsError(_missing_package(error)) from error
+
+
 def load_model(
     name: str,
     dtype: str = "auto",
@@ -123,9 +137,8 @@ def load_model(
         DiagnosticsError: if a package is missing that its vision encoder or processor needs.
         OSError, ValueError: if it can't be loaded.
     """
+    processor = load_processor(name, trust_remote_code)
     try:
-        # First, since it is fast: a missing package shows before weights are loaded.
-        processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
         model = _load_weights(name, dtype, device_map, load_in_4bit, trust_remote_code)
     except ImportError as error:
         raise DiagnosticsError(_missing_package(error)) from error
@@ -269,8 +282,8 @@ def load_questions(
 
 
 def _is_of_pictures(path: Path) -> bool:
-    """Whether `--data` is a folder of pictures, and not a dataset."""
-    return path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "state.json"))
+    """Whether `--data` is a folder of pictures, and not a dataset, which may hold some too."""
+    return path.is_dir() and not any(file.suffix in DATASET_SUFFIXES for file in path.rglob("*"))
 
 
 def _find_pictures(folder: Path) -> list[Path]:

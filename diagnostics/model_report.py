@@ -202,10 +202,11 @@ def summarize_records(
     """The report of a model from its records, gradients and notes."""
     vocabulary, tokenizer = vocabulary_norms(model), find_tokenizer(processor)
     hidden_size = model.config.get_text_config().hidden_size
+    quantized = getattr(model.config, "quantization_config", None) is not None
     return ModelReport(
         name=name,
         class_=type(model).__name__,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=str(model.dtype).removeprefix("torch.") + (", quantized" if quantized else ""),
         num_layers=len(decoder_layers(model)),
         hidden_size=hidden_size,
         num_samples=len(records),

@@ -366,7 +366,7 @@ class ModelReport:
 
     Attributes:
         name: Name in the report.
-        class_, dtype, num_layers, hidden_size: Of the model.
+        class_, dtype, num_layers, hidden_size: Of the model; a quantized one's dtype says so.
         num_samples, num_pictures: Of the data; a picture may have several samples.
         num_tokens: By modality.
         excluded: Number of excluded tokens by reason.

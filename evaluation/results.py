@@ -95,6 +95,7 @@ def fixed_settings(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
     chosen = {"metric": benchmark.metric, "scale": benchmark.scale, "in_chat": benchmark.in_chat}
     if (TASKS / f"{benchmark.task}.yaml").exists():  # ours, which no harness's version covers
         chosen["task_files"] = fingerprint(hash_files(TASKS, "[!.]*"))
+    chosen["code"] = fingerprint(hash_files(Path(__file__).parent, "harness.py", "lmms_eval_model.py"))
     return {"harness": harness_name(benchmark), "limit": settings.limit, "dtype": settings.dtype, **chosen}
 
 

@@ -24,6 +24,8 @@ from hub_cards.assets.handler import GREEDY, MAX_BYTES, MAX_NEW_TOKENS, open_ima
 
 
 LIMITED = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+# Extensions of `transformers serve` that go around the limits: the first can name pictures, files of the server too.
+REFUSED = ("chat_template_kwargs", "generation_config")
 
 
 class OneModelHandler(BaseHandler):
@@ -31,9 +33,13 @@ class OneModelHandler(BaseHandler):
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
         pinned = self.model_manager.force_model
+        for field in REFUSED:
+            if body.get(field) is not None:
+                raise ValueError(f"{field}: not accepted")
         for field in LIMITED:
-            if isinstance(body.get(field), int) and body[field] > MAX_NEW_TOKENS:
-                raise ValueError(f"{field}: at most {MAX_NEW_TOKENS}")
+            value = body.get(field)
+            if value is not None and not (type(value) is int and 0 < value <= MAX_NEW_TOKENS):
+                raise ValueError(f"{field}: a whole number from 1 to {MAX_NEW_TOKENS}")
         if body.get("model") == pinned.rpartition("@")[0]:
             body["model"] = pinned
         return super()._resolve_model(body)

@@ -271,7 +271,8 @@ def read_stage(folder: Path, run: Run | None) -> StageFacts:
     if not all(isinstance(line, dict) for line in logged) or not isinstance(state, dict) or "global_step" not in state:
         raise ValueError(f"{folder}: trainer_state.json and metrics.jsonl are not those of a run.")
     arguments: Arguments = {} if run is None else run.arguments
-    steps = state["best_global_step" if arguments.get("load_best_model_at_end") else "global_step"]
+    finished = run is not None and run.progress is None
+    steps = state["best_global_step" if finished and arguments.get("load_best_model_at_end") else "global_step"]
     seconds = [line["train_runtime"] for line in logged if "train_runtime" in line]
     logged = [line for line in logged if line.get("step", 0) <= steps]  # of the published model
     losses = [line["loss"] for line in logged if "loss" in line]
@@ -358,6 +359,11 @@ def find_foreign_figures(facts: Facts) -> Iterator[Finding]:
     if (measured := facts.diagnostics) is not None:
         again = "Run python -m diagnostics again."
         found.append(("report.json", f"the diagnostics of {measured.name} are", measured.weights, again))
+        if measured.dtype.endswith("quantized"):
+            yield Finding(
+                "report.json", f"the diagnostics of {measured.name} are of quantized weights",
+                "Run python -m diagnostics again, without --load_in_4bit.",
+            )  # fmt: skip
     for file, figures, weights, fix in found:
         if weights != facts.weights.fingerprint:
             named = "other weights" if weights else "weights that are not named"

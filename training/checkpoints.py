@@ -10,6 +10,7 @@ import pickle
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +107,14 @@ def best_checkpoint(state: dict[str, Any], output_dir: Path) -> Path:
     return checkpoint
 
 
-def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any]) -> None:
+def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any], resumed: bool) -> None:
     """Make the model of a checkpoint the run's result.
 
     Args:
         checkpoint: The checkpoint.
         output_dir: Where the result goes.
         end: Content of `trainer_state.json`: the state at the end of the run, which may be after the checkpoint.
+        resumed: Whether the run was resumed, before the checkpoint or after it.
 
     Raises:
         ValueError: if the checkpoint's weights are sharded.
@@ -127,7 +129,9 @@ def publish_checkpoint(checkpoint: Path, output_dir: Path, end: dict[str, Any]) 
     for path in checkpoint.iterdir():
         if not any(path.match(pattern) for pattern in TRAINING_STATE):
             shutil.copy(path, aside)
-    Run.read(checkpoint).write(aside)
+    run = Run.read(checkpoint)
+    environment = replace(run.environment, resumed=run.environment.resumed or resumed)
+    replace(run, environment=environment).write(aside)
     write_whole(aside / STATE_FILE, json.dumps(end, indent=2, sort_keys=True) + "\n")
     publish_files(aside, output_dir)
 

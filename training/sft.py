@@ -161,7 +161,7 @@ def finish(
             supersede(output_dir, checkpoint)
         return False
     if is_main_process:
-        publish_checkpoint(result, output_dir, state)
+        publish_checkpoint(result, output_dir, state, Run.read(checkpoint).environment.resumed)
     logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
     return True
 

@@ -511,7 +511,8 @@ class NormLlavaTrainer(SFTTrainer):
         if self.args.load_best_model_at_end:
             if self.is_world_process_zero():
                 state, output_dir = dataclasses.asdict(self.state), Path(self.args.output_dir)
-                publish_checkpoint(best_checkpoint(state, output_dir), output_dir, state)
+                best = best_checkpoint(state, output_dir)
+                publish_checkpoint(best, output_dir, state, self._run.environment.resumed)
             self.accelerator.wait_for_everyone()
             return
         aside = self._make_aside()

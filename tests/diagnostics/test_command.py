@@ -306,7 +306,7 @@ def test_what_can_be_seen_first_is_checked_first(
     with pytest.raises(SystemExit, match=f"--base_model {tmp_path}/none: Repo id must be"):
         run(monkeypatch, "--model", composed(), "--base_model", f"{tmp_path}/none", *rest)
     with pytest.raises(SystemExit, match=f"--model {tmp_path}/none: Repo id must be"):
-        run(monkeypatch, "--model", f"{tmp_path}/none", *rest)
+        run(monkeypatch, "--model", composed(), f"{tmp_path}/none", *rest)
     assert measured == []
 
 
@@ -365,6 +365,7 @@ def test_four_bit_weights_are_measured(
     options = ("--load_in_4bit", "--dtype", "float32")
     run(monkeypatch, "--model", tmp_path / "composed", *options, "--data", data, "--output_dir", out)
     (measured,) = read(out).models
+    assert measured.dtype == "float32, quantized"
     assert measured.key_space is not None
     assert measured.interface.ratio_to_vocabulary.mean == pytest.approx(1, abs=0.01)
     assert measured.gradients is not None

@@ -4,6 +4,8 @@ import dataclasses
 
 import pytest
 import torch
+from peft import LoraConfig
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -54,6 +56,25 @@ def test_gradients_are_those_of_backward_and_compensation_divides_by_the_mean_ga
         assert getattr(compensated, name) / getattr(plain, name) == pytest.approx(factor, rel=1e-4)
     for name in ("loss", "visual_embeddings", "text_embeddings"):
         assert getattr(compensated, name) == pytest.approx(getattr(plain, name), rel=1e-5)
+
+
+def test_compensation_is_switched_where_peft_has_wrapped_the_projector(
+    model: NormLlavaForConditionalGeneration,
+) -> None:
+    model.add_adapter(
+        LoraConfig(target_modules=r".*language_model.*q_proj", modules_to_save=["multi_modal_projector"])
+    )
+    assert isinstance(model.model.multi_modal_projector, ModulesToSaveWrapper)
+    names = set(model.state_dict())
+    ids = torch.tensor([[10, 11, *[model.config.image_token_id] * 4, 12, 13, 14, 15]])
+    gradients = measure_gradients(
+        model, [answered(model, {"input_ids": ids, "pixel_values": torch.ones(1, 3, 28, 28)}, 7)]
+    )
+    assert gradients is not None
+    factor = 1 / model.model.multi_modal_projector.norm.weight.abs().mean().item()
+    ratio = gradients.norms["compensated"].projector_input / gradients.norms["plain"].projector_input
+    assert ratio == pytest.approx(factor, rel=1e-4)
+    assert set(model.state_dict()) == names
 
 
 def test_gradients_need_something_to_predict(model: NormLlavaForConditionalGeneration) -> None:

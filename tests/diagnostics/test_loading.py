@@ -1,11 +1,13 @@
 """Which pictures are chosen, what is passed over, and what is known before weights are loaded."""
 
+import io
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -134,3 +136,16 @@ def test_a_config_without_layers_is_said(tmp_path: Path) -> None:
     AutoConfig.for_model("convnext").save_pretrained(tmp_path)
     with pytest.raises(DiagnosticsError, match="ConvNextConfig doesn't say how many layers"):
         count_layers_and_heads(str(tmp_path))
+
+
+def test_pictures_beside_a_datasets_files_are_not_what_is_asked_about(tmp_path: Path) -> None:
+    """The rows were passed over for the logo of a dataset's repository, without a word."""
+    Image.new("RGB", (30, 20), "red").save(tmp_path / "logo.png")
+    picture = io.BytesIO()
+    Image.new("RGB", (20, 20), "blue").save(picture, "PNG")
+    turns = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": "blue"}]
+    rows = Dataset.from_list([{"images": [{"bytes": picture.getvalue(), "path": None}], "conversations": turns}])
+    (tmp_path / "data").mkdir()
+    rows.to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
+    (question,) = load_questions(str(tmp_path), 4).questions
+    assert question.images[0].size == (20, 20)

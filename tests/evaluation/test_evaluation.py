@@ -426,7 +426,7 @@ def test_a_result_is_kept_and_used_again(started: list[list[str]], tmp_path: Pat
     # Batch size and processes change no figure.
     run_task(DIGITS, tmp_path, "trained further", Settings(2, 4, "bfloat16", None), folder)
     assert len(started) == 3
-    for other in ({"harness": "lmms-eval 2"}, {"limit": 5}, {"scale": None}):
+    for other in ({"harness": "lmms-eval 2"}, {"limit": 5}, {"scale": None}, {"code": "another"}):
         assert fixed_settings(DIGITS, SETTINGS) != fixed_settings(DIGITS, SETTINGS) | other
 
 

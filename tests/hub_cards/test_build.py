@@ -32,7 +32,7 @@ from hub_cards.fresh_load import ask, fixed_picture
 from hub_cards.manifest import MANIFEST
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import WEIGHTS, put, shard, tensors
-from training.run import Run, Source
+from training.run import Progress, Run, Source
 
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +210,14 @@ def test_a_cast_is_loaded_and_its_difference_said(dtype: str, trained: Path, pro
     assert re.search(r"^\d+ of 16 greedy tokens are the same", card, re.MULTILINE)
 
 
+def test_a_dtype_that_weights_have_already_is_no_cast(trained: Path, prose: Path, tmp_path: Path) -> None:
+    stage = build(trained, tmp_path / "stage", "me/Mine", prose, dtype="float32", **OWN)
+    card = (stage / "README.md").read_text()
+    assert "cast" not in card
+    before, after = load_file(trained / WEIGHTS), load_file(stage / WEIGHTS)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_shards_are_cast_without_their_index(trained: Path, prose: Path, tmp_path: Path) -> None:
     run = copy(trained, tmp_path / "run")
     shard(run)
@@ -322,6 +330,11 @@ def test_the_card_is_about_the_checkpoint_that_was_chosen(trained: Path, prose: 
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     loss = next(line["loss"] for line in reversed(lines) if "loss" in line and line["step"] <= 4)
     record(run, load_best_model_at_end=True)
+    checkpoint = copy(run, tmp_path / "checkpoint-6")
+    run_record = Run.read(run)
+    run_record.write(checkpoint, Progress(num_tokens=1, loss_sum=1.0))
+    last = json.loads((run / "trainer_state.json").read_text())["global_step"]
+    assert collect_facts(checkpoint, None).steps == last > 4
     text = (build(run, tmp_path / "stage", "me/Best", prose, **OWN) / "README.md").read_text()
     assert "| steps | 4 |" in text
     assert f"{loss:.3g}" in text
@@ -444,6 +457,17 @@ def test_the_diagnostics_are_shown(trained: Path, report: Path, prose: Path, tmp
     for name in ("layers.png", "attention.png"):
         assert (stage / "diagnostics" / name).stat().st_size > 10_000
         assert (stage / "diagnostics" / name).read_bytes() != (report / "figures" / name).read_bytes()
+
+
+def test_diagnostics_of_quantized_weights_are_refused(
+    trained: Path, report: Path, prose: Path, tmp_path: Path
+) -> None:
+    quantized = copy(report, tmp_path / "report")
+    figures = json.loads((quantized / "report.json").read_text())
+    figures["models"][0]["dtype"] += ", quantized"
+    (quantized / "report.json").write_text(json.dumps(figures))
+    with pytest.raises(ValueError, match="are of quantized weights"):
+        build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=quantized, **OWN)
 
 
 def test_figures_of_other_weights_are_refused(trained: Path, report: Path, prose: Path, tmp_path: Path) -> None:

@@ -225,7 +225,10 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
     ("fields", "message"),
     [
         ({"messages": []}, "messages: missing or empty"),
-        ({"max_tokens": 10**9}, "max_tokens: at most 1024"),
+        ({"max_tokens": 10**9}, "max_tokens: a whole number from 1 to 1024"),
+        ({"max_tokens": "1000000"}, "max_tokens: a whole number from 1 to 1024"),
+        ({"extra_body": {"generation_config": '{"max_new_tokens": 1000000}'}}, "generation_config: not accepted"),
+        ({"extra_body": {"chat_template_kwargs": {"images": ["private.png"]}}}, "chat_template_kwargs: not accepted"),
         ({"model": "me/other"}, "Server is pinned to .*@main'; requested 'me/other'"),
         ({"messages": conversation("data:image/png;base64,@@")}, r"messages\[0\]: not valid base64"),
         (

@@ -181,6 +181,7 @@ def test_a_click_asks_the_cards_examples(space: ModuleType, staged: Path) -> Non
         ("none", "what?", "The picture is broken, or not one of PNG"),
         ("EPS", "what?", "The picture is broken, or not one of PNG"),
         ("large", "what?", "more than 40000000 pixels"),
+        ("narrow", "what?", "an aspect ratio over 100"),
     ],
 )
 def test_it_says_what_is_wrong(
@@ -193,6 +194,8 @@ def test_it_says_what_is_wrong(
         path.write_bytes(b"no picture")
     elif content == "EPS":
         Image.new("RGB", (30, 20)).save(path, "EPS")
+    elif content == "narrow":
+        Image.new("RGB", (4000, 1)).save(path)
     elif content == "large":
         Image.new("1", (8000, 6000)).save(path)
     with pytest.raises(gr.Error, match=message):

@@ -107,7 +107,7 @@ def test_sharded_checkpoints_are_complete(copied: Path) -> None:
     with pytest.raises(
         ValueError, match=r"checkpoint-6 is the end of the run, but its weights are sharded. Merge them"
     ):
-        publish_checkpoint(copied / "checkpoint-6", copied, {})
+        publish_checkpoint(copied / "checkpoint-6", copied, {}, resumed=False)
     assert not (copied / "config.json").exists()
     (copied / "checkpoint-6" / "optimizer_0" / "__0_0.distcp").unlink()
     assert checkpoint_problem(copied / "checkpoint-6") == "optimizer_0 is empty"

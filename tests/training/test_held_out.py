@@ -368,6 +368,7 @@ def test_the_best_checkpoint_is_the_result(
     shutil.copytree(out / f"checkpoint-{best}", whole / f"checkpoint-{best}")
     run(monkeypatch, tmp_path, **settings, output_dir=str(whole), resume_from_checkpoint=True)
     assert moved(out, whole) == set()
+    assert [Run.read(folder).environment.resumed for folder in (out, whole)] == [False, True]
 
     # What the choice depends on must be that of before.
     shutil.rmtree(whole)

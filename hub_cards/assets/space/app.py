@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of the other formats, EPS starts a program
-MAX_PIXELS, MAX_NEW_TOKENS = 40_000_000, 256
+MAX_PIXELS, MAX_RATIO, MAX_NEW_TOKENS = 40_000_000, 100, 256
 # Overrides the model's generation config, which may set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 CAPTION = (
@@ -62,11 +62,12 @@ def open_picture(path: str) -> Image.Image:
     """The picture in RGB, upright."""
     try:
         picture = Image.open(path, formats=FORMATS)
-        if picture.width * picture.height <= MAX_PIXELS:
+        width, height = picture.size
+        if width * height <= MAX_PIXELS and max(width, height) <= MAX_RATIO * min(width, height):
             return ImageOps.exif_transpose(picture).convert("RGB")
     except Exception as error:  # invalid pictures fail in many ways
         raise gr.Error(f"The picture is broken, or not one of {', '.join(FORMATS)}.") from error
-    raise gr.Error(f"The picture has more than {MAX_PIXELS} pixels: scale it down.")
+    raise gr.Error(f"The picture has more than {MAX_PIXELS} pixels or an aspect ratio over {MAX_RATIO}.")
 
 
 def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:

@@ -41,7 +41,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks import norm as norm_benchmark
 from benchmarks.plan_check import parse
 from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor, write_model, write_rows
-from benchmarks.training import SEED, Comparison, common_arguments, compare, pack, run_arm
+from benchmarks.training import SEED, Comparison, common_arguments, compare, pack, run_arm, use_one_gpu
 from conversations.files import write_whole
 from diagnostics.model_report import spread_layers
 from diagnostics.parts import decoder_layers
@@ -561,12 +561,17 @@ def main() -> None:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    use_one_gpu()
     scale = REHEARSAL if args.rehearsal else QUICK if args.quick else FULL
     if scale.device == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --rehearsal runs every part on the CPU, at a tiny size")
-    device = torch.cuda.get_device_name() if scale.device == "cuda" else "rehearsal"
-    device += " quick" if args.quick else ""
-    results = (args.results or RESULTS / re.sub(r"\W+", "-", device)).resolve()
+    if args.results is not None:
+        results = args.results.resolve()
+    elif args.rehearsal:  # anew each time
+        results = Path(tempfile.mkdtemp(prefix="rehearsal-"))
+    else:
+        device = torch.cuda.get_device_name() + (" quick" if args.quick else "")
+        results = RESULTS / re.sub(r"\W+", "-", device)
     if args.part is not None:
         run_part(args.part, scale, results)
         return

@@ -14,8 +14,8 @@ import argparse
 import json
 import logging
 import math
+import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -143,7 +143,7 @@ def plain_trainer(
 
 def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str, Any]) -> dict[str, Any]:
     """Train for `steps` steps and measure, in this process."""
-    size, cuda = SIZES[size_name], torch.cuda.is_available()
+    size, cuda = SIZES[size_name], not common["use_cpu"]
     set_seed(SEED)
     with tempfile.TemporaryDirectory() as name:
         processor = synthetic_processor(size)
@@ -169,7 +169,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
 
         model.model.register_forward_pre_hook(count, with_kwargs=True)
         flops = sum(step_flops(model, stage, rows["length"], num_images, supervised).values())
-        peak_flops_before = peak_flops()
+        peak_flops_before = peak_flops(cuda)
         if cuda:  # building the model takes more than some steps: in float32, before parts are cast
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -178,25 +178,27 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
     share = 1 - WARM_UP_STEPS / steps
     seconds = times.times[-1] - times.times[WARM_UP_STEPS - 1]
     tokens = sum(rows["length"])
-    # On a CPU, that of the whole process.
-    memory = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if cuda:
+        memory = torch.cuda.max_memory_allocated()
+    else:  # of the whole process; not getrusage's, which a process inherits from its parent
+        memory = int(Path("/proc/self/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0]) * 1024
     return {
         "seconds": seconds,
         "tokens_per_second": tokens * share / seconds,
         "supervised_tokens_per_second": supervised * share / seconds,
         "model_flops_per_second": flops * share / seconds,
         "peak_flops_before": peak_flops_before,
-        "peak_flops_after": peak_flops(),
+        "peak_flops_after": peak_flops(cuda),
         "padding_share": 1 - tokens / sum(computed),
         "peak_memory_gib": memory / 2**30,
         "train_loss": trainer.state.log_history[-1]["train_loss"],
     }
 
 
-def peak_flops() -> float | None:
+def peak_flops(cuda: bool) -> float | None:
     """Peak FLOP/s of the device: on a GPU the data sheet's, dense bfloat16, `None` if training/flops.py has none; on a
     CPU the best of ten products of 2048 x 2048 matrices, float32, at this moment and with this process's threads."""
-    if torch.cuda.is_available():
+    if cuda:
         return device_peak(torch.device("cuda"))
     a = torch.randn(2048, 2048)
     best = float("inf")
@@ -250,6 +252,11 @@ class Comparison:
     steps: int
     repeats: int
     seconds: float = math.inf
+
+
+def use_one_gpu() -> None:
+    """Hide all GPUs but the first, before CUDA starts: Trainer would spread each batch over them."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
 def common_arguments(cuda: bool, gradient_checkpointing: bool, optim: str) -> dict[str, Any]:
@@ -319,6 +326,7 @@ def main() -> None:
     parser.add_argument("--common", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    use_one_gpu()
     if args.arm is not None:
         sys.stdout.write(json.dumps(run_arm(args.arm, args.stage, args.size, args.steps, args.common)) + "\n")
         return

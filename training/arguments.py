@@ -416,6 +416,11 @@ def _check_launch(args: TrainingConfig) -> None:
                     f"Set {name} to {value} in the launcher's fsdp_config, as training/accelerate/fsdp2.yaml does: "
                     f"{meaning}."
                 )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"One process sees {args.n_gpu} GPUs, and Trainer would split each batch over them: start it with "
+            "accelerate launch, or set CUDA_VISIBLE_DEVICES=0."
+        )
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision != "no" and not args.bf16 and not args.fp16:
         raise ValueError(

@@ -469,13 +469,15 @@ def shard(trained: Any, args: TrainingConfig) -> None:
 
 class Optimizer:
     """The optimizer of the arguments. bitsandbytes' 8-bit AdamW is replaced by its states: two of one byte per weight,
-    each with a scale of four bytes per 256."""
+    each with a scale of four bytes per 256. Those of embeddings and of fewer than 4096 weights stay in float32."""
 
     def __init__(self, model: Any, parameters: list[nn.Parameter], args: TrainingConfig, cuda: bool) -> None:
         self.parameters, self.optimizer = parameters, None
         self.states: list[torch.Tensor] = []
         name = str(getattr(args.optim, "value", args.optim))
         if name in ("adamw_bnb_8bit", "adamw_8bit"):
+            modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
+            self.embeddings = {id(parameter) for module in modules for parameter in module.parameters()}
             return
         if name not in ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"):
             raise ValueError(
@@ -494,8 +496,9 @@ class Optimizer:
         if not self.states:
             for parameter in self.parameters:
                 local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+                in_float32 = id(parameter) in self.embeddings or local.numel() < 4096
                 for _ in range(2):
-                    size = (local.numel() * (256 + 4) + 255) // 256
+                    size = 4 * local.numel() if in_float32 else (local.numel() * (256 + 4) + 255) // 256
                     self.states.append(local.new_empty(size, dtype=torch.uint8))
         return self.states
 

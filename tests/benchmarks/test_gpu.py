@@ -6,6 +6,7 @@ import math
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,17 @@ def test_probing_changes_no_more_than_the_time(tmp_path: Path) -> None:
     assert rehearse("probe", tmp_path)["ratio"] > 0
 
 
-def test_waits_are_counted(tmp_path: Path) -> None:
-    assert rehearse("waits", tmp_path)["waits"] == {}  # a CPU has nothing to wait for
+def test_waits_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU has nothing to wait for, so what CUDA says of a wait is said here."""
+
+    def wait(*args: Any) -> None:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at ...)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    monkeypatch.setattr(gpu, "run_arm", wait)
+    ((place, count),) = rehearse("waits", tmp_path)["waits"].items()
+    assert (place.split(":")[0], count) == ("test_gpu.py", 3)
 
 
 def test_qlora_trains_by_its_recipe(tmp_path: Path) -> None:

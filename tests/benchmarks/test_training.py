@@ -53,7 +53,7 @@ def test_the_peak_is_read_from_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     readings = iter([0, 4, 10, 12, *[time for _ in range(8) for time in (20, 28)]])
     monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     monkeypatch.setattr(training.torch.cuda, "is_available", lambda: False)
-    assert peak_flops() == 2 * 2048**3 / 2
+    assert peak_flops(cuda=False) == 2 * 2048**3 / 2
 
 
 def test_a_device_of_unknown_peak_has_no_mfu() -> None:

@@ -150,6 +150,13 @@ def test_the_launchers_precision_does_not_replace_the_recipes(recipe: Path, monk
     parse_arguments(["--config", str(recipe), "--bf16", "false"])
 
 
+def test_one_process_for_several_gpus_is_refused(recipe: Path) -> None:
+    run_args, args = parse_arguments(["--config", str(recipe), "--use_cpu", "true"])
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="One process sees 2 GPUs"):
+        arguments.check_arguments(run_args, args)
+
+
 @pytest.mark.parametrize("section", ["optimizer", "scheduler"])
 def test_deepspeeds_config_does_not_replace_the_learning_rates(recipe: Path, section: str) -> None:
     run_args, args = parse_arguments(["--config", str(recipe)])

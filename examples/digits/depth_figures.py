@@ -15,7 +15,6 @@ from diagnostics.plots import FAINT, MODELS, draw_curve, save, styled
 from diagnostics.results import Curve
 
 
-FOLDER = Path(__file__).parent
 LINES = dict(zip(PAIR, MODELS, strict=False))
 # Label, the curve of a record's `inside`, layer of its first value (0 is the decoder's input), height of a thin line.
 PANELS: tuple[tuple[str, Callable[[Record], list[float]], int, float | None], ...] = (
@@ -29,8 +28,8 @@ PANELS: tuple[tuple[str, Callable[[Record], list[float]], int, float | None], ..
 LOGARITHMIC = ("norm of visual tokens", "norm of the gradient")
 
 
-def draw_figures(results: Results) -> dict[str, Path]:
-    """Draw what there is to draw; the file of each figure by its caption."""
+def draw_figures(results: Results, folder: Path) -> dict[str, Path]:
+    """Draw what there is to draw into a folder; the file of each figure by its caption."""
     decoders = sorted((decoder for decoder, variant in results.pairs if variant == "plain"), key=size_of)
     if not decoders:
         return {}
@@ -49,8 +48,8 @@ def draw_figures(results: Results) -> dict[str, Path]:
         ),
     }
     for name, figure in figures.values():
-        save(figure, FOLDER / name)
-    return {caption: FOLDER / name for caption, (name, _) in figures.items()}
+        save(figure, folder / name)
+    return {caption: folder / name for caption, (name, _) in figures.items()}
 
 
 def draw_map(results: Results) -> Figure:

@@ -1,6 +1,7 @@
 """Fill in the results of DEPTH.md from `benchmarks/results/depth.json`, and draw its figures.
 
     python examples/digits/depth_report.py
+    python examples/digits/depth_report.py --results mine.json --output_dir runs/mine    # a page of your own
 
 A comparison is shown once all of its seeds have run, and not before: what is not there yet says "not run yet".
 """
@@ -343,10 +344,18 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     plt.switch_backend("agg")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    results = Results(Study(), read_records(RESULTS))
-    write_whole(PAGE, fill_in(PAGE.read_text(encoding="utf-8"), render(results, draw_figures(results))))
-    logger.info("%s", PAGE)
+    parser.add_argument("--results", type=Path, help="records of `depth.py --results`; needs --output_dir")
+    parser.add_argument("--output_dir", type=Path, help="where their page goes")
+    args = parser.parse_args()
+    if (args.results is None) != (args.output_dir is None):
+        parser.error("--results and --output_dir go together: DEPTH.md is about the committed records")
+    page = PAGE if args.output_dir is None else args.output_dir / PAGE.name
+    page.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(Study(), read_records(args.results or RESULTS))
+    texts = render(results, draw_figures(results, page.parent))
+    filled = fill_in(PAGE.read_text(encoding="utf-8"), texts) if page == PAGE else "\n\n".join(texts.values()) + "\n"
+    write_whole(page, filled)
+    logger.info("%s", page)
 
 
 if __name__ == "__main__":

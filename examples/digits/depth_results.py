@@ -61,9 +61,20 @@ class Results:
         return self.less_none((decoder, "gwc", variant), kind, asked)
 
     def less_none(self, case: Case, kind: str = "score", asked: str = "picture") -> BySeed:
-        """An arm less no norm of the same decoder and variant, in points."""
+        """An arm less no norm of the same decoder and variant, in points.
+
+        Raises:
+            ValueError: if runs of a seed began with different backbones, as far as the records name them.
+        """
         decoder, _, variant = case
-        return less(self.scores(case, kind, asked), self.scores((decoder, "none", variant), kind, asked))
+        none = (decoder, "none", variant)
+        others = {job.seed: job for job in self.runs(none)}
+        for job in self.runs(case):
+            for part in ("language_model", "vision"):
+                both = [self.record(run).get(part) for run in (job, others.get(job.seed, job))]
+                if None not in both and len(set(both)) > 1:
+                    raise ValueError(f"{job.key} began with another {part} than {others[job.seed].key}.")
+        return less(self.scores(case, kind, asked), self.scores(none, kind, asked))
 
 
 def pair_of(decoder: str, variant: str) -> list[Case]:

@@ -130,7 +130,11 @@ def guessing_scores(questions: list[SceneQuestion]) -> Record:
 
 
 def make_language_model(place: Workplace, decoder: str) -> None:
-    """Train a decoder's language model with the first settings that pass the gate, or those that pass most of it."""
+    """Train a decoder's language model with the first settings that pass the gate, or those that pass most of it.
+
+    Raises:
+        ValueError: if it was recorded on another machine, and passes in other kinds of question now.
+    """
     folder = place.text(decoder)
     rows = json.loads((place.data / "text.json").read_text(encoding="utf-8"))
     attempts: list[tuple[Path, Record]] = []
@@ -147,6 +151,12 @@ def make_language_model(place: Workplace, decoder: str) -> None:
         if len(kinds) == len(KINDS):
             break
     best, record = max(attempts, key=lambda attempt: len(attempt[1]["kinds"]))
+    before = read_records(place.results)["language_models"].get(decoder, record)
+    if before["kinds"] != record["kinds"]:
+        raise ValueError(
+            f"The language model of {decoder}, made again, answers {record['kinds']}, the recorded one "
+            f"{before['kinds']}: runs that are recorded would be scored anew. Choose other --results."
+        )
     shutil.copytree(best, folder, dirs_exist_ok=True)
     tried = [record for _, record in attempts]
     add_record(place.results, "language_models", decoder, {**record, "attempts": tried})
@@ -183,6 +193,7 @@ def run_job(place: Workplace, job: Job) -> Record:
             return {**options(job), "diverged": str(error), **nothing_right}
         record = {**options(job), "environment": asdict(Run.read(stage2).environment)}
         record["language_model"] = weights_fingerprint(place.text(job.decoder))
+        record["vision"] = weights_fingerprint(place.vision)
         record |= {name: losses(folder) for name, folder in (("stage1", stage1), ("stage2", stage2))}
         record |= evaluate(place, job, trained)
         if job.split == "test":

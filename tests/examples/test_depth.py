@@ -473,12 +473,11 @@ def test_score_and_parity_are_correlated_over_all_arms() -> None:
     assert [row[1].split(",")[0] for row in found] == [f"-1.00 over {over}" for over in overs]
 
 
-def test_figures_are_drawn_of_what_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(depth_figures, "FOLDER", tmp_path)
+def test_figures_are_drawn_of_what_is_done(tmp_path: Path) -> None:
     study = Study()
-    assert depth_figures.draw_figures(depth_results.Results(study, records_with(study))) == {}
+    assert depth_figures.draw_figures(depth_results.Results(study, records_with(study)), tmp_path) == {}
     results = depth_results.Results(*two_depths())
-    assert sorted(depth_figures.draw_figures(results).values()) == sorted(tmp_path.iterdir())
+    assert sorted(depth_figures.draw_figures(results, tmp_path).values()) == sorted(tmp_path.iterdir())
     inside = depth_figures.draw_inside(results, ["3x128", "12x128"])
     layers = {axis.get_title(): list(axis.lines[0].get_xdata()) for axis in inside.axes}  # the last row's
     assert layers["tokens that read as their digit"] == list(range(13))  # what enters, and after each layer
@@ -511,9 +510,20 @@ def test_the_readme_says_what_was_measured() -> None:
 def test_the_page_shows_the_records() -> None:
     page = depth_report.PAGE.read_text(encoding="utf-8")
     results = depth_results.Results(Study(), depth_plan.read_records(depth.RESULTS))
-    assert depth_report.verdict(results.gains(Study().main), Study().main) in page
-    for table in (depth_report.by_seed_table, depth_report.rate_table):
-        assert table(results) in page
+    texts = depth_report.render(results, {})
+    drawn = re.sub(r"!\[([^]]*)\]\(\w+\.png\)\n\n\*\1\.\*\n\n", "", page)
+    assert all(text in drawn for text in texts.values())
+
+
+def test_runs_that_began_with_different_backbones_are_not_compared() -> None:
+    study, records = two_depths()
+    (first, *_), (other, *_) = (Plan(study, records).runs("12x128", arm) for arm in ("none", "gwc"))
+    for key, part in ((first.key, "one"), (other.key, "another")):
+        records["runs"][key]["language_model"] = part
+    with pytest.raises(ValueError, match=f"{other.key} began with another language_model than {first.key}"):
+        depth_results.Results(study, records).gains("12x128")
+    records["runs"][other.key]["language_model"] = "one"
+    depth_results.Results(study, records).gains("12x128")
 
 
 def test_the_protocol_stays_as_it_was_written() -> None:

@@ -23,7 +23,7 @@ from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.flops import PEAK_FLOPS, step_flops
 from training.model_type import require_model_type
-from training.plan import GIB, KINDS, Sample, StepPlan, as_zero3, picture_tokens, plan_step, shape_of
+from training.plan import GIB, KINDS, Sample, StepPlan, as_zero3, picture_tokens, plan_step, shape_of, zero3_problem
 from training.stages import Stage
 
 
@@ -106,6 +106,8 @@ class Planner:
             impossible = dict.fromkeys(("fsdp2", "zero3"), "4-bit weights can't be sharded")
         elif self.config.key_adapter_rank:
             impossible = {"zero3": "ZeRO-3 does not take key adapters"}
+        elif (problem := zero3_problem(self.args)) is not None:
+            impossible = {"zero3": problem}
         for sharding in asked or ():
             if sharding in impossible:
                 raise ValueError(f"--sharding {sharding}: {impossible[sharding]}.")

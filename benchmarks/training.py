@@ -6,7 +6,7 @@ benchmarks/gpu.py does the same on a GPU, for models of 3 and 7 billion weights.
 
 Each arm runs in a separate process, the arms alternate, several times; the result is the ratio of their speeds in a
 repeat. Both have the same weights and dtypes, samples per step, optimizer and checkpointing. They differ in what a
-user gets: padded batches in the order of the rows and sdpa, or packed rows and "varlen". See training/flops.py for
+user gets: padded batches and sdpa, or packed rows, of more tokens in a pass, and "varlen". See training/flops.py for
 MFU, whose peak is measured with each run, and benchmarks/synthetic.py for the rows.
 """
 

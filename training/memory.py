@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from conversations.rows import row_images
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig
-from training.plan import GIB, Sample, as_zero3, plan_step
+from training.plan import GIB, Sample, as_zero3, plan_step, zero3_problem
 from training.tokenization import IGNORED, RowTokenizer
 
 
@@ -92,6 +92,8 @@ def plan(
 ) -> dict[str, int]:
     """Bytes on a device by kind, at the peak of a step."""
     config: Any = NormLlavaConfig.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
+    if sharding == "zero3" and (problem := zero3_problem(args)) is not None:
+        raise ValueError(f"ZeRO-3: {problem}")
     as_planned = "fsdp2" if sharding == "zero3" else sharding
     planned = plan_step(config, run_args, args, rows, num_processes, as_planned, args.gradient_accumulation_steps)
     return (as_zero3(planned, num_processes) if sharding == "zero3" else planned).peak

@@ -503,6 +503,13 @@ class Optimizer:
         return self.states
 
 
+def zero3_problem(args: TrainingConfig) -> str | None:
+    """Why a run can't be planned under ZeRO-3; `None` if it can."""
+    optim = str(getattr(args.optim, "value", args.optim))
+    known = args.bf16 and optim in ("adamw_torch", "adamw_torch_fused")
+    return None if known else "its memory is known in bfloat16 with torch's AdamW alone"
+
+
 def as_zero3(sharded: StepPlan, num_processes: int) -> StepPlan:
     """The plan under DeepSpeed's ZeRO-3 with bfloat16: activations as under FSDP2; the rest by DeepSpeed's defaults.
     Sharded are bfloat16 weights and, of trained parameters, float32 weights, gradients in both dtypes and Adam's

@@ -139,6 +139,13 @@ def test_what_can_not_be_planned_is_said_in_a_line(
     assert message in str(stopped.value) + capsys.readouterr().err
 
 
+@pytest.mark.parametrize("changed", [("--optim", "adamw_bnb_8bit"), ("--bf16", "false")])
+def test_zero3_is_planned_only_where_its_memory_is_known(changed: tuple[str, str]) -> None:
+    recipe = str(RECIPES / "Qwen2.5-7B-Instruct" / "stage2.yaml")
+    with pytest.raises(SystemExit, match="--sharding zero3: its memory is known in bfloat16 with torch's AdamW alone"):
+        main(["--config", recipe, *SMALL, "--sharding", "zero3", *changed])
+
+
 def test_a_packed_stream_takes_as_many_samples_as_fit(tmp_path: Path) -> None:
     fields = yaml.safe_load((RECIPES / "Qwen2.5-7B-Instruct" / "stage1.yaml").read_text())
     fields |= {"packed_length": 1024, "global_batch_size": None}

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 from datasets import Dataset, List, Value
 
+from benchmarks.memory import process_memory
 from benchmarks.synthetic import MIXTURE, SIZES, synthetic_processor
 from conversations.checks import control_tokens
 from conversations.loading import load_rows
@@ -73,12 +74,6 @@ def write_rows(folder: Path, count: int, with_pictures: bool) -> Path:
     return path
 
 
-def private_memory() -> int:
-    """Private bytes of this process: without the pages of mapped files, which the system may drop."""
-    with open("/proc/self/status", encoding="ascii") as file:
-        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
-
-
 def parse(path: Path) -> Dataset:
     """Rows as they were opened before: the whole text, all of its values, and lists of these."""
     rows = json.loads(path.read_text(encoding="utf-8"))
@@ -119,12 +114,12 @@ def run_task(name: str, path: Path, num_proc: int) -> dict[str, float]:
     """Seconds and bytes of a task, in this process."""
     tasks = {"parse": lambda: parse(path), "open": lambda: load_rows(str(path))}
     task = check(path, num_proc) if name == "check" else tasks[name]
-    held, cpu, started = private_memory(), cpu_seconds(), time.perf_counter()
+    held, cpu, started = process_memory("RssAnon"), cpu_seconds(), time.perf_counter()
     result = task()
     figures = {
         "seconds": time.perf_counter() - started,
         "cpu_seconds": cpu_seconds() - cpu,
-        "held_bytes": private_memory() - held,
+        "held_bytes": process_memory("RssAnon") - held,
     }
     assert result is not None  # which keeps it in memory until here
     return figures

@@ -22,6 +22,7 @@ import torch
 from tqdm import tqdm
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
+from benchmarks.memory import process_memory
 from diagnostics.model_report import spread_layers
 from diagnostics.probe import Probe
 from diagnostics.tokens import classify_sample, token_ids
@@ -123,9 +124,7 @@ def main() -> None:
         model, sample = build_model(), build_sample(args.peak[0])
         for _ in range(3):
             run_pass(model, sample, bool(args.peak[1]))
-        # Not getrusage's, which a process inherits from its parent.
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        sys.stdout.write(str(int(status.split("VmHWM:")[1].split()[0]) / 2**10))
+        sys.stdout.write(str(process_memory("VmHWM") / 2**20))
         return
     results = []
     for length in LENGTHS:

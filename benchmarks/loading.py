@@ -18,7 +18,7 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch import distributed as dist
 
-from benchmarks.data import private_memory
+from benchmarks.memory import process_memory
 from benchmarks.synthetic import SIZES, write_model
 from training.arguments import parse_arguments
 from training.environment import describe_environment
@@ -34,20 +34,20 @@ class Peak:
     """The peak memory of this process, sampled every 5 ms."""
 
     def __init__(self) -> None:
-        self.before = self.most = private_memory()
+        self.before = self.most = process_memory("RssAnon")
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
 
     def _watch(self) -> None:
         while not self._done.wait(0.005):
-            self.most = max(self.most, private_memory())
+            self.most = max(self.most, process_memory("RssAnon"))
 
     def stop(self) -> float:
         """Peak memory above that at the start, in GiB."""
         self._done.set()
         self._thread.join()
-        return (max(self.most, private_memory()) - self.before) / 2**30
+        return (max(self.most, process_memory("RssAnon")) - self.before) / 2**30
 
 
 def load(rank: int, folder: str, way: str) -> None:

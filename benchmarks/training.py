@@ -34,6 +34,7 @@ from transformers import LlavaForConditionalGeneration, LlavaProcessor, TrainerC
 from trl import SFTConfig, SFTTrainer
 
 import training.attention  # noqa: F401 - registers "varlen"
+from benchmarks.memory import process_memory
 from benchmarks.synthetic import SIZES, Size, checked_rows, synthetic_config, synthetic_processor
 from conversations.measured import row_lengths
 from conversations.rows import picture_path, row_images, row_turns
@@ -178,10 +179,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
     share = 1 - WARM_UP_STEPS / steps
     seconds = times.times[-1] - times.times[WARM_UP_STEPS - 1]
     tokens = sum(rows["length"])
-    if cuda:
-        memory = torch.cuda.max_memory_allocated()
-    else:  # of the whole process; not getrusage's, which a process inherits from its parent
-        memory = int(Path("/proc/self/status").read_text(encoding="utf-8").split("VmHWM:")[1].split()[0]) * 1024
+    memory = torch.cuda.max_memory_allocated() if cuda else process_memory("VmHWM")
     return {
         "seconds": seconds,
         "tokens_per_second": tokens * share / seconds,

@@ -406,11 +406,11 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
 
 def _check_launch(args: TrainingConfig) -> None:
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        for name, value, meaning in (
-            ("fsdp_version", "2", "1 is accelerate's default, and not supported"),
-            ("fsdp_state_dict_type", "SHARDED_STATE_DICT", "checkpoints of another type could not be resumed from"),
+        sharded = "SHARDED_STATE_DICT"
+        for name, default, value, meaning in (
+            ("fsdp_version", "1", "2", "1 is accelerate's default, and not supported"),
+            ("fsdp_state_dict_type", sharded, sharded, "checkpoints of another type could not be resumed from"),
         ):
-            default = "1" if name == "fsdp_version" else value
             if os.environ.get(name.upper(), default) != value:
                 raise ValueError(
                     f"Set {name} to {value} in the launcher's fsdp_config, as training/accelerate/fsdp2.yaml does: "

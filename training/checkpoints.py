@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 # Files that the model card reads the training from.
 RECORD = (RUN_FILE, STATE_FILE, "metrics.jsonl")
+# What FSDP's activation checkpointing puts into the names of a block's parameters; `state_dict` leaves it out.
+CHECKPOINTED_BLOCK = "_checkpoint_wrapped_module."
 # Maximum size of a weights file, unless a single weight is larger.
 BYTES_PER_FILE = 5 * 10**9
 LOCK_FILE = ".lock"
@@ -141,9 +143,8 @@ def write_sharded_weights(model: nn.Module, folder: Path, is_main_process: bool)
 
     They are gathered file by file, so that at most one file's weights are in memory.
     """
-    # Tied ones once. FSDP's activation checkpointing wraps blocks, as `state_dict` hides.
-    weights: dict[str, Any] = {
-        name.replace("_checkpoint_wrapped_module.", ""): parameter for name, parameter in model.named_parameters()
+    weights: dict[str, Any] = {  # tied ones once
+        name.replace(CHECKPOINTED_BLOCK, ""): parameter for name, parameter in model.named_parameters()
     }
     split = split_state_dict_into_shards_factory(
         weights, get_storage_size=lambda tensor: tensor.numel() * tensor.element_size(),

@@ -467,6 +467,11 @@ def shard(trained: Any, args: TrainingConfig) -> None:
     fsdp2_prepare_model(accelerator, trained)
 
 
+def optimizer_name(args: TrainingConfig) -> str:
+    """The optimizer's name, given as a string or as transformers' enumeration."""
+    return str(getattr(args.optim, "value", args.optim))
+
+
 class Optimizer:
     """The optimizer of the arguments. bitsandbytes' 8-bit AdamW is replaced by its states: two of one byte per weight,
     each with a scale of four bytes per 256. Those of embeddings and of fewer than 4096 weights stay in float32."""
@@ -474,7 +479,7 @@ class Optimizer:
     def __init__(self, model: Any, parameters: list[nn.Parameter], args: TrainingConfig, cuda: bool) -> None:
         self.parameters, self.optimizer = parameters, None
         self.states: list[torch.Tensor] = []
-        name = str(getattr(args.optim, "value", args.optim))
+        name = optimizer_name(args)
         if name in ("adamw_bnb_8bit", "adamw_8bit"):
             modules = (module for module in model.modules() if isinstance(module, nn.Embedding))
             self.embeddings = {id(parameter) for module in modules for parameter in module.parameters()}
@@ -505,8 +510,7 @@ class Optimizer:
 
 def zero3_problem(args: TrainingConfig) -> str | None:
     """Why a run can't be planned under ZeRO-3; `None` if it can."""
-    optim = str(getattr(args.optim, "value", args.optim))
-    known = args.bf16 and optim in ("adamw_torch", "adamw_torch_fused")
+    known = args.bf16 and optimizer_name(args) in ("adamw_torch", "adamw_torch_fused")
     return None if known else "its memory is known in bfloat16 with torch's AdamW alone"
 
 

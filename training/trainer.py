@@ -27,6 +27,7 @@ from diagnostics.tokens import attended_tokens
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
 from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, StepsFile, total_norm
 from training.checkpoints import (
+    CHECKPOINTED_BLOCK,
     SAVING_FOLDER,
     STATE_FILE,
     best_checkpoint,
@@ -49,7 +50,7 @@ from training.tokenization import IGNORED
 
 
 # What wrappers put into parameter names.
-WRAPPER_PREFIXES = ("base_model.model.", "_checkpoint_wrapped_module.")
+WRAPPER_PREFIXES = ("base_model.model.", CHECKPOINTED_BLOCK)
 
 
 def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,9 @@ class Results:
         arms: The cases at the main depth that are trained as in the recipes.
         shown: Those, the pairs' cases, and other arms at the other depths.
         missing: What is not run yet, in words.
+
+    Raises:
+        ValueError: if runs that are compared began with different backbones.
     """
 
     def __init__(self, study: Study, records: Records) -> None:
@@ -35,6 +38,8 @@ class Results:
             if (decoder, arm, variant) not in done
         ]
         self.missing = list(dict.fromkeys(titles))
+        for case in self.shown:
+            self.check_backbones(case)
 
     def runs(self, case: Case) -> list[Job]:
         """The runs of a case; none before its last one is done, nor before the comparison that decides is."""
@@ -61,25 +66,27 @@ class Results:
         return self.less_none((decoder, "gwc", variant), kind, asked)
 
     def less_none(self, case: Case, kind: str = "score", asked: str = "picture") -> BySeed:
-        """An arm less no norm of the same decoder and variant, in points.
+        """An arm less no norm of the same decoder and variant, in points."""
+        return less(self.scores(case, kind, asked), self.scores(without_norm(case), kind, asked))
 
-        Raises:
-            ValueError: if runs of a seed began with different backbones, as far as the records name them.
-        """
-        decoder, _, variant = case
-        none = (decoder, "none", variant)
-        others = {job.seed: job for job in self.runs(none)}
-        for job in self.runs(case):
+    def check_backbones(self, case: Case) -> None:
+        """Raise `ValueError` if a run began with other backbones than that of no norm and the same seed, as far as the
+        records name them."""
+        for job, other in zip(self.runs(case), self.runs(without_norm(case)), strict=False):  # seeds in one order
             for part in ("language_model", "vision"):
-                both = [self.record(run).get(part) for run in (job, others.get(job.seed, job))]
-                if None not in both and len(set(both)) > 1:
-                    raise ValueError(f"{job.key} began with another {part} than {others[job.seed].key}.")
-        return less(self.scores(case, kind, asked), self.scores(none, kind, asked))
+                if len({self.record(job).get(part), self.record(other).get(part)} - {None}) > 1:
+                    raise ValueError(f"{job.key} began with another {part} than {other.key}.")
 
 
 def pair_of(decoder: str, variant: str) -> list[Case]:
     """No norm and GWC."""
     return [(decoder, arm, variant) for arm in PAIR]
+
+
+def without_norm(case: Case) -> Case:
+    """No norm, trained as a case is."""
+    decoder, _, variant = case
+    return decoder, "none", variant
 
 
 def less(one: BySeed, other: BySeed) -> BySeed:

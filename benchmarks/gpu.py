@@ -41,7 +41,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from benchmarks import norm as norm_benchmark
 from benchmarks.plan_check import parse
 from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor, write_model, write_rows
-from benchmarks.training import SEED, Comparison, common_arguments, compare, pack, run_arm, use_one_gpu
+from benchmarks.training import SEED, Comparison, common_arguments, compare, out_of_memory, pack, run_arm, use_one_gpu
 from conversations.files import write_whole
 from diagnostics.model_report import spread_layers
 from diagnostics.parts import decoder_layers
@@ -173,15 +173,7 @@ def measure_training(scale: Scale, model: str, stage: Stage, optim: str = "adamw
     common = common_arguments(scale.device == "cuda", gradient_checkpointing=True, optim=optim)
     planned = {"settings": common, "planned_memory_gib": plan_memory(model, stage, scale.steps, common)}
     left = 0.9 * LIMIT - (time.monotonic() - started)
-    try:
-        return {**planned, **compare(stage, Comparison(model, scale.steps, scale.repeats, left), common)}
-    except torch.OutOfMemoryError as error:
-        return {**planned, **out_of_memory(error)}
-
-
-def out_of_memory(error: torch.OutOfMemoryError) -> dict[str, Any]:
-    """Running out of memory as a figure."""
-    return {"out_of_memory": str(error).split(". ")[0]}
+    return {**planned, **compare(stage, Comparison(model, scale.steps, scale.repeats, left), common)}
 
 
 def plan_memory(model: str, stage: Stage, steps: int, common: dict[str, Any]) -> float:
@@ -502,7 +494,7 @@ def run_part(name: str, scale: Scale, results: Path) -> None:
     try:
         figures = parts(scale)[name].measure(scale)
     except torch.OutOfMemoryError as error:
-        figures = out_of_memory(error)
+        figures = out_of_memory(str(error))
     environment = vars(describe_environment(scale.device, 1, resumed=False))
     record = {"part": name, "seconds": time.perf_counter() - started, "environment": environment, **figures}
     results.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -227,18 +228,29 @@ def utilisation(run: dict[str, Any]) -> float | None:
 
 
 def summarise(measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of each arm's runs, and the arms' ratio repeat by repeat. Raises `ValueError` as `utilisation` does."""
-    ratios = [
-        ours["tokens_per_second"] / plain["tokens_per_second"]
-        for ours, plain in zip(measured["ours"], measured["plain"], strict=True)
-    ]
-    report: dict[str, Any] = {"speed_ratio": {"median": statistics.median(ratios), "all": ratios}}
+    """Medians of each arm's runs, and the arms' ratio repeat by repeat; of an arm that ran out of memory only
+    that, and then no ratio. Raises `ValueError` as `utilisation` does."""
+    report: dict[str, Any] = {}
     for arm, runs in measured.items():
+        if "out_of_memory" in runs[-1]:
+            report[arm] = runs[-1]
+            continue
         runs = [{**run, "mfu": utilisation(run)} for run in runs]
         report[arm] = {
             name: None if runs[0][name] is None else statistics.median(run[name] for run in runs) for name in runs[0]
         }
+    if not any("out_of_memory" in report[arm] for arm in measured):
+        ratios = [
+            ours["tokens_per_second"] / plain["tokens_per_second"]
+            for ours, plain in zip(measured["ours"], measured["plain"], strict=True)
+        ]
+        report["speed_ratio"] = {"median": statistics.median(ratios), "all": ratios}
     return report
+
+
+def out_of_memory(message: str) -> dict[str, Any]:
+    """Running out of memory as a figure: the first sentence of PyTorch's message."""
+    return {"out_of_memory": message.split(". ")[0]}
 
 
 @dataclass(frozen=True)
@@ -274,19 +286,25 @@ def common_arguments(cuda: bool, gradient_checkpointing: bool, optim: str) -> di
 
 
 def compare(stage: Stage, comparison: Comparison, common: dict[str, Any]) -> dict[str, Any]:
-    """Alternate the arms, each in a separate process, and compare them repeat by repeat."""
+    """Alternate the arms, each in a separate process, and compare them repeat by repeat. An arm that runs out of
+    memory is not run again."""
     measured: dict[str, list[dict[str, Any]]] = {"plain": [], "ours": []}
     started = time.monotonic()
     for repeat in range(comparison.repeats):
         if repeat and (time.monotonic() - started) * (repeat + 1) / repeat > comparison.seconds:
             break
         for arm in ("plain", "ours") if repeat % 2 == 0 else ("ours", "plain"):
+            if measured[arm] and "out_of_memory" in measured[arm][-1]:
+                continue
             command = [sys.executable, "-m", "benchmarks.training", "--size", comparison.size]
             command += ["--steps", str(comparison.steps)]
             command += ["--arm", arm, "--stage", stage.value, "--common", json.dumps(common)]
             result = subprocess.run(command, capture_output=True, text=True)
-            if "OutOfMemoryError" in result.stderr:
-                raise torch.OutOfMemoryError(f"arm {arm!r} of stage {stage.value!r}. {result.stderr[-300:]}")
+            full = re.search("OutOfMemoryError: (.*)", result.stderr)
+            if full:
+                measured[arm].append(out_of_memory(full[1]))
+                logger.info("%s, %s: %s", stage.value, arm, full[1])
+                continue
             if result.returncode:
                 raise RuntimeError(f"arm {arm!r} of stage {stage.value!r} failed:\n{result.stderr[-3000:]}")
             measured[arm].append(json.loads(result.stdout.splitlines()[-1]))
@@ -299,10 +317,15 @@ def describe(stage: Stage, report: dict[str, Any]) -> str:
     columns = ["tokens_per_second", "supervised_tokens_per_second", "mfu", "peak_memory_gib", "padding_share"]
     lines = [f"{stage.value:10}" + "".join(f"{name.replace('_per_second', '/s'):>22}" for name in columns)]
     for arm in ("plain", "ours"):
+        if "out_of_memory" in report[arm]:
+            lines.append(f"{arm:10}  {report[arm]['out_of_memory']}")
+            continue
         cells = ("?" if report[arm][name] is None else f"{report[arm][name]:.4g}" for name in columns)
         lines.append(f"{arm:10}" + "".join(f"{cell:>22}" for cell in cells))
-    ratios = report["speed_ratio"]
-    lines.append(f"ratio of tokens/s: {ratios['median']:.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios['all'])})")
+    if "speed_ratio" in report:
+        ratios = report["speed_ratio"]
+        every = ", ".join(f"{ratio:.2f}" for ratio in ratios["all"])
+        lines.append(f"ratio of tokens/s: {ratios['median']:.2f} ({every})")
     return "\n".join(lines)
 
 

@@ -80,6 +80,31 @@ def test_repeats_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 4
 
 
+def test_an_arm_that_runs_out_of_memory_leaves_the_other_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def finished(command: list[str], **options: object) -> SimpleNamespace:
+        arm = command[command.index("--arm") + 1]
+        calls.append(arm)
+        if arm == "plain":
+            error = "Traceback ...\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 80 GiB. And more.\n"
+            return SimpleNamespace(stdout="", stderr=error, returncode=1)
+        figures = run(60, 100, 100) | {"supervised_tokens_per_second": 3, "peak_memory_gib": 70, "padding_share": 0}
+        return SimpleNamespace(stdout=json.dumps(figures), stderr="", returncode=0)
+
+    monkeypatch.setattr(training.subprocess, "run", finished)
+    report = training.compare(Stage.ALIGN, training.Comparison("tiny", 3, 2), {})
+    assert calls == ["plain", "ours", "ours"]
+    assert report["plain"] == {"out_of_memory": "CUDA out of memory"}
+    assert report["ours"]["peak_memory_gib"] == 70
+    assert "speed_ratio" not in report
+    assert describe(Stage.ALIGN, report).splitlines()[1:] == [
+        "plain       CUDA out of memory",
+        "ours                           6                     3                   0.6                    70"
+        "                     0",
+    ]
+
+
 @pytest.mark.slow
 def test_the_benchmark_runs(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.training", "--steps", "3", "--repeats", "1"]

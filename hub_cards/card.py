@@ -188,13 +188,14 @@ def describe_source(source: Source) -> str:
 
 def attribute(facts: Facts) -> str:
     """What the parts were made from."""
-    if not facts.base_models:
-        return "All parts were trained from scratch."
     parts = {"language model": facts.text_model, "vision encoder": facts.vision_model}
-    return " ".join(
+    sentences = [
         f"The {part} was trained from scratch." if base is None else f"Made from {base}."
         for part, base in parts.items()
-    )
+    ]
+    if not facts.base_models:
+        sentences = ["All parts were trained from scratch."]
+    return " ".join([*["Converted from a Llava checkpoint."] * facts.converted, *dict.fromkeys(sentences)])
 
 
 def duration(seconds: float) -> str:

@@ -175,7 +175,7 @@ def find_licence_faults(stage: Stage) -> Iterator[Finding]:
     metadata, manifest = stage.metadata or {}, stage.manifest
     given, named = str(metadata.get("license")), metadata.get("base_model") or []
     parts = [manifest.get("text_model"), manifest.get("vision_model")]
-    bases = [part for part in parts if part is not None]
+    bases = [part for part in dict.fromkeys(parts) if part is not None]
     if sorted(named if isinstance(named, list) else [str(named)]) != sorted(bases):
         yield Finding(CARD, f"metadata base_model is {named}, the manifest's {bases}", REBUILD)
     try:

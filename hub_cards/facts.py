@@ -91,7 +91,9 @@ class Facts:
 
     Attributes:
         weights: What the weight files hold.
-        vision_model, text_model: Hub ids of the parts, `None` if they are not from the Hub.
+        vision_model, text_model: Hub ids of the parts, `None` if they are not from the Hub. Both are the id of a Llava
+            that the model was converted from.
+        converted: Whether the model was converted from a Llava, whose projector it has.
         image_size, image_tokens: Side of a picture in pixels, and its visual tokens.
         hidden_size, layers: Of the decoder.
         projector_norm, target: Arm of the norm, and T.
@@ -106,6 +108,7 @@ class Facts:
     weights: Weights
     vision_model: str | None
     text_model: str | None
+    converted: bool
     image_size: int | None
     image_tokens: int | None
     hidden_size: int
@@ -132,8 +135,8 @@ class Facts:
 
     @property
     def base_models(self) -> list[str]:
-        """Hub ids of the parts that are known."""
-        return [name for name in (self.text_model, self.vision_model) if name is not None]
+        """Hub ids of the parts that are known, each once."""
+        return [name for name in dict.fromkeys((self.text_model, self.vision_model)) if name is not None]
 
 
 def collect_facts(
@@ -164,19 +167,21 @@ def collect_facts(
     missing = [name for name in ("text_config", "vision_config", "projector_norm") if name not in config]
     if missing:
         raise ValueError(f"{config_file}: no {', '.join(missing)}. Save the model again.")
-    text, vision = config["text_config"], config["vision_config"]
     try:
         decoder = NormLlavaConfig.from_dict(config).get_text_config()  # which knows the names of every family's fields
     except StrictDataclassError as error:
         raise ValueError(f"{config_file}: {error}") from error
     stages, earlier_is_recorded = collect_stages(run)
+    llava = config.get("llava_name_or_path")
+    recorded = {name: hub_id(llava) or config[name].get("_name_or_path") for name in ("text_config", "vision_config")}
     evaluations = read_evaluations(run)
     measured = None if diagnostics is None else read_diagnostics(diagnostics)
     return Facts(
         weights=read_weights(run),  # last, since it takes longest
-        vision_model=choose_id("vision_model", vision_model, vision.get("_name_or_path"), config_file),
-        text_model=choose_id("text_model", text_model, text.get("_name_or_path"), config_file),
-        image_size=vision.get("image_size"),
+        vision_model=choose_id("vision_model", vision_model, recorded["vision_config"], config_file),
+        text_model=choose_id("text_model", text_model, recorded["text_config"], config_file),
+        converted=llava is not None,
+        image_size=config["vision_config"].get("image_size"),
         image_tokens=config.get("image_seq_length"),
         hidden_size=decoder.hidden_size,
         layers=decoder.num_hidden_layers,
@@ -185,7 +190,7 @@ def collect_facts(
         projector_scaled=config.get("projector_scaled", False),
         key_adapter_rank=config.get("key_adapter_rank", 0),
         stages=stages,
-        earlier_is_recorded=earlier_is_recorded,
+        earlier_is_recorded=earlier_is_recorded and llava is None,
         evaluations=evaluations,
         diagnostics=measured,
     )

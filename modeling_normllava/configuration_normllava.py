@@ -14,8 +14,8 @@ ProjectorNorm = Literal["gwc", "layernorm", "none"]
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
-    Configuration of a NormLlava model: [`LlavaConfig`], four fields for the projector's norm and start, and three for
-    adapters of the decoder's keys.
+    Configuration of a NormLlava model: [`LlavaConfig`], five fields for the projector's norm and start and where the
+    model comes from, and three for adapters of the decoder's keys.
 
     Args:
         projector_norm (`str`, *optional*, defaults to `"gwc"`):
@@ -29,6 +29,8 @@ class NormLlavaConfig(LlavaConfig):
         projector_scaled (`bool`, *optional*, defaults to `False`):
             Whether a projector without a norm was scaled when it was new, so that visual tokens started at T. A record
             for the model's card; it changes nothing.
+        llava_name_or_path (`str`, *optional*):
+            Hub id or folder of the Llava checkpoint that this model was converted from, if it was. Also a record.
         key_adapter_rank (`int`, *optional*, defaults to 0):
             Rank of the gated low-rank updates that every layer of the decoder adds to its keys, one of visual and one
             of text tokens (MaLoRA-style, after arXiv 2510.26721). 0: the decoder stays as it is.
@@ -47,6 +49,7 @@ class NormLlavaConfig(LlavaConfig):
     projector_norm_target: float | int | None = None
     projector_norm_eps: float = 1e-5
     projector_scaled: bool = False
+    llava_name_or_path: str | None = None
     key_adapter_rank: int = 0
     key_adapter_alpha: float | int = 32
     key_adapter_dropout: float | int = 0.05

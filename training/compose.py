@@ -388,6 +388,7 @@ def convert_llava(
         attn_implementation=llava.config._attn_implementation,
         projector_norm=projector_norm,
         projector_norm_target=(measure_target(language_model) if align_norm and projector_norm != "none" else None),
+        llava_name_or_path=llava_model_path,
     )
     model = NormLlavaForConditionalGeneration(config, llava.model.vision_tower, language_model, llava.lm_head)
     projector, old_projector = model.model.multi_modal_projector, llava.model.multi_modal_projector

@@ -29,6 +29,7 @@ from hub_cards.card import NORMS, read_prose
 from hub_cards.check import check
 from hub_cards.facts import HUB_ID, collect_facts
 from hub_cards.fresh_load import ask, fixed_picture
+from hub_cards.licences import APACHE
 from hub_cards.manifest import MANIFEST
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import WEIGHTS, put, shard, tensors
@@ -565,6 +566,31 @@ def test_a_part_that_was_loaded_from_a_folder_is_named(trained: Path, prose: Pat
     assert ModelCard.load(stage / "README.md").data.base_model == ["Qwen/Qwen2.5-7B", SIGLIP]
     manifest = json.loads((stage / MANIFEST).read_text())
     assert (manifest["text_model"], manifest["vision_model"]) == ("Qwen/Qwen2.5-7B", SIGLIP)
+
+
+def test_a_converted_llava_names_its_source(
+    trained: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, source = copy(trained, tmp_path / "run"), "llava-hf/llava-1.5-7b-hf"
+    put("config.json", llava_name_or_path=source)(run)
+    with pytest.raises(ValueError, match=f"licence of the base model {source} is not known"):
+        build(run, tmp_path / "stage", "me/Mine", prose, **OWN)
+    monkeypatch.setattr("hub_cards.licences.KNOWN", [(source, APACHE)])
+    stage = build(run, tmp_path / "stage", "me/Mine", prose)
+    assert check(stage) == []
+    card = ModelCard.load(stage / "README.md")
+    assert card.data.base_model == [source]
+    assert f"Converted from a Llava checkpoint. Made from {source}.\n" in card.text
+    assert "| projector | a Llava checkpoint |" in card.text
+    assert "Training before the stage that follows: not recorded." in card.text
+
+    put("config.json", llava_name_or_path="/data/llava")(run)  # a folder, and parts that are not on the Hub either
+    stage = build(run, tmp_path / "local", "me/Mine", prose, **OWN)
+    assert check(stage) == []
+    assert "/data/llava" not in (stage / "config.json").read_text()
+    text = (stage / "README.md").read_text()
+    assert "Converted from a Llava checkpoint. All parts were trained from scratch." in text
+    assert "Training before the stage that follows: not recorded." in text
 
 
 def test_the_licence_is_the_strictest_of_what_is_known_and_ones_own(

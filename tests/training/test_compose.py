@@ -304,6 +304,7 @@ def test_llava_keeps_every_weight(llava: Path, picture: Image.Image, legacy_visi
         )
     for projector_norm in ("none", "gwc"):
         model, processor = convert_llava(str(llava), projector_norm)
+        assert model.config.llava_name_or_path == str(llava)  # for the card
         state = model.eval().state_dict()
         for name, weight in reference.state_dict().items():
             assert torch.equal(state.pop(name), weight), name

@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -38,45 +39,49 @@ class Widget:
 
 @dataclass(frozen=True, kw_only=True)
 class Prose:
-    """A recipe's text about its model, and the Hub ids of its data."""
+    """A recipe's text about its model, the codes of the languages that it speaks, and the Hub ids of its data."""
 
     summary: str
     intended_use: str
     out_of_scope: str
     training_data: str
     limits: str
+    language: list[str]
     datasets: list[str]
 
 
 def read_prose(path: Path) -> Prose:
-    """The recipe's prose; only `datasets` may be missing.
+    """The recipe's prose; only `language` and `datasets` may be missing.
 
     Raises:
-        ValueError: if it is not a YAML mapping, or a field is missing or empty.
+        ValueError: if it is not a YAML mapping, a field is unknown, missing or empty, or a list holds more than text.
     """
     try:
         prose = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML ({error}).") from error
-    names = [field.name for field in fields(Prose) if field.name != "datasets"]
+    lists = ("language", "datasets")
+    names = [field.name for field in fields(Prose) if field.name not in lists]
     if not isinstance(prose, dict):
         raise ValueError(f"{path} is not a mapping of fields to text. A card needs each: {', '.join(names)}.")
-    unknown = prose.keys() - {*names, "datasets"}
+    unknown = prose.keys() - {*names, *lists}
     if unknown:
         raise ValueError(
-            f"{path}: {', '.join(map(str, unknown))} is not a field of a card; the fields are: {', '.join(names)}, "
-            "datasets."
+            f"{path}: {', '.join(map(str, unknown))} is not a field of a card; the fields are: "
+            f"{', '.join([*names, *lists])}."
         )
-    texts = {name: str(prose.get(name) or "").strip() for name in names}
+    texts: dict[str, Any] = {name: str(prose.get(name) or "").strip() for name in names}
     missing = [name for name in names if not texts[name]]
     if missing:
         raise ValueError(f"{path}: no {', '.join(missing)}. A card needs each: {', '.join(names)}.")
-    return Prose(**texts, datasets=prose.get("datasets") or [])
+    given = {name: prose.get(name) or [] for name in lists}
+    for name, value in given.items():
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise ValueError(f'{path}: {name} is {value!r}, not a list of texts. YAML reads no as false: write "no".')
+    return Prose(**texts | given)
 
 
-def build_metadata(
-    facts: Facts, licence: Licence, name: str, datasets: list[str], widgets: list[Widget]
-) -> ModelCardData:
+def build_metadata(facts: Facts, licence: Licence, name: str, prose: Prose, widgets: list[Widget]) -> ModelCardData:
     """The card's YAML block."""
     results = [
         EvalResult(
@@ -92,9 +97,9 @@ def build_metadata(
     ]
     return ModelCardData(
         base_model=facts.base_models or None,
-        datasets=datasets or None,
+        datasets=prose.datasets or None,
         eval_results=results or None,
-        language="en",
+        language=prose.language or None,
         library_name="transformers",
         license=licence.identifier,
         license_link=licence.link if licence.notice else None,
@@ -169,7 +174,7 @@ def render_card(
         attribution=attribute(facts),
         apache_parts=[base for base in facts.base_models if known_licence(base) is APACHE],
     )
-    metadata = build_metadata(facts, licence, name, prose.datasets, widgets)
+    metadata = build_metadata(facts, licence, name, prose, widgets)
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}")
 
 

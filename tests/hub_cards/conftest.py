@@ -27,6 +27,7 @@ PROSE = {
     "out_of_scope": "All else.",
     "training_data": "Random rows.",
     "limits": "It knows nothing.",
+    "language": ["en", "de"],
     "datasets": ["owner/rows"],
 }
 EVALUATION = {

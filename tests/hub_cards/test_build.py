@@ -107,7 +107,7 @@ def test_the_card_says_what_the_artefacts_say(staged: Path, trained: Path) -> No
         "apache-2.0",
     )
     assert {"custom_code", "conversational"} <= set(data["tags"])
-    assert data["datasets"] == ["owner/rows"]
+    assert (data["language"], data["datasets"]) == (["en", "de"], ["owner/rows"])
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_split) == ("exact_match", 0.5, "test")
     assert result.metric_name == "exact_match, Visual question answering"
@@ -281,6 +281,10 @@ def test_fields_that_no_card_has_are_refused(prose: Path, tmp_path: Path) -> Non
     path.write_text(prose.read_text() + "dataset: [owner/rows]\n")
     with pytest.raises(ValueError, match=r"card.yaml: dataset is not a field of a card"):
         read_prose(path)
+    for language, read in (("[no]", r"\[False\]"), ("en", "'en'")):
+        path.write_text(re.sub("language:\n(- .*\n)+", f"language: {language}\n", prose.read_text()))
+        with pytest.raises(ValueError, match=f'card.yaml: language is {read}, not a list of texts.* write "no"'):
+            read_prose(path)
 
 
 @pytest.mark.parametrize(

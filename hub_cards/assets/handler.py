@@ -11,6 +11,7 @@ import re
 from io import BytesIO
 from typing import Any
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 from PIL import Image, ImageOps
@@ -111,14 +112,20 @@ def read_image(value: Any, place: str) -> Image.Image:
 
 
 def open_image(content: bytes, place: str) -> Image.Image:
-    """A picture from the bytes of its file."""
+    """A picture from the bytes of its file, in RGB and upright, read as in training."""
     try:
         picture = Image.open(BytesIO(content), formats=FORMATS)
         width, height = picture.size
-        if width * height <= MAX_PIXELS and max(width, height) <= MAX_RATIO * min(width, height):
-            return ImageOps.exif_transpose(picture).convert("RGB")  # as in training
+        fits = width * height <= MAX_PIXELS and max(width, height) <= MAX_RATIO * min(width, height)
+        if fits and picture.mode not in ("I", "F"):
+            upright = ImageOps.exif_transpose(picture)
+            if upright.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            return upright.convert("RGB")
     except Exception as error:  # invalid pictures fail in many ways
         raise ValueError(f"{place}: not a picture in {', '.join(FORMATS)} ({type(error).__name__})") from error
+    if fits:
+        raise ValueError(f"{place}: pixels of mode {picture.mode} have no known range")
     raise ValueError(
         f"{place}: the picture has {width} x {height} pixels, more than {MAX_PIXELS} in total or an aspect ratio over "
         f"{MAX_RATIO}"

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
 
@@ -85,3 +87,13 @@ def shard(
     for file, part in zip(files, parts, strict=True):
         save_file({name: tensor.clone() for name, tensor in part.items()}, folder / file, {"format": "pt"})
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def deep_picture(mode: str, path: Path) -> None:
+    """A picture of more than 8 bits; a PNG, which has 16, is to be turned."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    file = {"format": "PNG", "exif": exif} if mode == "I;16" else {"format": "TIFF"}
+    dtype = {"I;16": "<u2", "I;16B": ">u2", "I": "<i4", "F": "<f4"}[mode]
+    pixels = np.linspace(0, 65535, 600).astype(dtype)
+    Image.frombytes(mode, (30, 20), pixels.tobytes()).save(path, **file)

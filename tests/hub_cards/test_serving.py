@@ -18,7 +18,9 @@ from PIL import ExifTags, Image
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, pipeline, set_seed
 
 from chat_servers import serving
+from conversations.pictures import to_rgb
 from hub_cards import serve
+from plants import deep_picture
 from training.compose import compose
 
 
@@ -114,6 +116,18 @@ def test_the_handler_turns_pictures_as_training_does(handler_module: ModuleType)
     messages = request(base64.b64encode(buffer.getvalue()).decode())["inputs"]
     (read, _) = handler_module.read_messages(messages)[0]["content"]
     assert read["image"].size == (20, 30)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I", "F"])
+def test_the_handler_reads_pixels_as_training_does(mode: str, handler_module: ModuleType, tmp_path: Path) -> None:
+    deep_picture(mode, tmp_path / "deep")
+    content = (tmp_path / "deep").read_bytes()
+    if mode in ("I", "F"):
+        with pytest.raises(ValueError, match=f"inputs.*pixels of mode {mode} have no known range"):
+            handler_module.open_image(content, "inputs[0]")
+    else:
+        expected = to_rgb(Image.open(tmp_path / "deep"))
+        assert handler_module.open_image(content, "inputs[0]").tobytes() == expected.tobytes()
 
 
 def test_the_handler_starts_no_program_for_a_picture(

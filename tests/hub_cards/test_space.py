@@ -19,12 +19,14 @@ from packaging.requirements import Requirement
 from PIL import ExifTags, Image
 from transformers import AutoProcessor
 
+from conversations.pictures import to_rgb
 from diagnostics import plots, tokens
 from diagnostics.layers import measure_layers
 from diagnostics.probe import Probe, Record
 from diagnostics.tokens import classify_sample, token_ids
 from hub_cards.build import ASSETS
 from modeling_normllava import NormLlavaForConditionalGeneration
+from plants import deep_picture
 
 
 SPACE = ASSETS / "space"
@@ -207,6 +209,17 @@ def test_pictures_are_turned_as_in_training(space: ModuleType, tmp_path: Path) -
     exif[ExifTags.Base.Orientation] = 6
     picture.save(tmp_path / "turned.jpg", exif=exif)
     assert space.open_picture(str(tmp_path / "turned.jpg")).size == (20, 30)
+
+
+@pytest.mark.parametrize("mode", ["I;16", "I;16B", "I", "F"])
+def test_pixels_are_read_as_in_training(mode: str, space: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "deep"
+    deep_picture(mode, path)
+    if mode in ("I", "F"):
+        with pytest.raises(gr.Error, match=f"Pixels of mode {mode} have no known range"):
+            space.open_picture(str(path))
+    else:
+        assert space.open_picture(str(path)).tobytes() == to_rgb(Image.open(path)).tobytes()
 
 
 def test_it_answers_and_refuses_over_http(space: ModuleType, upload: dict[str, str]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
+import numpy as np
 import torch
 from huggingface_hub import metadata_load
 from layers import PANELS, Measured, draw, measure, to_svg
@@ -59,14 +60,20 @@ def read_examples() -> list[list[str]]:
 
 
 def open_picture(path: str) -> Image.Image:
-    """The picture in RGB, upright."""
+    """The picture in RGB, upright, read as in training."""
     try:
         picture = Image.open(path, formats=FORMATS)
         width, height = picture.size
-        if width * height <= MAX_PIXELS and max(width, height) <= MAX_RATIO * min(width, height):
-            return ImageOps.exif_transpose(picture).convert("RGB")
+        fits = width * height <= MAX_PIXELS and max(width, height) <= MAX_RATIO * min(width, height)
+        if fits and picture.mode not in ("I", "F"):
+            upright = ImageOps.exif_transpose(picture)
+            if upright.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            return upright.convert("RGB")
     except Exception as error:  # invalid pictures fail in many ways
         raise gr.Error(f"The picture is broken, or not one of {', '.join(FORMATS)}.") from error
+    if fits:
+        raise gr.Error(f"Pixels of mode {picture.mode} have no known range.")
     raise gr.Error(f"The picture has more than {MAX_PIXELS} pixels or an aspect ratio over {MAX_RATIO}.")
 
 

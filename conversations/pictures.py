@@ -45,13 +45,13 @@ def to_rgb(opened: PILImage.Image) -> PILImage.Image:
 
 
 def _open_image(image: Picture, row: Row, number: int) -> PILImage.Image:
-    file: Any = picture_path(row, image)
-    if file is None and isinstance(image, dict):
-        file = BytesIO(image["bytes"])
+    path = picture_path(row, image)
+    embedded: Any = image
     try:
-        with PILImage.open(file) as opened:
+        # Opened here, since Pillow maps an uncompressed file that is given by its path, and does not turn a TIFF then.
+        with BytesIO(embedded["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
             return to_rgb(opened)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
-        path = image["path"] if isinstance(image, dict) else file
-        reason = re.sub(r" <_io.BytesIO .*>", "", str(error))
-        raise BadRowError(f"{row['source']}: image {path or number} can't be read ({reason}).") from error
+        name = image["path"] if isinstance(image, dict) else path
+        reason = re.sub(r" <_io.\w+ .*>", "", str(error))
+        raise BadRowError(f"{row['source']}: image {name or number} can't be read ({reason}).") from error

@@ -52,6 +52,9 @@ def test_pictures_of_every_kind_come_out_as_people_see_them(tmp_path: Path) -> N
     assert open_one(tmp_path / "turned.jpg").size == (4, 6)
     PILImage.fromarray(ramp[:, :4]).save(tmp_path / "turned.png", exif=turned)  # 16 bits
     assert open_one(tmp_path / "turned.png").size == (8, 4)
+    for mode in ("L", "P", "RGBA"):
+        red.convert(mode).save(tmp_path / "turned.tiff", exif=turned)
+        assert open_one(tmp_path / "turned.tiff").size == (4, 6), mode
     turned[0x011A] = 72.0
     damaged = bytearray(turned.tobytes())
     damaged[29] = 0  # the resolution's type, with which Pillow can't write it again

@@ -207,8 +207,9 @@ def test_it_says_what_is_wrong(
 def test_pictures_are_turned_as_in_training(space: ModuleType, tmp_path: Path) -> None:
     picture, exif = Image.new("RGB", (30, 20)), Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
-    picture.save(tmp_path / "turned.jpg", exif=exif)
-    assert space.open_picture(str(tmp_path / "turned.jpg")).size == (20, 30)
+    for file in (tmp_path / "turned.jpg", tmp_path / "turned.tiff"):
+        picture.convert("L").save(file, exif=exif)
+        assert space.open_picture(str(file)).size == (20, 30)
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I;16B", "I", "F"])

@@ -1,6 +1,7 @@
 """Ask the model about a picture, and see its tokens' norm and turning with and without the projector's norm."""
 
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def read_examples() -> list[list[str]]:
 def open_picture(path: str) -> Image.Image:
     """The picture in RGB, upright, read as in training."""
     try:
-        picture = Image.open(path, formats=FORMATS)
+        picture = Image.open(BytesIO(Path(path).read_bytes()), formats=FORMATS)  # a path's TIFF would not be turned
         width, height = picture.size
         fits = width * height <= MAX_PIXELS and max(width, height) <= MAX_RATIO * min(width, height)
         if fits and picture.mode not in ("I", "F"):

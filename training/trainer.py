@@ -414,7 +414,8 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the loss with the step's measurements; sums are over the whole run, also after a resume."""
+        """Log the loss with the step's measurements; sums are over the whole run, also after a resume. Gradient norms
+        that are not finite are left out."""
         if "loss" in logs:
             # The scheduler has stepped already; these are the rates of the step that is logged, as `learning_rate` is.
             scale = logs["learning_rate"] / self.args.learning_rate
@@ -428,7 +429,9 @@ class NormLlavaTrainer(SFTTrainer):
             self._metrics["train"]["num_tokens"] = [self._progress().num_tokens]
         if "train_loss" in logs:
             logs["train_loss"] = self._progress().loss_sum / max(self.state.global_step, 1)
-        super().log(logs, start_time)
+        # A step that float16's scaler skipped has no gradient norm, and JSON no infinity.
+        skipped = [name for name in logs if name.startswith("grad_norm") and not math.isfinite(logs[name])]
+        super().log({name: value for name, value in logs.items() if name not in skipped}, start_time)
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

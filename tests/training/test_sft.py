@@ -1,6 +1,7 @@
 """The training script as people start it: both stages, resuming, and errors before any work is lost."""
 
 import json
+import math
 import platform
 import shutil
 import subprocess
@@ -286,6 +287,21 @@ def test_sharding_finds_the_modules_that_the_model_names(composed: Callable[...,
     present = {type(module).__name__ for module in model.modules()}
     assert {"NormLlavaMultiModalProjector", "Qwen2DecoderLayer", "SiglipEncoderLayer"} <= set(model._no_split_modules)
     assert set(model._no_split_modules) <= present
+
+
+def test_a_step_that_the_loss_scaler_skips_leaves_valid_records(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float16 needs a GPU, so the norm that its overflow gives is put in its place."""
+    norms = iter([torch.tensor(math.inf), torch.tensor(1.0)])
+    monkeypatch.setattr(sft.NormLlavaTrainer, "_clip_grad_norm", lambda trainer, model: next(norms))
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "max_steps": 2}
+    run(monkeypatch, tmp_path, **fields, logging_steps=1, output_dir=str(tmp_path / "out"))
+    first, second = (line for line in logged(tmp_path / "out") if "loss" in line)
+    assert "grad_norm" not in first
+    assert second["grad_norm"] == 1
+    for name in ("metrics.jsonl", "trainer_state.json"):
+        assert "Infinity" not in (tmp_path / "out" / name).read_text()
 
 
 def test_no_telemetry(

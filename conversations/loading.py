@@ -120,8 +120,8 @@ def _find(name: str, config: str | None) -> DatasetBuilder:
 def _load_dataset(name: str, config: str | None, split: str) -> Dataset:
     if is_tars(_find(name, config)):
         raise ValueError(
-            "tars can only be streamed: set --dataset_streaming true and max_steps. Held-out rows must come as JSON, "
-            "parquet or a saved dataset."
+            "tars can only be streamed, which training does with --dataset_streaming true and max_steps. Other rows "
+            "must come as JSON, parquet or a saved dataset."
         )
     return load_dataset(**_source(name, config), split=split)
 

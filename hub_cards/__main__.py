@@ -92,10 +92,8 @@ def find_prose(run: Path) -> Path:
     recipe = Run.read(run).recipe if (run / RUN_FILE).exists() else None
     prose = None if recipe is None else Path(recipe).with_name("card.yaml")
     if prose is None or not prose.exists():
-        raise ValueError(
-            f"{prose or f'{RUN_FILE}, which names the recipe,'} is missing: give the card's prose with --prose. "
-            "training/recipes/*/card.yaml are examples."
-        )
+        lacks = f"No {RUN_FILE} names a recipe" if prose is None else f"{prose} is missing"
+        raise ValueError(f"{lacks}: give the card's prose with --prose. training/recipes/*/card.yaml are examples.")
     return prose
 
 

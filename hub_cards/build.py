@@ -15,6 +15,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from conversations.checks import row_problem
 from conversations.files import sha256
 from conversations.loading import load_rows
 from conversations.pictures import open_images
@@ -251,7 +252,11 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
     for row in load_rows(str(data)):
         if len(widgets) == MAX_WIDGETS:
             break
-        questions = [turn["value"] for turn in row_turns(row) or () if turn["from"] == "human"]
+        turns = row_turns(row) or []
+        problem = row_problem(row, needs_answer=False) if turns else None
+        if problem is not None:
+            raise ValueError(f"{row['source']}: {problem}.")
+        questions = [turn["value"] for turn in turns if turn["from"] == "human"]
         if len(row_images(row)) != 1 or not questions:
             continue
         question = questions[0].replace(IMAGE_MARK, "").strip()

@@ -348,7 +348,10 @@ def read_diagnostics(folder: Path) -> ModelReport:
     """
     path = folder / "report.json"
     if not path.exists():
-        raise ValueError(f"{folder} holds no report.json; python -m diagnostics --model <run> --output_dir {folder}")
+        raise ValueError(
+            f"{folder} holds no report.json. Run python -m diagnostics --model <run> --data <pictures> --output_dir "
+            f"{folder}"
+        )
     models = from_json(Report, read_json(path), path).models
     if len(models) != 1:
         raise ValueError(f"{path} is about {len(models)} models; the card needs a report about this one only.")

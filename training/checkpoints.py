@@ -96,15 +96,15 @@ def best_checkpoint(state: dict[str, Any], output_dir: Path) -> Path:
     """
     if state["best_global_step"] is None:
         raise ValueError(
-            "load_best_model_at_end: nothing was evaluated. Resume with --load_best_model_at_end false "
-            "--resume_changed true."
+            "load_best_model_at_end: nothing was evaluated. Take it and metric_for_best_model out of the recipe, and "
+            "resume with --resume_changed true."
         )
     checkpoint = output_dir / f"{PREFIX_CHECKPOINT_DIR}-{state['best_global_step']}"
     if not checkpoint.exists():
         raise ValueError(
             f"load_best_model_at_end: the best checkpoint of step {state['best_global_step']} is not in {output_dir}. "
-            "Copy it there, with the one to resume from, and give --resume_from_checkpoint true; or resume with "
-            "--load_best_model_at_end false --resume_changed true."
+            "Copy it there, with the one to resume from, and give --resume_from_checkpoint true; or take it and "
+            "metric_for_best_model out of the recipe, and resume with --resume_changed true."
         )
     return checkpoint
 

@@ -39,7 +39,7 @@ def require_model_type(name: str, wanted: str, revision: str | None = None) -> N
     try:
         fields, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
     except OSError as error:
-        raise ValueError(f"{name} is not a local folder and can't be read from the Hub: {error}") from error
+        raise ValueError(f"{name} is no folder or Hub repository whose config.json can be read: {error}") from error
     found = fields.get("model_type")
     if found == wanted:
         return

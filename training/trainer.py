@@ -272,8 +272,8 @@ class NormLlavaTrainer(SFTTrainer):
         loss = super().training_step(model, inputs, *args, **kwargs)
         if not math.isfinite(loss.item()):
             raise FloatingPointError(
-                f"The loss is {loss.item()} in step {self.state.global_step + 1}. The weights are still those of step "
-                f"{self.state.global_step}; lower the learning rate, or look at the rows of this step."
+                f"The loss is {loss.item()} in step {self.state.global_step + 1}; lower the learning rate, or look at "
+                "the rows of this step."
             )
         if self._key_alignment is not None:
             loss = loss - self._penalty
@@ -393,8 +393,8 @@ class NormLlavaTrainer(SFTTrainer):
             norm = super()._clip_grad_norm(model)
         if scaler is None and not math.isfinite(float(norm)):  # a scaler skips such a step itself
             raise FloatingPointError(
-                f"The gradient's norm is {float(norm)} in step {self.state.global_step + 1}, before its update; lower "
-                "the learning rate, or look at the rows of this step."
+                f"The gradient's norm is {float(norm)} in step {self.state.global_step + 1}; lower the learning rate, "
+                "or look at the rows of this step."
             )
         return norm
 

@@ -131,7 +131,9 @@ def test_tars_that_are_torn_or_not_there_are_refused(tmp_path: Path) -> None:
         load_rows(str(folder / "other-*.tar"), streaming=True)
     with pytest.raises(ValueError, match=r"a glob must end in one of \.parquet, \.tar"):
         load_rows(str(folder / "*.zip"), streaming=True)
-    with pytest.raises(ValueError, match=r"tars: tars can only be streamed: set --dataset_streaming true"):
+    with pytest.raises(
+        ValueError, match=r"tars: tars can only be streamed, which training does with --dataset_streaming true"
+    ):
         load_rows(str(folder))
     with pytest.raises(ValueError, match="dev"):
         load_rows(str(folder), split="dev", streaming=True)

@@ -183,6 +183,9 @@ def test_rows_that_ask_nothing_make_no_example(trained: Path, prose: Path, tmp_p
     (tmp_path / "rows.json").write_text(json.dumps([{"image": "0.png", "label": 3}]))
     with pytest.raises(ValueError, match=r"rows.json has no row with one picture and a question"):
         build(trained, tmp_path / "stage", "me/Bare", prose, widget_data=tmp_path / "rows.json", **OWN)
+    (tmp_path / "rows.json").write_text(json.dumps([{"image": "0.png", "conversations": [{"value": "What?"}]}]))
+    with pytest.raises(ValueError, match=r"rows.json, row 0: turn 0 is not .*from.*What"):
+        build(trained, tmp_path / "stage", "me/Bare", prose, widget_data=tmp_path / "rows.json", **OWN)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -508,7 +511,7 @@ def test_build_finds_what_training_left(
     run = copy(trained, tmp_path / "run")
     command = ["hub_cards", "build", str(run), "--repo_id", "me/Mine", "--license", "apache-2.0"]
     monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match=r"run.json, which names the recipe, is missing: give .* --prose. training"):
+    with pytest.raises(SystemExit, match=r"No run.json names a recipe: give .* --prose. training"):
         main()
     record(run, recipe=tmp_path / "recipes" / "stage2.yaml")
     with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing: give .* --prose. training/recipes/\*/card"):

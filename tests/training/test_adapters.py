@@ -209,7 +209,7 @@ def test_merging_says_where_the_base_should_be(
     adapter: Path, tmp_path: Path, backbones: Callable[[str], Path]
 ) -> None:
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=rf"{tmp_path}/base is not a local folder.*--base"):
+    with pytest.raises(ValueError, match=rf"{tmp_path}/base is no folder or Hub repository.*--base"):
         merge(str(adapter))
     assert merge(str(adapter), base=str(tmp_path / "moved")).dtype == torch.bfloat16
     with pytest.raises(ValueError, match=r"'qwen2', 'normllava' is needed"):

@@ -430,7 +430,7 @@ def test_only_a_llava_checkpoint_is_converted(
 
 @pytest.mark.parametrize("wanted", ["llava", "normllava"])
 def test_what_is_no_model_at_all(tmp_path: Path, wanted: str) -> None:
-    with pytest.raises(ValueError, match=r"gone is not a local folder"):
+    with pytest.raises(ValueError, match=r"gone is no folder or Hub repository whose config.json can be read"):
         require_model_type(str(tmp_path / "gone"), wanted)
     with pytest.raises(ValueError, match=r"holds no model.*config.json"):
         require_model_type(str(tmp_path), wanted)

@@ -5,10 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-class UnknownLicenceError(ValueError):
-    """A part whose licence is unknown here; the message says what to do."""
-
-
 @dataclass(frozen=True)
 class Licence:
     """What the repository of a model needs if its base is under this licence.
@@ -62,12 +58,12 @@ def known_licence(base_model: str) -> Licence:
     """The licence of a base model by its Hub id.
 
     Raises:
-        UnknownLicenceError: if it is not known here.
+        ValueError: if it is not known here.
     """
     for pattern, licence in KNOWN:
         if re.fullmatch(pattern, base_model):
             return licence
-    raise UnknownLicenceError(
+    raise ValueError(
         f"The licence of the base model {base_model} is not known. Read it, and add what it requires to KNOWN in "
         "hub_cards/licences.py; licences are not guessed."
     )
@@ -86,14 +82,14 @@ def licence_of(text_model: str | None, vision_model: str | None, own_licence: st
         own_licence: Identifier of the licence that the owner chose for a part without a Hub id.
 
     Raises:
-        UnknownLicenceError: if a part's licence is not known, or a part has no Hub id and no licence is given.
-        ValueError: if a licence is given although both parts have a Hub id.
+        ValueError: if a part's licence is not known, a part has no Hub id and no licence is given, or one is given
+            although both have a Hub id. The message says what to do.
     """
     parts = {"text_model": text_model, "vision_model": vision_model}
     found = [known_licence(name) for name in parts.values() if name is not None]
     unknown = [part for part, name in parts.items() if name is None]
     if unknown and own_licence not in BY_IDENTIFIER:
-        raise UnknownLicenceError(
+        raise ValueError(
             f"No Hub id of the {' and the '.join(unknown)} is recorded, so its licence is not known. If it was "
             f"loaded from a folder, name it: {' '.join(f'--{part} owner/name' for part in unknown)}; if you trained "
             f"it from scratch, choose its licence: --license {' or '.join(BY_IDENTIFIER)}."

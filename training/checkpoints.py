@@ -236,7 +236,7 @@ def checkpoint_problem(checkpoint: Path) -> str | None:
 
 def weight_files(checkpoint: Path) -> list[Path]:
     """The safetensors files of a checkpoint, by its index where it has one."""
-    index = checkpoint / "model.safetensors.index.json"
+    index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         return [checkpoint / name for name in sorted(names)]

@@ -76,13 +76,20 @@ class VisionLanguageCollator:
             lengths += [1] * self.tokenize.tokens_per_image
             input_ids += [self.tokenize.processor.image_token_id] * self.tokenize.tokens_per_image
             labels += [IGNORED] * self.tokenize.tokens_per_image
-        boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return {
             "input_ids": torch.tensor([input_ids]),
-            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
             "labels": torch.tensor([labels]),
-            "cu_seq_lens_q": boundaries,
-            "cu_seq_lens_k": boundaries,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
+            **sample_boundaries(lengths),
         }
+
+
+def sample_boundaries(lengths: list[int]) -> Inputs:
+    """What tells the samples of a packed row apart: positions, and the bounds that "varlen" attention takes."""
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return {
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+    }

@@ -7,7 +7,7 @@ that the diagnostics count as visual and text.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from diagnostics.parts import layer_groups
 from diagnostics.tokens import Inputs, Tokens, classify, find_sinks, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.arguments import RunArguments
 
 
 # Per modality and forward pass.
@@ -118,6 +119,16 @@ class KeyAlignment:
     Raises:
         ValueError: if there are no such layers.
     """
+
+    @classmethod
+    def from_arguments(
+        cls, model: NormLlavaForConditionalGeneration, processor: Any, run_args: RunArguments
+    ) -> Self | None:
+        """As a run's arguments ask for it; `None` if they don't."""
+        if not run_args.key_losses:
+            return None
+        weights = (run_args.key_mmd_weight, run_args.key_gram_weight)
+        return cls(model, processor, *weights, run_args.key_bandwidths, run_args.key_layers)
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ RESULT = b"\nmemory plan:\n"
 def largest_batch(
     rows: Dataset, tokenize: RowTokenizer, sampler: BatchRebalanceSampler, packed: bool
 ) -> list[list[Sample]]:
-    """The samples of an epoch's largest batch, by tokens including padding."""
+    """The samples of this process's largest batch in the first epoch, by tokens including padding."""
     lengths = sampler.lengths
 
     def size(batch: list[int]) -> int:
@@ -48,7 +48,7 @@ def largest_batch(
 
 
 def start_plan(run_args: RunArguments, args: TrainingConfig, rows: list[list[Sample]]) -> subprocess.Popen[bytes]:
-    """Start planning a run whose devices get at most these rows per pass."""
+    """Start planning a run's step whose passes are of these rows."""
     sharding = "none" if args.world_size == 1 else "ddp"
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         sharding = "fsdp2"

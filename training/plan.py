@@ -36,6 +36,7 @@ from diagnostics.tokens import token_ids
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training import attention
 from training.arguments import RunArguments, TrainingConfig
+from training.collator import sample_boundaries
 from training.key_alignment import KeyAlignment
 from training.loading import name_sharding_units, prepare_model
 from training.stages import ModuleGroup, base_model
@@ -44,7 +45,6 @@ from training.trainer import gather_head, supervised_positions
 
 
 GIB = 2**30
-SHARDINGS = ("none", "ddp", "fsdp2")
 KINDS = ("weights", "gradients", "optimizer states", "gathered", "activations", "temporary")
 """Kinds of memory. "activations" are allocated by the forward pass, "temporary" by the backward pass, recomputed
 layers included, and the optimizer; "gathered" are unsharded weights and gradients in communication, DDP's buckets
@@ -248,7 +248,7 @@ def plan_step(
         run_args, args: The run's arguments.
         rows: What a device gets in a forward pass: one packed row of samples, or padded rows of one sample.
         num_processes: Devices.
-        sharding: One of `SHARDINGS`, as `training/accelerate/` has them.
+        sharding: `"none"`, `"ddp"` or `"fsdp2"`, as `training/accelerate/` has them.
         accumulation_steps: Forward passes of an optimizer step; more than two count as two.
         cuda: Whether to plan the memory of CUDA's kernels, or a CPU's.
 
@@ -263,16 +263,7 @@ def plan_step(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     _to_fake(trained, fake)
     arm(model, trained, args)
-    key_alignment = None
-    if run_args.key_losses:
-        key_alignment = _PlannedKeyAlignment(
-            model,
-            None,
-            run_args.key_mmd_weight,
-            run_args.key_gram_weight,
-            run_args.key_bandwidths,
-            run_args.key_layers,
-        )
+    key_alignment = _PlannedKeyAlignment.from_arguments(model, None, run_args)
     batch = make_batch(model, rows, packed=run_args.packed_length is not None)
     size, num_images = config.vision_config.image_size, sum(sample.pictures for row in rows for sample in row)
     with fake:
@@ -384,14 +375,8 @@ def make_batch(
         tokens.append(torch.cat([_sample_ids(sample, per_picture, ids.image, text) for sample in row]))
         labels.append(torch.cat([_sample_labels(sample, text) for sample in row]))
     if packed:
-        lengths = [sample.tokens for sample in rows[0]]
-        boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return {
-            "input_ids": tokens[0][None], "labels": labels[0][None],
-            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-            "cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries,
-            "max_length_q": max(lengths), "max_length_k": max(lengths),
-        }  # fmt: skip
+        boundaries = sample_boundaries([sample.tokens for sample in rows[0]])
+        return {"input_ids": tokens[0][None], "labels": labels[0][None], **boundaries}
     pad = nn.utils.rnn.pad_sequence
     return {
         "input_ids": pad(tokens, batch_first=True, padding_value=text),

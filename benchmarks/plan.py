@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trl.trainer.utils import get_peak_flops
+
 from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
-from training.flops import PEAK_FLOPS, step_flops
+from training.flops import step_flops
 from training.model_type import require_model_type
 from training.plan import GIB, KINDS, Sample, StepPlan, as_zero3, picture_tokens, plan_step, shape_of, zero3_problem
 from training.stages import Stage
@@ -80,6 +82,12 @@ class Planner:
     def __init__(self, options: argparse.Namespace, fields: Sequence[str]) -> None:
         given = ["--config", str(options.config), *fields, "--use_cpu", "true", "--report_to", "none"]
         self.options, self.run_args, self.args = options, *parse_arguments(given)
+        peak = get_peak_flops(options.device, "bfloat16")
+        if peak is None:
+            raise ValueError(
+                f"--device {options.device}: TRL's table has no bfloat16 FLOP/s of it, as of an H100 or L40S."
+            )
+        self.peak = peak
         self.stage = Stage(str(self.run_args.stage))
         self.config = find_config(options, self.run_args)
         text, supervised = TEXT_TOKENS[self.stage]
@@ -180,7 +188,7 @@ class Planner:
             samples * self.supervised,
         )
         flops = sum(parts.values())
-        seconds = flops / (options.num_processes * PEAK_FLOPS[options.device] * options.mfu)
+        seconds = flops / (options.num_processes * self.peak * options.mfu)
         known = (count for name, count in NUM_ROWS.items() if name in str(self.run_args.dataset_name))
         num_rows = next(known, None) if options.rows is None else options.rows
         epochs = self.args.num_train_epochs
@@ -276,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--device_memory", type=float, default=80, help="of a device, in GB of 10^9 bytes. A card has about 6%% more "
         "than its nominal size, which is left to CUDA, communication and fragmentation",
     )  # fmt: skip
-    parser.add_argument("--device", choices=PEAK_FLOPS, default="H100", help="device whose peak FLOP/s is used")
+    parser.add_argument("--device", default="H100", help="GPU whose peak FLOP/s is used, by TRL's table")
     parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that training reaches")
     parser.add_argument("--pictures", type=int, default=1, help="per sample")
     parser.add_argument("--text_tokens", type=int, help="per sample; 30 in stage align, otherwise 350")

@@ -195,7 +195,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
 
 
 def peak_flops(cuda: bool) -> float | None:
-    """Peak FLOP/s of the device: on a GPU the data sheet's, dense bfloat16, `None` if training/flops.py has none; on a
+    """Peak FLOP/s of the device: on a GPU the data sheet's, dense bfloat16, `None` if TRL has none; on a
     CPU the best of ten products of 2048 x 2048 matrices, float32, at this moment and with this process's threads."""
     if cuda:
         return device_peak(torch.device("cuda"))

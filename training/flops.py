@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from trl.trainer.utils import get_peak_flops
 
 from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
@@ -28,19 +29,13 @@ from training.tokenization import IGNORED
 
 # What FLOPs are proportional to.
 UNITS = ("token", "squared length", "picture", "supervised token")
-# Dense bfloat16 FLOP/s by the vendors' data sheets.
-PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-# CUDA's device names. Other cards of the same kind, such as the H100 PCIe, are slower.
-NAMES = {
-    "NVIDIA H200": "H200", "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-40GB": "A100",
-    "NVIDIA A100-SXM4-80GB": "A100", "NVIDIA A100-PCIE-40GB": "A100", "NVIDIA A100 80GB PCIe": "A100",
-}  # fmt: skip
 
 
 def device_peak(device: torch.device) -> float | None:
-    """FLOP/s of a device by its data sheet; `None` if it is not known here, or the device is not a GPU."""
+    """Dense bfloat16 FLOP/s of a device by TRL's table of data sheets; `None` if it is not there, is a part of a GPU
+    (MIG), or no GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return PEAK_FLOPS[NAMES[name]] if name in NAMES else None
+    return None if "MIG" in name else get_peak_flops(name, "bfloat16")
 
 
 class MfuMeter:

@@ -123,6 +123,7 @@ SMALL = ("--size", "small", "--num_processes", "2")
     ("options", "message"),
     [
         (["--num_processes", "0"], "--num_processes must be above 0, got 0"),
+        (["--device", "T4"], "--device T4: TRL's table has no bfloat16 FLOP/s of it"),
         (["--mfu", "0"], "--mfu must be above 0, got 0.0"),
         (["--rows", "0"], "--rows must be above 0, got 0"),
         (["--text_tokens", "20", "--supervised_tokens", "500"], "--supervised_tokens 500 is more than the 20 text"),

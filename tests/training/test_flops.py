@@ -49,6 +49,19 @@ def test_a_packed_blank_picture_has_no_tokens(model: NormLlavaForConditionalGene
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("Tesla T4", None), ("a GPU", None),
+    ],
+)  # fmt: skip
+def test_the_peak_is_that_of_the_whole_device(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert flops.device_peak(torch.device("cuda")) == peak
+    assert flops.device_peak(torch.device("cpu")) is None
+
+
 def test_of_several_feature_layers_the_deepest_counts(model: NormLlavaForConditionalGeneration) -> None:
     prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 1e-3, 1e-3))
     costs = []

@@ -500,7 +500,7 @@ def test_without_weights_nothing_is_watched(
 
     fields = fields_for(composed, data, max_steps=3, logging_steps=1)
     run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "with"))
-    monkeypatch.setattr("training.sft.KeyAlignment", refuse)
+    monkeypatch.setattr("training.sft.KeyAlignment.__init__", refuse)
     none = {"key_mmd_weight": 0.0, "key_gram_weight": 0.0}
     run(monkeypatch, tmp_path, **{**fields, **none}, output_dir=str(tmp_path / "without"))
     with_losses, without = logged(tmp_path / "with"), logged(tmp_path / "without")

@@ -60,6 +60,13 @@ def row_problem(row: Row, control_tokens: frozenset[str] = frozenset(), needs_an
     return text_problem(row, control_tokens, needs_answer) or pictures_problem(row, count_marks(row))
 
 
+def check_question(row: Row) -> None:
+    """Check a row that is only asked about: raises `BadRowError` for what `row_problem` finds; no answer is needed."""
+    problem = row_problem(row, needs_answer=False)
+    if problem is not None:
+        raise BadRowError(f"{row['source']}: {problem}.")
+
+
 def text_problem(row: Row, control_tokens: frozenset[str], needs_answer: bool = True) -> str | None:
     """Why a row's text can't be trained on, or `None`. Arguments are those of `row_problem`."""
     try:

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
-from conversations.checks import row_problem
+from conversations.checks import check_question
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, BadRowError, Row, picture_path, row_images, row_turns, to_messages
@@ -318,7 +318,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
     for row in rows:
         if len(taken) == num_samples:
             break
-        _check(row)
+        check_question(row)
         files = _files(row)
         if not files:
             passed_over += 1
@@ -344,12 +344,6 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
         )
     again = [_to_question(row) for row in reserve[: num_samples - len(taken)]]
     return Questions([*taken.values(), *again], len(taken), passed_over, unreadable)
-
-
-def _check(row: Row) -> None:
-    problem = row_problem(row, needs_answer=False)
-    if problem is not None:
-        raise BadRowError(f"{row['source']}: {problem}.")
 
 
 def _files(row: Row) -> tuple[str, ...]:

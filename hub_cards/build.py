@@ -15,7 +15,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from conversations.checks import row_problem
+from conversations.checks import check_question
 from conversations.files import sha256
 from conversations.loading import load_rows
 from conversations.pictures import open_images
@@ -253,9 +253,8 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
         if len(widgets) == MAX_WIDGETS:
             break
         turns = row_turns(row) or []
-        problem = row_problem(row, needs_answer=False) if turns else None
-        if problem is not None:
-            raise ValueError(f"{row['source']}: {problem}.")
+        if turns:
+            check_question(row)
         questions = [turn["value"] for turn in turns if turn["from"] == "human"]
         if len(row_images(row)) != 1 or not questions:
             continue

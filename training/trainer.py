@@ -430,8 +430,10 @@ class NormLlavaTrainer(SFTTrainer):
         if "train_loss" in logs:
             logs["train_loss"] = self._progress().loss_sum / max(self.state.global_step, 1)
         # A step that float16's scaler skipped has no gradient norm, and JSON no infinity.
-        skipped = [name for name in logs if name.startswith("grad_norm") and not math.isfinite(logs[name])]
-        super().log({name: value for name, value in logs.items() if name not in skipped}, start_time)
+        known = {
+            name: value for name, value in logs.items() if not name.startswith("grad_norm") or math.isfinite(value)
+        }
+        super().log(known, start_time)
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:

@@ -21,9 +21,12 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoProcessor,
+    BitImageProcessorPil,
     CLIPImageProcessor,
     CLIPVisionConfig,
     CLIPVisionModel,
+    Dinov2Config,
+    Dinov2Model,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -97,7 +100,7 @@ EOS = {
     "gemma3": "<end_of_turn>",
     "vicuna": "</s>",
 }
-VISION_FAMILIES = ("siglip", "siglip2", "clip")
+VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")
 
 
 def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
@@ -134,6 +137,9 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
     if family == "clip":
         processor = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
         return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
+    if family == "dinov2":  # without a crop, its processor keeps a `crop_size` of 224
+        processor = BitImageProcessorPil(size={"height": size, "width": size}, do_center_crop=False)
+        return Dinov2Model(Dinov2Config(**VISION_SIZES)), processor
     processor = SiglipImageProcessor(size={"height": size, "width": size})
     if family == "siglip":
         return SiglipVisionModel(SiglipVisionConfig(**VISION_SIZES)), processor

@@ -246,9 +246,9 @@ def build_processor(
             "here. It may answer worse; docs/extend.md says how to add its format.",
             chat_format(tokenizer).name,
         )
-    if not getattr(image_processor, "crop_size", None):
-        # LlavaProcessor counts tokens by `crop_size`, which SigLIP's image processor lacks; without a crop, the
-        # pixels stay the same.
+    if not (getattr(image_processor, "crop_size", None) and image_processor.do_center_crop):
+        # LlavaProcessor counts tokens by `crop_size`. SigLIP's image processor has none, and DINOv2's keeps 224 where
+        # it crops nothing; without a crop, the pixels stay the same.
         size = config.vision_config.image_size
         image_processor.crop_size = {"height": size, "width": size}
         image_processor.do_center_crop = False

@@ -13,24 +13,22 @@ from collections import defaultdict
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
 from scenes import CHANCE, ask
-from tqdm import tqdm
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
-    PreTrainedModel,
-    ProcessorMixin,
 )
 from transformers.utils import logging as transformers_logging
 
 from conversations.files import weights_fingerprint
+from diagnostics.answers import Prompt, answer
+from diagnostics.answers import ask as ask_about
 from diagnostics.dynamics import measure_point
 from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import THIRDS
@@ -42,11 +40,8 @@ from evaluation.record import Evaluation, write_evaluations
 
 logger = logging.getLogger(__name__)
 
-BATCH_SIZE = 50
 PROBE_SIZE = 64
 COMMAND = "python examples/digits/report.py --run_dir runs/digits"
-# A conversation of one turn, as chat templates take it.
-Prompt = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -70,27 +65,6 @@ def load_scene_questions(data_dir: Path, split: str = "test") -> list[SceneQuest
     ]
 
 
-@torch.no_grad()
-def answer(
-    model: PreTrainedModel, processor: Any, prompts: list[Prompt], title: str, max_new_tokens: int = 6
-) -> list[str]:
-    """Greedy answers to one-turn conversations."""
-    answers: list[str] = []
-    for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
-        options = {"padding": True}
-        inputs = processor.apply_chat_template(
-            prompts[start : start + BATCH_SIZE],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **({"processor_kwargs": options} if isinstance(processor, ProcessorMixin) else options),
-        ).to(model.device)
-        generated = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
-        answers += processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [text.strip() for text in answers]
-
-
 def accuracy(questions: list[SceneQuestion], answers: list[str]) -> dict[str, float]:
     """Share of exact matches by kind of question and over all, with the standard error of the latter: none where all
     answers are right, or all wrong."""
@@ -106,15 +80,12 @@ def accuracy(questions: list[SceneQuestion], answers: list[str]) -> dict[str, fl
 def with_image(question: SceneQuestion) -> Prompt:
     """The question about the picture, as a conversation."""
     with Image.open(question.image) as file:  # else all pictures' files stay open until they are read
-        image = file.convert("RGB")
-    return [
-        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question.question}]}
-    ]
+        return ask_about(question.question, file.convert("RGB"))
 
 
 def with_text(question: SceneQuestion) -> Prompt:
     """The question about the description, as a conversation."""
-    return [{"role": "user", "content": f"{question.description}\n{question.question}"}]
+    return ask_about(f"{question.description}\n{question.question}")
 
 
 def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[str, dict[str, float]], list[str]]:

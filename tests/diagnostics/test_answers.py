@@ -1,0 +1,37 @@
+"""The likeliest of a list of answers, beside scoring each of them in full."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from diagnostics.answers import CHUNK, ask, encode, likeliest
+from modeling_normllava import NormLlavaForConditionalGeneration
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 40.0])
+def test_likeliest_is_exact(composed: Callable[..., Path], picture: Image.Image, sharpness: float) -> None:
+    """A flat model has to score every answer, and a sharp one stops early."""
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
+    processor = AutoProcessor.from_pretrained(composed())
+    with torch.no_grad():
+        model.lm_head.weight *= sharpness
+    words = ["a", "ab", "abc", "b", "bbbb", "cat", "car", "cart", "dog", "do", "zebra", "zoo", "x", "xy", "no", "nod"]
+    assert len(words) > CHUNK
+    answers = [processor.tokenizer(f"{word}<|im_end|>", add_special_tokens=False).input_ids for word in words]
+    found = []
+    for question in ("What is this?", "Why?", "Name it.", "b", "zzz"):
+        inputs = encode(processor, [ask(question, picture)])
+        found.append(likeliest(model, inputs, answers))
+        scores = []
+        for tokens in answers:
+            ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)
+            with torch.no_grad():
+                logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0].double()
+            following = logits.log_softmax(-1)[-len(tokens) - 1 : -1]
+            scores.append(sum(row[token].item() for row, token in zip(following, tokens, strict=True)))
+        best = max(range(len(words)), key=scores.__getitem__)
+        assert scores[found[-1]] == pytest.approx(scores[best], abs=1e-4)

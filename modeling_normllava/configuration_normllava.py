@@ -14,7 +14,7 @@ ProjectorNorm = Literal["gwc", "layernorm", "none"]
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
-    Configuration of a NormLlava model: [`LlavaConfig`], five fields for the projector's norm and start and where the
+    Configuration of a NormLlava model: [`LlavaConfig`], six fields for the projector's norm and start and where the
     model comes from, and three for adapters of the decoder's keys.
 
     Args:
@@ -29,6 +29,8 @@ class NormLlavaConfig(LlavaConfig):
         projector_scaled (`bool`, *optional*, defaults to `False`):
             Whether a projector without a norm was scaled when it was new, so that visual tokens started at T. A record
             for the model's card; it changes nothing.
+        projector_aligned (`bool`, *optional*, defaults to `False`):
+            Whether projector and norm were first pointed at captions' embeddings (training/align.py). Also a record.
         llava_name_or_path (`str`, *optional*):
             Hub id or folder of the Llava checkpoint that this model was converted from, if it was. Also a record.
         key_adapter_rank (`int`, *optional*, defaults to 0):
@@ -49,6 +51,7 @@ class NormLlavaConfig(LlavaConfig):
     projector_norm_target: float | int | None = None
     projector_norm_eps: float = 1e-5
     projector_scaled: bool = False
+    projector_aligned: bool = False
     llava_name_or_path: str | None = None
     key_adapter_rank: int = 0
     key_adapter_alpha: float | int = 32

@@ -1,0 +1,88 @@
+"""The aligned start: pictures come to point at their captions, and nothing but the projector changes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from conversations.loading import load_rows
+from conversations.rows import BadRowError
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.align import AlignArguments, align, embed_captions
+
+
+COLOURS = {"red": (220, 30, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "grey": (128, 128, 128)}
+
+
+@pytest.fixture
+def captions(tmp_path: Path) -> Path:
+    """Rows of plain pictures with their colour as caption, each twice."""
+    rows = []
+    for colour, pixels in COLOURS.items():
+        Image.new("RGB", (32, 32), pixels).save(tmp_path / f"{colour}.png")
+        turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": f"it is {colour}"}]
+        rows += [{"image": f"{colour}.png", "conversations": turns}] * 2
+    path = tmp_path / "captions.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+@pytest.mark.parametrize("arm", ["gwc", "none"])
+def test_pictures_point_at_their_captions(composed: Callable[..., Path], captions: Path, arm: str) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(projector_norm=arm))
+    processor = AutoProcessor.from_pretrained(composed(projector_norm=arm))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    pixels = processor.image_processor(
+        [Image.new("RGB", (28, 28), pixels) for pixels in COLOURS.values()], return_tensors="pt"
+    )["pixel_values"]
+
+    def visual_tokens() -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack(model.model.get_image_features(pixels).pooler_output)
+
+    length = visual_tokens().norm(dim=-1).mean()
+    args = AlignArguments("", str(captions), "", max_steps=60, batch_size=8, learning_rate=1e-2)
+    torch.manual_seed(0)
+    align(model, processor, load_rows(str(captions)), args)
+
+    # By hand, without frequencies: only the colours' own letters tell the captions apart.
+    embeddings = model.get_input_embeddings().weight.detach()
+    mean = embeddings[: len(processor.tokenizer)].mean(dim=0)
+    words = torch.stack([(embeddings[processor.tokenizer(word).input_ids] - mean).mean(dim=0) for word in COLOURS])
+    cosines = torch.cosine_similarity((visual_tokens().mean(dim=1) - mean)[:, None], words[None], dim=-1)
+    assert cosines.argmax(dim=1).tolist() == [0, 1, 2, 3]
+    assert visual_tokens().norm(dim=-1).mean() == pytest.approx(length.item(), rel=1e-3)  # only directions changed
+
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert changed
+    assert all(name.startswith("model.multi_modal_projector.") for name in changed)
+    assert model.config.projector_aligned
+
+
+def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path]) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    processor = AutoProcessor.from_pretrained(composed())
+    shared, _ = embed_captions(model, processor, [f"xyxyxyxyxyxy{letter}" for letter in "abcdefgh"])
+    alone, _ = embed_captions(model, processor, list("abcdefgh"))
+    own = (shared * alone).sum(dim=-1)
+    assert own.min() > 0.5
+    of_others = torch.stack([shared @ alone[number] for number in range(8)])
+    assert torch.equal(of_others.argmax(dim=1), torch.arange(8))
+
+
+def test_a_row_without_a_picture_is_named(composed: Callable[..., Path], captions: Path) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    rows = json.loads(captions.read_text())
+    rows[3] = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "it is red"}]}
+    captions.write_text(json.dumps(rows))
+    with pytest.raises(BadRowError, match=r"captions.json, row 3: 0 pictures; aligning needs one"):
+        align(
+            model,
+            AutoProcessor.from_pretrained(composed()),
+            load_rows(str(captions)),
+            AlignArguments("", str(captions), ""),
+        )

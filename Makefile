@@ -35,7 +35,7 @@ $(VLLM_VENV)/installed: tests/hub_cards/vllm_requirements.txt
 	touch $@
 
 quickstart: install
-	$(BIN)/python examples/digits/quickstart.py
+	$(BIN)/python -m examples.digits.quickstart
 
 ablation: quickstart
 	$(BIN)/python examples/digits/ablation.py

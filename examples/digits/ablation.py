@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quickstart import ROOT, RUN, check_order, launch
+from quickstart import RUN, launch
 from report import accuracy, answer, load_scene_questions, with_image, with_text
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from conversations.files import write_whole
+from examples.steps import ROOT, check_order
 
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from ablation import ARMS, OPTIMIZER_ARMS, SEEDS, SGD_RATES, Arm, arm_folder, read_folder
 from depth_plan import t_interval
-from quickstart import ROOT, RUN
+from quickstart import RUN
 from report import PROBE_SIZE, load_scene_questions, write_probe
 from tqdm import tqdm
 
@@ -29,6 +29,7 @@ from diagnostics.plots import MODALITY_COLOURS, draw_curve, draw_layers, save
 from diagnostics.report import table
 from diagnostics.results import KEY, Curve, DynamicsPoint, Layers, ProjectorNorm, from_json, to_json
 from diagnostics.samples import prepare_samples
+from examples.steps import ROOT
 
 
 logger = logging.getLogger(__name__)

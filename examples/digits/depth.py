@@ -25,8 +25,9 @@ from pathlib import Path
 
 from depth_plan import QUICK, Job, Line, Plan, Study, lines, read_records, score, size_of
 from filelock import FileLock, Timeout
-from quickstart import ROOT
 from tqdm import tqdm
+
+from examples.steps import ROOT
 
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,6 @@ from depth_scenes import KINDS, write_data
 from filelock import FileLock
 from PIL import Image
 from pretrain import TextSettings, train_text, train_vision
-from quickstart import ROOT
 from report import (
     PROBE_SIZE,
     Prompt,
@@ -53,6 +52,7 @@ from conversations.files import weights_fingerprint, write_whole
 from diagnostics.dynamics import measure_point
 from diagnostics.loading import load_model, load_questions
 from diagnostics.samples import prepare_samples
+from examples.steps import ROOT
 from modeling_normllava import NormLlavaForConditionalGeneration
 from modeling_normllava.modeling_normllava import Float32LayerNorm
 from training import loading, sft

@@ -1,6 +1,6 @@
 """The quickstart: from nothing to a small vision-language model that answers questions about unseen handwriting.
 
-    python examples/digits/quickstart.py
+    python -m examples.digits.quickstart
 
 Makes data, trains two small backbones, composes them, runs both stages through `accelerate launch training/sft.py`,
 and reports. Every step writes a folder below `runs/digits` and is skipped where that folder is complete.
@@ -8,18 +8,15 @@ and reports. Every step writes a folder below `runs/digits` and is skipped where
 
 import logging
 import os
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
+from examples.steps import ROOT, Step, run_steps
+
 
 logger = logging.getLogger(__name__)
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = Path("runs/digits")  # relative to ROOT, as in the recipes
 # Processes gain more than threads on models this small.
 PROCESSES = min(2, os.cpu_count() or 1)
@@ -42,8 +39,7 @@ def train(stage: str) -> list[str]:
     return [*launch(PROCESSES), "training/sft.py", "--config", recipe, *rows]
 
 
-# Title, the files that a step writes last, and the command.
-STEPS: list[tuple[str, list[Path], list[str]]] = [
+STEPS: list[Step] = [
     (
         "Scenes of handwritten digits",
         [RUN / "data" / "held_out.json"],
@@ -80,47 +76,12 @@ STEPS: list[tuple[str, list[Path], list[str]]] = [
 ]
 
 
-def check_order(steps: Sequence[Mapping[Path, Path]]) -> None:
-    """Check that no step is missing whose result later ones were made from.
-
-    Args:
-        steps: What each step makes, in order, with the file of it that is written last.
-
-    Raises:
-        SystemExit: that names what is missing, and what was made from it.
-    """
-    done = [all(path.exists() for path in results.values()) for results in steps]
-    if False in done and True in done[done.index(False) :]:
-        missing = done.index(False)
-        stale = [path for results in steps[missing + 1 :] for path in results if path.exists()]
-        lacking = [path for path, last in steps[missing].items() if not last.exists()]
-        raise SystemExit(
-            f"Missing or incomplete: {', '.join(map(str, lacking))}. Made from an earlier one: "
-            f"{', '.join(map(str, stale))}. Remove these to make them again."
-        )
-
-
 def main() -> None:
     """Run the missing steps; the report is always rebuilt."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    environment = os.environ | {
-        "CUDA_VISIBLE_DEVICES": "",  # the same minutes and the same numbers with and without a GPU
-        "TOKENIZERS_PARALLELISM": "false",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine
-    }
-    check_order([{(ROOT / path).parent: ROOT / path for path in results} for _, results, _ in STEPS[:-1]])
-    started = time.monotonic()
-    for number, (title, results, command) in enumerate(STEPS, start=1):
-        logger.info("\n[%d/%d] %s", number, len(STEPS), title)
-        if all((ROOT / path).exists() for path in results) and number < len(STEPS):
-            logger.info("      done already: %s", results[0].parent)
-            continue
-        step_started = time.monotonic()
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
-        logger.info("      %.0f s", time.monotonic() - step_started)
-    logger.info("\nfigures: %s, %s", ROOT / RUN / "norms.png", ROOT / RUN / "answers.png")
-    logger.info("model:   %s; %.0f s in all", ROOT / RUN / "stage2", time.monotonic() - started)
+    run_steps(STEPS)
+    logger.info("figures: %s, %s", ROOT / RUN / "norms.png", ROOT / RUN / "answers.png")
+    logger.info("model:   %s", ROOT / RUN / "stage2")
 
 
 if __name__ == "__main__":

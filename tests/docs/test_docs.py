@@ -139,7 +139,7 @@ def makefile() -> str:
 @pytest.fixture(scope="module")
 def workplace() -> Path:
     """The repository, with the quickstart done and what earlier tests of this module left cleared away."""
-    subprocess.run([sys.executable, "examples/digits/quickstart.py"], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-m", "examples.digits.quickstart"], cwd=ROOT, check=True, capture_output=True)
     shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)
     return ROOT
 

@@ -1,57 +1,35 @@
-"""Point a composed model's visual tokens at the language model's own embeddings of the captions.
+"""The aligned start: visual tokens learn to point at the language model's own embeddings of the captions.
 
-    python training/align.py --model_name_or_path runs/composed --dataset_name captions.json --output_dir runs/aligned
-
-An optional start before stage 1 or 2. It takes minutes, since the language model does not run: the projector learns
-that a picture's tokens point at the mean embedding of its own caption, and not at the other captions of the batch
-(InfoNCE on cosines). Only directions count: the norm stays as it is, and without one the projector is scaled back, so
-visual tokens keep the length that they had.
+Composing does it on request, in minutes, since the language model does not run. The projector learns that a picture's
+tokens point at the mean embedding of its own caption, and not at the other captions of the batch (InfoNCE on cosines).
+Only directions count: the norm stays as it is, and without one the projector is scaled back, so visual tokens keep the
+length that they had.
 
 The paper (arXiv 2512.08374) has no such step. SEA (arXiv 2408.11813) and patch-aligned training (arXiv 2505.17316)
 also supervise visual tokens by text embeddings, patch by patch with labels from CLIP or masks.
 """
 
-import logging
 import math
 from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
 from torch import nn
 from tqdm import tqdm
-from transformers import AutoProcessor, HfArgumentParser, LlavaProcessor, get_scheduler, set_seed
+from transformers import LlavaProcessor, get_scheduler, set_seed
 
-from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, row_turns
 from diagnostics.hooks import InterfaceHooks
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.model_type import require_model_type
 
 
-logger = logging.getLogger(__name__)
-
+# Pictures whose features are kept: 36 tokens of 384 numbers take 27 kB a picture, SigLIP's 729 of 1,152 take 1.7 MB.
+MAX_PICTURES = 8192
+STEPS, BATCH_SIZE, LEARNING_RATE = 600, 256, 1e-3
 # What cosines are divided by, for the mean of a picture's tokens and for each token, and the weight of the latter.
 PICTURE_TEMPERATURE, TOKEN_TEMPERATURE, TOKEN_WEIGHT = 0.05, 0.1, 0.3
 ENCODER_BATCH = 64
-
-
-@dataclass
-class AlignArguments:
-    """The command line."""
-
-    model_name_or_path: str = field(metadata={"help": "A composed NormLlava: folder or Hub id."})
-    dataset_name: str = field(metadata={"help": "Rows of one picture with its caption, as for stage 1."})
-    output_dir: str = field(metadata={"help": "Folder to write; must be empty or not exist yet."})
-    image_folder: str | None = field(default=None, metadata={"help": "Prefix of the image paths in a JSON file."})
-    max_samples: int = field(default=8192, metadata={"help": "Rows to draw; their features are kept in memory."})
-    max_steps: int = field(default=600, metadata={"help": "Optimizer steps."})
-    batch_size: int = field(default=256, metadata={"help": "Pictures a step."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "AdamW's, with a linear decay."})
-    seed: int = field(default=42, metadata={"help": "Seed of the rows and their order."})
 
 
 @torch.no_grad()
@@ -98,30 +76,33 @@ def embed_captions(
     return nn.functional.normalize(torch.stack(directions), dim=-1), mean
 
 
-@torch.no_grad()
-def mean_length(projector: nn.Module, features: torch.Tensor, device: torch.device) -> float:
-    """Mean L2 norm of the visual tokens of the first pictures."""
-    return projector(features[:256].to(device).float()).norm(dim=-1).mean().item()
-
-
 def align(
-    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset, args: AlignArguments
+    model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset, seed: int, steps: int = STEPS
 ) -> None:
-    """Train the projector in place. Raises `BadRowError` as `encode_pictures` does."""
-    features, device = encode_pictures(model.eval(), processor, rows), model.device
+    """Train the projector in place, on `MAX_PICTURES` rows drawn at random. Raises `BadRowError` for rows without one
+    picture each."""
+    set_seed(seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device).eval()
+    rows = rows.shuffle(seed=seed).select(range(min(MAX_PICTURES, len(rows))))
+    features = encode_pictures(model, processor, rows)
     of_row = [next(turn["value"].strip() for turn in row_turns(row) if turn["from"] == "gpt") for row in rows]
     captions = {caption: number for number, caption in enumerate(dict.fromkeys(of_row))}
     caption_ids = torch.tensor([captions[caption] for caption in of_row])
     directions, mean = embed_captions(model, processor, list(captions))
     projector = model.model.multi_modal_projector.float()
-    projector.norm.requires_grad_(False)  # an AdamW step of 1e-3 is up to 7% of its gain
-    parameters = [parameter for parameter in projector.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=args.learning_rate, weight_decay=0.0)
-    before = mean_length(projector, features, device)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=args.max_steps)
-    progress = tqdm(range(args.max_steps), desc="Aligning")
+    parameters = [*projector.linear_1.parameters(), *projector.linear_2.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=20, num_training_steps=steps)
+
+    @torch.no_grad()
+    def length() -> float:
+        return projector(features[:BATCH_SIZE].to(device).float()).norm(dim=-1).mean().item()
+
+    before = length()
+    progress = tqdm(range(steps), desc="Aligning")
     for _ in progress:
-        chosen = torch.randint(len(features), (args.batch_size,))
+        chosen = torch.randint(len(features), (BATCH_SIZE,))
         # Rows with the same caption are no negatives of each other.
         present, target = (ids.to(device) for ids in caption_ids[chosen].unique(return_inverse=True))
         tokens = projector(features[chosen].to(device).float()) - mean  # [batch_size, num_patches, hidden_size]
@@ -136,32 +117,9 @@ def align(
         scheduler.step()
         progress.set_postfix(loss=f"{loss.item():.2f}")
     if model.config.projector_norm == "none":
+        scale = before / length()
         with torch.no_grad():
             for parameter in projector.linear_2.parameters():
-                parameter *= before / mean_length(projector, features, device)
-    projector.norm.requires_grad_(True)
+                parameter *= scale
     model.config.projector_aligned = True
-
-
-def main() -> None:
-    """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    (args,) = HfArgumentParser(AlignArguments).parse_args_into_dataclasses()
-    output_dir = Path(args.output_dir)
-    if output_dir.exists() and any(output_dir.iterdir()):
-        raise SystemExit(f"--output_dir {output_dir} is not empty. Choose another folder, or empty it first.")
-    require_model_type(args.model_name_or_path, "normllava")
-    set_seed(args.seed)
-    model = NormLlavaForConditionalGeneration.from_pretrained(args.model_name_or_path, dtype="auto")
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
-    processor = AutoProcessor.from_pretrained(args.model_name_or_path)
-    rows: Any = load_rows(args.dataset_name, args.image_folder)
-    rows = rows.shuffle(seed=args.seed).select(range(min(args.max_samples, len(rows))))
-    align(model, processor, rows, args)
-    model.to(model.config.dtype).save_pretrained(output_dir)
-    processor.save_pretrained(output_dir)
-    logger.info("Saved to %s. Go on with stage 1 or 2: give this folder as model_name_or_path.", output_dir)
-
-
-if __name__ == "__main__":
-    main()
+    model.to("cpu", model.config.dtype)

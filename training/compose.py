@@ -5,8 +5,8 @@
     python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --output_dir checkpoints/composed
     python training/compose.py --normllava_model checkpoints/stage1 --key_adapter_rank 16 --output_dir checkpoints/keys
 
-The last adds key adapters to an existing NormLlava. All print the norms at the modality interface before and after the
-norm, and write a complete checkpoint folder.
+With `--captions`, the first also aligns the new projector. The last adds key adapters to an existing NormLlava. All
+print the norms at the modality interface before and after the norm, and write a complete checkpoint folder.
 """
 
 import copy
@@ -38,10 +38,12 @@ from transformers import (
 )
 
 from conversations.chat_template import chat_format, chat_template, differs_from_own
+from conversations.loading import load_rows
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import embedding_norms, text_norm_target, token_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from modeling_normllava.configuration_normllava import ProjectorNorm
+from training.align import align
 from training.checkpoints import copy_record
 from training.model_type import require_model_type
 
@@ -83,6 +85,14 @@ class ComposeArguments:
             "embeddings' norm."
         },
     )
+    captions: str | None = field(
+        default=None,
+        metadata={
+            "help": "Pictures with captions, as for stage 1: point visual tokens at the captions' embeddings before "
+            "training. Not part of the paper; see training/align.py."
+        },
+    )
+    image_folder: str | None = field(default=None, metadata={"help": "Prefix of the image paths in --captions."})
     vision_feature_layer: int = field(
         default=-2, metadata={"help": "Hidden state of the vision encoder to read, LLaVA's -2 by default."}
     )
@@ -107,6 +117,8 @@ class ComposeArguments:
             "align_norm": self.normllava_model is not None,
             "scale_projector": self.vision_model is None or self.projector_norm != "none",
             "vision_feature_layer": self.vision_model is None,
+            "captions": self.vision_model is None,
+            "image_folder": self.captions is None,
             "key_adapter_alpha": self.key_adapter_rank == 0,
             "key_adapter_dropout": self.key_adapter_rank == 0,
         }
@@ -488,6 +500,9 @@ def main() -> None:
             args.seed,
             args.scale_projector,
         )
+        if args.captions is not None:
+            rows: Any = load_rows(args.captions, args.image_folder)
+            align(model, processor, rows, args.seed)
     else:
         model, processor = convert_llava(args.llava_model, args.projector_norm, args.align_norm)
     if args.key_adapter_rank:

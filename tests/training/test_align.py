@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 from conversations.loading import load_rows
 from conversations.rows import BadRowError
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.align import AlignArguments, align, embed_captions
+from training.align import align, embed_captions
 
 
 COLOURS = {"red": (220, 30, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "grey": (128, 128, 128)}
@@ -45,9 +45,7 @@ def test_pictures_point_at_their_captions(composed: Callable[..., Path], caption
             return torch.stack(model.model.get_image_features(pixels).pooler_output)
 
     length = visual_tokens().norm(dim=-1).mean()
-    args = AlignArguments("", str(captions), "", max_steps=60, batch_size=8, learning_rate=1e-2)
-    torch.manual_seed(0)
-    align(model, processor, load_rows(str(captions)), args)
+    align(model, processor, load_rows(str(captions)), seed=0, steps=200)
 
     # By hand, without frequencies: only the colours' own letters tell the captions apart.
     embeddings = model.get_input_embeddings().weight.detach()
@@ -80,9 +78,4 @@ def test_a_row_without_a_picture_is_named(composed: Callable[..., Path], caption
     rows[3] = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "it is red"}]}
     captions.write_text(json.dumps(rows))
     with pytest.raises(BadRowError, match=r"captions.json, row 3: 0 pictures; aligning needs one"):
-        align(
-            model,
-            AutoProcessor.from_pretrained(composed()),
-            load_rows(str(captions)),
-            AlignArguments("", str(captions), ""),
-        )
+        align(model, AutoProcessor.from_pretrained(composed()), load_rows(str(captions)), seed=0)

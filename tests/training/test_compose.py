@@ -484,11 +484,14 @@ def run_compose(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     parts = ["--vision_model", backbones("siglip"), "--text_model", backbones("qwen2")]
-    result = run_compose(*parts, "--output_dir", tmp_path / "out")
+    Image.new("RGB", (8, 8)).save(tmp_path / "black.png")
+    caption = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "black"}]
+    (tmp_path / "captions.json").write_text(json.dumps([{"image": "black.png", "conversations": caption}]))
+    result = run_compose(*parts, "--captions", tmp_path / "captions.json", "--output_dir", tmp_path / "out")
     assert result.returncode == 0, result.stderr
     assert "text embeddings (T)" in result.stderr
     assert "ChatML" in result.stderr
-    NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    assert NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out").config.projector_aligned
     AutoProcessor.from_pretrained(tmp_path / "out")
 
     again = run_compose(*parts, "--output_dir", tmp_path / "out")
@@ -572,6 +575,7 @@ def test_a_decoder_that_keeps_arguments_from_its_layers_gets_none(backbones: Cal
         ({"normllava_model": "x", "key_adapter_rank": 4, "projector_norm": "none"}, "--projector_norm does nothing"),
         ({"llava_model": "x", "vision_feature_layer": -1}, "--vision_feature_layer does nothing here"),
         ({"llava_model": "x", "scale_projector": True}, "--scale_projector does nothing here"),
+        ({"llava_model": "x", "captions": "x.json"}, "--captions does nothing here"),
         ({"vision_model": "x", "text_model": "x", "scale_projector": True}, "--scale_projector does nothing here"),
         ({"llava_model": "x", "normllava_model": "x"}, "or only --normllava_model"),
     ],

@@ -35,8 +35,8 @@ AT_LEAST = {
 BELOW_ONE = ("adam_beta1", "adam_beta2", "lora_dropout")
 # Fields that must be above 0.
 POSITIVE = (
-    "learning_rate", "vision_learning_rate", "norm_learning_rate", "num_train_epochs", "logging_steps", "save_steps",
-    "eval_steps", "adam_epsilon",
+    "learning_rate", "vision_learning_rate", "projector_learning_rate", "norm_learning_rate", "num_train_epochs",
+    "logging_steps", "save_steps", "eval_steps", "adam_epsilon",
 )  # fmt: skip
 # Fields of TRL and transformers that have one sensible value here, with the reason.
 FIXED: dict[str, tuple[Any, str]] = {
@@ -152,6 +152,9 @@ class RunArguments(DatasetArguments, ModelConfig):
     )
     vision_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the vision encoder; required in stage 'instruct'."}
+    )
+    projector_learning_rate: float | None = field(
+        default=None, metadata={"help": "Learning rate of the projector; learning_rate by default."}
     )
     norm_learning_rate: float | None = field(
         default=None, metadata={"help": "Learning rate of the projector's norm; learning_rate by default."}

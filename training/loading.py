@@ -142,6 +142,7 @@ def prepare_model(
         common=args.learning_rate,
         vision=run_args.vision_learning_rate or 0.0,
         norm=run_args.norm_learning_rate or args.learning_rate,
+        projector=run_args.projector_learning_rate,
     )
     groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
     return trained, groups

@@ -29,11 +29,13 @@ class LearningRates:
     """Learning rate by module; what a stage freezes has none."""
 
     common: float
-    """Rate of the projector, the language model and its head."""
+    """Rate of the language model and its head, its adapters, and the projector unless it has its own."""
     vision: float
     """Rate of the vision encoder, which only `Stage.INSTRUCT` trains."""
     norm: float
     """Rate of the projector's norm. An AdamW step of 1e-3 is 5 to 7% of a gain of 0.0134 to 0.02."""
+    projector: float | None = None
+    """Rate of the projector, the common one by default. One that points at the embeddings already needs far less."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def group_parameters(
     groups = {
         "vision_tower": ModuleGroup("vision_tower", {}, rates.vision if tune_all else None),
         UNREAD: ModuleGroup(UNREAD, {}, None),
-        "multi_modal_projector": ModuleGroup("multi_modal_projector", {}, rates.common),
+        "multi_modal_projector": ModuleGroup("multi_modal_projector", {}, rates.projector or rates.common),
         "multi_modal_projector.norm": ModuleGroup("multi_modal_projector.norm", {}, rates.norm),
         # PEFT trains a copy and keeps the original next to it.
         "multi_modal_projector, before": ModuleGroup("multi_modal_projector, before", {}, None),

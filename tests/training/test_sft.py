@@ -113,14 +113,16 @@ def test_each_module_moves_at_its_own_rate(
         "lr_scheduler_type": "constant",
         "global_batch_size": 30,
         "norm_learning_rate": 5e-4,
+        "projector_learning_rate": 1e-4,
     }
     run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
     (line, _) = logged(tmp_path / "out")
     assert line["learning_rate/multi_modal_projector.norm"] == 5e-4
+    assert line["learning_rate/multi_modal_projector"] == 1e-4
     before, after = weights(composed()), weights(tmp_path / "out")
     for name, rate in (
         ("model.vision_tower.embeddings.patch_embedding.weight", 2e-4),
-        ("model.multi_modal_projector.linear_1.weight", 1e-3),
+        ("model.multi_modal_projector.linear_1.weight", 1e-4),
         (f"{NORM}.weight", 5e-4),
         ("model.language_model.layers.0.mlp.up_proj.weight", 1e-3),
     ):

@@ -73,6 +73,7 @@ PAPER = PICTURES + TEXT
 OURS = (
     Benchmark("lmms-eval", "digits", "digits", "exact_match", 1.0),
     Benchmark("lm-eval", "digits_lm_eval", "digits, lm-eval", "exact_match", 1.0, in_chat=True),
+    Benchmark("lmms-eval", "emoji", "emoji, Twemoji", "exact_match", 1.0, "the whole name"),
 )
 KNOWN = PAPER + OURS
 

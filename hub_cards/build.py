@@ -22,7 +22,7 @@ from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.plots import draw_attention, draw_layers, save
 from diagnostics.results import ModelReport
-from hub_cards.card import Widget, read_prose, render_card
+from hub_cards.card import Widget, check_origins, read_prose, render_card
 from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
 from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, find_foreign_figures, hub_id, read_json
 from hub_cards.findings import Finding
@@ -92,6 +92,7 @@ def build(
     check_name(repo_id, licence)
     text = licence_text(licence, base_licence_file)
     prose = read_prose(prose_file)
+    check_origins(facts, prose)
     refuse(run, [*find_model_faults(run, facts.weights, facts.steps), *find_foreign_figures(facts)])
     stage = output_dir.with_name(f"{output_dir.name}.partial")
     if stage.exists():  # from an interrupted build

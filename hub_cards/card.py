@@ -39,7 +39,11 @@ class Widget:
 
 @dataclass(frozen=True, kw_only=True)
 class Prose:
-    """A recipe's text about its model, the codes of the languages that it speaks, and the Hub ids of its data."""
+    """A recipe's text about its model, the codes of the languages that it speaks, and the Hub ids of its data.
+
+    `language_model` and `vision_encoder` say where parts come from that are not on the Hub and were not trained from
+    scratch.
+    """
 
     summary: str
     intended_use: str
@@ -48,10 +52,12 @@ class Prose:
     limits: str
     language: list[str]
     datasets: list[str]
+    language_model: str | None = None
+    vision_encoder: str | None = None
 
 
 def read_prose(path: Path) -> Prose:
-    """The recipe's prose; only `language` and `datasets` may be missing.
+    """The recipe's prose; only `language`, `datasets`, `language_model` and `vision_encoder` may be missing.
 
     Raises:
         ValueError: if it is not a YAML mapping, a field is unknown, missing or empty, or a list holds more than text.
@@ -60,15 +66,15 @@ def read_prose(path: Path) -> Prose:
         prose = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML ({error}).") from error
-    lists = ("language", "datasets")
-    names = [field.name for field in fields(Prose) if field.name not in lists]
+    lists, parts = ("language", "datasets"), ("language_model", "vision_encoder")
+    names = [field.name for field in fields(Prose) if field.name not in (*lists, *parts)]
     if not isinstance(prose, dict):
         raise ValueError(f"{path} is not a mapping of fields to text. A card needs each: {', '.join(names)}.")
-    unknown = prose.keys() - {*names, *lists}
+    unknown = prose.keys() - {*names, *lists, *parts}
     if unknown:
         raise ValueError(
             f"{path}: {', '.join(map(str, unknown))} is not a field of a card; the fields are: "
-            f"{', '.join([*names, *lists])}."
+            f"{', '.join([*names, *lists, *parts])}."
         )
     texts: dict[str, Any] = {name: str(prose.get(name) or "").strip() for name in names}
     missing = [name for name in names if not texts[name]]
@@ -78,7 +84,8 @@ def read_prose(path: Path) -> Prose:
     for name, value in given.items():
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise ValueError(f'{path}: {name} is {value!r}, not a list of texts. YAML reads no as false: write "no".')
-    return Prose(**texts | given)
+    origins = {name: str(prose[name]).strip() for name in parts if prose.get(name)}
+    return Prose(**texts | given | origins)
 
 
 def build_metadata(facts: Facts, licence: Licence, name: str, prose: Prose, widgets: list[Widget]) -> ModelCardData:
@@ -147,7 +154,6 @@ def render_card(
         "count": lambda value: NOT_RECORDED if not isinstance(value, int) else f"{value:,}",
         "recorded": lambda value: NOT_RECORDED if value is None else value,
         "significant": lambda value: NOT_RECORDED if value is None else number(value),
-        "link": lambda name: "trained from scratch" if name is None else f"[{name}](https://huggingface.co/{name})",
         "source": describe_source,
         "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
         "interval": with_interval,
@@ -161,6 +167,10 @@ def render_card(
         repo_id=repo_id,
         revision=revision,
         facts=facts,
+        origins={
+            "vision_encoder": describe_origin(facts.vision_model, prose.vision_encoder),
+            "language_model": describe_origin(facts.text_model, prose.language_model),
+        },
         licence=licence,
         prose=prose,
         plots=plots,
@@ -171,7 +181,7 @@ def render_card(
         question=widgets[0].question if widgets else "What is in the picture?",
         commands=sorted({" ".join(row.command.split()) for row in facts.evaluations}),
         hours=duration(sum(s for s in seconds if s)) if all(seconds) and facts.earlier_is_recorded else None,
-        attribution=attribute(facts),
+        attribution=attribute(facts, prose),
         apache_parts=[base for base in facts.base_models if known_licence(base) is APACHE],
     )
     metadata = build_metadata(facts, licence, name, prose, widgets)
@@ -191,14 +201,30 @@ def describe_source(source: Source) -> str:
     return f"{text}; content {source.fingerprint[:12]}"
 
 
-def attribute(facts: Facts) -> str:
+def check_origins(facts: Facts, prose: Prose) -> None:
+    """Raises `ValueError` if the prose says where a part comes from that is on the Hub."""
+    for name, base in (("language_model", facts.text_model), ("vision_encoder", facts.vision_model)):
+        said = getattr(prose, name)
+        if base is not None and said is not None:
+            raise ValueError(f"{name} of the card's prose is {said!r}, but it is {base}: remove it from the prose.")
+
+
+def describe_origin(base: str | None, said: str | None) -> str:
+    """Where a part comes from: its Hub id, or what the prose says."""
+    return (said or "trained from scratch") if base is None else f"[{base}](https://huggingface.co/{base})"
+
+
+def attribute(facts: Facts, prose: Prose) -> str:
     """What the parts were made from."""
-    parts = {"language model": facts.text_model, "vision encoder": facts.vision_model}
+    parts = {
+        "language model": (facts.text_model, prose.language_model),
+        "vision encoder": (facts.vision_model, prose.vision_encoder),
+    }
     sentences = [
-        f"The {part} was trained from scratch." if base is None else f"Made from {base}."
-        for part, base in parts.items()
+        f"Made from {base}." if base else f"The {part}: {said}." if said else f"The {part} was trained from scratch."
+        for part, (base, said) in parts.items()
     ]
-    if not facts.base_models:
+    if not facts.base_models and not prose.language_model and not prose.vision_encoder:
         sentences = ["All parts were trained from scratch."]
     return " ".join([*["Converted from a Llava checkpoint."] * facts.converted, *dict.fromkeys(sentences)])
 

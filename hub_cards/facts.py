@@ -28,8 +28,9 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Arguments of a run that the card lists, without paths and names of the machine.
 ARGUMENTS = (
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length",
-    "num_train_epochs", "max_steps", "learning_rate", "vision_learning_rate", "norm_learning_rate",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16", "seed",
+    "num_train_epochs", "max_steps", "learning_rate", "vision_learning_rate", "projector_learning_rate",
+    "norm_learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16",
+    "seed",
 )  # fmt: skip
 # Arguments that are listed only if they differ from the default.
 UNUSUAL = (
@@ -98,6 +99,7 @@ class Facts:
         hidden_size, layers: Of the decoder.
         projector_norm, target: Arm of the norm, and T.
         projector_scaled: Whether a projector without a norm was scaled when it was new.
+        projector_aligned: Whether the projector first learned to point at captions' embeddings.
         key_adapter_rank: Rank of the adapters of the decoder's keys, 0 if there are none.
         stages: In the order that they were run in.
         earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
@@ -116,6 +118,7 @@ class Facts:
     projector_norm: str
     target: float | None
     projector_scaled: bool
+    projector_aligned: bool
     key_adapter_rank: int
     stages: list[StageFacts] = field(default_factory=list)
     earlier_is_recorded: bool = False
@@ -188,9 +191,11 @@ def collect_facts(
         projector_norm=config["projector_norm"],
         target=config.get("projector_norm_target"),
         projector_scaled=config.get("projector_scaled", False),
+        projector_aligned=config.get("projector_aligned", False),
         key_adapter_rank=config.get("key_adapter_rank", 0),
         stages=stages,
-        earlier_is_recorded=earlier_is_recorded and llava is None,
+        # The aligned start is training too, and leaves no record but that it was.
+        earlier_is_recorded=earlier_is_recorded and llava is None and not config.get("projector_aligned", False),
         evaluations=evaluations,
         diagnostics=measured,
     )

@@ -138,6 +138,7 @@ def test_what_is_not_there_is_not_made_up(trained: Path, prose: Path, tmp_path: 
             {"projector_norm": "none", "projector_norm_target": None, "projector_scaled": True},
             "This model has no norm to prevent this. Its projector was scaled before training",
         ),
+        ({"projector_aligned": True}, "Before training, the projector learned to point visual tokens at"),
     ],
 )
 def test_the_card_says_where_the_norm_started(
@@ -151,6 +152,21 @@ def test_the_card_says_where_the_norm_started(
         (run / "evaluation.json").unlink()  # of other weights now
     text = (build(run, tmp_path / "stage", "me/Bare", prose, **OWN) / "README.md").read_text()
     assert sentence in " ".join(text.split())
+    assert ("which is not part of the paper" in text) == bool(settings.get("projector_aligned"))
+
+
+def test_parts_that_are_neither_on_the_hub_nor_from_scratch(trained: Path, prose: Path, tmp_path: Path) -> None:
+    own_prose = tmp_path / "card.yaml"
+    own_prose.write_text(prose.read_text() + "language_model: Small-LM, from a 4-bit file\n")
+    stage = build(trained, tmp_path / "stage", "me/Mine", own_prose, **OWN)
+    assert check(stage) == []
+    text = (stage / "README.md").read_text()
+    assert "| vision encoder | trained from scratch |" in text
+    assert "| language model | Small-LM, from a 4-bit file |" in text
+    assert "The language model: Small-LM, from a 4-bit file. The vision encoder was trained from scratch." in text
+    run = rename_parts(copy(trained, tmp_path / "run"), "Qwen/Qwen2.5-7B-Instruct", None)
+    with pytest.raises(ValueError, match=r"language_model of the card's prose is 'Small-LM.*, but it is Qwen/"):
+        build(run, tmp_path / "other", "me/Mine", own_prose, **OWN)
 
 
 def test_an_arm_that_the_card_has_no_words_for_is_named(
@@ -388,6 +404,11 @@ def test_a_composed_model_is_where_training_begins(trained: Path, prose: Path, t
     text = (build(run, tmp_path / "stage", "me/Mine", prose, **OWN) / "README.md").read_text()
     assert "Training took 30 s in total" in text
     assert "Training before" not in text
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"projector_aligned": True}))  # which was training too
+    text = (build(run, tmp_path / "aligned", "me/Mine", prose, **OWN) / "README.md").read_text()
+    assert "Training before the stage that follows: not recorded." in text
+    assert "Training took" not in text
 
 
 def test_the_card_says_what_was_drawn_of_which_data(trained: Path, prose: Path, tmp_path: Path) -> None:
@@ -421,9 +442,10 @@ def test_arguments_that_did_nothing_are_not_listed(trained: Path, tmp_path: Path
         "max_steps": -1, "load_in_4bit": False, "clip_by_module": False, "bf16": False, "lora_r": 16, "lora_alpha": 32,
         "gradient_accumulation_steps": 4, "dataset_name": "/data/rows.json", "adam_beta2": 0.999, "optim_args": None,
         "train_sampling_strategy": "random", "norm_learning_rate": None, "num_train_epochs": 3.0,
+        "projector_learning_rate": 5e-5,
     }  # fmt: skip
     run = record(copy(trained, tmp_path / "run"), **fields)
-    listed = {"learning_rate": 1e-5, "bf16": False, "gradient_accumulation_steps": 4}
+    listed = {"learning_rate": 1e-5, "bf16": False, "gradient_accumulation_steps": 4, "projector_learning_rate": 5e-5}
     assert collect_facts(run, None).stages[0].arguments == listed | {"num_train_epochs": 3.0}
     unusual = {"load_in_4bit": True, "max_steps": 8, "adam_beta2": 0.95, "optim_args": "rank=1", "loss_type": "dft"}
     record(run, stage="adapt", **unusual)
@@ -533,7 +555,7 @@ def test_a_tied_head_and_no_norm(composed: Callable[..., Path], prose: Path, tmp
 
 def test_the_recipes_bring_their_prose() -> None:
     files = sorted((ROOT / "training" / "recipes").glob("*/card.yaml"))
-    assert len(files) == 3
+    assert len(files) == 4
     for path in files:
         assert all(isinstance(name, str) and HUB_ID.fullmatch(name) for name in read_prose(path).datasets)
 

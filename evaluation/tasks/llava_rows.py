@@ -1,4 +1,4 @@
-"""How the harnesses read a row of the quickstart's held-out questions, in LLaVA's layout."""
+"""How the harnesses read a held-out row in LLaVA's layout, of the digits or the emoji."""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +6,19 @@ from typing import Any
 from PIL import Image
 
 
-DATA = Path("runs/digits/data")
+DIGITS, EMOJI = Path("runs/digits/data"), Path("runs/emoji/pictures")
 MARK = "<image>"
 Row = dict[str, Any]
 
 
-def pictures(row: Row) -> list[Image.Image]:
-    """The row's picture."""
-    return [Image.open(DATA / row["image"]).convert("RGB")]
+def digits_pictures(row: Row) -> list[Image.Image]:
+    """The picture of a row of the digits."""
+    return [Image.open(DIGITS / row["image"]).convert("RGB")]
+
+
+def emoji_pictures(row: Row) -> list[Image.Image]:
+    """The picture of a row of the emoji."""
+    return [Image.open(EMOJI / row["image"]).convert("RGB")]
 
 
 def marked_question(row: Row) -> str:
@@ -32,5 +37,5 @@ def answer(row: Row) -> str:
 
 
 def score(row: Row, results: list[str]) -> dict[str, float]:
-    """Exact match, as in the quickstart's report."""
+    """Exact match, as in both examples' reports."""
     return {"exact_match": float(results[0].strip() == answer(row))}

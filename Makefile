@@ -5,7 +5,7 @@ EVALUATION_VENV ?= .venv-evaluation
 VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 
-.PHONY: install quickstart ablation malora depth test test-slow quality docs
+.PHONY: install quickstart emoji ablation malora depth test test-slow quality docs
 
 install: $(VENV)/installed
 
@@ -36,6 +36,10 @@ $(VLLM_VENV)/installed: tests/hub_cards/vllm_requirements.txt
 
 quickstart: install
 	$(BIN)/python -m examples.digits.quickstart
+
+# A real model from pretrained parts; stop it and go on as you like.
+emoji: install
+	$(BIN)/python -m examples.emoji.run
 
 ablation: quickstart
 	$(BIN)/python examples/digits/ablation.py

@@ -12,7 +12,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 ROOT = Path(__file__).resolve().parents[1]
-# Title, the files that a step writes last, and the command.
+# Title, the files that a step writes last (none: it is always run), and the command.
 Step = tuple[str, list[Path], list[str]]
 
 
@@ -37,7 +37,7 @@ def check_order(steps: Sequence[Mapping[Path, Path]]) -> None:
 
 
 def run_steps(steps: Sequence[Step]) -> None:
-    """Run the steps whose files are missing, and the last one, each in a process of its own.
+    """Run the steps whose files are missing, and those that name none, each in a process of its own.
 
     Raises:
         SystemExit: if a step is missing whose result later ones were made from.
@@ -49,11 +49,11 @@ def run_steps(steps: Sequence[Step]) -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine
     }
-    check_order([{(ROOT / path).parent: ROOT / path for path in results} for _, results, _ in steps[:-1]])
+    check_order([{(ROOT / path).parent: ROOT / path for path in results} for _, results, _ in steps if results])
     started = time.monotonic()
     for number, (title, results, command) in enumerate(steps, start=1):
         logger.info("\n[%d/%d] %s", number, len(steps), title)
-        if all((ROOT / path).exists() for path in results) and number < len(steps):
+        if results and all((ROOT / path).exists() for path in results):
             logger.info("      done already: %s", results[0].parent)
             continue
         step_started = time.monotonic()

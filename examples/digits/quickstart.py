@@ -70,7 +70,7 @@ STEPS: list[Step] = [
     ),
     (
         "Questions about unseen handwriting",
-        [RUN / "report.json"],
+        [],
         ["examples/digits/report.py", "--run_dir", str(RUN)],
     ),
 ]

@@ -247,7 +247,7 @@ def test_recipes_parse(path: Path) -> None:
     assert args.weight_decay == 0
     assert args.lr_scheduler_type == "cosine"
     assert args.warmup_steps == 0.03
-    if "digits" in str(path):
+    if path.parts[-2] in ("digits", "SmolLM2-135M-Instruct"):
         return
     assert run_args.packed_length is not None
     if path.stem in ("stage1", "stage2"):

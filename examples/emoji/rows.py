@@ -25,25 +25,26 @@ logger = logging.getLogger(__name__)
 
 NAME, GROUP, THERE = "What is this?", "Is it nature or food?", "Is there any {} here?"
 TEXT = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
+PICTURE = f"{IMAGE_MARK}\n"
+PASSES = 3  # Each with other questions about the same drawings.
 TEXT_QUESTIONS, TEXT_BATCH, TEXT_TOKENS = 640, 32, 40
 Record = dict[str, Any]
 
 
-def turns(question: str, answer: str, mark: str = f"{IMAGE_MARK}\n") -> list[dict[str, str]]:
+def turns(question: str, answer: str, mark: str = PICTURE) -> list[dict[str, str]]:
     """LLaVA's turns of a question and its answer, about a picture unless `mark` is empty."""
     return [{"from": "human", "value": mark + question}, {"from": "gpt", "value": answer}]
 
 
-def ask_about(record: Record, names: list[str], draw: random.Random) -> tuple[str, str]:
-    """A question about a picture with its answer: in two of three rows the name."""
-    kind = draw.choice(("name", "name", "name", "name", "group", "there"))
-    if kind == "name":
-        return NAME, record["name"]
-    if kind == "group":
-        return GROUP, record["group"]
-    right = draw.random() < 0.5
-    other = draw.choice([name for name in names if name != record["name"]])
-    return THERE.format(record["name"] if right else other), "yes" if right else "no"
+def ask_about(record: Record, names: list[str], draw: random.Random) -> list[dict[str, str]]:
+    """A picture's turns: its name is always asked, for four in ten also its group or whether something is there."""
+    questions = [(NAME, record["name"])]
+    if draw.random() < 0.4:
+        there = draw.random() < 0.5
+        shown = record["name"] if there else draw.choice([name for name in names if name != record["name"]])
+        other = draw.choice([(GROUP, record["group"]), (THERE.format(shown), "yes" if there else "no")])
+        questions.insert(draw.randrange(2), other)
+    return [turn for number, pair in enumerate(questions) for turn in turns(*pair, mark="" if number else PICTURE)]
 
 
 @torch.no_grad()
@@ -75,7 +76,9 @@ def main() -> None:
     named = [record | {"conversations": turns(NAME, record["name"])} for record in records]
     texts = draw.sample([question.format(name) for question in TEXT for name in names], TEXT_QUESTIONS)
     spoken = [{"conversations": turns(*pair, mark="")} for pair in answer_texts(texts)]
-    asked = [{"image": row["image"], "conversations": turns(*ask_about(row, names, draw))} for row in trained]
+    asked = [
+        {"image": row["image"], "conversations": ask_about(row, names, draw)} for _ in range(PASSES) for row in trained
+    ]
     files = {held_out: [row for row in named if row["set"] == held_out] for held_out in HELD_OUT}
     files |= {"captions": [row for row in named if row["set"] not in HELD_OUT], "train": asked + spoken}
     for name, rows in files.items():

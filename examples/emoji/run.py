@@ -23,12 +23,12 @@ STEPS = [
     ("Two pretrained backbones", 1, "vision/preprocessor_config.json", ["-m", "examples.emoji.parts"]),
     ("Drawings by nine artists", 1, "pictures/pictures.json", ["-m", "examples.emoji.pictures"]),
     ("Rows, with text that the language model writes", 4, "pictures/train.json", ["-m", "examples.emoji.rows"]),
-    ("Composing, with an aligned start", 6, "aligned/processor_config.json", [
+    ("Composing, with an aligned start", 4, "aligned/processor_config.json", [
         "training/compose.py", "--vision_model", "runs/emoji/vision", "--text_model", "runs/emoji/text",
         "--vision_feature_layer", "-1", "--captions", "runs/emoji/pictures/captions.json",
         "--output_dir", "runs/emoji/aligned",
     ]),
-    ("Stage 2: everything", 28, "stage2/trainer_state.json", [
+    ("Stage 2: everything", 38, "stage2/trainer_state.json", [
         "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no",
         "training/sft.py", "--config", "training/recipes/SmolLM2-135M-Instruct/stage2.yaml",
         "--resume_from_checkpoint", "true",

@@ -59,29 +59,34 @@ def test_names_agree_across_sets() -> None:
     assert {pictures.plain(name) for name in ("baby-chick", "babychick", "baby-chick-2")} == {"babychick"}
 
 
-def test_changed_copies_differ_and_come_again() -> None:
+def test_a_drawing_is_rendered_on_white() -> None:
     body = '<rect x="20" y="30" width="60" height="40" fill="#c03020"/>'
-    drawing = pictures.Drawing("noto", "red brick", "nature", body, 128)
-    as_it_is = np.asarray(drawing.render())
-    assert as_it_is.shape == (84, 84, 3)
-    assert (as_it_is[0, 0] == 255).all()
-    assert as_it_is[30, 30].tolist() == [192, 48, 32]
-    first, second, again = (np.asarray(drawing.render(random.Random(seed))) for seed in (1, 2, 1))
-    assert (first == again).all()
-    assert (first != second).any()
+    image = np.asarray(pictures.Drawing("noto", "red brick", "nature", body, 128).render())
+    assert image.shape == (84, 84, 3)
+    assert (image[0, 0] == 255).all()
+    assert image[30, 30].tolist() == [192, 48, 32]
 
 
 def test_rows_ask_in_a_balanced_way() -> None:
     names, draw = ["ant", "bee", "cat", "dog"], random.Random(0)
-    asked = [rows.ask_about({"name": "bee", "group": "nature"}, names, draw) for _ in range(3000)]
-    assert set(asked) == {
+    asked = [rows.ask_about({"name": "bee", "group": "nature"}, names, draw) for _ in range(5000)]
+    pairs = Counter(
+        (question["value"].removeprefix(rows.PICTURE), answer["value"])
+        for row in asked
+        for question, answer in zip(row[::2], row[1::2], strict=True)
+    )
+    assert set(pairs) == {
         (rows.NAME, "bee"),
         (rows.GROUP, "nature"),
         (rows.THERE.format("bee"), "yes"),
         *((rows.THERE.format(name), "no") for name in ("ant", "cat", "dog")),
     }
-    answers = Counter(answer for _, answer in asked)
-    assert abs(answers["yes"] - answers["no"]) < 60
-    assert abs(answers["bee"] - 2000) < 100
+    assert pairs[rows.NAME, "bee"] == len(asked)
+    assert abs(pairs[rows.GROUP, "nature"] - 1000) < 100
+    assert abs(pairs[rows.THERE.format("bee"), "yes"] - 500) < 75
+    assert abs(sum(row[1]["value"] != "bee" for row in asked) - 1000) < 100
+    assert all(
+        [turn["value"].startswith("<image>") for turn in row] == [True] + [False] * (len(row) - 1) for row in asked
+    )
     assert [turn["value"] for turn in rows.turns(rows.NAME, "bee")] == ["<image>\nWhat is this?", "bee"]
     assert rows.turns("Why?", "So.", mark="")[0] == {"from": "human", "value": "Why?"}

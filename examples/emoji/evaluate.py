@@ -6,7 +6,6 @@ Beside the model stands what its vision encoder alone knows of the same drawings
 below `runs/emoji`, and the main results into the model's evaluation.json, for its card.
 """
 
-import argparse
 import json
 import logging
 import random
@@ -43,6 +42,7 @@ from examples.emoji.rows import GROUP, NAME, THERE
 
 logger = logging.getLogger(__name__)
 
+MODEL = RUN / "stage2"
 COMMAND = "python -m examples.emoji.evaluate"
 CREDIT = "Drawings: Twemoji, © Twitter, Inc. and other contributors, CC BY 4.0. Chosen by lot."
 PLAIN_QUESTIONS = [
@@ -54,6 +54,7 @@ PLAIN_QUESTIONS = [
     "What is the past tense of go?", "What season comes after winter?", "What is ten minus four?",
 ]  # fmt: skip
 Record = dict[str, Any]
+Scores = dict[str, Record]
 
 
 def open_picture(record: Record) -> Image.Image:
@@ -76,38 +77,32 @@ def score(given: list[str], right: list[str]) -> Record:
     return {"share": hits / len(right), "low": interval.low, "high": interval.high, "n": len(right)}
 
 
-def ask_about(
-    model: Any, processor: Any, records: list[Record], names: list[str]
-) -> tuple[dict[str, Record], list[str]]:
-    """Scores by measure on one artist's drawings, and the free answers."""
+def ask_about(model: Any, processor: Any, records: list[Record], names: list[str]) -> tuple[Scores, list[str]]:
+    """Scores on one artist's drawings, and the free answers; each also with a blank, and with another's picture."""
     images, draw = [open_picture(record) for record in records], random.Random(0)
-    blank = Image.new("RGB", images[0].size, "white")
-    # Whose answers a drawing is given.
+    with_blank = [*images, Image.new("RGB", images[0].size, "white")]
+    # Whose answers a drawing is given, to see what guessing would score.
     others = [(number + draw.randrange(1, len(records))) % len(records) for number in range(len(records))]
+    given = {
+        ("likeliest of all names", "name"): name_pictures(model, processor, with_blank, names),
+        ("free answer, exact", "name"): answer(model, processor, [ask(NAME, image) for image in with_blank], "free"),
+        ("group", "group"): answer(model, processor, [ask(GROUP, image) for image in with_blank], "group"),
+    }
     scores = {}
-    measures = [
-        ("likeliest of all names", "name", ""),
-        ("free answer, exact", "name", NAME),
-        ("group", "group", GROUP),
-    ]
-    for label, field, question in measures:
-        if not question:
-            *given, of_blank = name_pictures(model, processor, [*images, blank], names)
-        else:
-            *given, of_blank = answer(model, processor, [ask(question, image) for image in [*images, blank]], label)
+    for (label, field), (*answers, of_blank) in given.items():
         right = [record[field] for record in records]
-        scores[label] = score(given, right)
-        scores[f"  with another's picture ({label})"] = score([given[other] for other in others], right)
+        scores[label] = score(answers, right)
+        scores[f"  with another's picture ({label})"] = score([answers[other] for other in others], right)
         scores[f"  with a blank: “{of_blank}” ({label})"] = score([of_blank] * len(right), right)
-        if question == NAME:
-            free = given
-    is_there = [number % 2 == 0 for number in range(len(records))]
-    wrong = [draw.choice([name for name in names if name != record["name"]]) for record in records]
-    shown = [records[number]["name"] if there else wrong[number] for number, there in enumerate(is_there)]
+    # Every second drawing is asked for what it shows, the others for something else.
+    shown = [
+        record["name"] if number % 2 else draw.choice([name for name in names if name != record["name"]])
+        for number, record in enumerate(records)
+    ]
     asked = [ask(THERE.format(name), image) for name, image in zip(shown, images, strict=True)]
-    replies = answer(model, processor, asked, "is it there?")
-    scores["is it there? (it is for half)"] = score(replies, ["yes" if there else "no" for there in is_there])
-    return scores, free
+    right = ["yes" if number % 2 else "no" for number in range(len(records))]
+    scores["is it there? (it is for half)"] = score(answer(model, processor, asked, "is it there?"), right)
+    return scores, given["free answer, exact", "name"][:-1]
 
 
 @torch.no_grad()
@@ -158,7 +153,7 @@ def draw_answers(images: list[Image.Image], names: list[str], answers: list[str]
     plt.close(figure)
 
 
-def render(scores: dict[str, dict[str, Record]], alone: dict[str, dict[str, float]]) -> str:
+def render(scores: dict[str, Scores], alone: dict[str, dict[str, float]]) -> str:
     """The table that the command prints."""
     lines = ["% right (95% interval over drawings)".ljust(56) + "".join(f"{name:>24}" for name in scores)]
     for measures in zip(*(of_set.items() for of_set in scores.values()), strict=True):
@@ -173,23 +168,19 @@ def render(scores: dict[str, dict[str, Record]], alone: dict[str, dict[str, floa
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=RUN / "stage2", help="folder of the trained model")
-    parser.add_argument("--output", type=Path, default=RUN / "report.json", help="file to write the scores to")
-    args = parser.parse_args()
     records = json.loads((RUN / "pictures" / "pictures.json").read_text(encoding="utf-8"))
     names = sorted({record["name"] for record in records})
-    model = AutoModelForImageTextToText.from_pretrained(args.model, trust_remote_code=True).eval()
-    processor = AutoProcessor.from_pretrained(args.model)
+    model = AutoModelForImageTextToText.from_pretrained(MODEL, trust_remote_code=True).eval()
+    processor = AutoProcessor.from_pretrained(MODEL)
     language_model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
-    scores, weights = {}, weights_fingerprint(args.model)
+    scores, weights = {}, weights_fingerprint(MODEL)
     for held_out in HELD_OUT:
         asked = [record for record in records if record["set"] == held_out]
         scores[held_out], free = ask_about(model, processor, asked, names)
         if held_out == "twemoji":
             chosen = random.Random(0).sample(list(zip(asked, free, strict=True)), 8)
             images, right = [open_picture(row) for row, _ in chosen], [row["name"] for row, _ in chosen]
-            draw_answers(images, right, [text for _, text in chosen], args.output.with_name("answers.png"))
+            draw_answers(images, right, [text for _, text in chosen], RUN / "answers.png")
     alone = encoder_alone(records)
     prompts, tokenizer = [ask(question) for question in PLAIN_QUESTIONS], AutoTokenizer.from_pretrained(RUN / "text")
     tokenizer.padding_side = "left"
@@ -202,7 +193,7 @@ def main() -> None:
     logger.info("%s", render(scores, alone))
     logger.info("perplexity of other text: %.2f before, %.2f after", *text["perplexity"])
     report = {"scores": scores, "encoder alone": alone, "text": text}
-    args.output.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    (RUN / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     rows = [
         Evaluation(
             task=label, dataset=held_out, split="held out", metric="exact_match", value=result["share"], n=result["n"],
@@ -211,7 +202,7 @@ def main() -> None:
         )
         for held_out, of_set in scores.items() for label, result in of_set.items() if not label.startswith(" ")
     ]  # fmt: skip
-    write_evaluations(args.model, rows, lambda row: row.get("command") == COMMAND)
+    write_evaluations(MODEL, rows, lambda row: row.get("command") == COMMAND)
 
 
 if __name__ == "__main__":

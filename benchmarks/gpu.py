@@ -38,12 +38,8 @@ def taken() -> int:
 
 
 def run(options: argparse.Namespace, *command: object, kill_at: Path | None = None) -> dict[str, float]:
-    """Run a module or script in a process of its own; its seconds, and the most memory that it held.
-
-    Args:
-        options: The command line's.
-        command: What follows `python`.
-        kill_at: Kill the process once this path exists.
+    """Run a module or script in a process of its own, until it ends or the path `kill_at` exists; its seconds, and the
+    most memory that it held.
 
     Raises:
         RuntimeError: if it fails; its output says why.
@@ -104,7 +100,7 @@ def measure_qlora(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def measure_resume(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A run that is killed after its first checkpoint, and resumed: how far its weights are from those of two whole
     runs. CUDA's own sums may differ from run to run."""
-    fields = {"save_steps": 2, "max_steps": 6, "learning_rate": 1e-3}
+    fields = {"save_steps": 2, "max_steps": 6, "per_device_train_batch_size": options.batch_size}
     for name in ("one", "another", "killed"):
         command = train(options, "SmolLM2-135M-Instruct/stage2.yaml", folder / name, **fields)
         run(options, *command, kill_at=folder / name / "checkpoint-2" if name == "killed" else None)

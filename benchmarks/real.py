@@ -71,8 +71,7 @@ class BareLoop(TrainerCallback):
                 if name in trained:  # TRL's model has no norm
                     parameter.requires_grad_(trained[name].requires_grad)
                     parameter.data = parameter.data.to(trained[name].dtype)
-            parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            self.optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=0, fused=True)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), args.learning_rate, weight_decay=0, fused=True)
         self.tick()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -187,6 +186,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     parser.add_argument("--batch_size", type=int, default=16, help="rows of a step")
     parser.add_argument("--attention", default="sdpa", help="of packed rows: sdpa, flash_attention_2, ...")
     options = parser.parse_args(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one GPU
     for path in (options.model / "config.json", options.data / ROWS):
         if not path.exists():
             parser.error(f"{path} is missing: run `make emoji` first, or name others by --model and --data.")
@@ -200,8 +200,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--gradient_checkpointing", action="store_true", help="in the trainers")
     parser.add_argument("--alone", action="store_true", help="without the bare loop")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/real_cpu.json"))
+    parser.add_argument("--output", type=Path, help="JSON file; benchmarks/results/real_<device>.json by default")
     options = parse(parser, argv)
+    output = options.output or Path(f"benchmarks/results/real_{options.device}.json")
     results: dict[str, Any] = {
         "settings": {name: str(value) for name, value in vars(options).items()},
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         results["arms"].append(report := measure(options, arm))
         cells = "".join(f"{report[name]:18.3f}" if name in report else f"{'':18}" for name in COLUMNS)
         sys.stdout.write(f"{arm:16}{report.get('out_of_memory', cells)}\n")
-        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

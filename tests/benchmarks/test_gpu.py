@@ -31,6 +31,7 @@ def rehearse(composed: Callable[..., Path], picture: Image.Image, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_every_part_runs(rehearse: Callable[..., dict[str, Any]]) -> None:
     assert rehearse("norm")["gradient_relative_error_float64"] < 1e-12
     assert all(arm["tokens_per_second"] > 0 for arm in rehearse("training")["arms"])

@@ -5,7 +5,7 @@ EVALUATION_VENV ?= .venv-evaluation
 VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
 
-.PHONY: install quickstart emoji ablation malora depth test test-slow quality docs
+.PHONY: install quickstart emoji test test-slow quality docs
 
 install: $(VENV)/installed
 
@@ -40,19 +40,6 @@ quickstart: install
 # A real model from pretrained parts; stop it and go on as you like.
 emoji: install
 	$(BIN)/python -m examples.emoji.run
-
-ablation: quickstart
-	$(BIN)/python examples/digits/ablation.py
-	$(BIN)/python examples/digits/ablation_report.py
-
-malora: quickstart
-	$(BIN)/python examples/digits/malora.py
-	$(BIN)/python examples/digits/malora_report.py
-
-# Days; stop it and go on as you like. The comparison that decides comes early.
-depth: install
-	$(BIN)/python examples/digits/depth.py
-	$(BIN)/python examples/digits/depth_report.py
 
 test: install
 	$(BIN)/python -m pytest

@@ -1,9 +1,11 @@
-"""Training speed of the real model on a CPU: our trainer and TRL's, each in turn with a bare PyTorch loop.
+"""Training speed of a real model in stage 2: our command and TRL's SFTTrainer, each in turn with a bare PyTorch loop.
 
-    python -m benchmarks.real --model runs/emoji/aligned --data runs/emoji/pictures --steps 6
+    make emoji                  # the model and rows by default
+    python -m benchmarks.real   # on a GPU: --device cuda
 
-After each step of a trainer the bare loop takes one on the same batch: other load slows both. Its batches are ready; a
-trainer makes its own. TRL trains plain Llava of the same weights, and packs no pictures. FLOPs: training/flops.py.
+After each step of a trainer the bare loop takes one on the same batch, so that other load slows both. Its batches are
+ready; a trainer makes its own. TRL trains plain Llava of the same weights, and packs no pictures. `--alone` leaves the
+loop out, and then the peak memory is the trainer's.
 """
 
 import os
@@ -14,136 +16,206 @@ os.environ |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"} 
 import argparse
 import gc
 import json
+import platform
 import random
 import sys
 import tempfile
-import timeit
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
 
 import torch
-from transformers import LlavaForConditionalGeneration, PrinterCallback, TrainerCallback
+import transformers.trainer
+from datasets import Dataset, Image, List
+from torch.nn import functional as F
+from transformers import AutoProcessor, LlavaForConditionalGeneration, TrainerCallback
+from trl import SFTConfig, SFTTrainer
 
-from benchmarks.training import SEED, common_arguments, plain_trainer
+from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
-from training.flops import step_flops
-from training.stages import Stage
-from training.trainer import supervised_positions
 
 
-ROWS = {Stage.INSTRUCT: "train.json", Stage.ALIGN: "captions.json"}
+ROWS = "train.json"  # below --data
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
-COLUMNS = ("seconds", "bare_seconds", "ratio", "cpu_ratio", "gigaflops", "peak_gigaflops", "share", "bare_share")
+COLUMNS = ("seconds", "bare_seconds", "ratio", "cpu_ratio", "tokens_per_second", "padding_share", "peak_memory_gib")
+IGNORED = -100  # the label of what is not supervised
 
 
 class BareLoop(TrainerCallback):
     """Takes a step of its own after each of a trainer's. Two clocks: time that passed, and that of all cores."""
 
-    def __init__(self, model: Any, trainer: Any) -> None:
-        self.model, self.batches = model.train(), list(trainer.get_train_dataloader())
-        self.optimizer = torch.optim.AdamW(model.parameters(), trainer.args.learning_rate, weight_decay=0, fused=True)
+    def __init__(self, folder: Path, attention: str, alone: bool) -> None:
+        self.folder, self.attention, self.alone = folder, attention, alone
         self.losses: list[float] = []
-        self.clocks = [(perf_counter(), process_time())]
+        self.clocks: list[tuple[float, float]] = []
 
-    def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
-        """Take a step. What the trainer does after it counts as part of the trainer's next one."""
+    def tick(self) -> None:
+        """Read both clocks, once the device is done."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self.clocks.append((perf_counter(), process_time()))
-        inputs = dict(self.batches[state.global_step - 1])
-        scored, targets = supervised_positions(inputs.pop("labels"))
-        states = self.model.model(**inputs, use_cache=False).last_hidden_state[scored]
-        loss = torch.nn.functional.cross_entropy(self.model.lm_head(states), targets[0])
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Read the batches, and load a model of the same weights of which the same are trained."""
+        loader, trained = parts["train_dataloader"], dict(parts["model"].named_parameters())
+        self.args, self.batches = args, list(getattr(loader, "base_dataloader", loader))
+        if not self.alone and len(self.batches) != args.max_steps:
+            raise ValueError("A step takes several packed rows: raise --packed_length, or leave out the bare loop.")
+        if not self.alone:
+            self.model = NormLlavaForConditionalGeneration.from_pretrained(
+                self.folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
+            ).to(args.device)
+            for name, parameter in self.model.train().named_parameters():
+                if name in trained:  # TRL's model has no norm
+                    parameter.requires_grad_(trained[name].requires_grad)
+                    parameter.data = parameter.data.to(trained[name].dtype)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), args.learning_rate, weight_decay=0, fused=True)
+        self.tick()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Take a step. What the trainer does after it counts as part of the trainer's next one."""
+        self.tick()
+        if not self.alone:
+            self.step({name: value.to(args.device) if torch.is_tensor(value) else value
+                       for name, value in self.batches[state.global_step - 1].items()})  # fmt: skip
+        self.tick()
+
+    def step(self, inputs: dict[str, Any]) -> None:
+        """The same arithmetic: the head on supervised positions, the mean loss, clipping."""
+        labels = inputs.pop("labels")[:, 1:]
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.args.bf16):
+            states = self.model.model(**inputs, use_cache=False).last_hidden_state[:, :-1]
+            logits = self.model.lm_head(states[labels != IGNORED])
+        loss = F.cross_entropy(logits.float(), labels[labels != IGNORED])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.item())
-        self.clocks.append((perf_counter(), process_time()))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Keep the mean loss and the peak of the device's memory: saving takes more."""
+        self.loss = state.log_history[-1]["train_loss"]
+        self.memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
 
-def make_trainer(options: argparse.Namespace, stage: Stage, arm: str, folder: str) -> tuple[Any, BareLoop]:
-    """A trainer of rows drawn at random, ours as training/sft.py makes it, and the bare loop of a model like ours."""
-    steps, size, packed = options.steps, options.batch_size, arm == "ours, packed"
-    drawn = random.Random(SEED).sample(json.loads((options.data / ROWS[stage]).read_text()), steps * size)
-    Path(folder, "rows.json").write_text(json.dumps(drawn))
-    settings = common_arguments(cuda=False, gradient_checkpointing=False, optim="adamw_torch_fused") | {
-        "output_dir": folder, "max_steps": steps, "lr_scheduler_type": "constant", "max_grad_norm": 1.0,
+def train_ours(rows: Path, packed: bool, options: argparse.Namespace, common: Mapping[str, Any]) -> None:
+    """Train by our command, in this process."""
+    fields = {
+        **common, "stage": "instruct", "model_name_or_path": options.model, "dataset_name": rows,
+        "image_folder": options.data, "global_batch_size": options.batch_size,
+        "per_device_train_batch_size": 1 if packed else options.batch_size, "vision_learning_rate": 1e-5,
         "train_sampling_strategy": "random" if packed else "sequential",
+        **({"packed_length": options.packed_length, "attn_implementation": options.attention} if packed else {}),
     }  # fmt: skip
-    fields = settings | {
-        "stage": stage, "model_name_or_path": options.model, "dataset_name": f"{folder}/rows.json",
-        "image_folder": options.data, "global_batch_size": size, "per_device_train_batch_size": 1 if packed else size,
-        **({"vision_learning_rate": settings["learning_rate"]} if stage is Stage.INSTRUCT else {}),
-        **({"packed_length": 4096 * size, "attn_implementation": "varlen"} if packed else {}),
-    }  # fmt: skip
-    argv = [part for name, value in fields.items() for part in (f"--{name}", str(value))]
-    run_args, args = sft.parse_arguments(argv)
-    processor = sft.AutoProcessor.from_pretrained(options.model)
-    plain = sft.plain_template(processor.tokenizer, processor.image_token)
-    tokenize = sft.RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
-    rows, data, _ = sft.read_rows(run_args, args, tokenize)
-    model, groups = sft.prepare_model(sft.load_base(run_args, args), run_args, args)
-    if arm == "TRL, padded":
-        llava = LlavaForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
-        batches: Any = argparse.Namespace(rows_per_batch=size, samples_per_step=size)
-        trainer = plain_trainer(llava, stage, batches, rows, tokenize, settings)
-        trainer.remove_callback(PrinterCallback)
-    else:
-        run = sft.describe_run(run_args, args, data, sft.describe_environment("cpu", 1, resumed=False))
-        trainer = sft.NormLlavaTrainer(
-            model, groups, run, sampler=sft.deal_rows(run_args, args, rows), args=args, train_dataset=rows,
-            processing_class=processor, data_collator=sft.VisionLanguageCollator(tokenize, packed),
-        )  # fmt: skip
-        model, _ = sft.prepare_model(sft.load_base(run_args, args), run_args, args)
-    trainer.add_callback(bare := BareLoop(model, trainer))
-    return trainer, bare
+    sft.main([part for name, value in fields.items() for part in (f"--{name}", str(value))])
 
 
-def measure(options: argparse.Namespace, stage: Stage, arm: str) -> dict[str, Any]:
-    """Medians over all steps but the first, and the peak: the best product of a batch with a weight of the MLP."""
+def train_plain(rows: Sequence[dict[str, Any]], options: argparse.Namespace, common: Mapping[str, Any]) -> None:
+    """Train plain Llava by TRL, as it documents it for pictures; TRL itself puts the pictures before the text."""
+    model = LlavaForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(options.model)
+    roles = {"human": "user", "gpt": "assistant"}
+    data: dict[str, list[Any]] = {
+        "images": [[str(options.data / row["image"])] if row.get("image") else [] for row in rows],
+        "messages": [
+            [{"role": roles[turn["from"]], "content": turn["value"].replace("<image>\n", "")} for turn in turns]
+            for turns in (row["conversations"] for row in rows)
+        ],
+    }
+    args = SFTConfig(
+        **common, max_length=None, remove_unused_columns=False, assistant_only_loss=True,
+        per_device_train_batch_size=options.batch_size, train_sampling_strategy="sequential",
+    )  # fmt: skip
+    pictures = Dataset.from_dict(data).cast_column("images", List(Image()))
+    SFTTrainer(model, args, train_dataset=pictures, processing_class=processor).train()
+
+
+def measure(options: argparse.Namespace, arm: str) -> dict[str, Any]:
+    """Medians over all steps but the first; of an arm that runs out of memory only that."""
     gc.collect()  # the trainer before refers to itself
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, bare = make_trainer(options, stage, arm, folder)
-        trainer.train()
-    clocks = torch.tensor(bare.clocks, dtype=torch.float64).diff(dim=0).unflatten(0, (-1, 2))[1:]
+    cuda, packed = options.device == "cuda", arm == "ours, packed"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    rows = json.loads((options.data / ROWS).read_text(encoding="utf-8"))
+    rows = random.Random(42).sample(rows, options.steps * options.batch_size)
+    bare = BareLoop(options.model, options.attention if packed else "sdpa", options.alone)
+    with tempfile.TemporaryDirectory() as name:
+        Path(name, "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+        common = {
+            "output_dir": f"{name}/run", "max_steps": options.steps, "learning_rate": 1e-5, "max_grad_norm": 1.0,
+            "lr_scheduler_type": "constant", "optim": "adamw_torch_fused", "bf16": cuda, "use_cpu": not cuda,
+            "gradient_checkpointing": options.gradient_checkpointing, "report_to": "none", "save_strategy": "no",
+            "disable_tqdm": True, "logging_steps": 1, "seed": 42,
+        }  # fmt: skip
+        transformers.trainer.DEFAULT_CALLBACKS.append(bare)  # our command makes its own trainer
+        try:
+            if arm == "TRL, padded":
+                train_plain(rows, options, common)
+            else:
+                train_ours(Path(name, "rows.json"), packed, options, common)
+        except torch.OutOfMemoryError as error:
+            return {"arm": arm, "out_of_memory": str(error).split(". ")[0]}
+        finally:
+            transformers.trainer.DEFAULT_CALLBACKS.remove(bare)
+    clocks = (
+        torch.tensor(bare.clocks, dtype=torch.float64).diff(dim=0).unflatten(0, (-1, 2))[1:]
+    )  # [steps, arm, clock]
     (seconds, _), (bare_seconds, _) = clocks.quantile(0.5, dim=0).tolist()
     ratio, cpu_ratio = (clocks[:, 0] / clocks[:, 1]).quantile(0.5, dim=0).tolist()
-    timed, weight = bare.batches[1:], bare.model.model.language_model.layers[0].mlp.up_proj.weight.detach()
-    lengths = [b["attention_mask"].sum(1) if "attention_mask" in b else b["cu_seq_lens_q"].diff() for b in timed]
-    pictures = sum(len(batch.get("pixel_values", ())) for batch in timed)
-    supervised = sum(supervised_positions(batch["labels"])[1].numel() for batch in timed)
-    flops = sum(step_flops(bare.model, stage, torch.cat(lengths).tolist(), pictures, supervised).values()) / len(timed)
-    states = torch.randn(timed[0]["input_ids"].numel(), weight.shape[1])
-    peak = 2 * len(states) * weight.numel() / min(timeit.repeat(lambda: states @ weight.T, number=1, repeat=30))
+    timed = bare.batches[len(bare.batches) // options.steps :]
+    computed = sum(batch["input_ids"].numel() for batch in timed)
+    padding = sum(int((batch["attention_mask"] == 0).sum()) for batch in timed if "attention_mask" in batch)
+    beside = {"bare_seconds": bare_seconds, "ratio": ratio, "cpu_ratio": cpu_ratio,
+              "bare_loss": sum(bare.losses) / options.steps}  # fmt: skip
     return {
-        "stage": stage, "arm": arm, "seconds": seconds, "bare_seconds": bare_seconds, "ratio": ratio,
-        "cpu_ratio": cpu_ratio, "gigaflops": flops / 1e9, "peak_gigaflops": peak / 1e9,
-        "share": flops / seconds / peak, "bare_share": flops / bare_seconds / peak, "steps": clocks.tolist(),
-        "loss": trainer.state.log_history[-1]["train_loss"], "bare_loss": sum(bare.losses) / options.steps,
+        "arm": arm, "seconds": seconds, **({} if options.alone else beside), "loss": bare.loss,
+        "tokens_per_second": (computed - padding) / len(clocks) / seconds, "padding_share": padding / computed,
+        "peak_memory_gib": bare.memory / 2**30, "steps": clocks.tolist(),
     }  # fmt: skip
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The parser's options and those that benchmarks/gpu.py shares; exits where the model or its rows are missing."""
+    parser.add_argument("--model", type=Path, default=Path("runs/emoji/aligned"), help="folder of a NormLlava")
+    parser.add_argument("--data", type=Path, default=Path("runs/emoji/pictures"), help=f"folder of the rows, {ROWS}")
+    parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first not timed")
+    parser.add_argument("--batch_size", type=int, default=16, help="rows of a step")
+    parser.add_argument("--attention", default="sdpa", help="of packed rows: sdpa, flash_attention_2, ...")
+    options = parser.parse_args(argv)
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one GPU
+    for path in (options.model / "config.json", options.data / ROWS):
+        if not path.exists():
+            parser.error(f"{path} is missing: run `make emoji` first, or name others by --model and --data.")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Compare training speed with a bare loop and plain TRL.")
-    parser.add_argument("--model", default="runs/emoji/aligned", help="folder of a NormLlava")
-    parser.add_argument("--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of both stages' rows")
-    parser.add_argument("--steps", type=int, default=6, help="steps of each arm, the first not timed")
-    parser.add_argument("--batch_size", type=int, default=16, help="rows of a step")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/real_cpu.json"))
-    options = parser.parse_args(argv)
+    parser.add_argument("--packed_length", type=int, default=65536, help="most tokens of a packed row")
+    parser.add_argument("--gradient_checkpointing", action="store_true", help="in the trainers")
+    parser.add_argument("--alone", action="store_true", help="without the bare loop")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path, help="JSON file; benchmarks/results/real_<device>.json by default")
+    options = parse(parser, argv)
+    output = options.output or Path(f"benchmarks/results/real_{options.device}.json")
     results: dict[str, Any] = {
-        "processor": Path("/proc/cpuinfo").read_text().split("model name\t: ")[1].split("\n")[0],
-        "instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(),
-        "load": os.getloadavg()[0], "batch_size": options.batch_size, "steps": options.steps, "arms": [],
-        "environment": asdict(sft.describe_environment("cpu", 1, resumed=False)),
+        "settings": {name: str(value) for name, value in vars(options).items()},
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
+        "versions": {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")}, "arms": [],
     }  # fmt: skip
-    sys.stdout.write(f"{json.dumps(results)}\n{'':24}" + "".join(f"{name:>15}" for name in COLUMNS) + "\n")
-    for stage, arm in ((stage, arm) for stage in ROWS for arm in ARMS):
-        results["arms"].append(report := measure(options, stage, arm))
-        sys.stdout.write(f"{stage + ', ' + arm:24}" + "".join(f"{report[name]:15.3f}" for name in COLUMNS) + "\n")
-        options.output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    sys.stdout.write(f"{json.dumps(results)}\n{'':16}" + "".join(f"{name:>18}" for name in COLUMNS) + "\n")
+    for arm in ARMS:
+        results["arms"].append(report := measure(options, arm))
+        cells = "".join(f"{report[name]:18.3f}" if name in report else f"{'':18}" for name in COLUMNS)
+        sys.stdout.write(f"{arm:16}{report.get('out_of_memory', cells)}\n")
+        output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

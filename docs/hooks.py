@@ -5,7 +5,6 @@ Links stay those of the repository, so that every page reads on GitHub too; here
 
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -27,7 +26,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not path.startswith("docs/"):
             files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
         if path.endswith(".md"):
-            found = {target for target in linked(path) if (ROOT / target).is_file()} - seen
+            targets = {resolve(path, target) for target in LINK.findall((ROOT / path).read_text(encoding="utf-8"))}
+            found = {target for target in targets if (ROOT / target).is_file()} - seen
             waiting += sorted(found)
             seen |= found
     return files
@@ -42,11 +42,6 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
         return posixpath.relpath(site_path(resolve(source, match[0])), folder)
 
     return LINK.sub(on_site, markdown)
-
-
-def linked(path: str) -> Iterator[str]:
-    """The paths that a page of the repository links to."""
-    return (resolve(path, target) for target in LINK.findall((ROOT / path).read_text(encoding="utf-8")))
 
 
 def resolve(page: str, target: str) -> str:

@@ -8,17 +8,15 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trl import SFTConfig
 
-from training.arguments import FIXED, RunArguments, TrainingConfig
+from training.arguments import RunArguments, TrainingConfig
 
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -32,43 +30,36 @@ COMMANDS = (
     ("evaluation", "python -m evaluation", "evaluation.__main__"),
     ("hub_cards", "python -m hub_cards", "hub_cards.__main__"),
     ("serve", "python -m hub_cards.serve", "hub_cards.serve"),
-    *(
-        (f"benchmarks {name}", f"python -m benchmarks.{name}", f"benchmarks.{name}")
-        for name in ("plan", "plan_check", "gpu", "training", "real", "norm", "diagnostics", "key_alignment", "data",
-                     "stream", "loading")
-    ),
-)  # fmt: skip
-INTRODUCTION = """# Reference
-
-Every command's options. This page is written by `python docs/reference.py` from the code.
-"""
+    ("benchmarks gpu", "python -m benchmarks.gpu", "benchmarks.gpu"),
+    ("benchmarks real", "python -m benchmarks.real", "benchmarks.real"),
+    ("benchmarks norm", "python -m benchmarks.norm", "benchmarks.norm"),
+)
 
 
 class Asked(Exception):
     """Raised where a command would read its arguments; holds its parser."""
 
 
-@contextmanager
-def asking() -> Iterator[None]:
-    """Within the block, a command that reads its arguments raises [`Asked`] instead."""
-    read = argparse.ArgumentParser.parse_known_args
+def parser_of(module: str) -> argparse.ArgumentParser:
+    """The parser that a command makes: its `main` is stopped where it would read its arguments.
+
+    Raises:
+        RuntimeError: if it reads none.
+    """
+    read, argv = argparse.ArgumentParser.parse_known_args, sys.argv
 
     def ask(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         if not self.add_help:  # a first look at some arguments, such as the recipe's path
             return read(self, *args, **kwargs)
         raise Asked(self)
 
-    with patch.object(argparse.ArgumentParser, "parse_known_args", ask):
-        yield
-
-
-def parser_of(module: str) -> argparse.ArgumentParser:
-    """The parser that a command makes."""
+    argparse.ArgumentParser.parse_known_args, sys.argv = ask, [module]  # type: ignore[method-assign]
     try:
-        with asking(), patch.object(sys, "argv", [module]):
-            importlib.import_module(module).main()
+        importlib.import_module(module).main()
     except Asked as asked:
         return asked.args[0]
+    finally:
+        argparse.ArgumentParser.parse_known_args, sys.argv = read, argv  # type: ignore[method-assign]
     raise RuntimeError(f"{module} has not read any arguments.")
 
 
@@ -87,7 +78,9 @@ def render_table(actions: Iterable[argparse.Action]) -> str:
     lines = ["| option | default | |", "|---|---|---|"]
     for action in actions:
         name = action.option_strings[0] if action.option_strings else action.dest
-        default = "required" if action.required else describe(action.default)
+        shown = action.default not in (None, argparse.SUPPRESS) and action.default is not False
+        default = f"`{getattr(action.default, 'value', action.default)}`" if shown else ""
+        default = "required" if action.required else default
         choices = f"One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
         text = ((action.help or "") % {"default": action.default}).replace("|", "\\|")
         if isinstance(action, argparse._StoreFalseAction):  # transformers' pair of a field that is on by default
@@ -97,54 +90,34 @@ def render_table(actions: Iterable[argparse.Action]) -> str:
     return "\n".join(lines)
 
 
-def describe(default: Any) -> str:
-    """A default value, unless an option is simply not given by default."""
-    if default is None or default is False or default == argparse.SUPPRESS:
-        return ""
-    return f"`{getattr(default, 'value', default)}`"
-
-
-def render_sft(parser: argparse.ArgumentParser) -> str:
-    """The fields of a recipe that are this project's, those of TRL with another default, and those that are fixed."""
-    ours = RunArguments.__annotations__.keys()
-    changed = TrainingConfig.__annotations__.keys()
-    actions = {
-        action.dest: action for _, action in actions_of(parser) if not isinstance(action, argparse._StoreFalseAction)
-    }
-    inherited = {field.name for field in dataclasses.fields(RunArguments)} - ours - FIXED.keys()
+def render_sft(options: Iterable[argparse.Action]) -> str:
+    """The fields of a recipe that are this project's, and those of TRL with another default."""
+    actions = {action.dest: action for action in options if not isinstance(action, argparse._StoreFalseAction)}
     here, there = (
         {field.name: field.default for field in dataclasses.fields(config)} for config in (TrainingConfig, SFTConfig)
     )
-    fixed = [f"| `{name}` | `{value}` | {reason} |" for name, (value, reason) in sorted(FIXED.items())]
+    changed = [name for name in TrainingConfig.__annotations__ if name in actions and name in there]
+    rows = [f"| `{name}` | `{here[name]}` | `{there[name]}` | {actions[name].help} |" for name in changed]
     return "\n\n".join([
         "Fields of a recipe, which can be given on the command line too. In addition to those of TRL's "
-        "[`SFTConfig`](https://huggingface.co/docs/trl/sft_trainer), and "
-        f"{', '.join(f'`{name}`' for name in sorted(inherited & actions.keys()))} of its `ModelConfig` and "
-        "`ScriptArguments`:",
-        render_table(actions[name] for name in ours if name in actions),
+        "[`SFTConfig`](https://huggingface.co/docs/trl/sft_trainer) and `ModelConfig`:",
+        render_table(actions[name] for name in RunArguments.__annotations__ if name in actions),
         "TRL's fields with another default:",
-        "\n".join([
-            "| field | here | in TRL | |",
-            "|---|---|---|---|",
-            *(f"| `{name}` | `{here[name]}` | `{there[name]}` | {actions[name].help} |" for name in changed),
-        ]),
-        "TRL's fields that have one value here:",
-        "\n".join(["| field | value | why |", "|---|---|---|", *fixed]),
+        "\n".join(["| field | here | in TRL | |", "|---|---|---|---|", *rows]),
     ])  # fmt: skip
 
 
 def render() -> str:
     """The whole page."""
-    parts = [INTRODUCTION]
+    parts = ["# Reference\n\nEvery command's options, written by `python docs/reference.py` from the code.\n"]
     for heading, command, module in COMMANDS:
-        parser = parser_of(module)
         parts.append(f"## {heading}\n\n`{command}`\n")
-        if module == "training.sft":
-            parts.append(render_sft(parser) + "\n")
-            continue
         tables: dict[str, list[argparse.Action]] = {}
-        for subcommand, action in actions_of(parser):
+        for subcommand, action in actions_of(parser_of(module)):
             tables.setdefault(subcommand, []).append(action)
+        if module == "training.sft":
+            parts.append(render_sft(tables[""]) + "\n")
+            continue
         for subcommand, actions in tables.items():
             parts.append((f"### {subcommand}\n\n" if subcommand else "") + render_table(actions) + "\n")
     return "\n".join(parts)

@@ -18,12 +18,7 @@ import matplotlib.pyplot as plt
 import torch
 from PIL import Image
 from scenes import CHANCE, ask
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    AutoTokenizer,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from conversations.files import weights_fingerprint
@@ -136,11 +131,8 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
     """Write the first question about each of the first pictures in LLaVA's layout, for the diagnostics."""
     first = {question.image: question for question in reversed(questions)}
     rows = [
-        {
-            "image": str(question.image.relative_to(path.parent)),
-            "conversations": ask(question.question, question.answer),
-        }
-        for question in sorted(first.values(), key=lambda question: question.image)[:PROBE_SIZE]
+        {"image": str(row.image.relative_to(path.parent)), "conversations": ask(row.question, row.answer)}
+        for row in sorted(first.values(), key=lambda row: row.image)[:PROBE_SIZE]
     ]
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
@@ -180,12 +172,6 @@ def draw_answers(questions: list[SceneQuestion], answers: list[str], path: Path)
     plt.close(figure)
 
 
-def draw_norms(measured: dict[str, DynamicsPoint], path: Path) -> None:
-    """Norm and turning by layer and modality: without the norm, with it, and after training."""
-    chosen = [label for label in measured if label != "after stage 1"]
-    save(draw_layers(chosen, [measured[label].layers for label in chosen]), path)
-
-
 def render_table(scores: dict[str, dict[str, float]], measured: dict[str, DynamicsPoint], count: int) -> str:
     """The table that the quickstart prints."""
     lines = [
@@ -222,7 +208,8 @@ def main() -> None:
     measured = measure(run_dir, probe)
     record_scores(scores, len(questions), run_dir / "stage2")
     draw_answers(questions, answers, run_dir / "answers.png")
-    draw_norms(measured, run_dir / "norms.png")
+    drawn = {label: point.layers for label, point in measured.items() if label != "after stage 1"}
+    save(draw_layers(list(drawn), list(drawn.values())), run_dir / "norms.png")
     report = {"questions": len(questions), "accuracy": scores, "dynamics": to_json(measured)}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     logger.info("%s", render_table(scores, measured, len(questions)))

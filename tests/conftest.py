@@ -1,6 +1,6 @@
 """Small random backbones in ordinary checkpoint folders, made once a run: what the tests compose and train."""
 
-# ruff: noqa: E402 - the cache folder must be named before datasets is imported
+# ruff: noqa: E402 - the cache folder and the backend must be named before datasets and matplotlib are imported
 import os
 import tempfile
 
@@ -8,6 +8,7 @@ import tempfile
 # What is converted and checked is kept in datasets' cache folder: the tests' own goes when they end.
 _cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 os.environ["HF_DATASETS_CACHE"] = _cache.name
+os.environ.setdefault("MPLBACKEND", "Agg")  # no window, in processes that tests start either
 
 import signal
 import subprocess

@@ -69,6 +69,7 @@ def test_a_stopped_training_goes_on_to_the_same_weights(
     assert torch.equal(load_file(stopped / "model.safetensors")["lm_head.weight"], expected["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_compiled_layers_learn_the_same(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     eager = train_text(rows, tmp_path / "eager", SETTINGS)
     assert train_text(rows, tmp_path / "compiled", SETTINGS, compiled=True) == pytest.approx(eager, rel=1e-4)

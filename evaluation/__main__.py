@@ -93,10 +93,19 @@ def choose_benchmarks(args: argparse.Namespace) -> list[Benchmark]:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Model, task and settings of the run in a task's folder; empty if there is none that finished."""
+    """Model, task and settings of the run in a task's folder; empty if there is none that finished.
+
+    Raises:
+        ValueError: if its file can't be read.
+    """
     path = folder / RESULT_FILE
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {name: found[name] for name in ("model", "task", "settings") if name in found}
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {name: found[name] for name in ("model", "task", "settings")}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} can't be read ({error!r}): remove it to run its task again.") from error
 
 
 def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> None:

@@ -52,17 +52,6 @@ def model_at(folder: Path, fingerprint: str = "m") -> Model:
 # Figures
 
 
-def test_the_error_of_a_mean_of_groups_is_that_of_its_groups() -> None:
-    rng = np.random.default_rng(0)
-    # Simulated: 500 draws of 60 and 20 rows with shares of 0.9 and 0.3.
-    draws = [[*(rng.random(60) < 0.9), *(rng.random(20) < 0.3)] for _ in range(500)]
-    means, errors = zip(*(mean_and_error(scores_of(draw, "a" * 60 + "b" * 20)) for draw in draws), strict=True)
-    assert np.mean(means) == pytest.approx(0.6, abs=0.01)
-    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.1)
-    # sqrt(p (1 - p) / n) of all rows is another number.
-    assert np.sqrt(0.75 * 0.25 / 80) < 0.9 * np.mean(errors)
-
-
 @pytest.mark.parametrize(("scores", "groups"), [([1.0, 0.0, 1.0], "aab"), ([0.0, 0.0, 0.0], "aaa")])
 def test_one_row_or_rows_that_are_alike_have_no_error(scores: list[float], groups: str) -> None:
     assert mean_and_error(scores_of(scores, groups))[1] is None
@@ -407,6 +396,9 @@ def test_a_failed_task_leaves_what_was_there(
         run_task(model_at(tmp_path, "trained further"))
     assert list(command_line.read_results(model_at(tmp_path))) == ["digits"]
     assert (tmp_path / "evaluation/digits.unfinished/log.txt").exists()
+    (tmp_path / "evaluation/digits/result.json").write_text("")
+    with pytest.raises(ValueError, match=r"result.json can't be read .* remove it"):
+        run_task(model_at(tmp_path))
 
 
 def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-# For `python -m evaluation`: its harnesses bring about 140 packages. lmms-eval asks for torchvision, and does
-# without it too; PyPI's is built for CUDA, and beside a CPU build of torch transformers can't be imported with it.
+# For `python -m evaluation`. lmms-eval asks for torchvision and does without it too; PyPI's is built for CUDA, and
+# beside a CPU build of torch transformers can't be imported with it.
 $(EVALUATION_VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(EVALUATION_VENV)
 	$(EVALUATION_VENV)/bin/pip install --quiet --constraint constraints.txt torch
@@ -41,11 +41,13 @@ quickstart: install
 emoji: install
 	$(BIN)/python -m examples.emoji.run
 
+# Two processes; tests of one `xdist_group` share one. Small models: threads that wait for each other take longer than
+# one that works.
 test: install
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 test-slow: install
-	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m slow
 
 quality: install
 	$(BIN)/ruff check .

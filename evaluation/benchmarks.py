@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 
-Harness = Literal["lmms-eval", "lm-eval"]
-
-
 @dataclass(frozen=True)
 class Benchmark:
     """One task of a harness.
@@ -22,29 +19,24 @@ class Benchmark:
         scale: The metric's largest value; `None` if unknown.
         choice: What was chosen where the paper leaves it open.
         in_chat: Whether lm-eval asks in the model's chat format.
-        whole_only: Why it is meaningless on a part of its rows, if so.
     """
 
-    harness: Harness
+    harness: Literal["lmms-eval", "lm-eval"]
     task: str
     title: str
     metric: str | None = None
     scale: float | None = None
     choice: str = ""
     in_chat: bool = False
-    whole_only: str | None = None
 
     @property
     def name(self) -> str:
         """Its name in `--tasks`; both harnesses have tasks of the same name."""
         return self.task if self in KNOWN else f"{self.harness}:{self.task}"
 
-    @property
-    def needs_token(self) -> bool:
-        """Whether a Hub token is needed; most of lmms-eval's tasks ask for one even for public data."""
-        return self.harness == "lmms-eval" and self not in OURS
 
-
+# Its score is divided by 1000, whatever the number of rows.
+OCRBENCH = Benchmark("lmms-eval", "ocrbench", "OCRBench", "ocrbench_accuracy", 1.0, "right of 1000")
 PICTURES = (
     Benchmark(
         "lmms-eval", "mmbench_en_dev_static", "MMBench-EN", "gpt_eval_score", 100.0,
@@ -55,10 +47,7 @@ PICTURES = (
     Benchmark(
         "lmms-eval", "seedbench_2_plus", "SEED-Bench-2-Plus", "seedbench_2_plus_all", 1.0, "the answer's first letter"
     ),
-    Benchmark(
-        "lmms-eval", "ocrbench", "OCRBench", "ocrbench_accuracy", 1.0, "right of 1000",
-        whole_only="its score is divided by 1000, whatever the number of rows",
-    ),
+    OCRBENCH,
     Benchmark(
         "lmms-eval", "scienceqa_img", "ScienceQA", "exact_match", 1.0,
         "questions with a picture; the paper doesn't say which",
@@ -88,11 +77,8 @@ def find_benchmark(name: str) -> Benchmark:
     for benchmark in KNOWN:
         if task == benchmark.task and harness in ("", benchmark.harness):
             return benchmark
-    if task and not set(task) & set(",*/ "):
-        if harness == "lmms-eval":
-            return Benchmark("lmms-eval", task, task)
-        if harness == "lm-eval":
-            return Benchmark("lm-eval", task, task)
+    if task and harness in ("lmms-eval", "lm-eval") and not set(task) & set(",*/ "):
+        return Benchmark(harness, task, task)  # type: ignore[arg-type]
     known = ", ".join(benchmark.task for benchmark in KNOWN)
     raise ValueError(
         f"--tasks {name}: there are {known}; give any other, one by one, as lmms-eval:<task> or lm-eval:<task>."

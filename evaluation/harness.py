@@ -8,23 +8,24 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from huggingface_hub import get_token
 
+from conversations.files import fingerprint, hash_files
 from evaluation.benchmarks import Benchmark
 
 
 TASKS = Path(__file__).parent / "tasks"
 LOG_FILE = "log.txt"
 MODULES = {"lmms-eval": "lmms_eval", "lm-eval": "lm_eval"}
-TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+# Raise it when a change of the command or the plug-in changes answers: results of another number are not reused.
+REVISION = 1
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """How tasks are run.
 
     Attributes:
@@ -44,9 +45,24 @@ class TaskError(RuntimeError):
     """A task gave no figure; the message says why, or where its log is."""
 
 
-def harness_name(benchmark: Benchmark) -> str:
-    """The harness with its version."""
-    return f"{benchmark.harness} {version(MODULES[benchmark.harness])}"
+def fixed_settings(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
+    """The settings that a figure depends on.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: if the harness is not installed.
+    """
+    fixed = {
+        "harness": f"{benchmark.harness} {version(MODULES[benchmark.harness])}",
+        "limit": settings.limit,
+        "dtype": settings.dtype,
+        "metric": benchmark.metric,
+        "scale": benchmark.scale,
+        "in_chat": benchmark.in_chat,
+        "revision": REVISION,
+    }
+    if (TASKS / f"{benchmark.task}.yaml").exists():  # ours, which no harness's version covers
+        fixed["task_files"] = fingerprint(hash_files(TASKS, "[!.]*"))
+    return fixed
 
 
 def build_command(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
@@ -57,7 +73,7 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
         launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(settings.num_processes), "-m"]
     arguments = f"pretrained={model},dtype={settings.dtype}"
     if benchmark.harness == "lmms-eval":
-        command = [*launcher, "lmms_eval", "--model", "image_text_to_text", "--model_args", arguments]
+        command = [*launcher, "evaluation.lmms_eval_model", "--model", "image_text_to_text", "--model_args", arguments]
     else:
         arguments += ",trust_remote_code=True"
         command = [*launcher, "lm_eval", "run", "--model", "hf-multimodal", "--model_args", arguments]
@@ -78,12 +94,13 @@ def run_harness(command: list[str], log: Path) -> None:
     # Without the working directory on the path, where a folder or an old egg-info would shadow installed packages.
     environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryDirectory() as folder, log.open("wb") as file:
-        token = get_token()
-        if token is not None:  # lmms-eval prints a token that is in the environment
+        if (token := get_token()) is not None:  # lmms-eval prints a token that is in the environment
             path = Path(folder, "token")
             path.touch(mode=0o600)
             path.write_text(token, encoding="utf-8")
-            environment = {name: environment[name] for name in environment if name not in TOKEN_VARIABLES}
+            environment = {
+                name: environment[name] for name in environment.keys() - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
+            }
             environment["HF_TOKEN_PATH"] = str(path)
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert process.stdout is not None

@@ -1,6 +1,6 @@
-"""lmms-eval plug-in for any chat model with pictures that `AutoModelForImageTextToText` loads.
+"""lmms-eval for any chat model with pictures that `AutoModelForImageTextToText` loads; takes lmms-eval's arguments.
 
-python -m lmms_eval --model image_text_to_text --model_args pretrained=me/MyModel --tasks mmstar --batch_size 16
+python -m evaluation.lmms_eval_model --model image_text_to_text --model_args pretrained=me/MyModel --tasks mmstar
 """
 
 from typing import Any
@@ -9,6 +9,9 @@ import torch
 from accelerate import Accelerator
 from lmms_eval.api.instance import Instance
 from lmms_eval.api.model import lmms
+from lmms_eval.cli.dispatch import main
+from lmms_eval.models import MODEL_REGISTRY_V2
+from lmms_eval.models.registry_v2 import ModelManifest
 from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -107,3 +110,9 @@ def cut(text: str, until: list[str] | str) -> str:
     for end in [until] if isinstance(until, str) else until:
         text = text.split(end)[0] if end else text
     return text.strip()
+
+
+if __name__ == "__main__":
+    manifest = ModelManifest("image_text_to_text", chat_class_path="__main__.ImageTextToText")
+    MODEL_REGISTRY_V2.register_manifest(manifest, overwrite=True)  # of an installation of an earlier version
+    main()

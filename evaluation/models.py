@@ -1,6 +1,5 @@
 """The evaluated models: their files, fingerprints, and folders for results."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -9,10 +8,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from conversations.files import WEIGHT_FILES, fingerprint, hash_files
-from evaluation.benchmarks import Benchmark, find_benchmark
-from evaluation.harness import MODULES
-from evaluation.record import write_evaluations
-from evaluation.results import Result, read_result
+from evaluation.benchmarks import Benchmark
 
 
 # What a model's answers depend on.
@@ -48,29 +44,11 @@ class Model:
         name = benchmark.name.replace(":", "--")
         return self.results / RESULTS_FOLDER / (name if limit is None else f"{name}-first-{limit}")
 
-    def read_results(self) -> dict[str, Result]:
-        """This model's results on whole tasks, of this or earlier runs, by task.
-
-        Raises:
-            ValueError: if a result can't be read.
-        """
-        folders = sorted((self.results / RESULTS_FOLDER).glob("*/"))
-        found = [result for folder in folders if (result := read_result(folder)) is not None]
-        return {
-            result.task: result
-            for result in found
-            if result.model == self.fingerprint and result.settings["limit"] is None
-        }
-
-    def write_evaluations(self, results: Mapping[str, Result]) -> None:
-        """Write `evaluation.json`: these results, and the rows that are there and not from a harness."""
-        rows = []
-        for task, result in results.items():
-            dtype = "" if result.dtype == "auto" else f" --dtype {result.dtype}"
-            command = f"python -m evaluation {self.source} --tasks {task}{dtype}"
-            command += "" if self.path == self.results else " --output_dir results"
-            rows += result.evaluations(command, find_benchmark(task).choice, self.weights)
-        write_evaluations(self.results, rows, lambda row: str(row.get("harness")).partition(" ")[0] in MODULES)
+    def command(self, benchmark: Benchmark, dtype: str) -> str:
+        """The command that runs a task."""
+        options = "" if dtype == "auto" else f" --dtype {dtype}"
+        options += "" if self.path == self.results else " --output_dir results"
+        return f"python -m evaluation {self.source} --tasks {benchmark.name}{options}"
 
 
 def open_model(source: str, name: str | None, revision: str | None, output_dir: Path | None) -> Model:

@@ -1,15 +1,16 @@
 """The table: a line for each benchmark, a column for each model, and how each figure was measured."""
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
+
+from scipy.special import stdtrit
 
 from evaluation.benchmarks import PAPER, Benchmark
-from evaluation.results import Figure, Result
-from evaluation.scores import interval_of_difference
+from evaluation.figures import Figure, mean_and_error
 
 
-# By model and task.
-Results = Mapping[str, Mapping[str, Result]]
+# By model and by the benchmark's name.
+Results = Mapping[str, Mapping[str, Sequence[Figure]]]
+LEVEL = 0.95
 
 
 def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
@@ -18,37 +19,29 @@ def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
     Fractions are in percent; figures without a known scale are as the harness gives them.
     """
     names = [name.replace("|", "\\|") for name in results]
-    others = [f"{name} − {names[0]} (95% interval)" for name in names[1:]]
-    lines = ["| benchmark | " + " | ".join([*names, *others]) + " | how |"]
-    lines.append("|---|" + "---:|" * (len(names) + len(others)) + "---|")
+    header = [*names, *(f"{name} − {names[0]} (95% interval)" for name in names[1:])]
+    lines = [["benchmark", *header, "how"], ["---", *["---:"] * len(header), "---"]]
     for benchmark in benchmarks:
-        lines += _lines(benchmark, [of_model.get(benchmark.name) for of_model in results.values()])
+        lines += _lines(benchmark, [of_model.get(benchmark.name, ()) for of_model in results.values()])
     means = [_mean(of_model) for of_model in results.values()]
     if any(means):
-        cells = [mean or "" for mean in means] + [""] * len(others)
-        lines.append(f"| mean of the {len(PAPER)} | " + " | ".join(cells) + " | plain mean, as in Table 4 |")
-    return "\n".join(lines)
+        empty = [""] * (len(names) - 1)
+        lines.append([f"mean of the {len(PAPER)}", *means, *empty, "plain mean, as in Table 4"])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _lines(benchmark: Benchmark, given: Sequence[Result | None]) -> list[str]:
+def _lines(benchmark: Benchmark, given: Sequence[Sequence[Figure]]) -> list[list[str]]:
     """A line for each figure; a single line if no model has any."""
-    named = {(figure.task, figure.metric): result for result in given if result for figure in result.figures}
+    by_model = [{(figure.evaluation.task, figure.evaluation.metric): figure for figure in of} for of in given]
     lines = []
-    for (task, metric), result in named.items():
-        figures = [_find(result, task, metric) for result in given]
+    for task, metric in dict.fromkeys(key for figures in by_model for key in figures):
+        figures = [found.get((task, metric)) for found in by_model]
         cells = [_value(benchmark, figure) for figure in figures]
         cells += [_difference(benchmark, figures[0], figure) for figure in figures[1:]]
-        title = benchmark.title if benchmark.metric else f"{task}, {metric}"
-        how = _how(benchmark, result, metric, next(figure.n for figure in figures if figure))
-        lines.append(f"| {title} | " + " | ".join(cells) + f" | {how} |")
-    if not lines:
-        lines.append(f"| {benchmark.title} | " + " | ".join(["no result"] * (2 * len(given) - 1)) + " | |")
-    return lines
-
-
-def _find(result: Result | None, task: str, metric: str) -> Figure | None:
-    figures = result.figures if result else []
-    return next((figure for figure in figures if (figure.task, figure.metric) == (task, metric)), None)
+        row = next(figure.evaluation for figure in figures if figure)
+        how = f"{row.harness} {benchmark.task}; {metric}; {row.split}, n = {row.n}; {row.choice}"
+        lines.append([benchmark.title if benchmark.metric else f"{task}, {metric}", *cells, how])
+    return lines or [[benchmark.title, *["no result"] * (2 * len(given) - 1), ""]]
 
 
 def _number(benchmark: Benchmark, value: float, sign: str = "") -> str:
@@ -58,44 +51,33 @@ def _number(benchmark: Benchmark, value: float, sign: str = "") -> str:
 def _value(benchmark: Benchmark, figure: Figure | None) -> str:
     if figure is None:
         return "no result"
-    error = "" if figure.standard_error is None else f" ± {_number(benchmark, figure.standard_error)}"
-    return _number(benchmark, figure.value) + error
+    error = figure.evaluation.standard_error
+    number = _number(benchmark, figure.evaluation.value)
+    return number if error is None else f"{number} ± {_number(benchmark, error)}"
 
 
 def _difference(benchmark: Benchmark, first: Figure | None, second: Figure | None) -> str:
+    """Second minus first, with Student's t interval over the same rows in pairs."""
     if first is None or second is None:
         return "no result"
-    change = _number(benchmark, second.value - first.value, "+")
-    if first.rows is None or second.rows is None:
+    change = _number(benchmark, second.evaluation.value - first.evaluation.value, "+")
+    if first.scores is None or second.scores is None:
         return f"{change} (rows not known)"
-    try:
-        interval = interval_of_difference(first.rows, second.rows)
-    except ValueError as error:
-        return f"{change} ({error})"
-    if interval is None:
+    pairs = second.scores - first.scores  # NaN for a row of one alone
+    if pairs.hasnans:
+        return f"{change} (they answered other questions)"
+    value, error = mean_and_error(pairs)
+    if error is None:
         return f"{change} (too few rows that differ)"
-    low, high = (_number(benchmark, bound, "+") for bound in interval)
+    half = stdtrit(len(pairs) - pairs.index.get_level_values("group").nunique(), (1 + LEVEL) / 2) * error
+    low, high = (_number(benchmark, bound, "+") for bound in (value - half, value + half))
     return f"{change} ({low} to {high})"
 
 
-def _how(benchmark: Benchmark, result: Result, metric: str, n: int) -> str:
-    parts = [f"{result.harness} {benchmark.task}", metric, f"{result.split}, n = {n}", f"{result.shots}-shot"]
-    return "; ".join(filter(None, [*parts, "" if result.dtype == "auto" else result.dtype, benchmark.choice]))
-
-
-def _mean(results: Mapping[str, Result]) -> str | None:
-    """The mean of the paper's nine in percent, if all were run on all rows, in one dtype, by one version of each
-    harness."""
-    given = [results.get(benchmark.name) for benchmark in PAPER]
-    found = [result for result in given if result is not None and result.settings["limit"] is None]
-    if len(found) < len(PAPER) or len({result.dtype for result in found}) > 1:
-        return None
-    versions = {(of.harness, result.harness) for of, result in zip(PAPER, found, strict=True)}
-    if len(versions) > len({benchmark.harness for benchmark in PAPER}):
-        return None
-    figures = [result.figures[0] for result in found]  # each has exactly one
-    value = 100 * sum(figure.value for figure in figures) / len(figures)
-    errors = [figure.standard_error for figure in figures if figure.standard_error is not None]
-    if len(errors) < len(figures):
-        return f"{value:.1f}"
-    return f"{value:.1f} ± {100 * sqrt(sum(error**2 for error in errors)) / len(figures):.1f}"
+def _mean(results: Mapping[str, Sequence[Figure]]) -> str:
+    """The mean of the paper's nine in percent; empty if one is missing, or if harnesses' versions or dtypes differ."""
+    figures = [results[benchmark.name][0] for benchmark in PAPER if benchmark.name in results]
+    versions = {(figure.settings["harness"], figure.settings["dtype"]) for figure in figures}
+    if len(figures) < len(PAPER) or len(versions) > len({benchmark.harness for benchmark in PAPER}):
+        return ""
+    return f"{100 * sum(figure.evaluation.value for figure in figures) / len(figures):.1f}"

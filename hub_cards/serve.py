@@ -19,8 +19,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="loopback port (default: 8000)")
     args = parser.parse_args()
     if not is_serve_available():
-        raise SystemExit("transformers' server is not installed: pip install -e '.[serve]'")
-    import uvicorn  # needs the extra "serve", as does the next import
+        raise SystemExit("transformers' server is not installed: pip install -e '.[release]'")
+    import uvicorn  # needs the extra "release", as does the next import
 
     from hub_cards.chat_server import build_app
 

@@ -1,13 +1,15 @@
 """Small random backbones in ordinary checkpoint folders, made once a run: what the tests compose and train."""
 
-# ruff: noqa: E402 - the cache folder must be named before datasets is imported
+# ruff: noqa: E402 - caches and the backend must be named before datasets, transformers and matplotlib are imported
 import os
 import tempfile
 
 
-# What is converted and checked is kept in datasets' cache folder: the tests' own goes when they end.
-_cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-os.environ["HF_DATASETS_CACHE"] = _cache.name
+# Caches of the tests' own, of each pytest-xdist worker's too; they go when the tests end.
+_caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+os.environ["HF_DATASETS_CACHE"] = os.path.join(_caches.name, "datasets")
+os.environ["HF_MODULES_CACHE"] = os.path.join(_caches.name, "modules")
+os.environ.setdefault("MPLBACKEND", "Agg")  # no window, in processes that tests start either
 
 import signal
 import subprocess
@@ -51,6 +53,9 @@ from training.compose import add_key_adapters, compose
 
 # A shell's background job ignores Ctrl-C and hands that down; tests that press it need what a terminal gives.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Files whose tests start several processes, or a server on a port: one worker runs them all, one after the other.
+IN_ONE_WORKER = ("test_distributed.py", "test_kill.py", "test_norm.py", "test_serving.py", "test_space.py")
 
 TEXT_SIZES = {
     "hidden_size": 32,
@@ -147,6 +152,14 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
     text_config = {key: TEXT_SIZES[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
     config = SiglipConfig(vision_config=VISION_SIZES, text_config={**text_config, "num_hidden_layers": 1})
     return SiglipModel(config), processor
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Name the group of `--dist loadgroup`."""
+    for item in items:
+        if item.path.name in IN_ONE_WORKER:
+            item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.fixture(scope="session")

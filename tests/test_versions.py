@@ -1,5 +1,5 @@
-"""The tests that depend on transformers and TRL most, on the lowest versions that pyproject.toml allows and on the
-newest releases that there are, past its caps too."""
+"""The tests that depend on transformers and TRL most, on the lowest versions that training allows and on the newest
+releases that there are, past its caps too: the class has none."""
 
 import json
 import os
@@ -43,8 +43,8 @@ def install_beside(folder: Path, *requirements: str) -> None:
 
 
 def lowest(name: str) -> str:
-    """The requirement of the lowest version of a dependency that pyproject.toml allows."""
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    """The requirement of the lowest version of a dependency that training allows."""
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
     (specifier,) = (Requirement(line).specifier for line in dependencies if Requirement(line).name == name)
     (version,) = (bound.version for bound in specifier if bound.operator == ">=")
     return f"{name}=={version}"

@@ -1,6 +1,5 @@
-"""What stands around the harnesses: choices, checks, errors of figures, results that are kept, tables."""
+"""What stands around the harnesses: choices, checks, figures and their errors, results that are kept, tables."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -13,129 +12,172 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.stats import t, ttest_rel
 
-from diagnostics.results import from_json, to_json
+from diagnostics.results import from_json
 from evaluation import __main__ as command_line
-from evaluation import harness, results
-from evaluation.__main__ import run_task
-from evaluation.benchmarks import OURS, PAPER, TEXT, Benchmark, find_benchmark
-from evaluation.harness import Settings, TaskError
+from evaluation import harness
+from evaluation.benchmarks import OURS, PAPER, PICTURES, TEXT, Benchmark, find_benchmark
+from evaluation.figures import Figure, mean_and_error, name_rows, read_figures, read_scores
+from evaluation.harness import Settings, TaskError, build_command, fixed_settings
 from evaluation.models import Model, open_model
 from evaluation.record import Evaluation, write_evaluations
-from evaluation.reports import name_rows, read_all_figures
-from evaluation.results import Figure, Result, fixed_settings, read_result
-from evaluation.scores import Row, interval_of_difference, mean, read_rows, standard_error
 from evaluation.table import render
 
 
 ROOT = Path(__file__).parents[2]
-DIGITS = OURS[0]
+DIGITS, OTHER = OURS[0], Benchmark("lmms-eval", "any", "any")
 SETTINGS = Settings(batch_size=8, num_processes=1, dtype="auto", limit=None)
+FIXED: dict[str, Any] = {"harness": "lmms-eval 1", "limit": None, "dtype": "auto"}
 
 
-def rows_of(scores: Sequence[float], groups: Sequence[str] | None = None) -> list[Row]:
-    names = groups or [None] * len(scores)
-    return [Row(str(number), score, group) for number, (score, group) in enumerate(zip(scores, names, strict=True))]
+def scores_of(values: Sequence[float], groups: Sequence[str] = "") -> pd.Series:
+    index = [list(groups) or [""] * len(values), [str(number) for number in range(len(values))]]
+    return pd.Series(values, index, dtype=float).rename_axis(["group", "row"])
 
 
-def result(
-    task: str, value: float, rows: list[Row] | None = None, model: str = "m", limit: int | None = None
-) -> Result:
-    figure = Figure(task, "exact_match", value, 0.01, 100, rows)
-    settings = {"harness": "lmms-eval 1", "limit": limit, "dtype": "auto"}
-    return Result(model, settings, task, "owner/rows", "test", 0, 1.0, [figure])
+def figure(value: float, scores: pd.Series | None = None, error: float | None = 0.01, **changed: Any) -> Figure:
+    fields = {"task": "digits", "dataset": "d", "split": "test", "metric": "exact_match", "command": "c"}
+    evaluation = Evaluation(**{**fields, **changed}, value=value, n=100, standard_error=error, harness="lmms-eval 1",
+                            choice="0-shot")  # fmt: skip
+    return Figure(evaluation, scores, FIXED)
+
+
+def model_at(folder: Path, fingerprint: str = "m") -> Model:
+    return Model("mine", "runs/mine", folder, folder, fingerprint, "weights")
 
 
 # Figures
 
 
-def test_the_error_of_a_mean_of_groups_is_that_of_its_groups() -> None:
-    rng = np.random.default_rng(0)
-    # Simulated: 2000 draws of 60 and 20 rows with shares of 0.9 and 0.3.
-    means, errors = [], []
-    for _ in range(2000):
-        scores = [*(rng.random(60) < 0.9), *(rng.random(20) < 0.3)]
-        rows = rows_of([float(score) for score in scores], ["a"] * 60 + ["b"] * 20)
-        means.append(mean(rows))
-        errors.append(standard_error(rows))
-    assert np.mean(means) == pytest.approx(0.6, abs=0.005)
-    assert np.mean(errors) == pytest.approx(np.std(means), rel=0.05)
-    # sqrt(p (1 - p) / n) of all rows is another number.
-    assert np.sqrt(0.75 * 0.25 / 80) < 0.9 * np.mean(errors)
-
-
 @pytest.mark.parametrize(("scores", "groups"), [([1.0, 0.0, 1.0], "aab"), ([0.0, 0.0, 0.0], "aaa")])
 def test_one_row_or_rows_that_are_alike_have_no_error(scores: list[float], groups: str) -> None:
-    assert standard_error(rows_of(scores, list(groups))) is None
-
-
-def test_differences_are_students_over_pairs() -> None:
-    rng = np.random.default_rng(1)
-    first = (rng.random(40) < 0.6).astype(float)
-    second = np.where(rng.random(40) < 0.8, first, 1 - first)
-    found = interval_of_difference(rows_of(list(first)), rows_of(list(second))[::-1])  # in any order
-    reference = ttest_rel(second, first).confidence_interval(0.95)
-    assert found == pytest.approx((reference.low, reference.high))
-    for other in (rows_of([1.0, 0.0, 1.0]), rows_of([1.0]), [Row("0", 1.0), Row("9", 0.0)]):
-        with pytest.raises(ValueError, match="other questions"):
-            interval_of_difference(rows_of([1.0, 0.0]), other)
-
-
-def test_differences_of_groups_take_each_group_alike() -> None:
-    groups = ["a"] * 4 + ["b"] * 2
-    first, second = rows_of([0.0] * 6, groups), rows_of([1.0, 0.0, 0.0, 0.0, 1.0, 0.0], groups)
-    # Means 1/4 and 1/2; variances 1/4 of 4 rows and 1/2 of 2; six rows less two groups leave 4 degrees of freedom.
-    half = t.ppf(0.975, 4) * np.sqrt(0.25 / 4 + 0.5 / 2) / 2
-    assert interval_of_difference(first, second) == pytest.approx((0.375 - half, 0.375 + half))
+    assert mean_and_error(scores_of(scores, groups))[1] is None
 
 
 def sample(number: int, **logged: Any) -> dict[str, Any]:
     return {"doc_id": number, "target": "A", "input": f"question {number}", **logged}
 
 
-OTHER = Benchmark("lmms-eval", "any", "any")
-
-
 @pytest.mark.parametrize(
-    ("items", "value", "expected"),
+    ("items", "value", "is_known"),
     [
-        ([1.0, 0.0, 0.0, 1.0], 0.5, 0.5),
-        ([{"score": 1.0, "l2_category": "a"}, {"score": 0.0, "l2_category": "b"}] * 2, 0.5, 0.5),
-        ([{"pred": " a", "answer": "A"}, {"pred": "B", "answer": "A"}], 0.5, 0.5),
+        ([1.0, 0.0, 0.0, 1.0], 0.5, True),
+        ([{"score": 1.0, "l2_category": "a"}, {"score": 0.0, "l2_category": "b"}] * 2, 0.5, True),
+        ([{"score": 1.0, "l2_category": "a"}] * 2 + [{"score": 0.0, "l2_category": "b"}], 0.5, True),
+        ([{"pred": " a", "answer": "A"}, {"pred": "B", "answer": "A"}], 0.5, True),
         # F1 of these is 0.67: it is no mean of what was logged, and so has neither error nor pairs here.
-        ([{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}], 0.67, None),
-        ([{"prediction": "A"}], 1.0, None),
-        ([{"pred": "a", "answer": ["a", "b"]}], 1.0, None),  # captions
-        ([0.500002, 0.500002], 0.5, None),
-        ([], 0.0, None),
+        ([{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}], 0.67, False),
+        ([{"prediction": "A"}], 1.0, False),
+        ([{"pred": "a", "answer": ["a", "b"]}], 1.0, False),  # captions
+        ([0.500002, 0.500002], 0.5, False),
+        ([], 0.0, False),
     ],
 )
-def test_rows_are_known_where_the_figure_is_their_mean(items: list[Any], value: float, expected: float | None) -> None:
-    rows = read_rows(OTHER, "metric", value, [sample(number, metric=item) for number, item in enumerate(items)])
-    assert (None if rows is None else mean(rows)) == expected
-
-
-def row_id(benchmark: Benchmark, **logged: Any) -> str:
-    rows = read_rows(benchmark, "metric", 1.0, [sample(0, metric=1.0, **logged)])
-    assert rows is not None
-    return rows[0].id
+def test_scores_are_known_where_the_figure_is_their_mean(items: list[Any], value: float, is_known: bool) -> None:
+    scores = read_scores("metric", value, [sample(number, metric=item) for number, item in enumerate(items)])
+    assert (scores is not None) == is_known
 
 
 def test_a_row_is_the_same_for_every_model_and_another_where_its_question_is() -> None:
-    assert row_id(OTHER, doc_hash=str(object())) == row_id(OTHER)  # a hash of an address in memory
-    for other in ({"doc_id": 1}, {"input": "another"}, {"target": "B"}):
-        assert row_id(OTHER, **other) != row_id(OTHER)
-    text, chat = find_benchmark("mmlu"), find_benchmark("digits_lm_eval")
-    logged = {"input": None, "prompt_hash": "p", "doc_hash": "d"}
-    assert row_id(text, **logged) != row_id(text, **{**logged, "prompt_hash": "q"})
-    assert row_id(chat, **logged) == row_id(chat, **{**logged, "prompt_hash": "q"})  # of another chat format
-    assert row_id(chat, **logged) != row_id(chat, **{**logged, "doc_hash": "e"})
+    def row(**logged: Any) -> str:
+        return read_scores("metric", 1.0, [sample(0, metric=1.0, **logged)]).index[0]
+
+    assert row(doc_hash=str(object())) == row()  # a hash of an address in memory
+    for other in ({"doc_id": 1}, {"input": "another"}, {"target": "B"}, {"input": None, "prompt_hash": "p"}):
+        assert row(**other) != row()
+    assert read_scores("metric", 1.0, [sample(0, metric=1.0)] * 2) is None  # a row that is there twice is no row
 
 
-def test_a_row_that_is_there_twice_is_no_row() -> None:
-    assert read_rows(OTHER, "metric", 1.0, [sample(0, metric=1.0), sample(0, metric=1.0)]) is None
+def write_report(folder: Path, benchmark: Benchmark, report: dict[str, Any], samples: Sequence[Any] = ()) -> Path:
+    """What a harness writes, with one file of samples."""
+    is_lmms = benchmark.harness == "lmms-eval"
+    (folder / "model").mkdir(parents=True)
+    name = "2026_results.json" if is_lmms else "results_2026-01-01T00-00-00.0.json"
+    (folder / "model" / name).write_text(json.dumps(report))
+    name = "2026_samples_x.jsonl" if is_lmms else "samples_x_2026-01-01T00-00-00.0.jsonl"
+    (folder / "model" / name).write_text("".join(json.dumps(line) + "\n" for line in samples))
+    return folder
+
+
+def report_of(results: dict[str, Any], **tasks: int) -> dict[str, Any]:
+    counts = {task: {"original": 99, "effective": n} for task, n in tasks.items()}
+    config = {"dataset_path": "owner/rows", "test_split": "test"}
+    return {"results": results, "n-samples": counts, "configs": {"task": config}, "n-shot": dict.fromkeys(tasks, 0)}
+
+
+POPE_FULL = {"pope_full": {" ": " "}, "pope_adv": {"acc,none": 0.5}, "pope_pop": {"acc,none": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "results", "tasks", "expected"),
+    [
+        ("hellaswag", {"hellaswag": {"acc,none": 0.1, "acc_stderr,none": 0.01, "acc_norm,none": 0.4,
+                                     "acc_norm_stderr,none": 0.02}},
+         {"hellaswag": 7}, [("hellaswag", "acc_norm", 0.4, 0.02, 7)]),
+        ("mmbench_en_dev_static", {"mmbench_en_dev_static": {"gpt_eval_score,none": 60.0, "submission,none": None,
+                                                             "gpt_eval_score_stderr,none": 3.0}},
+         {"mmbench_en_dev_static": 5}, [("mmbench_en_dev_static", "gpt_eval_score", 0.6, 0.03, 5)]),
+        # A group without a figure gives those of its tasks, one with a figure that, of the rows of all its tasks.
+        ("lmms-eval:pope_full", POPE_FULL, {"pope_adv": 2, "pope_pop": 1},
+         [("pope_adv", "acc", 0.5, None, 2), ("pope_pop", "acc", 1.0, None, 1)]),
+        ("mmlu", {"mmlu": {"acc,none": 0.6, "acc_stderr,none": 0.1}}, {"a": 2, "b": 3},
+         [("mmlu", "acc", 0.6, 0.1, 5)]),
+    ],
+)  # fmt: skip
+def test_the_figures_that_count_are_taken_and_scaled(
+    name: str, results: dict[str, Any], tasks: dict[str, int], expected: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
+    benchmark = find_benchmark(name)
+    figures = read_figures(
+        write_report(tmp_path / "out", benchmark, report_of(results, **tasks)), benchmark, FIXED, model_at(tmp_path)
+    )
+    rows = [figure.evaluation for figure in figures]
+    assert [(row.task, row.metric, row.value, row.standard_error, row.n) for row in rows] == expected
+    assert rows[0].choice.startswith("0-shot")
+    assert rows[0].command == f"python -m evaluation runs/mine --tasks {name}"
+
+
+@pytest.mark.parametrize("name", ["lm-eval", "lmms-eval"])
+def test_filters_of_one_figure_are_told_apart(name: str, tmp_path: Path) -> None:
+    results = {"gsm8k": {"exact_match,strict": 0.5, "exact_match,flexible": 1.0, "exact_match_stderr,strict": "N/A"}}
+    logged = [
+        {**sample(number, exact_match=score), **({"filter": kind} if name == "lm-eval" else {})}
+        for kind, scores in (("strict", [1.0, 0.0]), ("flexible", [1.0, 1.0]))
+        for number, score in enumerate(scores)
+    ]
+    benchmark = find_benchmark(f"{name}:gsm8k")
+    folder = write_report(tmp_path / "out", benchmark, report_of(results, gsm8k=2), logged)
+    figures = read_figures(folder, benchmark, FIXED, model_at(tmp_path))
+    found = {figure.evaluation.metric: figure.evaluation.value for figure in figures}
+    assert found == {"exact_match, strict": 0.5, "exact_match, flexible": 1.0}
+    # lmms-eval doesn't say which filter a line is of.
+    assert [figure.scores is not None for figure in figures] == [name == "lm-eval"] * 2
+
+
+def test_errors_of_clusters_go_before_those_of_rows(tmp_path: Path) -> None:
+    results = {"v": {"acc,none": 0.5, "acc_stderr,none": "N/A", "acc_stderr_clustered,none": 0.2}}
+    benchmark, samples = find_benchmark("lmms-eval:v"), [sample(number, acc=float(number % 2)) for number in range(4)]
+    folder = write_report(tmp_path / "out", benchmark, report_of(results, v=4), samples)
+    ((row, scores, _),) = read_figures(folder, benchmark, FIXED, model_at(tmp_path))
+    assert (row.standard_error, scores) == (0.2, None)
+
+
+@pytest.mark.parametrize(
+    ("config", "dataset", "split"),
+    [
+        ({"dataset_path": "a/b", "dataset_name": "en", "validation_split": "val"}, "a/b, en", "val[:3]"),
+        ({"dataset_path": "json", "dataset_kwargs": {"data_files": ["x.json"]}, "test_split": "test",
+          "validation_split": "val"}, "x.json", "test[:3]"),
+        ({"dataset_kwargs": {"data_files": {"test": ["/a/x.json", "b/y.json"], "dev": "https://a.b/z.parquet"}}},
+         "x.json, y.json, https://a.b/z.parquet", "all[:3]"),
+        ({}, "made by the task", "all[:3]"),
+    ],
+)  # fmt: skip
+def test_the_rows_are_named(config: dict[str, Any], dataset: str, split: str) -> None:
+    assert name_rows({"configs": {"task": config}}, 3) == {"dataset": dataset, "split": split}
 
 
 # Choices
@@ -163,63 +205,51 @@ def run_main(*argv: str | Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("argv", "message"),
+    ("argv", "processes", "message"),
     [
-        (["m", "--limit", "0"], "--limit must be at least 1"),
-        (["m", "--num_processes", "0"], "--num_processes must be at least 1"),
-        (["a", "b", "--names", "one"], "--names: give each model a different name"),
-        (["a", "a/"], "--names: give each model a different name"),
-        (["m", "--tasks", "gsm8k"], "--tasks gsm8k: there are mmbench_en_dev_static, "),
+        (["m", "--limit", "0"], 1, "--limit must be at least 1"),
+        (["m", "--num_processes", "0"], 1, "--num_processes must be at least 1"),
+        (["a", "b", "--names", "one"], 1, "--names: give each model a name"),
+        (["m", "--tasks", "gsm8k"], 1, "--tasks gsm8k: there are mmbench_en_dev_static, "),
+        (["m"], 2, "Start this once, without a launcher: --num_processes launches"),
     ],
 )
-def test_wrong_options_are_named(argv: list[str], message: str) -> None:
+def test_wrong_options_are_named(
+    argv: list[str], processes: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
     assert run_main(*argv).startswith(message)
 
 
-def test_a_launcher_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "--num_processes launches" in run_main("m")
-
-
-def test_ocrbench_is_left_out_of_a_part_of_its_rows(caplog: pytest.LogCaptureFixture) -> None:
-    chosen = command_line.choose_benchmarks(command_line.parse_arguments(["m", "--images_only", "--limit", "9"]))
-    assert len(chosen) == 6
+def test_parts_of_the_nine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(command_line, "HF_HUB_OFFLINE", True)
+    options = {(): PAPER, ("--images_only",): PICTURES, ("--text_only",): TEXT}
+    for given, chosen in options.items():
+        assert command_line.choose_benchmarks(command_line.parse_arguments(["m", *given])) == list(chosen)
+    assert caplog.text == ""
+    limited = command_line.choose_benchmarks(command_line.parse_arguments(["m", "--images_only", "--limit", "9"]))
+    assert len(limited) == 6
     assert "ocrbench is left out under --limit: its score is divided by 1000" in caplog.text
-    assert len(command_line.choose_benchmarks(command_line.parse_arguments(["m"]))) == 9
-    assert len(command_line.choose_benchmarks(command_line.parse_arguments(["m", "--text_only"]))) == 2
 
 
-def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(command_line.MODULES, "lm-eval", "no_such_harness")
-    with pytest.raises(ValueError, match=r"no_such_harness missing: pip install -e '.\[evaluation\]'"):
-        command_line.check_installed([find_benchmark("mmlu")])
-
-
-def test_a_torchvision_of_another_build_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    monkeypatch.setitem(command_line.MODULES, "lm-eval", "json")
-    with pytest.raises(ValueError, match="pip uninstall torchvision"):
-        command_line.check_installed([find_benchmark("mmlu")])
+def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: Callable[..., Path]) -> None:
+    monkeypatch.setitem(harness.MODULES, "lmms-eval", "no_such_harness")
+    message = run_main(composed(), "--tasks", "digits", "--limit", "1")
+    assert message.startswith("no_such_harness missing: pip install -e '.[evaluation]'")
 
 
 def test_a_token_is_asked_for_before_the_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(*tasks: str) -> list[Benchmark]:
+        return command_line.choose_benchmarks(command_line.parse_arguments(["m", "--tasks", *tasks]))
+
     monkeypatch.setattr(command_line, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(command_line, "HF_DATASETS_OFFLINE", False)
     monkeypatch.setattr(command_line, "get_token", lambda: None)
     with pytest.raises(ValueError, match=r"\(pope, lmms-eval:mme\): hf auth login, or set HF_TOKEN"):
-        command_line.check_data([find_benchmark(name) for name in ("pope", "mmlu", "digits", "lmms-eval:mme")])
-    command_line.check_data([*TEXT, *OURS])
+        choose("pope", "mmlu", "digits", "lmms-eval:mme")
+    assert len(choose("mmlu", "digits", "emoji")) == 3
     monkeypatch.setattr(command_line, "HF_DATASETS_OFFLINE", True)
-    command_line.check_data([find_benchmark("pope")])
-
-
-def test_a_folder_with_a_tasks_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mmlu").mkdir()
-    with pytest.raises(ValueError, match="mmlu is in the working directory"):
-        command_line.check_data([find_benchmark("mmlu")])
+    assert len(choose("pope")) == 1
 
 
 # Models
@@ -231,15 +261,8 @@ def test_a_model_is_told_apart_by_what_its_answers_depend_on(composed: Callable[
     (folder / "evaluation.json").write_text("[]")
     (folder / "trainer_state.json").write_text("{}")
     assert open_model(str(folder), None, None, None).fingerprint == before
-    code = "modeling_normllava.py"
-    for name in (
-        "model.safetensors",
-        "config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        "processor_config.json",
-        code,
-    ):
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "processor_config.json",
+                 "modeling_normllava.py"):  # fmt: skip
         content = (folder / name).read_bytes()
         (folder / name).write_bytes(content + b" ")
         assert open_model(str(folder), None, None, None).fingerprint != before, name
@@ -253,18 +276,11 @@ def test_what_is_no_model_is_named(composed: Callable[..., Path], tmp_path: Path
         open_model(str(tmp_path), "m", None, None)
     with pytest.raises(ValueError, match="no revisions"):
         open_model(str(composed()), "m", "v1", None)
+    with pytest.raises(ValueError, match="a path with a comma"):
+        open_model(str(composed()), "a,b", None, tmp_path / "out")
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"Merge it first: python training/merge.py --adapter"):
         open_model(str(tmp_path), "m", None, None)
-
-
-def test_paths_that_the_harnesses_would_split_are_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("a,b", "lr=1"):
-        folder = shutil.copytree(composed(), tmp_path / name)
-        with pytest.raises(ValueError, match="a path with a comma"):
-            open_model(str(folder), None, None, None)
-        with pytest.raises(ValueError, match="a path with a comma"):
-            open_model(str(composed()), name, None, tmp_path / "out")
 
 
 def test_names_keep_this_machines_folders_to_themselves(
@@ -277,104 +293,22 @@ def test_names_keep_this_machines_folders_to_themselves(
     assert open_model(composed().name, "a/b", None, tmp_path).results == tmp_path / "a--b"
 
 
+# Runs: a program in place of the harness, which writes what lmms-eval does
+
+
 def test_commands_say_what_was_asked_for() -> None:
-    pictures = harness.build_command(find_benchmark("pope"), Path("/m"), Settings(4, 1, "bfloat16", 9), Path("/out"))
-    line = " ".join(pictures[1:])
-    assert line.startswith(
-        "-m lmms_eval --model image_text_to_text --model_args pretrained=/m,dtype=bfloat16 --tasks pope"
-    )
+    line = " ".join(build_command(find_benchmark("pope"), Path("/m"), Settings(4, 1, "bfloat16", 9), Path("/out")))
+    assert "-m evaluation.lmms_eval_model --model image_text_to_text --model_args pretrained=/m,dtype=bfloat16" in line
+    assert "--tasks pope" in line
     assert "--batch_size 4 --output_path /out --log_samples --limit 9" in line
-    text = " ".join(
-        harness.build_command(find_benchmark("mmlu"), Path("/m"), Settings(4, 2, "auto", None), Path("/out"))
-    )
+    text = " ".join(build_command(find_benchmark("mmlu"), Path("/m"), Settings(4, 2, "auto", None), Path("/out")))
     assert "-m torch.distributed.run --standalone --nproc_per_node 2 -m lm_eval run --model hf-multimodal" in text
     assert "pretrained=/m,dtype=auto,trust_remote_code=True" in text
-    assert (
-        "--gen_kwargs num_beams=1 repetition_penalty=1.0 no_repeat_ngram_size=0 --tasks" in text
-    )  # lm-eval would take the model's
+    # lm-eval would take the model's.
+    assert "--gen_kwargs num_beams=1 repetition_penalty=1.0 no_repeat_ngram_size=0 --tasks" in text
     assert "--apply_chat_template" not in text
     assert "--limit" not in text
-    assert "--apply_chat_template" in harness.build_command(OURS[1], Path("/m"), SETTINGS, Path("/out"))
-
-
-# Reports
-
-
-def report_of(results: dict[str, Any], **tasks: int) -> dict[str, Any]:
-    return {"results": results, "n-samples": {task: {"original": 99, "effective": n} for task, n in tasks.items()}}
-
-
-def test_the_figure_that_counts_is_taken_and_scaled() -> None:
-    given = {
-        "hellaswag": {"acc,none": 0.1, "acc_stderr,none": 0.01, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.02}
-    }
-    (figure,) = read_all_figures(find_benchmark("hellaswag"), report_of(given, hellaswag=7), {})
-    assert (figure.metric, figure.value, figure.standard_error, figure.n) == ("acc_norm", 0.4, 0.02, 7)
-    given = {"mmbench_en_dev_static": {"gpt_eval_score,none": 60.0, "gpt_eval_score_stderr,none": 3.0,
-                                       "submission,none": None}}  # fmt: skip
-    (figure,) = read_all_figures(PAPER[0], report_of(given, mmbench_en_dev_static=5), {})
-    assert (figure.value, figure.standard_error) == (0.6, 0.03)
-    given = {"pope": {f"pope_{name},none": value for name, value in (("f1_score", 0.8), ("accuracy", 0.7))}}
-    (figure,) = read_all_figures(find_benchmark("pope"), report_of(given, pope=5), {})
-    assert figure.value == 0.7
-
-
-@pytest.mark.parametrize("name", ["lm-eval", "lmms-eval"])
-def test_filters_of_one_figure_are_told_apart(name: str) -> None:
-    results = {"gsm8k": {"exact_match,strict": 0.5, "exact_match,flexible": 1.0, "exact_match_stderr,strict": "N/A"}}
-    logged = [
-        {**sample(number, exact_match=score), **({"filter": kind} if name == "lm-eval" else {})}
-        for kind, scores in (("strict", [1.0, 0.0]), ("flexible", [1.0, 1.0]))
-        for number, score in enumerate(scores)
-    ]
-    benchmark = find_benchmark(f"{name}:gsm8k")
-    figures = read_all_figures(benchmark, report_of(results, gsm8k=2), {"gsm8k": logged})
-    assert [(figure.metric, figure.value, figure.n) for figure in figures] == [
-        ("exact_match, strict", 0.5, 2), ("exact_match, flexible", 1.0, 2),
-    ]  # fmt: skip
-    # lmms-eval doesn't say which filter a line is of.
-    assert [figure.rows is not None for figure in figures] == [name == "lm-eval"] * 2
-
-
-def test_a_group_without_a_figure_gives_those_of_its_tasks() -> None:
-    results = {"pope_full": {" ": " "}, "pope_adv": {"acc,none": 0.5}, "pope_pop": {"acc,none": 1.0}}
-    samples = {"pope_adv": [sample(0, acc=1.0), sample(1, acc=0.0)], "pope_pop": [sample(0, acc=1.0)]}
-    benchmark = find_benchmark("lmms-eval:pope_full")
-    figures = read_all_figures(benchmark, report_of(results, pope_adv=2, pope_pop=1), samples)
-    assert [(figure.task, figure.value, figure.n) for figure in figures] == [
-        ("pope_adv", 0.5, 2),
-        ("pope_pop", 1.0, 1),
-    ]
-    assert read_all_figures(find_benchmark("pope"), report_of(results, pope_adv=2), samples) == []
-    # One that has a figure of its own gives that, of the rows of all its tasks.
-    results["mmlu"] = {"acc,none": 0.6, "acc_stderr,none": 0.1}
-    (figure,) = read_all_figures(find_benchmark("mmlu"), report_of(results, a=2, b=3), {})
-    assert (figure.value, figure.n) == (0.6, 5)
-
-
-def test_errors_of_clusters_go_before_those_of_rows() -> None:
-    results = {"v": {"acc,none": 0.5, "acc_stderr,none": "N/A", "acc_stderr_clustered,none": 0.2}}
-    samples = {"v": [sample(number, acc=float(number % 2)) for number in range(4)]}
-    (figure,) = read_all_figures(find_benchmark("lmms-eval:v"), report_of(results, v=4), samples)
-    assert (figure.standard_error, figure.rows) == (0.2, None)
-
-
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        ({"dataset_path": "a/b", "dataset_name": "en", "validation_split": "val"}, ("a/b, en", "val[:3]")),
-        ({"dataset_path": "json", "dataset_kwargs": {"data_files": ["x.json"]}, "test_split": "test",
-          "validation_split": "val"}, ("x.json", "test[:3]")),
-        ({"dataset_kwargs": {"data_files": {"test": ["/a/x.json", "b/y.json"], "dev": "https://a.b/z.parquet"}}},
-         ("x.json, y.json, https://a.b/z.parquet", "all[:3]")),
-        ({}, ("made by the task", "all[:3]")),
-    ],
-)  # fmt: skip
-def test_the_rows_are_named(config: dict[str, Any], expected: tuple[str, str]) -> None:
-    assert name_rows({"configs": {"task": config}}, Settings(1, 1, "auto", 3)) == expected
-
-
-# Runs: a program in place of the harness, which writes what lmms-eval does
+    assert "--apply_chat_template" in build_command(OURS[1], Path("/m"), SETTINGS, Path("/out"))
 
 
 PROGRAM = """
@@ -396,51 +330,52 @@ print("answering")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands that were started, in place of which a program of ours runs."""
-    commands: list[list[str]] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The tasks that were started, in place of which a program of ours runs; all but "digits" fail."""
+    tasks: list[str] = []
 
     def build(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
-        commands.append([sys.executable, "-c", PROGRAM, str(output)])
-        return commands[-1]
+        tasks.append(benchmark.task)
+        return [sys.executable, "-c", PROGRAM if benchmark == DIGITS else "raise SystemExit(1)", str(output)]
 
     monkeypatch.setattr(command_line, "build_command", build)
-    monkeypatch.setattr(results, "harness_name", lambda benchmark: f"{benchmark.harness} 1")
-    return commands
+    monkeypatch.setattr(harness, "version", lambda module: "1")
+    monkeypatch.setattr(command_line, "HF_HUB_OFFLINE", True)
+    return tasks
 
 
-def test_a_result_is_kept_and_used_again(started: list[list[str]], tmp_path: Path) -> None:
-    folder = tmp_path / "digits"
-    first = run_task(DIGITS, tmp_path, "model", SETTINGS, folder)
-    assert run_task(DIGITS, tmp_path, "model", SETTINGS, folder) == first
+def run_task(model: Model, settings: Settings = SETTINGS) -> None:
+    command_line.run_task(DIGITS, model, settings)
+
+
+def test_a_result_is_kept_and_used_again(started: list[str], tmp_path: Path) -> None:
+    model = model_at(tmp_path)
+    run_task(model)
+    run_task(model, SETTINGS._replace(batch_size=2, num_processes=4))  # which change no figure
     assert len(started) == 1
-    assert (first.dataset, first.split, first.shots) == ("rows.json", "test", 0)
-    (figure,) = first.figures
-    assert (figure.value, figure.n) == (0.5, 10)
-    assert figure.standard_error == pytest.approx(np.sqrt(0.25 / 9))
-    assert (folder / "log.txt").read_text() == "answering\n"
-    # Not of another model or another dtype.
-    run_task(DIGITS, tmp_path, "trained further", SETTINGS, folder)
-    run_task(DIGITS, tmp_path, "trained further", Settings(8, 1, "bfloat16", None), folder)
-    assert len(started) == 3
-    # Batch size and processes change no figure.
-    run_task(DIGITS, tmp_path, "trained further", Settings(2, 4, "bfloat16", None), folder)
-    assert len(started) == 3
-    for other in ({"harness": "lmms-eval 2"}, {"limit": 5}, {"scale": None}, {"code": "another"}):
-        assert fixed_settings(DIGITS, SETTINGS) != fixed_settings(DIGITS, SETTINGS) | other
+    ((row, _, _),) = command_line.read_results(model)["digits"]
+    assert (row.dataset, row.split, row.choice, row.value, row.n) == ("rows.json", "test", "0-shot", 0.5, 10)
+    assert row.standard_error == pytest.approx(np.sqrt(0.25 / 9))
+    assert (tmp_path / "evaluation/digits/log.txt").read_text() == "answering\n"
+    for other in (model_at(tmp_path, "trained further"), model):
+        run_task(other)
+    run_task(model, SETTINGS._replace(dtype="bfloat16"))
+    assert len(started) == 4
 
 
-def test_a_result_of_another_text_of_its_task_is_not_used(
-    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_makes_a_result_another_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A text of ours that no figure depends on, such as a docstring, is not among it."""
+    monkeypatch.setattr(harness, "version", lambda module: "1")
+    pope = find_benchmark("pope")
+    assert fixed_settings(pope, SETTINGS) == {
+        **FIXED, "metric": "pope_accuracy", "scale": 1.0, "in_chat": False, "revision": harness.REVISION,
+    }  # fmt: skip
+    before = [fixed_settings(benchmark, SETTINGS) for benchmark in (DIGITS, pope)]
     tasks = shutil.copytree(harness.TASKS, tmp_path / "tasks")
-    monkeypatch.setattr(results, "TASKS", tasks)
-    run_task(DIGITS, tmp_path, "model", SETTINGS, tmp_path / "digits")
-    pope = fixed_settings(PAPER[2], SETTINGS)
+    monkeypatch.setattr(harness, "TASKS", tasks)
     (tasks / "digits_common").write_text((tasks / "digits_common").read_text() + "# another\n")
-    run_task(DIGITS, tmp_path, "model", SETTINGS, tmp_path / "digits")
-    assert len(started) == 2
-    assert fixed_settings(PAPER[2], SETTINGS) == pope  # the harness's own
+    after = [fixed_settings(benchmark, SETTINGS) for benchmark in (DIGITS, pope)]
+    assert [first == second for first, second in zip(before, after, strict=True)] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -453,17 +388,17 @@ def test_a_result_of_another_text_of_its_task_is_not_used(
     ],
 )
 def test_a_failed_task_leaves_what_was_there(
-    started: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
+    started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str, message: str
 ) -> None:
-    before = run_task(DIGITS, tmp_path, "model", SETTINGS, tmp_path / "digits")
+    run_task(model_at(tmp_path))
     monkeypatch.setattr(command_line, "build_command", lambda *args: [sys.executable, "-c", program, str(args[-1])])
     with pytest.raises(TaskError, match=message):
-        run_task(DIGITS, tmp_path, "trained further", SETTINGS, tmp_path / "digits")
-    assert read_result(tmp_path / "digits") == before
-    assert (tmp_path / "digits.unfinished" / "log.txt").exists()
-    (tmp_path / "digits" / "result.json").write_text("")
+        run_task(model_at(tmp_path, "trained further"))
+    assert list(command_line.read_results(model_at(tmp_path))) == ["digits"]
+    assert (tmp_path / "evaluation/digits.unfinished/log.txt").exists()
+    (tmp_path / "evaluation/digits/result.json").write_text("")
     with pytest.raises(ValueError, match=r"result.json can't be read .* remove it"):
-        read_result(tmp_path / "digits")
+        run_task(model_at(tmp_path))
 
 
 def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -495,128 +430,90 @@ def test_ctrl_c_ends_the_harness_too(tmp_path: Path) -> None:
 # evaluation.json and tables
 
 
-def keep(model: Model, found: Result) -> None:
-    folder = model.task_folder(find_benchmark(found.task), found.settings["limit"])
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text(json.dumps(to_json(found)))
-
-
-def test_evaluation_json_holds_the_whole_results_of_this_model(tmp_path: Path) -> None:
-    model = Model("mine", "runs/mine", tmp_path, tmp_path, "m", "weights")
-    path = tmp_path / "evaluation.json"
-    own = [{"task": "own", "value": 0.5, "seed": 42}, {"task": "other", "value": 0.1, "harness": "VLMEvalKit 0.2"}]
-    path.write_text(json.dumps(own))
-    keep(model, result("pope", 0.8))
-    keep(model, result("mmstar", 0.4, limit=50))  # a trial
-    keep(model, result("ai2d", 0.7, model="before it was trained further"))
-    keep(model, result("lm-eval:gsm8k", 0.2))
-    keep(model, result("lmms-eval:gsm8k", 0.9))
-    model.write_evaluations(model.read_results())
-    rows = json.loads(path.read_text())
-    assert rows[:2] == own
-    assert {row["command"]: row["value"] for row in rows[2:]} == {
-        "python -m evaluation runs/mine --tasks pope": 0.8,
-        "python -m evaluation runs/mine --tasks lm-eval:gsm8k": 0.2,
-        "python -m evaluation runs/mine --tasks lmms-eval:gsm8k": 0.9,
-    }  # fmt: skip
-    assert from_json(Evaluation, next(row for row in rows if row["task"] == "pope"), path).choice == (
-        "0-shot; accuracy, not F1"
-    )
-    trained = Model("mine", "runs/mine", tmp_path, tmp_path, "trained further", "other weights")
-    trained.write_evaluations(trained.read_results())
-    assert json.loads(path.read_text()) == own
-    for text, message in (("{", "is not valid JSON"), ("{}", "is not a list")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=rf"evaluation.json {message}"):
-            model.write_evaluations(model.read_results())
-
-
-def test_a_script_replaces_its_own_rows_alone(tmp_path: Path) -> None:
-    row = Evaluation(
-        task="t", dataset="d", split="s", metric="m", value=0.5, n=3, standard_error=None, command="own", weights="w"
-    )
-    for _ in range(2):
-        write_evaluations(tmp_path, [row], lambda other: other["command"] == "own")
-    write_evaluations(tmp_path, [row], lambda other: False)
-    assert len(json.loads((tmp_path / "evaluation.json").read_text())) == 2
-
-
 def test_a_failed_task_fails_the_command_and_leaves_the_others(
-    started: list[list[str]],
-    composed: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    started: list[str], composed: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake = command_line.build_command
-
-    def build(benchmark: Benchmark, *args: Any) -> list[str]:
-        return [sys.executable, "-c", "raise SystemExit(1)"] if benchmark.task == "mme" else fake(benchmark, *args)
-
-    monkeypatch.setattr(command_line, "build_command", build)
-    monkeypatch.setattr(command_line, "check_installed", lambda benchmarks: None)
-    monkeypatch.setattr(command_line, "HF_HUB_OFFLINE", True)
-    models = [shutil.copytree(composed(), tmp_path / name) for name in ("first", "second")]
-    options = ["--tasks", "digits", "lmms-eval:mme", "digits"]
-    message = run_main(*models, *options)
+    models = [Path(shutil.copytree(composed(), tmp_path / name)) for name in ("first", "second")]
+    own = [{"task": "own", "value": 0.5, "seed": 42}, {"task": "other", "value": 0.1, "harness": "VLMEvalKit 0.2"}]
+    kept = models[0] / "evaluation.json"
+    kept.write_text(json.dumps(own))
+    message = run_main(*models, "--tasks", "digits", "lmms-eval:mme", "digits")
     assert message.startswith("Failed: first: lmms-eval:mme, second: lmms-eval:mme.")
     table = capsys.readouterr().out
     assert table.splitlines()[0] == "| benchmark | first | second | second − first (95% interval) | how |"
     assert "| digits | 50.0 ± 16.7 | 50.0 ± 16.7 | +0.0 (too few rows that differ) | lmms-eval 1 digits;" in table
     assert "| mme | no result | no result | no result |" in table
-    assert len(started) == 2
-    for folder in models:
-        assert len(json.loads((folder / "evaluation.json").read_text())) == 1
-        assert "| digits | 50.0 ± 16.7 |" in (folder / "evaluation.md").read_text()
-    # Trained further in its place: what was measured before goes, even where nothing is measured now; not for a trial.
+    assert len(started) == 4
+    *others, row = json.loads(kept.read_text())
+    assert others == own
+    read = from_json(Evaluation, row, kept)
+    assert (read.command, read.weights) == ("python -m evaluation first --tasks digits",
+                                            open_model(str(models[0]), None, None, None).weights)  # fmt: skip
+    # A trial leaves it; further training in its place removes what was measured before, even where all tasks fail.
     (models[0] / "config.json").write_text((models[0] / "config.json").read_text() + " ")
     run_main(models[0], "--tasks", "lmms-eval:mme", "--limit", "3")
-    assert len(json.loads((models[0] / "evaluation.json").read_text())) == 1
-    assert (models[0] / "evaluation.md").exists()
+    assert len(json.loads(kept.read_text())) == 3
     run_main(models[0], "--tasks", "lmms-eval:mme")
-    assert json.loads((models[0] / "evaluation.json").read_text()) == []
-    assert not (models[0] / "evaluation.md").exists()
+    assert json.loads(kept.read_text()) == own
     run_main(models[1], "--tasks", "lmms-eval:mme", "--output_dir", tmp_path / "out")
     assert (tmp_path / "out/second/evaluation/lmms-eval--mme.unfinished/log.txt").exists()
+    assert run_main(*models, models[0]) == "--names: give each model a different name."
 
 
-def test_the_table_sets_models_side_by_side() -> None:
-    first, second = rows_of([1.0, 0.0] * 50), rows_of([1.0, 1.0, 1.0, 0.0] * 25)
-    results = {"none": {"digits": result("digits", 0.5, first)}, "gwc": {"digits": result("digits", 0.75, second)}}
-    header, _, line = render([DIGITS], results).splitlines()
-    assert header == "| benchmark | none | gwc | gwc − none (95% interval) | how |"
-    low, high = interval_of_difference(first, second)
-    assert f"| 50.0 ± 1.0 | 75.0 ± 1.0 | +25.0 ({100 * low:+.1f} to {100 * high:+.1f}) |" in line
-    assert "lmms-eval 1 digits; exact_match; test, n = 100; 0-shot" in line
-    results["gwc"] = {}
-    assert "| 50.0 ± 1.0 | no result | no result |" in render([DIGITS], results)
+def test_a_script_replaces_its_own_rows_alone(tmp_path: Path) -> None:
+    row = figure(0.5, command="own").evaluation
+    for _ in range(2):
+        write_evaluations(tmp_path, [row], lambda other: other["command"] == "own")
+    write_evaluations(tmp_path, [row], lambda other: False)
+    path = tmp_path / "evaluation.json"
+    assert len(json.loads(path.read_text())) == 2
+    for text, message in (("{", "is not valid JSON"), ("{}", "is not a list")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=rf"evaluation.json {message}"):
+            write_evaluations(tmp_path, [row], lambda other: False)
 
 
-def test_figures_without_a_known_scale_stay_as_they_are() -> None:
-    settings = {"harness": "lmms-eval 1", "limit": None, "dtype": "auto"}
-    figures = [Figure("mme", "perception", 1500.25, None, 9, None), Figure("mme", "cognition", 300.0, 2.5, 9, None)]
-    found = Result("m", settings, "lmms-eval:mme", "d", "test", 0, 1.0, figures)
-    lines = render([find_benchmark("lmms-eval:mme")], {"a|b": {"lmms-eval:mme": found}}).splitlines()
-    assert lines[0] == r"| benchmark | a\|b | how |"
-    assert lines[2].startswith("| mme, perception | 1500 | lmms-eval 1 mme; perception; test, n = 9")
-    assert lines[3].startswith("| mme, cognition | 300 ± 2.5 |")
+def difference(first: pd.Series, second: pd.Series) -> str:
+    figures = {"a": {"digits": [figure(first.mean(), first)]}, "b": {"digits": [figure(second.mean(), second)]}}
+    return render([DIGITS], figures).splitlines()[2].split(" | ")[3]
 
 
-def test_the_mean_is_of_all_nine_and_whole_rows() -> None:
-    results = {benchmark.task: result(benchmark.task, number / 10) for number, benchmark in enumerate(PAPER)}
-    benchmarks = [Benchmark(of.harness, of.task, of.title, "exact_match") for of in PAPER]
-    assert "| mean of the 9 | 40.0 ± 0.3 |" in render(benchmarks, {"m": results})
-    for broken in (
-        {**results, "pope": result("pope", 0.1, limit=5)},
-        {k: v for k, v in results.items() if k != "pope"},
-    ):
-        assert "mean of the 9" not in render(benchmarks, {"m": broken})
-    for settings in ({"harness": "lmms-eval 2"}, {"dtype": "bfloat16"}):
-        changed = dataclasses.replace(results["pope"], settings=results["pope"].settings | settings)
-        table = render(PAPER, {"m": {**results, "pope": changed}})
-        assert "mean of the 9" not in table
-        assert f"{changed.harness} pope; exact_match; test, n = 100; 0-shot" in table
-        assert ("; bfloat16" in table) == (changed.dtype == "bfloat16")
-    figure = Figure("pope", "exact_match", 0.2, None, 100, None)
-    unknown = {**results, "pope": dataclasses.replace(results["pope"], figures=[figure])}
-    assert "| mean of the 9 | 40.0 |" in render(benchmarks, {"m": unknown})
+def test_differences_are_students_over_pairs() -> None:
+    rng = np.random.default_rng(1)
+    first = (rng.random(40) < 0.6).astype(float)
+    second = np.where(rng.random(40) < 0.8, first, 1 - first)
+    low, high = 100 * np.array(ttest_rel(second, first).confidence_interval(0.95))
+    change = 100 * (second.mean() - first.mean())
+    assert difference(scores_of(first), scores_of(second)[::-1]) == f"{change:+.1f} ({low:+.1f} to {high:+.1f})"
+    for other in (scores_of([1.0, 0.0, 1.0]), scores_of([1.0])):
+        assert "they answered other questions" in difference(scores_of([1.0, 0.0]), other)
+
+
+def test_differences_of_groups_take_each_group_alike() -> None:
+    first, second = scores_of([0.0] * 6, "aaaabb"), scores_of([1.0, 0.0, 0.0, 0.0, 1.0, 0.0], "aaaabb")
+    # Means 1/4 and 1/2; variances 1/4 of 4 rows and 1/2 of 2; six rows less two groups leave 4 degrees of freedom.
+    half = t.ppf(0.975, 4) * np.sqrt(0.25 / 4 + 0.5 / 2) / 2
+    assert difference(first, second).endswith(f"({100 * (0.375 - half):+.1f} to {100 * (0.375 + half):+.1f})")
+
+
+def test_the_table_says_how_and_what_is_missing() -> None:
+    table = render([DIGITS], {"none": {"digits": [figure(0.5)]}, "g|wc": {}}).splitlines()
+    assert table[0] == r"| benchmark | none | g\|wc | g\|wc − none (95% interval) | how |"
+    how = "lmms-eval 1 digits; exact_match; test, n = 100; 0-shot"
+    assert table[2] == f"| digits | 50.0 ± 1.0 | no result | no result | {how} |"
+    unscaled = [figure(1500.25, None, None, task="mme", metric="perception"), figure(300.0, None, 2.5, task="mme")]
+    lines = render([find_benchmark("lmms-eval:mme")], {"a": {"lmms-eval:mme": unscaled}}).splitlines()
+    assert lines[2].startswith("| mme, perception | 1500 | lmms-eval 1 mme; perception; test, n = 100")
+    assert lines[3].startswith("| mme, exact_match | 300 ± 2.5 |")
+
+
+def test_the_mean_is_of_all_nine_by_one_version_in_one_dtype() -> None:
+    results = {
+        of.task: [figure(number / 10)._replace(settings=FIXED | {"harness": f"{of.harness} 1"})]
+        for number, of in enumerate(PAPER)
+    }
+    assert "| mean of the 9 | 40.0 |" in render(PAPER, {"m": results})
+    assert "mean of the 9" not in render(PAPER, {"m": {task: results[task] for task in list(results)[1:]}})
+    for changed in ({"harness": "lmms-eval 2"}, {"dtype": "bfloat16"}):
+        pope = figure(0.1)._replace(settings=FIXED | changed)
+        assert "mean of the 9" not in render(PAPER, {"m": results | {"pope": [pope]}})

@@ -2,10 +2,8 @@
 
 import ast
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -319,23 +317,6 @@ def test_a_revision_that_pins_nothing_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"--revision '{re.escape(revision)}' is {message}"):
         build(trained, tmp_path / "stage", "me/Mine", prose, revision=revision, **OWN)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_wheel_holds_what_build_needs(trained: Path, prose: Path, tmp_path: Path) -> None:
-    python = [sys.executable, "-m", "pip"]
-    left_out = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "*.egg-info", ".*_cache")
-    source = shutil.copytree(ROOT, tmp_path / "source", symlinks=True, ignore=left_out)  # building writes into it
-    subprocess.run([*python, "wheel", "-q", "--no-deps", "-w", str(tmp_path), str(source)], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*python, "install", "-q", "--no-deps", "--target", str(tmp_path / "site"), str(wheel)], check=True)
-    command = [sys.executable, "-m", "hub_cards", "build", str(trained), "--repo_id", "me/Mine", "--prose", str(prose)]
-    command += ["--license", "apache-2.0", "--output_dir", str(tmp_path / "stage")]
-    subprocess.run(command, check=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path / "site")})
-    assert (tmp_path / "stage" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    tasks = {path.name for path in (ROOT / "evaluation" / "tasks").glob("*.*")} | {"digits_common"}
-    assert tasks <= {path.name for path in (tmp_path / "site" / "evaluation" / "tasks").iterdir()}
 
 
 def test_a_run_that_did_not_say_where_it_ran(trained: Path, prose: Path, tmp_path: Path) -> None:

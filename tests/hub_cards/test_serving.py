@@ -191,7 +191,7 @@ def test_a_server_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture(scope="module")
 def client(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The OpenAI client of a server that runs."""
-    openai = pytest.importorskip("openai")  # the extra "serve"
+    openai = pytest.importorskip("openai")  # the extra "release"
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(staged, log) as url:
         yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)

@@ -28,10 +28,11 @@ def fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     ("changes", "graphs"),
-    [({}, 2), ({"gradient_checkpointing": True}, 2), (PACKED, 5), pytest.param(ADAPT, 2, marks=pytest.mark.slow)],
+    [({}, 2), ({"gradient_checkpointing": True}, 2), (PACKED, 5), (ADAPT, 2)],
     ids=["padded", "checkpointed", "packed", "adapters"],
 )
 def test_decoder_layers_are_compiled_and_train_as_eager_ones(

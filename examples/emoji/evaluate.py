@@ -140,7 +140,7 @@ def perplexity(model: Any, tokenizer: Any) -> float:
 
 def draw_answers(images: list[Image.Image], names: list[str], answers: list[str], path: Path) -> None:
     """Eight drawings with what the model says of them; wrong answers are red."""
-    figure, axes = plt.subplots(2, 4, figsize=(9, 5.2))
+    figure, axes = plt.subplots(2, 4, figsize=(9, 5.6))
     for axis, image, name, text in zip(axes.flat, images, names, answers, strict=True):
         axis.imshow(image)
         axis.set_title(f"“{text}”", color="black" if text == name else "firebrick")
@@ -148,7 +148,7 @@ def draw_answers(images: list[Image.Image], names: list[str], answers: list[str]
         axis.set(xticks=[], yticks=[])
         axis.spines[:].set_visible(False)
     figure.text(0.5, 0.01, CREDIT, ha="center", fontsize=7, color="gray")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -171,7 +171,7 @@ def main() -> None:
     records = json.loads((RUN / "pictures" / "pictures.json").read_text(encoding="utf-8"))
     names = sorted({record["name"] for record in records})
     model = AutoModelForImageTextToText.from_pretrained(MODEL, trust_remote_code=True).eval()
-    processor = AutoProcessor.from_pretrained(MODEL)
+    processor = AutoProcessor.from_pretrained(MODEL, trust_remote_code=True)
     language_model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     scores, weights = {}, weights_fingerprint(MODEL)
     for held_out in HELD_OUT:

@@ -21,8 +21,8 @@ from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor
 from conversations.files import write_whole
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.adapters import add_adapters
+from training.add_key_adapters import add_key_adapters
 from training.arguments import BANDWIDTHS
-from training.compose import add_key_adapters
 from training.environment import describe_environment
 from training.key_alignment import KeyAlignment
 from training.stages import LearningRates, Stage, prepare_stage

@@ -21,10 +21,10 @@ from typing import Any
 from trl.trainer.utils import get_peak_flops
 
 from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor
-from modeling_normllava import NormLlavaConfig
+from modeling_normllava import NormLlavaConfig, NormLlavaKeyAdapterConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.flops import step_flops
-from training.model_type import require_model_type
+from training.loading import load_config
 from training.plan import GIB, KINDS, Sample, StepPlan, as_zero3, picture_tokens, plan_step, shape_of, zero3_problem
 from training.stages import Stage
 
@@ -38,6 +38,7 @@ PREFETCH = 2
 STEP = 512
 """Packed lengths are tried in multiples of this."""
 WAYS = ("ddp", "fsdp2", "zero3")
+KEYS = {"key_adapter_rank": 16}  # as in malora.yaml
 
 
 def find_config(args: argparse.Namespace, run_args: RunArguments) -> NormLlavaConfig:
@@ -50,15 +51,13 @@ def find_config(args: argparse.Namespace, run_args: RunArguments) -> NormLlavaCo
         size = SIZES[args.size]
         config = synthetic_config(size, synthetic_processor(size), ours=True)
         assert isinstance(config, NormLlavaConfig)
-        config.key_adapter_rank = 16 if run_args.key_losses else 0  # as in malora.yaml's compose command
-        return config
+        return NormLlavaKeyAdapterConfig.from_dict(config.to_dict() | KEYS) if run_args.key_losses else config
     name = args.model_config or str(run_args.model_name_or_path)
     name = str(Path(name).parent) if name.endswith("config.json") else name
     try:
-        require_model_type(name, "normllava", run_args.model_revision)
+        return load_config(name, run_args.model_revision)
     except ValueError as error:
         raise ValueError(f"{error} Or give --model_config <folder or Hub id>, or --size.") from error
-    return NormLlavaConfig.from_pretrained(name, revision=run_args.model_revision)
 
 
 def fill_rows(run_args: RunArguments, args: TrainingConfig, sample: Sample, text_share: float) -> list[list[Sample]]:
@@ -112,7 +111,7 @@ class Planner:
             impossible = dict.fromkeys(WAYS, "there is one process")
         elif self.run_args.load_in_4bit:
             impossible = dict.fromkeys(("fsdp2", "zero3"), "4-bit weights can't be sharded")
-        elif self.config.key_adapter_rank:
+        elif hasattr(self.config, "key_adapter_rank"):
             impossible = {"zero3": "ZeRO-3 does not take key adapters"}
         elif (problem := zero3_problem(self.args)) is not None:
             impossible = {"zero3": problem}

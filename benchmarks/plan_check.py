@@ -24,10 +24,10 @@ import transformers
 import trl
 from datasets import Dataset
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlavaProcessor, set_seed
+from transformers import AutoModelForImageTextToText, LlavaProcessor, set_seed
 
 from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaConfig, NormLlavaKeyAdapterConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.collator import VisionLanguageCollator
 from training.data import deal_rows
@@ -85,8 +85,8 @@ def config_of(fields: dict[str, Any], processor: LlavaProcessor) -> NormLlavaCon
     """The config of a run's model."""
     config = synthetic_config(SIZE, processor, ours=True)
     assert isinstance(config, NormLlavaConfig)
-    config.key_adapter_rank = 16 if "key_mmd_weight" in fields else 0
-    return config
+    keys = {"key_adapter_rank": 16}
+    return NormLlavaKeyAdapterConfig.from_dict(config.to_dict() | keys) if "key_mmd_weight" in fields else config
 
 
 def make_rows(fields: dict[str, Any], folder: Path, processor: LlavaProcessor) -> tuple[Dataset, RowTokenizer]:
@@ -156,7 +156,7 @@ def run(fields: dict[str, Any], sharding: str, folder: Path) -> list[list[Sample
     processor = synthetic_processor(SIZE)
     run_args, args = parse(fields, folder)
     attention = {"text_config": run_args.attn_implementation, "vision_config": "sdpa"}
-    model = NormLlavaForConditionalGeneration._from_config(
+    model = AutoModelForImageTextToText.from_config(
         config_of(fields, processor), attn_implementation=attention, dtype=torch.float32
     )
     name_sharding_units(model)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Sampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import AutoConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
@@ -24,7 +24,7 @@ from typing_extensions import override
 from conversations.files import fresh_folder
 from conversations.rows import row_images
 from diagnostics.tokens import attended_tokens
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
+from modeling_normllava import NormLlavaForConditionalGeneration, modeling_normllava
 from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, StepsFile, total_norm
 from training.checkpoints import (
     CHECKPOINTED_BLOCK,
@@ -74,7 +74,7 @@ def write_class_files(folder: Path) -> None:
 
     Saving normally does this, but FSDP2 creates a class on the fly that can't be imported by name.
     """
-    NormLlavaConfig.from_pretrained(folder).save_pretrained(folder)
+    AutoConfig.from_pretrained(folder).save_pretrained(folder)
     shutil.copy(modeling_normllava.__file__, folder)
 
 

@@ -50,7 +50,7 @@ def commands(arm: Adaptation, seed: int, base: Path) -> list[tuple[Path, list[st
     adapter, merged = base / arm.name / "adapter", base / arm.name / "merged"
     steps = []
     if arm.start == "stage1-keys":
-        keys = ["training/compose.py", "--normllava_model", str(base / "stage1"), "--key_adapter_rank", "16"]
+        keys = ["training/add_key_adapters.py", "--model", str(base / "stage1"), "--rank", "16"]
         keys += ["--seed", str(seed), "--output_dir", str(base / arm.start)]
         steps.append((base / arm.start / "processor_config.json", keys))
     train = [*launch(1), "training/sft.py", "--config", RECIPE, "--model_name_or_path", str(base / arm.start)]

@@ -457,7 +457,7 @@ def test_what_is_no_normllava_is_refused(
     backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {"stage": "align", "model_name_or_path": str(backbones("qwen2")), "dataset_name": str(data)}
-    with pytest.raises(ValueError, match=r"has model_type 'qwen2', 'normllava' is needed. Give it a vision encoder"):
+    with pytest.raises(ValueError, match=r"has model_type 'qwen2', a NormLlava is needed"):
         run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
 
 

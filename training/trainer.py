@@ -42,7 +42,6 @@ from training.compiling import LayerCompiler, eagerly
 from training.flops import MfuMeter
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
-from training.overrides import checks_overrides
 from training.run import Progress, Run
 from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
@@ -78,7 +77,6 @@ def write_class_files(folder: Path) -> None:
     shutil.copy(modeling_normllava.__file__, folder)
 
 
-@checks_overrides
 class EpochSetter(TrainerCallback):
     """Sets a sampler's epoch where Trainer does not: when several processes resume in the middle of one."""
 
@@ -93,7 +91,6 @@ class EpochSetter(TrainerCallback):
         self._sampler.set_epoch(int(state.epoch or 0))
 
 
-@checks_overrides
 class StreamEpoch(TrainerCallback):
     """Sets how much of a run is done, which Trainer counts from 0 again when it resumes without skipping."""
 
@@ -105,7 +102,6 @@ class StreamEpoch(TrainerCallback):
         state.epoch = state.global_step / state.max_steps
 
 
-@checks_overrides
 class NormLlavaTrainer(SFTTrainer):
     """[`SFTTrainer`] for a model that [`~training.stages.prepare_stage`] has prepared.
 

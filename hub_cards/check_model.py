@@ -126,7 +126,7 @@ def stored_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def find_config_faults(config: dict[str, Any]) -> Iterator[Finding]:
     """Settings that don't describe the weights."""
-    keys = "KeyAdapter" if "key_adapter_rank" in config else ""
+    keys = "KeyAdapter" if config.get("key_adapter_rank") else ""
     if config.get("architectures") != [f"NormLlava{keys}ForConditionalGeneration"]:
         reason = f"architectures is {config.get('architectures')}, not ['NormLlava{keys}ForConditionalGeneration']"
         yield Finding("config.json", reason, "Save the model again.")

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING
 
 from diagnostics.results import ModelReport, Report, from_json
 from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.findings import Finding
 from hub_cards.weights import Weights, read_weights
+from modeling_normllava import NormLlavaConfig, NormLlavaKeyAdapterConfig
 from training.environment import Environment
 from training.run import RUN_FILE, Run, Source
 
@@ -171,7 +171,7 @@ def collect_facts(
     if missing:
         raise ValueError(f"{config_file}: no {', '.join(missing)}. Save the model again.")
     try:
-        config_class = CONFIG_MAPPING[config["model_type"]]
+        config_class = NormLlavaKeyAdapterConfig if config.get("key_adapter_rank") else NormLlavaConfig
         decoder = config_class.from_dict(config).get_text_config()  # which knows the names of every family's fields
     except StrictDataclassError as error:
         raise ValueError(f"{config_file}: {error}") from error

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -70,6 +70,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         "revision": run_args.model_revision,
     }
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
+    model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     # Only "align" saves frozen weights, so only there the cast ends up on disk.
     if args.bf16 and run_args.stage == Stage.ALIGN and config.dtype != torch.bfloat16:
         logger.warning(
@@ -78,10 +79,10 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
             str(config.dtype).removeprefix("torch."),
         )
     if args.process_index == 0 or run_args.load_in_4bit or not _weights_are_sent():
-        model = AutoModelForImageTextToText.from_pretrained(**source, **options)
+        model = model_class.from_pretrained(**source, **options)
     else:
         with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(config, **options)
+            model = model_class._from_config(config, **options)
     if args.world_size > 1 and not run_args.load_in_4bit:  # in 4 bits every process has loaded all
         _send_what_is_no_parameter(model)
     for module in model.modules():

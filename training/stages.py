@@ -152,7 +152,7 @@ def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """
     vision = model.config.vision_config
     with torch.device("meta"):
-        tower = AutoModel.from_config(vision)
+        tower = AutoModel.from_config(vision, dtype=torch.float32)
         pixel_values = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
     layers = model.config.vision_feature_layer
     states = tower(pixel_values, output_hidden_states=True).hidden_states

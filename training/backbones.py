@@ -115,10 +115,12 @@ def require_reloadable(
 ) -> None:
     """Raise `ValueError` if the model that the config describes would not have the weights of these parts."""
     decoder = text_model.get_decoder()
-    if config.text_config.tie_word_embeddings and not hasattr(decoder, "embed_tokens"):
-        raise ValueError(f"{path}: the head is tied to embeddings that {type(decoder).__name__} calls otherwise.")
-    with torch.device("meta"):
-        rebuilt = NormLlavaForConditionalGeneration(config)
+    refusal = f"{path}: Llava would not rebuild {{}} from its config: {{}}"
+    try:
+        with torch.device("meta"):
+            rebuilt = NormLlavaForConditionalGeneration(config)
+    except AttributeError as error:  # a head that is tied to embeddings of another name
+        raise ValueError(refusal.format(type(decoder).__name__, error)) from error
     pairs = (
         (vision_model, rebuilt.model.vision_tower),
         (decoder, rebuilt.model.language_model),
@@ -128,10 +130,8 @@ def require_reloadable(
         shapes, shapes_again = ({k: v.shape for k, v in module.state_dict().items()} for module in (part, again))
         if shapes != shapes_again:
             differing = sorted(name for name, _ in shapes.items() ^ shapes_again.items())
-            raise ValueError(
-                f"{path}: Llava would not rebuild {type(part).__name__} from its config: {len(differing)} weights "
-                f"differ, first {differing[0]!r}."
-            )
+            problem = f"{len(differing)} weights differ, first {differing[0]!r}."
+            raise ValueError(refusal.format(type(part).__name__, problem))
 
 
 @torch.no_grad()

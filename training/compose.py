@@ -273,12 +273,13 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
     """Pass a picture through processor and model. Raises `ValueError` if tokens and features differ in number."""
     inputs = processor(images=Image.new("RGB", (64, 48)), text=f"{processor.image_token}\n", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    count = int((inputs["input_ids"] == model.config.image_token_id).sum())
     (features,) = model.model.get_image_features(inputs["pixel_values"]).pooler_output
-    if count != len(features):
+    written = int((inputs["input_ids"] == model.config.image_token_id).sum())
+    (counted,) = processor._get_num_multimodal_tokens(image_sizes=[(48, 64)]).num_image_tokens  # by vLLM and training
+    if not written == counted == len(features) == model.config.image_seq_length:
         raise ValueError(
-            f"The processor writes {count} image tokens for a picture and the encoder gives {len(features)} features: "
-            "set size and crop_size in preprocessor_config.json to what the encoder takes."
+            f"The processor writes {written} image tokens for a picture and counts {counted}, and the encoder gives "
+            f"{len(features)} features: set size and crop_size in preprocessor_config.json to what the encoder takes."
         )
     if not model.eval()(**inputs).logits.isfinite().all():
         raise ValueError("The composed model's logits are not finite: look at the parts' weights and dtypes.")

@@ -332,8 +332,8 @@ def main() -> None:
     if args.llava_model is not None:
         model, processor = convert_llava(args.llava_model, args.projector_norm, args.align_norm)
     else:
-        names = ("vision_model", "text_model", "projector_norm", "align_norm", "vision_feature_layer", "seed")
-        model, processor = compose(*(getattr(args, name) for name in names), args.scale_projector)
+        options = (args.projector_norm, args.align_norm, args.vision_feature_layer, args.seed, args.scale_projector)
+        model, processor = compose(args.vision_model, args.text_model, *options)
         if args.captions is not None:
             rows: Any = load_rows(args.captions, args.image_folder)
             align(model, processor, rows, args.seed)

@@ -202,7 +202,7 @@ class KeyAlignment:
             distance = mmd(keys[:, visual], keys[:, text], self._bandwidths)
         if reference is not None:
             reference = reference.to(keys.dtype)
-            change = sum(gram_distance(keys[:, of], reference[:, of]) for of in (visual, text)) / 2
+            change = torch.stack([gram_distance(keys[:, of], reference[:, of]) for of in (visual, text)]).mean()
         return torch.stack([distance, change])
 
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:

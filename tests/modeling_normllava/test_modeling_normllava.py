@@ -355,8 +355,8 @@ def test_no_private_method_of_transformers_is_overridden() -> None:
         ours = [cls for cls in base.__mro__ if cls.__module__.startswith("modeling_normllava")]
         theirs = {name for cls in base.__mro__ if cls not in ours for name in vars(cls)}
         private = {name for cls in ours for name in vars(cls) if name.startswith("_") and not name.endswith("__")}
-        settings = {"_no_split_modules", "_keep_in_fp32_modules_strict", "_auto_class"}
-        assert (private & theirs) - settings == {"_init_weights"}
+        overridden = {name for name in private & theirs if callable(getattr(base, name))}
+        assert overridden == {"_init_weights"}
 
 
 def test_auto_model_gives_the_base_model(composed: Callable[..., Path]) -> None:

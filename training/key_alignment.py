@@ -119,6 +119,7 @@ class KeyAlignment:
         model.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for layer in decoder_layers:
             layer.register_forward_hook(self._see_layer)
+        self._head_dims: dict[int, int] = {}
         for number in self._layers:
             self._watch(number, decoder_layers[number].self_attn)
 
@@ -140,7 +141,7 @@ class KeyAlignment:
 
     def _watch(self, number: int, attention: Any) -> None:
         """Hook the modules that make a layer's keys, and, by the frozen `k_proj` alone, the reference."""
-        norm = key_norm(attention)
+        norm, self._head_dims[number] = key_norm(attention), attention.head_dim
 
         @torch.no_grad()
         def see_projection(projection: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
@@ -152,11 +153,9 @@ class KeyAlignment:
             self._references[number] = keys.reshape(len(keys), -1, attention.head_dim).transpose(0, 1)
 
         def see_keys(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            # All tokens: gradient checkpointing would have to rerun a selection made here. Heads or tokens come first.
+            # All tokens: gradient checkpointing would have to rerun a selection made here.
             if self._tokens is not None and torch.is_grad_enabled():
-                tokens_first = output.shape[:2] == self._tokens.visual.shape
-                keys = (output if tokens_first else output.transpose(1, 2)).flatten(0, 1)
-                self._keys[number] = keys.reshape(len(keys), -1, attention.head_dim)  # [tokens, heads, head_dim]
+                self._keys[number] = output
 
         attention.k_proj.register_forward_hook(see_projection)
         (norm or attention.k_proj).register_forward_hook(see_keys)
@@ -182,7 +181,10 @@ class KeyAlignment:
         with torch.autocast(self._positions.device.type, enabled=False):
             measured = []
             for number in self._layers:
-                keys = self._keys.pop(number)[self._positions].transpose(0, 1)
+                keys = self._keys.pop(number)
+                keys = keys if keys.shape[:2] == tokens.visual.shape else keys.transpose(1, 2)  # heads came first
+                keys = keys.flatten(0, 1)[self._positions]
+                keys = keys.reshape(len(keys), -1, self._head_dims[number]).transpose(0, 1)  # [heads, n, head_dim]
                 keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
                 # Recomputed in the backward pass, so that only one layer's matrices are held at a time.
                 reference = self._references.pop(number, None)

@@ -20,7 +20,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 peft = pytest.importorskip("peft")
 
-from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAdapterForConditionalGeneration  # noqa: E402
+from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
+from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted  # noqa: E402
 from script_runs import PACKED, logged, run  # noqa: E402
 from training import arguments  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
@@ -113,9 +114,7 @@ def watched(composed: Callable[..., Path]) -> Callable[..., tuple[NormLlavaForCo
 
     def build(text: str = "qwen2", **options: Any) -> tuple[NormLlavaForConditionalGeneration, KeyAlignment]:
         folder = composed(text=text, key_adapter_rank=4)
-        model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(
-            folder, attn_implementation="sdpa"
-        ).double()
+        model = Adapted.from_pretrained(folder, attn_implementation="sdpa").double()
         generator = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             if ".key_adapter." in name:
@@ -254,7 +253,7 @@ def test_gradients_are_alike_with_checkpointing(
 def gradients_on(rank: int, folder: str, data: str, store: str, shards: bool) -> None:
     """Gradients of loss and penalty with every decoder layer sharded, and checkpointed, into a file."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+    model = Adapted.from_pretrained(folder, attn_implementation="sdpa")
     for layer in model.model.language_model.layers:
         layer.self_attn.k_proj.key_adapter.dropout.p = 0.0
     torch.manual_seed(0)
@@ -370,9 +369,7 @@ def test_a_run_moves_keys_reloads_and_merges(
     assert not any("lora" in name or "modules_to_save" in name for name, _ in merged.named_parameters())
     merged.save_pretrained(tmp_path / "merged")
     inputs = Batch(composed(key_adapter_rank=4), data, packed=False).inputs
-    base = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(
-        composed(key_adapter_rank=4), dtype=torch.float32
-    )
+    base = Adapted.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
     with torch.no_grad():
         expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(**inputs).logits
         again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
@@ -390,7 +387,7 @@ def test_a_run_over_four_bits(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bnb = pytest.importorskip("bitsandbytes")
-    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(
+    model = Adapted.from_pretrained(
         composed(key_adapter_rank=4), quantization_config=quantization_config(torch.bfloat16)
     )
     projection = model.model.language_model.layers[0].self_attn.k_proj
@@ -407,7 +404,7 @@ def test_a_run_over_four_bits(
 
 @pytest.mark.parametrize("stage", Stage)
 def test_what_a_stage_trains_of_key_adapters(composed: Callable[..., Path], stage: Stage) -> None:
-    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4))
+    model = Adapted.from_pretrained(composed(key_adapter_rank=4))
     if stage is Stage.ADAPT:
         add_adapters(model, rank=2, alpha=4)
     prepare_stage(model, stage, LearningRates(1e-3, 1e-4, 1e-5))
@@ -421,9 +418,7 @@ def test_what_a_stage_trains_of_key_adapters(composed: Callable[..., Path], stag
 
 
 def test_merging_into_a_base_without_them_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
-    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(
-        composed(key_adapter_rank=4), dtype=torch.float32
-    )
+    model = Adapted.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has key adapters, but its base .* has none. Give the base"):
         merge(str(tmp_path), base=str(composed()))

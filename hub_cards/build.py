@@ -23,7 +23,7 @@ from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.plots import draw_attention, draw_layers, save
 from diagnostics.results import ModelReport
 from hub_cards.card import Widget, check_origins, read_prose, render_card
-from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
+from hub_cards.check_model import JSON_FILES, class_files, find_model_faults
 from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, find_foreign_figures, hub_id, read_json
 from hub_cards.findings import Finding
 from hub_cards.fresh_load import GREEDY, ask, fixed_picture, generate
@@ -116,7 +116,7 @@ def build(
         shutil.copy(path, stage)
     plots = draw_plots(facts.diagnostics, repo_id.split("/")[1], stage)
     widgets = make_widgets(stage, widget_data) if widget_data is not None else []
-    code_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in CLASS_FILES)
+    code_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in class_files(stage))
     card = render_card(facts, licence, prose, repo_id, revision, plots, widgets, code_lines)
     (stage / "README.md").write_text(str(card), encoding="utf-8")
     write_manifest(stage, repo_id, revision, facts)
@@ -195,7 +195,7 @@ def copy_model(run: Path, stage: Path, weights: Weights) -> None:
         if source.exists() and not cast_away:
             text = json.dumps(without_local_names(read_json(source)), indent=2, ensure_ascii=False)
             (stage / name).write_text(text + "\n", encoding="utf-8")
-    for path in CLASS_FILES:
+    for path in class_files(run):
         shutil.copy(path, stage)
 
 

@@ -104,6 +104,8 @@ def build_app(model: str, revision: str) -> FastAPI:
     """Load the model at `revision`, its own code included, and return the app that serves it."""
     # transformers 5.23 serves only the model types that it lists, even with custom code.
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava"] = "NormLlavaForConditionalGeneration"
+    keys = "NormLlavaKeyAdapterForConditionalGeneration"
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava_key_adapters"] = keys
     manager = ModelManager(trust_remote_code=True, force_model=f"{model}@{revision}")
     state = GenerationState()
     chat, responses = Chat(manager, state), Responses(manager, state)

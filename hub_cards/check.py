@@ -14,7 +14,7 @@ from PIL import Image
 from conversations.files import sha256
 from hub_cards.build import OTHER_FILES, PLOTS, SERVING_FILES, check_name, check_revision
 from hub_cards.card import KEY_ADAPTERS
-from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
+from hub_cards.check_model import CLASS_FILES, JSON_FILES, KEY_ADAPTER_FILE, find_model_faults
 from hub_cards.client import explain
 from hub_cards.facts import read_json
 from hub_cards.findings import REBUILD, Finding
@@ -32,8 +32,8 @@ LOADS = re.compile(r"\b(?:from_pretrained|pipeline|hub\.load)\(\s*[^\s).]|--trus
 VLLM = re.compile(r"\bvllm +serve\b|\b(?:import|from) +vllm\b|\bvllm\.entrypoints\b|\bvllm/vllm-", re.IGNORECASE)
 CARD = "README.md"
 ALLOWED = {
-    *JSON_FILES, *OTHER_FILES, *(path.name for path in (*CLASS_FILES, *SERVING_FILES)), CARD, "LICENSE",
-    "LICENSE-APACHE", "NOTICE", MANIFEST, *(f"diagnostics/{name}" for name in PLOTS),
+    *JSON_FILES, *OTHER_FILES, *(path.name for path in (*CLASS_FILES, KEY_ADAPTER_FILE, *SERVING_FILES)), CARD,
+    "LICENSE", "LICENSE-APACHE", "NOTICE", MANIFEST, *(f"diagnostics/{name}" for name in PLOTS),
 }  # fmt: skip
 ALLOWED_PATTERNS = (r"model(-\d{5}-of-\d{5})?\.safetensors", r"images/example\d+\.png")
 

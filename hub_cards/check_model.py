@@ -17,12 +17,11 @@ from hub_cards.facts import parse_json, read_json
 from hub_cards.findings import REBUILD, Finding
 from hub_cards.fresh_load import ask
 from hub_cards.weights import INDEX, KEY_ADAPTER, NORM, Weights, find_weight_faults
-from modeling_normllava import NormLlavaConfig
+from modeling_normllava import NormLlavaConfig, NormLlavaKeyAdapterConfig
 
 
-CLASS_FILES = tuple(
-    sorted(Path(str(modeling_normllava.__file__)).parent.glob("*_normllava.py"), key=lambda path: path.name)
-)
+CLASS_FILES = tuple(sorted(Path(str(modeling_normllava.__file__)).parent.glob("*_normllava.py")))
+KEY_ADAPTER_FILE = CLASS_FILES[0].with_name("key_adapters.py")
 # Files of a checkpoint that are staged if they exist, besides weights and class files.
 JSON_FILES = (
     "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
@@ -68,7 +67,7 @@ def find_model_faults(folder: Path, weights: Weights, steps: int) -> Iterator[Fi
 
 def find_code_faults(folder: Path) -> Iterator[Finding]:
     """Class files that are not this version's, and settings that would run other code."""
-    for path in CLASS_FILES:
+    for path in class_files(folder):
         if not (folder / path.name).is_file():
             yield Finding(path.name, "is missing", f"Copy it from {path.parent.name}/.")
         elif (folder / path.name).read_bytes() != path.read_bytes():
@@ -86,7 +85,8 @@ def find_code_faults(folder: Path) -> Iterator[Finding]:
             yield Finding(name, f"is not valid JSON ({error})", REBUILD)
             continue
         if name == "config.json":
-            ours = NormLlavaConfig().auto_map
+            keys = isinstance(value, dict) and value.get("model_type") == NormLlavaKeyAdapterConfig.model_type
+            ours = (NormLlavaKeyAdapterConfig if keys else NormLlavaConfig)().auto_map
             if not isinstance(value, dict) or value.pop("auto_map", None) != ours:
                 yield Finding(name, f"its auto_map is not {json.dumps(ours)}", "Save the model again.")
         for field, entry in walk(value):
@@ -95,6 +95,15 @@ def find_code_faults(folder: Path) -> Iterator[Finding]:
                 yield Finding(name, reason, "Remove it.")
             elif isinstance(entry, str) and OTHER_REPOSITORY.fullmatch(entry):
                 yield Finding(name, f"{field} points to another repository, {entry}", "Remove it.")
+
+
+def class_files(folder: Path) -> tuple[Path, ...]:
+    """The class files of this version that a folder's model needs."""
+    try:
+        has_keys = read_json(folder / "config.json")["model_type"] == NormLlavaKeyAdapterConfig.model_type
+    except (KeyError, OSError, TypeError, ValueError):
+        has_keys = False
+    return (*CLASS_FILES, KEY_ADAPTER_FILE) if has_keys else CLASS_FILES
 
 
 def walk(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
@@ -117,8 +126,9 @@ def stored_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 def find_config_faults(config: dict[str, Any]) -> Iterator[Finding]:
     """Settings that don't describe the weights."""
-    if config.get("architectures") != ["NormLlavaForConditionalGeneration"]:
-        reason = f"architectures is {config.get('architectures')}, not ['NormLlavaForConditionalGeneration']"
+    keys = "KeyAdapter" if config.get("key_adapter_rank") else ""
+    if config.get("architectures") != [f"NormLlava{keys}ForConditionalGeneration"]:
+        reason = f"architectures is {config.get('architectures')}, not ['NormLlava{keys}ForConditionalGeneration']"
         yield Finding("config.json", reason, "Save the model again.")
     if not config.get("dtype"):
         yield Finding("config.json", "has no dtype", "Save the model again.")

@@ -19,7 +19,7 @@ from diagnostics.results import ModelReport, Report, from_json
 from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.findings import Finding
 from hub_cards.weights import Weights, read_weights
-from modeling_normllava import NormLlavaConfig
+from modeling_normllava import NormLlavaConfig, NormLlavaKeyAdapterConfig
 from training.environment import Environment
 from training.run import RUN_FILE, Run, Source
 
@@ -164,14 +164,15 @@ def collect_facts(
     if not config_file.exists():
         raise ValueError(f"{run} holds no config.json: give the output folder of a finished training run.")
     config = read_json(config_file)
-    if not isinstance(config, dict) or config.get("model_type") != "normllava":
+    if not isinstance(config, dict) or config.get("model_type") not in ("normllava", "normllava_key_adapters"):
         found = config.get("model_type") if isinstance(config, dict) else config
         raise ValueError(f"{config_file}: model_type is {found!r}, not 'normllava'.")
     missing = [name for name in ("text_config", "vision_config", "projector_norm") if name not in config]
     if missing:
         raise ValueError(f"{config_file}: no {', '.join(missing)}. Save the model again.")
     try:
-        decoder = NormLlavaConfig.from_dict(config).get_text_config()  # which knows the names of every family's fields
+        config_class = NormLlavaKeyAdapterConfig if config.get("key_adapter_rank") else NormLlavaConfig
+        decoder = config_class.from_dict(config).get_text_config()  # which knows the names of every family's fields
     except StrictDataclassError as error:
         raise ValueError(f"{config_file}: {error}") from error
     stages, earlier_is_recorded = collect_stages(run)

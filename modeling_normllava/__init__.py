@@ -11,6 +11,11 @@ from transformers import (
 )
 
 from .configuration_normllava import NormLlavaConfig
+from .key_adapters import (
+    NormLlavaKeyAdapterConfig,
+    NormLlavaKeyAdapterForConditionalGeneration,
+    NormLlavaKeyAdapterModel,
+)
 from .modeling_normllava import (
     GlobalWeightCompensatedLayerNorm,
     NormLlavaForConditionalGeneration,
@@ -19,17 +24,22 @@ from .modeling_normllava import (
 )
 
 
-AutoConfig.register(NormLlavaConfig.model_type, NormLlavaConfig)
-AutoModel.register(NormLlavaConfig, NormLlavaModel)
-AutoModelForCausalLM.register(NormLlavaConfig, NormLlavaForConditionalGeneration)  # for text-only tools
-AutoModelForImageTextToText.register(NormLlavaConfig, NormLlavaForConditionalGeneration)
-AutoModelForMultimodalLM.register(NormLlavaConfig, NormLlavaForConditionalGeneration)
-AutoProcessor.register(NormLlavaConfig, LlavaProcessor)
+for config, base, whole in (
+    (NormLlavaConfig, NormLlavaModel, NormLlavaForConditionalGeneration),
+    (NormLlavaKeyAdapterConfig, NormLlavaKeyAdapterModel, NormLlavaKeyAdapterForConditionalGeneration),
+):
+    AutoConfig.register(config.model_type, config)
+    AutoModel.register(config, base)
+    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
+        auto_class.register(config, whole)  # the first for text-only tools
+    AutoProcessor.register(config, LlavaProcessor)
 
 __all__ = [
     "GlobalWeightCompensatedLayerNorm",
     "NormLlavaConfig",
     "NormLlavaForConditionalGeneration",
+    "NormLlavaKeyAdapterConfig",
+    "NormLlavaKeyAdapterForConditionalGeneration",
     "NormLlavaModel",
     "NormLlavaPreTrainedModel",
 ]

@@ -48,7 +48,8 @@ from transformers import (
 )
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.compose import add_key_adapters, compose
+from training.add_key_adapters import add_key_adapters
+from training.compose import compose
 
 
 # A shell's background job ignores Ctrl-C and hands that down; tests that press it need what a terminal gives.

@@ -6,6 +6,7 @@ adapters into the vision encoder.
 """
 
 import re
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -16,6 +17,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 UNQUANTIZED = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+DECODER = "model.language_model.layers"
 
 
 def quantization_config(
@@ -36,9 +38,8 @@ def add_adapters(
     rank: int,
     alpha: int,
     dropout: float = 0.0,
-    use_rslora: bool = False,
-    use_dora: bool = False,
     revision: str | None = None,
+    **options: Any,
 ) -> PeftModel:
     """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
 
@@ -46,26 +47,19 @@ def add_adapters(
 
     Args:
         model: The model, quantized or not.
-        rank: Rank r of the adapters.
-        alpha: The adapters' output is scaled by alpha / r.
-        dropout, use_rslora, use_dora: As in PEFT's `LoraConfig`.
+        rank, alpha, dropout, options: Of PEFT's `LoraConfig`; the adapters' output is scaled by alpha / rank.
         revision: The model's revision on the Hub, which merging loads again.
     """
-    prefix = "model.language_model.layers"
-    linear = {
-        name.rsplit(".", 1)[-1]
-        for name, module in model.get_submodule(prefix).named_modules()
-        if isinstance(module, nn.Linear)
-    } - {"base"}  # inside of key adapters
-    key_adapters = ["key_adapter"] if model.config.key_adapter_rank else []
+    modules = dict(model.get_submodule(DECODER).named_modules())
+    linear = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
+    has_key_adapters = any(name.endswith(".key_adapter") for name in modules)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        use_rslora=use_rslora,
-        use_dora=use_dora,
-        target_modules=rf"{re.escape(prefix)}\..*\.({'|'.join(sorted(linear))})",
-        modules_to_save=["multi_modal_projector", *key_adapters],
+        target_modules=rf"{re.escape(DECODER)}\..*\.({'|'.join(sorted(linear - {'base'}))})",  # base: in key adapters
+        modules_to_save=["multi_modal_projector", *["key_adapter"] * has_key_adapters],
         task_type="CAUSAL_LM",
+        **options,
     )
     return get_peft_model(model, config, revision=revision)

@@ -1,9 +1,8 @@
 """The aligned start: visual tokens learn to point at the language model's own embeddings of the captions.
 
-Composing does it on request, in minutes, since the language model does not run. The projector learns that a picture's
-tokens point at the mean embedding of its own caption, and not at the other captions of the batch (InfoNCE on cosines).
-Only directions count: the norm stays as it is, and without one the projector is scaled back, so visual tokens keep the
-length that they had.
+The projector learns that a picture's tokens point at the mean embedding of its own caption, and not at the other
+captions of the batch (InfoNCE on cosines). Only directions count: the norm stays as it is, and without one the
+projector is scaled back, so visual tokens keep their length. The language model does not run, so this takes minutes.
 
 The paper (arXiv 2512.08374) has no such step. SEA (arXiv 2408.11813) and patch-aligned training (arXiv 2505.17316)
 also supervise visual tokens by text embeddings, patch by patch with labels from CLIP or masks.
@@ -68,8 +67,7 @@ def embed_captions(
     mean = embed(torch.arange(len(processor.tokenizer), device=device)).float().mean(dim=0)
     # After a space, as inside a sentence.
     tokens = [processor.tokenizer(f" {caption}", add_special_tokens=False).input_ids for caption in captions]
-    counts = Counter(token for ids in tokens for token in set(ids))
-    directions = []
+    counts, directions = Counter(token for ids in tokens for token in set(ids)), []
     for ids in tokens:
         weights = torch.tensor([math.log((1 + len(captions)) / counts[token]) for token in ids], device=device)
         directions.append(weights @ (embed(torch.tensor(ids, device=device)).float() - mean))

@@ -7,8 +7,6 @@ import torch
 from transformers.trainer_pt_utils import BatchRebalanceSampler, get_length_grouped_indices
 from typing_extensions import override
 
-from training.overrides import checks_overrides
-
 
 def shuffled(count: int, seed: int) -> np.ndarray:
     """A permutation of `range(count)`, the one of accelerate's own sampler for this seed: int64 [count]."""
@@ -17,7 +15,6 @@ def shuffled(count: int, seed: int) -> np.ndarray:
 
 # Trainer leaves this class of sampler unwrapped, since it distributes batches to processes itself. accelerate would
 # repeat rows when there are too few left for all processes.
-@checks_overrides
 class PaddedBatchSampler(BatchRebalanceSampler):
     """Yields the batches of one process, each a list of sample indices, empty if none are left for it.
 
@@ -74,7 +71,6 @@ class PaddedBatchSampler(BatchRebalanceSampler):
         return -(-len(self.lengths) // (self.rows_per_batch * self.dp_size))
 
 
-@checks_overrides
 class FixedBatchSampler(BatchRebalanceSampler):
     """Yields one process's share of the given batches; an empty one if none are left for it.
 

@@ -24,7 +24,6 @@ from diagnostics.norms import token_norms
 from diagnostics.tokens import Inputs, Tokens, classify, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.held_out import Answer
-from training.overrides import checks_overrides
 from training.stages import trained_projector
 
 
@@ -41,7 +40,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-@checks_overrides
 class InterfaceMonitor(TrainerCallback):
     """Measures the step that is about to be logged, through hooks that stay idle on every other step.
 
@@ -105,7 +103,6 @@ class InterfaceMonitor(TrainerCallback):
         return metrics
 
 
-@checks_overrides
 class StepsFile(TrainerCallback):
     """A file with lines of JSON, each with its `step`, which a resumed run continues."""
 
@@ -135,7 +132,6 @@ class StepsFile(TrainerCallback):
                 file.writelines(json.dumps({"step": state.global_step, **entry}) + "\n" for entry in entries)
 
 
-@checks_overrides
 class MetricsFile(StepsFile):
     """Everything that is logged; names of held-out figures begin with `eval/`, as in trackers."""
 
@@ -152,7 +148,6 @@ class MetricsFile(StepsFile):
         self.append(state, [{re.sub("^eval_", "eval/", name): value for name, value in (logs or {}).items()}])
 
 
-@checks_overrides
 class ConsoleTable(TrainerCallback):
     """Prints a header, a line per log, and a progress bar; everything else is in the files."""
 

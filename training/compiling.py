@@ -11,7 +11,6 @@ from typing_extensions import override
 
 from diagnostics.parts import decoder_layers
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.overrides import checks_overrides
 
 
 def compile_plugin(args: TrainingArguments) -> TorchDynamoPlugin | None:
@@ -39,7 +38,6 @@ def compile_layers(layers: Iterable[Any], **options: Any) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True, **options)
 
 
-@checks_overrides
 class LayerCompiler(TrainerCallback):
     """Compiles the decoder layers when training begins, where this is asked for."""
 

@@ -15,10 +15,8 @@ from diagnostics.loading import Question
 from diagnostics.samples import prepare_samples
 from training.attention import unpacked
 from training.compiling import eagerly
-from training.overrides import checks_overrides
 
 
-@checks_overrides
 class DynamicsCallback(TrainerCallback):
     """Measures the model in training before the first step, every `steps` steps and after the last one.
 

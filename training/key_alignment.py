@@ -7,7 +7,7 @@ that the diagnostics count as visual and text.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -16,45 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 from diagnostics.parts import layer_groups
 from diagnostics.tokens import Inputs, Tokens, classify, find_sinks, token_ids
-from modeling_normllava import NormLlavaForConditionalGeneration
-from training.arguments import RunArguments
+from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration
 
 
 # Per modality and forward pass.
 MAX_TOKENS = 256
-
-
-class _WeightedKernelSum(torch.autograd.Function):
-    """Sum of `weights_ij * k(x_i, x_j)` over all pairs, mean over heads; the gradient is computed with the value.
-
-    With `k` a function of the squared distance d and `M = weights * dk/dd`, symmetric, the gradient at x_i is `4 sum_j
-    M_ij (x_i - x_j)`. Autograd would keep five matrices of all pairs per head and layer, and read them again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, keys: torch.Tensor, weights: torch.Tensor, bandwidths: Sequence[float]) -> torch.Tensor:
-        centred = keys - keys.mean(dim=1, keepdim=True)  # same distances, less rounding error
-        squares = centred.square().sum(-1)
-        distances = squares[:, :, None] + squares[:, None] - 2 * centred @ centred.transpose(1, 2)
-        distances.clamp_(min=0).diagonal(dim1=1, dim2=2).zero_()
-        count = keys.shape[1]
-        scale = distances.sum((1, 2), keepdim=True) / (count * (count - 1))  # σ² of each head, [num_heads, 1, 1]
-        scale = scale.clamp(min=torch.finfo(keys.dtype).eps ** 2)  # in case all keys are equal
-        kernel, slope = torch.zeros_like(distances), torch.zeros_like(distances)
-        for bandwidth in bandwidths:
-            rate = 1 / (bandwidth * scale)
-            term = (-rate * distances).exp_()
-            kernel += term
-            slope -= term.mul_(rate)
-        share = 1 / (len(bandwidths) * len(keys))
-        slope *= weights * share
-        ctx.save_for_backward(4 * (slope.sum(-1, keepdim=True) * centred - slope @ centred))
-        return (kernel * weights).sum() * share
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return grad_output * gradient, None, None
 
 
 def mmd(visual: torch.Tensor, text: torch.Tensor, bandwidths: Sequence[float]) -> torch.Tensor:
@@ -68,12 +34,16 @@ def mmd(visual: torch.Tensor, text: torch.Tensor, bandwidths: Sequence[float]) -
         visual, text: `(num_heads, num_tokens, head_dim)`, at least two tokens each.
         bandwidths: s.
     """
-    n, m = visual.shape[1], text.shape[1]
-    weights = visual.new_full((n + m, n + m), -1 / (n * m))
-    weights[:n, :n] = 1 / (n * (n - 1))
-    weights[n:, n:] = 1 / (m * (m - 1))
-    weights.fill_diagonal_(0)
-    return _WeightedKernelSum.apply(torch.cat([visual, text], dim=1), weights, bandwidths)
+    keys, n, m = torch.cat([visual, text], dim=1), visual.shape[1], text.shape[1]
+    centred = keys - keys.mean(dim=1, keepdim=True)  # same distances, less rounding error
+    squares = centred.square().sum(-1)
+    distances = (squares[:, :, None] + squares[:, None] - 2 * centred @ centred.transpose(1, 2)).clamp(min=0)
+    scale = distances.detach().sum((1, 2), keepdim=True) / ((n + m) * (n + m - 1))  # σ² of each head, [heads, 1, 1]
+    scale = scale.clamp(min=torch.finfo(keys.dtype).eps ** 2)  # in case all keys are equal
+    kernel = torch.stack([torch.exp(-distances / (bandwidth * scale)) for bandwidth in bandwidths]).mean(0)
+    kernel = kernel * (1 - torch.eye(n + m, dtype=kernel.dtype, device=kernel.device))
+    of_visual, of_text = kernel[:, :n, :n].sum((1, 2)) / (n * (n - 1)), kernel[:, n:, n:].sum((1, 2)) / (m * (m - 1))
+    return (of_visual + of_text - 2 * kernel[:, :n, n:].mean((1, 2))).mean()
 
 
 def gram_distance(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -91,15 +61,6 @@ def gram_distance(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         return rows @ rows.transpose(1, 2)
 
     return (gram(keys) - gram(reference)).square().mean()
-
-
-class _Watched(NamedTuple):
-    """The tokens of a forward pass that are used: their positions in the batch, `(n,)`, the first `num_visual` of them
-    visual; and the batch's shape."""
-
-    positions: torch.Tensor
-    num_visual: int
-    shape: torch.Size
 
 
 class KeyAlignment:
@@ -122,7 +83,7 @@ class KeyAlignment:
 
     @classmethod
     def from_arguments(
-        cls, model: NormLlavaForConditionalGeneration, processor: Any, run_args: RunArguments
+        cls, model: NormLlavaKeyAdapterForConditionalGeneration, processor: Any, run_args: Any
     ) -> Self | None:
         """As a run's arguments ask for it; `None` if they don't."""
         if not run_args.key_losses:
@@ -132,7 +93,7 @@ class KeyAlignment:
 
     def __init__(
         self,
-        model: NormLlavaForConditionalGeneration,
+        model: NormLlavaKeyAdapterForConditionalGeneration,
         processor: Any,
         mmd_weight: float,
         gram_weight: float,
@@ -148,64 +109,56 @@ class KeyAlignment:
         self._ids = token_ids(model, processor)
         groups = {name.replace(" ", "_"): group for name, group in layer_groups(count).items()}
         self._groups = {number: name for name, group in groups.items() for number in group}
-        self._watched: _Watched | None = None
+        self._tokens: Tokens | None = None  # of the pass, where it is watched
+        # Of the tokens that are used, in the flattened batch, `(n,)`: the visual ones first.
+        self._positions, self._num_visual = torch.empty(0), 0
         self._norms: list[torch.Tensor] = []
         self._keys: dict[int, torch.Tensor] = {}
         self._references: dict[int, torch.Tensor] = {}
         self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
-        self._attentions = {number: decoder_layers[number].self_attn for number in self._layers}
         model.model.register_forward_pre_hook(self._begin, with_kwargs=True)
         for layer in decoder_layers:
             layer.register_forward_hook(self._see_layer)
-        for number, attention in self._attentions.items():
-            attention.k_proj.register_forward_hook(self._see_projection(number))
-            (_key_norm(attention) or attention.k_proj).register_forward_hook(self._see_keys(number))
+        self._head_dims: dict[int, int] = {}
+        for number in self._layers:
+            self._watch(number, decoder_layers[number].self_attn)
 
     def _begin(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
         """Draw the tokens to use."""
-        self._watched, self._norms, self._keys, self._references = None, [], {}, {}
+        self._tokens, self._norms, self._keys, self._references = None, [], {}, {}
         if module.training:
-            tokens = classify(kwargs, self._ids)
-            visual, text = (_draw(mask.flatten()) for mask in (tokens.visual, tokens.text))
-            self._watched = _Watched(torch.cat([visual, text]), len(visual), tokens.visual.shape)
+            self._tokens = classify(kwargs, self._ids)
+            visual, text = (_draw(mask.flatten()) for mask in (self._tokens.visual, self._tokens.text))
+            self._positions, self._num_visual = torch.cat([visual, text]), len(visual)
 
     # After `penalty` the hooks do nothing: gradient checkpointing runs the layers again in the backward pass.
 
     @torch.no_grad()
     def _see_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._watched is not None:
+        if self._tokens is not None:
             states = output if isinstance(output, torch.Tensor) else output[0]
-            self._norms.append(states.flatten(0, 1)[self._watched.positions].float().norm(dim=-1))
+            self._norms.append(states.flatten(0, 1)[self._positions].float().norm(dim=-1))
 
-    def _see_projection(self, number: int) -> Callable[..., None]:
+    def _watch(self, number: int, attention: Any) -> None:
+        """Hook the modules that make a layer's keys, and, by the frozen `k_proj` alone, the reference."""
+        norm, self._head_dims[number] = key_norm(attention), attention.head_dim
+
         @torch.no_grad()
-        def see(projection: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
-            if self._watched is None or not self._gram_weight:
+        def see_projection(projection: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            if self._tokens is None or not self._gram_weight:
                 return
-            attention = self._attentions[number]
-            keys = projection.base(args[0].flatten(0, 1)[self._watched.positions])
-            norm = _key_norm(attention)
-            if norm is not None:
-                # `forward`, since a call would trigger the hook of `_see_keys`.
+            keys = projection.base(args[0].flatten(0, 1)[self._positions])
+            if norm is not None:  # `forward`, since a call would trigger the hook below
                 keys = norm.forward(keys.unflatten(-1, (-1, *norm.weight.shape)))
             self._references[number] = keys.reshape(len(keys), -1, attention.head_dim).transpose(0, 1)
 
-        return see
-
-    def _see_keys(self, number: int) -> Callable[..., None]:
-        def see(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        def see_keys(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             # All tokens: gradient checkpointing would have to rerun a selection made here.
-            if self._watched is not None and torch.is_grad_enabled():
+            if self._tokens is not None and torch.is_grad_enabled():
                 self._keys[number] = output
 
-        return see
-
-    def _take_keys(self, number: int, watched: _Watched) -> torch.Tensor:
-        """Keys of the watched tokens, `(num_heads, n, head_dim)`, whether heads or tokens come first."""
-        keys = self._keys.pop(number)
-        keys = keys if keys.shape[:2] == watched.shape else keys.transpose(1, 2)
-        chosen = keys.flatten(0, 1)[watched.positions]
-        return chosen.reshape(len(chosen), -1, self._attentions[number].head_dim).transpose(0, 1)
+        attention.k_proj.register_forward_hook(see_projection)
+        (norm or attention.k_proj).register_forward_hook(see_keys)
 
     def penalty(self) -> torch.Tensor:
         """What the last forward pass adds to the loss, a scalar.
@@ -213,39 +166,45 @@ class KeyAlignment:
         Raises:
             RuntimeError: if keys have no autograd graph, as under reentrant gradient checkpointing.
         """
-        watched, self._watched = self._watched, None
-        if watched is None:
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
             return torch.zeros(())
         if len(self._keys) < len(self._layers):
             raise RuntimeError("The keys have no graph: set use_reentrant in gradient_checkpointing_kwargs to false.")
-        is_visual = torch.arange(len(watched.positions)) < watched.num_visual
+        is_visual = torch.arange(len(self._positions)) < self._num_visual
         drawn = Tokens(is_visual, ~is_visual, {})
         norms = torch.stack([self._norms[0], *self._norms]).cpu()  # the first is the input, which doesn't count
         drawn = drawn.without("sink", find_sinks(norms, drawn))
-        visual, text = (mask.nonzero()[:, 0].to(watched.positions.device) for mask in (drawn.visual, drawn.text))
+        visual, text = (mask.nonzero()[:, 0].to(self._positions.device) for mask in (drawn.visual, drawn.text))
         if min(len(visual), len(text)) < 2:
             return torch.zeros(())
-        with torch.autocast(watched.positions.device.type, enabled=False):
-            values = torch.stack([self._measure(number, watched, visual, text) for number in self._layers])
+        with torch.autocast(self._positions.device.type, enabled=False):
+            measured = []
+            for number in self._layers:
+                keys = self._keys.pop(number)
+                keys = keys if keys.shape[:2] == tokens.visual.shape else keys.transpose(1, 2)  # heads came first
+                keys = keys.flatten(0, 1)[self._positions]
+                keys = keys.reshape(len(keys), -1, self._head_dims[number]).transpose(0, 1)  # [heads, n, head_dim]
+                keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
+                # Recomputed in the backward pass, so that only one layer's matrices are held at a time.
+                reference = self._references.pop(number, None)
+                measured.append(checkpoint(self._measure, keys, reference, visual, text, use_reentrant=False))
+            values = torch.stack(measured)
         for number, (distance, change) in zip(self._layers, values.detach().cpu().double(), strict=True):
             self._sums[self._groups[number]] += torch.stack([distance, change, torch.ones_like(change)])
         distance, change = values.mean(0)
         return distance * self._mmd_weight + change * self._gram_weight
 
-    def _measure(self, number: int, watched: _Watched, visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    def _measure(
+        self, keys: torch.Tensor, reference: torch.Tensor | None, visual: torch.Tensor, text: torch.Tensor
+    ) -> torch.Tensor:
         """MMD² and the distance of Gram matrices of one layer, `(2,)`; 0 for a loss without weight."""
-        keys = self._take_keys(number, watched)
-        keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
         distance = change = keys.new_zeros(())
         if self._mmd_weight:
             distance = mmd(keys[:, visual], keys[:, text], self._bandwidths)
-        if self._gram_weight:
-            reference = self._references.pop(number).to(keys.dtype)
-            # Recomputed in the backward pass, so that only one layer's matrices are held at a time.
-            of_both = [
-                checkpoint(gram_distance, keys[:, of], reference[:, of], use_reentrant=False) for of in (visual, text)
-            ]
-            change = torch.stack(of_both).mean()
+        if reference is not None:
+            reference = reference.to(keys.dtype)
+            change = torch.stack([gram_distance(keys[:, of], reference[:, of]) for of in (visual, text)]).mean()
         return torch.stack([distance, change])
 
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
@@ -266,7 +225,7 @@ class KeyAlignment:
         }
 
 
-def _key_norm(attention: Any) -> Any:
+def key_norm(attention: Any) -> Any:
     """The norm on keys, by transformers' names for it (Qwen3's, Phi's), or `None`."""
     return getattr(attention, "k_norm", None) or getattr(attention, "k_layernorm", None)
 

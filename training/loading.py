@@ -1,21 +1,49 @@
 """Loads the model of a run, in the main process for all, and prepares it for its stage."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, PreTrainedModel
 from transformers.integrations import is_fsdp_enabled
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from modeling_normllava import (
+    NormLlavaConfig,
+    NormLlavaForConditionalGeneration,
+    NormLlavaKeyAdapterForConditionalGeneration,
+)
 from training.arguments import RunArguments, TrainingConfig
 from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
 
 
 logger = logging.getLogger(__name__)
+
+
+def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
+    """The config of the NormLlava at `name`, a folder or Hub id.
+
+    Raises:
+        ValueError: if there is an adapter, another type of model, or none.
+    """
+    if Path(name, "adapter_config.json").exists():
+        raise ValueError(
+            f"{name} is an adapter, not a whole model. Merge it into its base first: python training/merge.py "
+            f"--adapter {name} --output_dir <folder>"
+        )
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+    except OSError as error:
+        raise ValueError(f"{name} is no folder or Hub repository whose config.json can be read: {error}") from error
+    if not isinstance(config, NormLlavaConfig):
+        raise ValueError(
+            f"{name} has model_type {config.model_type!r}, a NormLlava is needed. Make one of it: python "
+            "training/compose.py --help"
+        )
+    return config
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
@@ -41,8 +69,9 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         "pretrained_model_name_or_path": run_args.model_name_or_path,
         "revision": run_args.model_revision,
     }
-    config = NormLlavaConfig.from_pretrained(**source)
-    # The stage that saves frozen weights.
+    config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
+    model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    # Only "align" saves frozen weights, so only there the cast ends up on disk.
     if args.bf16 and run_args.stage == Stage.ALIGN and config.dtype != torch.bfloat16:
         logger.warning(
             "The frozen weights of %s are %s. With bf16 they are held in bfloat16, and saved like that.",
@@ -50,10 +79,10 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
             str(config.dtype).removeprefix("torch."),
         )
     if args.process_index == 0 or run_args.load_in_4bit or not _weights_are_sent():
-        model = NormLlavaForConditionalGeneration.from_pretrained(**source, **options)
+        model = model_class.from_pretrained(**source, **options)
     else:
         with torch.device("meta"):
-            model = NormLlavaForConditionalGeneration._from_config(config, **options)
+            model = model_class._from_config(config, **options)
     if args.world_size > 1 and not run_args.load_in_4bit:  # in 4 bits every process has loaded all
         _send_what_is_no_parameter(model)
     for module in model.modules():
@@ -112,14 +141,15 @@ def prepare_model(
         ValueError: if `norm_learning_rate` is given but there is no norm, losses on keys but no key adapters, or if
             key adapters can't run under this sharding.
     """
-    if run_args.key_losses and not model.config.key_adapter_rank:
+    has_key_adapters = isinstance(model, NormLlavaKeyAdapterForConditionalGeneration)
+    if run_args.key_losses and not has_key_adapters:
         raise ValueError(
             f"key_mmd_weight and key_gram_weight need key adapters, and {run_args.model_name_or_path} has none. Add "
-            "them: python training/compose.py --normllava_model <folder> --key_adapter_rank 16 --output_dir <folder>"
+            "them: python training/add_key_adapters.py --model <folder> --output_dir <folder>"
         )
     if run_args.norm_learning_rate is not None and model.config.projector_norm == "none":
         raise ValueError("norm_learning_rate does nothing: this model's projector_norm is 'none'.")
-    if model.config.key_adapter_rank and getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
+    if has_key_adapters and getattr(args.deepspeed_plugin, "zero_stage", 0) == 3:
         raise ValueError(
             "ZeRO-3 passes modules copies of their inputs, without the mask that key adapters read: use FSDP2 or DDP."
         )

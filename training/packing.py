@@ -15,7 +15,6 @@ from typing_extensions import override
 
 from conversations.rows import Row
 from training.batching import shuffled
-from training.overrides import checks_overrides
 
 
 # Decoders whose mask doesn't depend on positions: a packed row is one sample to them.
@@ -73,7 +72,6 @@ def partition_fitting(lengths: list[int], packed_length: int) -> list[list[int]]
 
 
 # Trainer leaves this class of sampler unwrapped, since it distributes batches to processes itself.
-@checks_overrides
 class PackedBatchSampler(BatchRebalanceSampler):
     """Yields the packed rows of one process, each a list of sample indices.
 

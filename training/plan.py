@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Trainer
+from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
@@ -227,8 +227,8 @@ class _PlannedKeyAlignment(KeyAlignment):
     """Without data no token is a sink."""
 
     def _see_layer(self, layer: nn.Module, args: Any, output: Any) -> None:
-        if self._watched is not None:
-            self._norms.append(torch.ones_like(self._watched.positions))
+        if self._tokens is not None:
+            self._norms.append(torch.ones_like(self._positions))
 
 
 def plan_step(
@@ -305,7 +305,7 @@ def _build(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig
     """The model as `load_base` loads it."""
     attention = {"text_config": run_args.attn_implementation, "vision_config": "sdpa"}
     half = run_args.load_in_4bit and args.bf16
-    model = NormLlavaForConditionalGeneration._from_config(
+    model = AutoModelForImageTextToText.from_config(
         config, attn_implementation=attention, dtype=torch.bfloat16 if half else torch.float32
     )
     if run_args.load_in_4bit:
@@ -351,7 +351,7 @@ def arm(model: NormLlavaForConditionalGeneration, trained: Any, args: TrainingCo
 def shape_of(config: NormLlavaConfig) -> NormLlavaForConditionalGeneration:
     """The model on the meta device, where it takes no memory."""
     with torch.device("meta"), no_init_weights():
-        model = NormLlavaForConditionalGeneration._from_config(config)
+        model = AutoModelForImageTextToText.from_config(config)
         model.tie_weights()
     return model
 

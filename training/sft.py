@@ -27,7 +27,6 @@ from conversations.measured import row_lengths
 from conversations.streams import RowStream
 from diagnostics.loading import Question, take_questions
 from diagnostics.parts import NoVisualTokensError
-from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.checkpoints import (
     STATE_FILE,
@@ -53,10 +52,9 @@ from training.environment import describe_environment
 from training.flops import MfuMeter, device_peak
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
-from training.loading import load_base, make_room, prepare_model
+from training.loading import load_base, load_config, make_room, prepare_model
 from training.memory import describe_plan, finish_plan, largest_batch, start_plan
 from training.mixture import describe_sources
-from training.model_type import require_model_type
 from training.packing import require_separate_samples
 from training.phases import phase, with_size
 from training.run import Run, check_same_run, describe_run
@@ -168,9 +166,8 @@ def finish(
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
     """Read the data, prepare the model, train, and publish the result; for a finished run, only publish."""
-    require_model_type(str(run_args.model_name_or_path), "normllava", run_args.model_revision)
+    config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     if run_args.packed_length is not None:
-        config = NormLlavaConfig.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
         require_separate_samples(config.text_config)
     checkpoint = find_checkpoint(args)
     environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoModel
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from modeling_normllava.modeling_normllava import KeyAdapter
+from modeling_normllava.key_adapters import KeyAdapter
 
 
 class Stage(StrEnum):
@@ -65,8 +66,6 @@ def prepare_stage(
 ) -> list[ModuleGroup]:
     """Freeze what the stage doesn't train, give each part its dtype, and return the parts.
 
-    Layers of the vision encoder past the one that is read are not run in training; their weights don't change.
-
     Args:
         model: The model to prepare, in place. Its language model may hold LoRA adapters; for `Stage.ADAPT` it must.
         stage: The stage.
@@ -78,10 +77,16 @@ def prepare_stage(
     """
     groups = group_parameters(model, stage, rates)
     freeze(groups)
-    cast(groups, stage, frozen_dtype)
-    skip_unread_layers(model.model.vision_tower, groups)
+    for group in groups:
+        # In float32 a step of 1e-5 is not lost in rounding. Unread layers get the output of a trained encoder.
+        whole = group.learning_rate is not None or (stage is Stage.INSTRUCT and group.name == UNREAD)
+        for parameter in group.parameters.values():
+            if parameter.is_floating_point():  # 4-bit weights are packed into bytes
+                parameter.data = parameter.data.to(torch.float32 if whole else frozen_dtype)
     if stage is not Stage.INSTRUCT:
-        run_without_gradients(model.model.vision_tower)
+        # With checkpointing, transformers makes the patches require gradients, and a frozen encoder would be
+        # recomputed and run backward for nothing.
+        model.model.vision_tower.forward = torch.no_grad()(model.model.vision_tower.forward)
     if stage is Stage.ALIGN:  # key adapters are frozen here
         for module in model.modules():
             if isinstance(module, KeyAdapter):
@@ -94,25 +99,21 @@ def group_parameters(
 ) -> list[ModuleGroup]:
     """The parts of the model with the rates that a stage trains them at. Changes nothing."""
     tune_all = stage is Stage.INSTRUCT
-    unread = unread_parameters(model)
-    projector = trained_projector(model)
-    prefix = next(name for name, module in model.named_modules() if module is projector)
-    rate = rates.common if tune_all else None
-    groups = {
-        "vision_tower": ModuleGroup("vision_tower", {}, rates.vision if tune_all else None),
-        UNREAD: ModuleGroup(UNREAD, {}, None),
-        "multi_modal_projector": ModuleGroup("multi_modal_projector", {}, rates.projector or rates.common),
-        "multi_modal_projector.norm": ModuleGroup("multi_modal_projector.norm", {}, rates.norm),
-        # PEFT trains a copy and keeps the original next to it.
-        "multi_modal_projector, before": ModuleGroup("multi_modal_projector, before", {}, None),
-        "language_model": ModuleGroup("language_model", {}, rate),
-        "language_model.lora": ModuleGroup("language_model.lora", {}, rates.common),
-        "language_model.key_adapter": ModuleGroup(
-            "language_model.key_adapter", {}, None if stage is Stage.ALIGN else rates.common
-        ),
-        "key_adapter, before": ModuleGroup("key_adapter, before", {}, None),
-        "lm_head": ModuleGroup("lm_head", {}, rate),
+    learning_rates = {
+        "vision_tower": rates.vision if tune_all else None,
+        UNREAD: None,
+        "multi_modal_projector": rates.projector or rates.common,
+        "multi_modal_projector.norm": rates.norm,
+        "multi_modal_projector, before": None,  # PEFT trains a copy and keeps the original next to it
+        "language_model": rates.common if tune_all else None,
+        "language_model.lora": rates.common,
+        "language_model.key_adapter": None if stage is Stage.ALIGN else rates.common,
+        "key_adapter, before": None,
+        "lm_head": rates.common if tune_all else None,
     }
+    groups = {name: ModuleGroup(name, {}, rate) for name, rate in learning_rates.items()}
+    unread, projector = unread_parameters(model), trained_projector(model)
+    prefix = next(name for name, module in model.named_modules() if module is projector)
     for name, parameter in model.named_parameters():  # a tied head appears only as the embedding
         part = name.removeprefix("model.").split(".")[0]
         if name in unread:
@@ -132,18 +133,8 @@ def freeze(groups: Iterable[ModuleGroup]) -> None:
     """Require gradients for the groups with a learning rate, and for no others."""
     for group in groups:
         for parameter in group.parameters.values():
-            if parameter.is_floating_point():  # 4-bit weights are packed into bytes
-                parameter.requires_grad_(group.learning_rate is not None)
-
-
-def cast(groups: Iterable[ModuleGroup], stage: Stage, frozen_dtype: torch.dtype) -> None:
-    """Cast trained parts to float32, where a step of 1e-5 is not lost in rounding, and the rest to `frozen_dtype`."""
-    for group in groups:
-        # Unread layers of a trained encoder get its float32 output as their input.
-        whole = group.learning_rate is not None or (stage is Stage.INSTRUCT and group.name == UNREAD)
-        for parameter in group.parameters.values():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(torch.float32 if whole else frozen_dtype)
+                parameter.requires_grad_(group.learning_rate is not None)
 
 
 def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:
@@ -153,45 +144,22 @@ def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:
 
 
 def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
-    """Names of the vision encoder's parameters that its features don't depend on: layers past the one that is read,
-    the last norm, a pooling head. Found from the autograd graph of a model without data, so that no encoder's layer
-    order is assumed here; its config must have `num_channels` and `image_size`."""
+    """Names of the vision encoder's parameters that the model's features don't depend on: layers past the one that is
+    read, the last norm, a pooling head.
+
+    DDP fails on a trained parameter without a gradient, and encoders name and order these parts differently: so they
+    are found from the autograd graph of an encoder without data.
+    """
     vision = model.config.vision_config
     with torch.device("meta"):
-        shape: Any = type(model.model)(model.config)  # works for plain Llava too
+        tower = AutoModel.from_config(vision, dtype=torch.float32)
         pixel_values = torch.zeros(1, vision.num_channels, vision.image_size, vision.image_size)
-    parameters = dict(shape.vision_tower.named_parameters(prefix="model.vision_tower"))
-    features = shape.get_image_features(pixel_values).pooler_output[0]
-    gradients = torch.autograd.grad(features.sum(), list(parameters.values()), allow_unused=True)
+    layers = model.config.vision_feature_layer
+    states = tower(pixel_values, output_hidden_states=True).hidden_states
+    read = torch.stack([states[layer] for layer in ([layers] if isinstance(layers, int) else layers)])
+    parameters = dict(tower.named_parameters(prefix="model.vision_tower"))
+    gradients = torch.autograd.grad(read.sum(), list(parameters.values()), allow_unused=True)
     return {name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None}
-
-
-def skip_unread_layers(vision_tower: nn.Module, groups: Iterable[ModuleGroup]) -> None:
-    """Make unread layers return their input in training: transformers runs all of them and picks one output.
-
-    In eval mode all layers run, so that the encoder is measured unchanged.
-    """
-    unread = {id(parameter) for group in groups if group.name == UNREAD for parameter in group.parameters.values()}
-    for layers in [module for module in vision_tower.modules() if isinstance(module, nn.ModuleList)]:
-        for layer in layers:
-            parameters = list(layer.parameters())
-            if parameters and all(id(parameter) in unread for parameter in parameters):
-                _skip_in_training(layer)
-
-
-def run_without_gradients(vision_tower: nn.Module) -> None:
-    """Run a frozen vision encoder without a graph: with checkpointing, transformers makes the patches require
-    gradients, and the encoder would be recomputed and run backward for nothing."""
-    vision_tower.forward = torch.no_grad()(vision_tower.forward)
-
-
-def _skip_in_training(layer: nn.Module) -> None:
-    run = layer.forward
-
-    def forward(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden_states if layer.training else run(hidden_states, *args, **kwargs)
-
-    layer.forward = forward
 
 
 def describe_stage(stage: Stage, groups: Iterable[ModuleGroup]) -> str:

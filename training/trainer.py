@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Sampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import AutoConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
@@ -24,7 +24,7 @@ from typing_extensions import override
 from conversations.files import fresh_folder
 from conversations.rows import row_images
 from diagnostics.tokens import attended_tokens
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
+from modeling_normllava import NormLlavaForConditionalGeneration, modeling_normllava
 from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, StepsFile, total_norm
 from training.checkpoints import (
     CHECKPOINTED_BLOCK,
@@ -42,7 +42,6 @@ from training.compiling import LayerCompiler, eagerly
 from training.flops import MfuMeter
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
-from training.overrides import checks_overrides
 from training.run import Progress, Run
 from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
@@ -74,11 +73,10 @@ def write_class_files(folder: Path) -> None:
 
     Saving normally does this, but FSDP2 creates a class on the fly that can't be imported by name.
     """
-    NormLlavaConfig.from_pretrained(folder).save_pretrained(folder)
+    AutoConfig.from_pretrained(folder).save_pretrained(folder)
     shutil.copy(modeling_normllava.__file__, folder)
 
 
-@checks_overrides
 class EpochSetter(TrainerCallback):
     """Sets a sampler's epoch where Trainer does not: when several processes resume in the middle of one."""
 
@@ -93,7 +91,6 @@ class EpochSetter(TrainerCallback):
         self._sampler.set_epoch(int(state.epoch or 0))
 
 
-@checks_overrides
 class StreamEpoch(TrainerCallback):
     """Sets how much of a run is done, which Trainer counts from 0 again when it resumes without skipping."""
 
@@ -105,7 +102,6 @@ class StreamEpoch(TrainerCallback):
         state.epoch = state.global_step / state.max_steps
 
 
-@checks_overrides
 class NormLlavaTrainer(SFTTrainer):
     """[`SFTTrainer`] for a model that [`~training.stages.prepare_stage`] has prepared.
 

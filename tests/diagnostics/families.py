@@ -88,7 +88,7 @@ def key_adapters(text_config: Any) -> Callable[[], Any]:
     """Config of a NormLlava with key adapters."""
     return llava(
         "siglip_vision_model",
-        "normllava",
+        "normllava_key_adapters",
         text_config=text_config,
         vision_feature_select_strategy="full",
         projector_norm_target=0.4,

@@ -26,7 +26,7 @@ from hub_cards.weights import read_weights
 from hub_server import NAME, HubServer, run, start
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import CONFIG, WEIGHTS, Plant, append, edit, put, tensors
-from training.compose import add_key_adapters, main
+from training.add_key_adapters import add_key_adapters, main
 
 
 README, RANK, QUESTION, MAX_NEW_TOKENS = "README.md", 4, "what is it?", 256
@@ -134,7 +134,6 @@ WRONG: dict[str, tuple[Plant, str]] = {
         zero(0, 1), f"holds untrained key adapters: {UP.format(0)} (and 1 more) is 0 everywhere after 8 steps"
     ),
     "a layer that was not trained": (zero(1), f"holds untrained key adapters: {UP.format(1)}"),
-    "adapters that the config leaves out": (put(CONFIG, key_adapter_rank=0), "which the model does not have"),
     "another rank": (put(CONFIG, key_adapter_rank=8), "key_adapter.down of [2, 4, 32], not [2, 8, 32]"),
     "adapters lost": (
         tensors(lambda w: [w.pop(name) for name in [*w] if ".key_adapter." in name]), "key_adapter.down (and 7 more)"
@@ -170,8 +169,8 @@ def test_a_cast_takes_the_adapters_along(adapted: Path, prose: Path, tmp_path: P
 
 
 def compose_keys(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    arguments = ["--normllava_model", model, "--key_adapter_rank", RANK, "--output_dir", folder]
-    monkeypatch.setattr(sys, "argv", ["compose", *map(str, arguments)])
+    arguments = ["--model", model, "--rank", RANK, "--output_dir", folder]
+    monkeypatch.setattr(sys, "argv", ["add_key_adapters", *map(str, arguments)])
     main()
     return folder
 

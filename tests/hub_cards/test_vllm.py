@@ -22,7 +22,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoProces
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.compose import add_key_adapters, compose
+from training.add_key_adapters import add_key_adapters
+from training.compose import compose
 
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,7 @@
 """Key adapters: what they compute, that every way to run the model tells them which tokens are visual, and loading."""
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,11 +13,23 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from test_modeling_normllava import FRESH_PROCESS, prompt
-from transformers import AutoProcessor, Phi3Config, Phi3Model
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    Phi3Config,
+    Phi3Model,
+    StableLmConfig,
+    StableLmModel,
+)
 
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from modeling_normllava.modeling_normllava import AdaptedKeyProjection, KeyAdapter
-from training.compose import add_key_adapters
+from modeling_normllava import (
+    NormLlavaConfig,
+    NormLlavaForConditionalGeneration,
+    NormLlavaKeyAdapterConfig,
+    NormLlavaKeyAdapterForConditionalGeneration,
+)
+from modeling_normllava.key_adapters import AdaptedKeyProjection, KeyAdapter
+from training.add_key_adapters import add_key_adapters, main
 
 
 RANK, ALPHA = 4, 6.0
@@ -127,68 +140,6 @@ def test_keys_and_gradients_are_the_formulas(model: NormLlavaForConditionalGener
         torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
 
 
-def test_dropout_stands_in_front_of_the_update_alone(model: NormLlavaForConditionalGeneration) -> None:
-    adapter = model.model.language_model.layers[0].self_attn.k_proj.key_adapter.train()
-    adapter.dropout.p = 0.5
-    states, is_visual = torch.randn(1, 6, 32), torch.arange(6)[None] < 3
-    torch.manual_seed(0)
-    found = adapter(states, is_visual)
-    torch.manual_seed(0)
-    dropped = torch.nn.functional.dropout(states, 0.5)
-    gates = (states @ adapter.gate_weight.T + adapter.gate_bias).sigmoid()
-    for number, of in enumerate(is_visual[0].int()):
-        update = ALPHA / RANK * gates[0, number, of] * (dropped[0, number] @ adapter.down[of].T @ adapter.up[of])
-        torch.testing.assert_close(found[0, number], update, rtol=1e-4, atol=1e-4)
-
-
-def test_adapters_have_the_models_dtype_and_may_have_another(composed: Callable[..., Path]) -> None:
-    plain = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
-    model = add_key_adapters(plain, RANK, ALPHA, dropout=0.0)
-    adapters = [module for module in model.modules() if isinstance(module, KeyAdapter)]
-    for adapter in adapters:
-        assert {parameter.dtype for parameter in adapter.parameters()} == {torch.bfloat16}
-        limit = 32**-0.5  # LoRA's for 32 inputs
-        assert 0.9 * limit < adapter.down.abs().max() <= limit
-        adapter.float()  # as in training, here without autocast
-    states = torch.randn(1, 3, 32, dtype=torch.bfloat16)
-    states.visual_token_mask = torch.tensor([[1, 0, 0]])  # numbers too, as token types have them
-    projection = model.model.language_model.layers[0].self_attn.k_proj
-    torch.nn.init.normal_(projection.key_adapter.up)
-    keys = projection(states)
-    assert keys.dtype == torch.bfloat16
-    update = by_formula(projection.key_adapter, states.float(), states.visual_token_mask)
-    torch.testing.assert_close(keys.float(), projection.base(states).float() + update, rtol=0.02, atol=0.02)
-
-
-def test_threads_do_not_see_each_others_tokens(model: NormLlavaForConditionalGeneration) -> None:
-    attention = model.model.language_model.layers[0].self_attn
-    first, second = torch.randn(2, 1, 4, 32)
-    masks = torch.tensor([[True, False, False, False]]), torch.tensor([[False, True, True, True]])
-    projection = attention.k_proj
-    inside = []
-
-    def interrupt(module: Any, args: Any) -> None:  # what another thread may do at any time
-        if not inside:
-            inside.append(True)
-            positions = attention_arguments(model, second)
-            attention(hidden_states=second, visual_token_mask=masks[1], **positions)
-
-    hook = projection.register_forward_pre_hook(interrupt)
-    watched = Watched(model)
-    attention(hidden_states=first, visual_token_mask=masks[0], **attention_arguments(model, first))
-    hook.remove()
-    assert [call[2].tolist() for call in watched.calls] == [masks[1].tolist(), masks[0].tolist()]
-    for projection, states, is_visual, keys in watched.calls:
-        expected = projection.base(states) + by_formula(projection.key_adapter, states, is_visual)
-        torch.testing.assert_close(keys, expected, rtol=1e-4, atol=1e-4)
-
-
-def attention_arguments(model: NormLlavaForConditionalGeneration, states: torch.Tensor) -> dict[str, Any]:
-    decoder = model.model.language_model
-    positions = decoder.rotary_emb(states, torch.arange(states.shape[1])[None])
-    return {"position_embeddings": positions, "attention_mask": None}
-
-
 @pytest.mark.parametrize("text", FAMILIES)
 def test_a_padded_batch_tells_visual_tokens(composed: Callable[..., Path], picture: Image.Image, text: str) -> None:
     folder = composed(text=text)
@@ -214,7 +165,7 @@ def test_other_ways_to_call_it(model: NormLlavaForConditionalGeneration, batch: 
         mask = {"visual_token_mask": is_visual}
         for found in (
             model.model(input_ids, pixel_values, **attention),
-            model.model(inputs_embeds=embeddings, pixel_values=pixel_values, **attention),
+            model.model(inputs_embeds=embeddings, pixel_values=pixel_values, **attention, **mask),
             model.model(input_ids=input_ids, mm_encoder_outputs=encoded, **attention),
             model.model(inputs_embeds=merged, **attention, **mask),
             model.model.language_model(inputs_embeds=merged, **attention, **mask),
@@ -225,7 +176,7 @@ def test_other_ways_to_call_it(model: NormLlavaForConditionalGeneration, batch: 
         model(input_ids=input_ids, **attention)
     watched.check(torch.zeros_like(is_visual))
     for wrong in ({}, {"visual_token_mask": is_visual[:, 1:]}):
-        with pytest.raises(ValueError, match=r"call the NormLlava model, or give .* visual_token_mask, .* \(3, \d+\)"):
+        with pytest.raises(ValueError, match=r"call the NormLlava model .* visual_token_mask, .* \(3, \d+\)"):
             model.model.language_model(inputs_embeds=merged, **wrong)
 
 
@@ -272,8 +223,7 @@ def test_what_is_generated_is_text(model: NormLlavaForConditionalGeneration, bat
     watched.check(torch.zeros(3, 1, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("text", ["qwen2", "qwen3"])
+@pytest.mark.parametrize(("text", "use_reentrant"), [("qwen2", True), ("qwen3", False)])
 def test_gradients_are_alike_with_checkpointing(
     composed: Callable[..., Path], picture: Image.Image, text: str, use_reentrant: bool
 ) -> None:
@@ -325,42 +275,71 @@ def test_a_saved_folder_loads_without_this_repository(
         assert torch.equal(model(**inputs).logits, torch.load(tmp_path / "again" / "logits.pt"))
 
 
-def test_a_checkpoint_loads_with_its_own_rank_alone(
-    model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], tmp_path: Path
+def test_either_class_refuses_the_others_checkpoint(composed: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match="config of a 'normllava_key_adapters' model, not of a 'normllava' one"):
+        NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4))
+    with pytest.raises(ValueError, match="config of a 'normllava' model, not of a 'normllava_key_adapters' one"):
+        NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(composed())
+
+
+def test_a_folder_from_when_both_were_one_class(
+    model: NormLlavaForConditionalGeneration, batch: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"Weights missing: \d+ of language_model, first .*k_proj\.bias"):
-        NormLlavaForConditionalGeneration.from_pretrained(tmp_path, key_adapter_rank=0)
-    with pytest.raises(ValueError, match=r"Weights missing: \d+ of language_model, first .*k_proj\.base\.bias"):
-        NormLlavaForConditionalGeneration.from_pretrained(composed(), key_adapter_rank=4)
+    fields = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "normllava"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"saved by an earlier version.*Load it with NormLlavaKeyAdapterForCond"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path)
+    loaded = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(tmp_path, attn_implementation="sdpa")
+    with torch.no_grad():
+        assert torch.equal(loaded(**batch).logits, model(**batch).logits)
+    loaded.save_pretrained(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "normllava_key_adapters"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"key_adapter_rank": -1}, "key_adapter_rank must be 0 or more"),
-        ({"key_adapter_alpha": 0.0}, "key_adapter_alpha must be a finite number above 0"),
-        ({"key_adapter_dropout": 1.0}, "key_adapter_dropout must be at least 0 and below 1"),
-    ],
-)
-def test_wrong_config_values_fail_at_construction(wrong: dict[str, object], message: str) -> None:
-    with pytest.raises(StrictDataclassError, match=message):
-        NormLlavaConfig(**wrong)
+@pytest.mark.parametrize("wrong", [{"key_adapter_rank": 0}, {"key_adapter_dropout": 1.0}, {"key_adapter_rank": "4"}])
+def test_wrong_config_values_fail_at_construction(wrong: dict[str, object]) -> None:
+    with pytest.raises(StrictDataclassError, match="key_adapter_"):
+        NormLlavaKeyAdapterConfig(**wrong)
 
 
 def test_decoders_that_cannot_have_them(model: NormLlavaForConditionalGeneration) -> None:
-    fused = Phi3Model(
-        Phi3Config(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            vocab_size=64,
-            pad_token_id=0,
-        )
-    )
-    config = NormLlavaConfig(
-        vision_config=model.config.vision_config, text_config=fused.config, image_token_index=3, key_adapter_rank=4
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    parts = {"vision_config": model.config.vision_config, "image_token_index": 3}
+    fused = Phi3Model(Phi3Config(**sizes, vocab_size=64, pad_token_id=0))
+    config = NormLlavaKeyAdapterConfig(**parts, text_config=fused.config)
     with pytest.raises(ValueError, match=r"layers have a linear self_attn.k_proj; those of Phi3Model have none"):
-        NormLlavaForConditionalGeneration(config, language_model=fused)
+        NormLlavaKeyAdapterForConditionalGeneration(config, None, fused)
+    # One that keeps arguments from its layers.
+    keeps = StableLmModel(StableLmConfig(**sizes, num_key_value_heads=4, vocab_size=64))
+    plain = NormLlavaForConditionalGeneration(NormLlavaConfig(**parts, text_config=keeps.config), None, keeps)
+    with pytest.raises(ValueError, match=r"doesn't pass such arguments to its layers can't have key adapters"):
+        add_key_adapters(plain, 4, 8, 0.0)
+    with pytest.raises(ValueError, match="already has key adapters of rank 4"):
+        add_key_adapters(model, 4, 8, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_command_adds_them_to_a_model_as_it_is(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    start = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=dtype)
+    start.save_pretrained(tmp_path / "start")
+    AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path / "start")
+    (tmp_path / "start" / "run.json").write_text("{}")  # of which a card is made
+    options = ["--model", tmp_path / "start", "--rank", 4, "--alpha", 6, "--dropout", 0.1, "--seed", 7]
+    monkeypatch.setattr(sys, "argv", ["add", *map(str, options), "--output_dir", str(tmp_path / "keys")])
+    main()
+    assert {path.name for path in (tmp_path / "keys").glob("*.py")} == {
+        "configuration_normllava.py", "key_adapters.py", "modeling_normllava.py"
+    }  # fmt: skip
+    assert not (tmp_path / "start" / "key_adapters.py").exists()
+    assert (tmp_path / "keys" / "run.json").exists()
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "keys", dtype="auto")
+    assert (model.dtype, model.config.key_adapter_alpha, model.config.key_adapter_dropout) == (dtype, 6, 0.1)
+    same = add_key_adapters(NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "start"), 4, 6, 0.1, seed=7)
+    assert all(torch.equal(tensor, same.state_dict()[name]) for name, tensor in model.state_dict().items())
+    state = {name.replace("k_proj.base.", "k_proj."): tensor for name, tensor in model.state_dict().items()}
+    assert all(torch.equal(state[name], tensor) for name, tensor in start.state_dict().items())
+    with pytest.raises(SystemExit):
+        main()  # the folder is not empty

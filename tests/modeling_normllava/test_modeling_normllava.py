@@ -23,7 +23,12 @@ from transformers import (
     PreTrainedModel,
 )
 
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaModel
+from modeling_normllava import (
+    NormLlavaConfig,
+    NormLlavaForConditionalGeneration,
+    NormLlavaKeyAdapterForConditionalGeneration,
+    NormLlavaModel,
+)
 
 
 NORM = "model.multi_modal_projector.norm"
@@ -174,9 +179,10 @@ def test_no_weight_is_made_up(
     if part == "lm_head." and model_class is NormLlavaModel:
         model_class.from_pretrained(folder)  # which has no head
         return
-    with pytest.raises(ValueError, match=re.escape(named)) as refusal:
-        model_class.from_pretrained(folder)
-    assert str(folder) in str(refusal.value)
+    for options in ({}, {"output_loading_info": True}):
+        with pytest.raises(ValueError, match=re.escape(named)) as refusal:
+            model_class.from_pretrained(folder, **options)
+        assert str(folder) in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight", "image_newline"])
@@ -185,15 +191,6 @@ def test_no_weight_is_dropped(composed: Callable[..., Path], tmp_path: Path, nam
     for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):
         with pytest.raises(ValueError, match=rf"unexpected: 1 of .*{re.escape(name.removeprefix('model.'))}"):
             model_class.from_pretrained(folder)
-
-
-def test_other_shapes_only_where_asked_for(composed: Callable[..., Path], tmp_path: Path) -> None:
-    smaller = rewritten(
-        composed(), tmp_path / "less", lambda weights: {**weights, "lm_head.weight": weights["lm_head.weight"][:300]}
-    )
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
-        NormLlavaForConditionalGeneration.from_pretrained(smaller)
-    NormLlavaForConditionalGeneration.from_pretrained(smaller, ignore_mismatched_sizes=True)
 
 
 def test_a_base_model_has_no_head_to_load(composed: Callable[..., Path], tmp_path: Path) -> None:
@@ -218,6 +215,8 @@ def test_ways_to_load_a_whole_checkpoint(composed: Callable[..., Path], tmp_path
     ):
         assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in whole.state_dict().items())
     assert NormLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map="meta").device.type == "meta"
+    _, report = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
     without = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, projector_norm="none")
     assert isinstance(without.model.multi_modal_projector.norm, torch.nn.Identity)
 
@@ -245,18 +244,6 @@ def test_tied_head_and_gradient_checkpointing(composed: Callable[..., Path], pic
             torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
-@pytest.mark.parametrize("vision", ["siglip", "siglip2", "clip"])
-def test_processor_counts_image_tokens(composed: Callable[..., Path], picture: Image.Image, vision: str) -> None:
-    folder = composed(vision=vision)
-    processor = AutoProcessor.from_pretrained(folder)
-    model = NormLlavaForConditionalGeneration.from_pretrained(folder)
-    inputs = processor(images=[picture, picture], text=prompt(processor, 2), return_tensors="pt")
-    counted = processor._get_num_multimodal_tokens(image_sizes=[(30, 40), (30, 40)]).num_image_tokens
-    assert counted == [4, 4]  # (28 / 14)², the CLS token of CLIP left out
-    assert (inputs["input_ids"] == model.config.image_token_id).sum() == 8
-    assert [len(tokens) for tokens in model.get_image_features(inputs["pixel_values"]).pooler_output] == counted
-
-
 def test_generate_batches(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
@@ -279,6 +266,7 @@ def test_generate_batches(
 
 
 FRESH_PROCESS = """
+import shutil
 import sys
 from importlib.abc import MetaPathFinder
 
@@ -291,6 +279,7 @@ sys.meta_path.insert(0, Blocked())
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor,
     pipeline,
@@ -302,10 +291,12 @@ messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"ty
 logits = {}
 for folder in (source, again):
     options = {"trust_remote_code": True}
-    assert AutoConfig.from_pretrained(folder, **options).model_type == "normllava"
-    assert type(AutoModel.from_pretrained(folder, **options)).__name__ == "NormLlavaModel"
+    assert AutoConfig.from_pretrained(folder, **options).model_type.startswith("normllava")
+    base = AutoModel.from_pretrained(folder, **options)
+    assert type(base).__name__ in ("NormLlavaModel", "NormLlavaKeyAdapterModel")
     for auto_class in (AutoModelForCausalLM, AutoModelForMultimodalLM):
-        assert type(auto_class.from_pretrained(folder, **options)).__name__ == "NormLlavaForConditionalGeneration"
+        whole = auto_class.from_pretrained(folder, **options)
+        assert type(whole).__name__ == type(base).__name__.replace("Model", "ForConditionalGeneration")
     model = AutoModelForImageTextToText.from_pretrained(folder, **options)
     processor = AutoProcessor.from_pretrained(folder, **options)
     inputs = processor.apply_chat_template(
@@ -317,18 +308,26 @@ for folder in (source, again):
     if folder == source:
         model.save_pretrained(again)
         processor.save_pretrained(again)
-        AutoModel.from_pretrained(folder, **options).save_pretrained(again + "-base")
+        base.save_pretrained(again + "-base")
         AutoModel.from_pretrained(again + "-base", **options)
 assert torch.equal(logits[source], logits[again])
 torch.save(logits[source], again + "/logits.pt")
+
+torn = shutil.copytree(again, again + "-torn")
+weights = load_file(torn + "/model.safetensors")
+del weights["model.multi_modal_projector.linear_1.weight"]
+save_file(weights, torn + "/model.safetensors", metadata={"format": "pt"})
+try:
+    AutoModelForImageTextToText.from_pretrained(torn, **options)
+except ValueError as error:
+    assert "missing: 1 of multi_modal_projector" in str(error)
+else:
+    raise AssertionError("a weight was made up")
 """
 
 
-@pytest.mark.parametrize("vision", ["siglip", "clip"])
-def test_a_saved_folder_loads_without_this_repository(
-    composed: Callable[..., Path], tmp_path: Path, vision: str
-) -> None:
-    source, again = composed(vision=vision), tmp_path / "again"
+def test_a_saved_folder_loads_without_this_repository(composed: Callable[..., Path], tmp_path: Path) -> None:
+    source, again = composed(vision="clip"), tmp_path / "again"
     result = subprocess.run(
         [sys.executable, "-c", FRESH_PROCESS, str(source), str(again)], cwd=tmp_path, capture_output=True, text=True
     )
@@ -337,7 +336,7 @@ def test_a_saved_folder_loads_without_this_repository(
     assert set(auto_map) == {
         "AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"
     }  # fmt: skip
-    assert all((again / f"{value.split('.')[0]}.py").exists() for value in auto_map.values())
+    assert {path.name for path in again.glob("*.py")} == {"configuration_normllava.py", "modeling_normllava.py"}
 
     # The same answer as inside the repository, where the flag is not needed.
     processor = AutoProcessor.from_pretrained(source)
@@ -348,6 +347,16 @@ def test_a_saved_folder_loads_without_this_repository(
         assert isinstance(model, NormLlavaForConditionalGeneration)
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, torch.load(again / "logits.pt"))
+
+
+def test_no_private_method_of_transformers_is_overridden() -> None:
+    """Published class files outlive this repository. `_init_weights` is the documented hook."""
+    for base in (NormLlavaForConditionalGeneration, NormLlavaKeyAdapterForConditionalGeneration):
+        ours = [cls for cls in base.__mro__ if cls.__module__.startswith("modeling_normllava")]
+        theirs = {name for cls in base.__mro__ if cls not in ours for name in vars(cls)}
+        private = {name for cls in ours for name in vars(cls) if name.startswith("_") and not name.endswith("__")}
+        overridden = {name for name in private & theirs if callable(getattr(base, name))}
+        assert overridden == {"_init_weights"}
 
 
 def test_auto_model_gives_the_base_model(composed: Callable[..., Path]) -> None:

@@ -50,7 +50,15 @@ def test_the_language_model_alone_is_quantized_and_adapted(quantized: NormLlavaF
     assert len(trained) == 2 * len(in_4bit) + 6
 
 
-def test_what_is_saved_in_4_bits_or_beside_an_adapter_loads(
+def rebased(adapter: Path, base: Path, folder: Path) -> Path:
+    """A copy of an adapter that names another base."""
+    shutil.copytree(adapter, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
+    return folder
+
+
+def test_an_adapter_loads_on_any_whole_base_and_on_no_torn_one(
     quantized: NormLlavaForConditionalGeneration, composed: Callable[..., Path], tmp_path: Path
 ) -> None:
     quantized.save_pretrained(tmp_path / "quantized")
@@ -59,21 +67,32 @@ def test_what_is_saved_in_4_bits_or_beside_an_adapter_loads(
 
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
-    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter")  # the base, with the adapter in it
-    assert any(".lora_" in name for name, _ in loaded.named_parameters())
-    # In 4 bits throughout: what the adapter's weights lack of its own state is nothing that is missing.
-    AutoModelForImageTextToText.from_pretrained(
-        tmp_path / "adapter", quantization_config=BitsAndBytesConfig(load_in_4bit=True)
-    )
-    # An adapter does not hide that its base lacks weights.
+    load, in_4bit = AutoModelForImageTextToText.from_pretrained, BitsAndBytesConfig(load_in_4bit=True)
+    embedded = rebased(tmp_path / "adapter", composed(), shutil.copytree(composed(), tmp_path / "embedded"))
+    for loaded in (
+        load(tmp_path / "adapter"),
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "adapter"),
+        load(embedded),
+        # What the adapter's weights lack of the state of 4-bit weights is nothing that is missing.
+        load(tmp_path / "adapter", quantization_config=in_4bit),
+        load(rebased(tmp_path / "adapter", tmp_path / "quantized", tmp_path / "on_quantized")),
+    ):
+        assert any(".lora_" in name for name, _ in loaded.named_parameters())
+        assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
+
     torn = shutil.copytree(composed(), tmp_path / "torn")
     weights = load_file(torn / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if "multi_modal_projector.linear_1" not in name}
     save_file(kept, torn / "model.safetensors", metadata={"format": "pt"})
-    config = tmp_path / "adapter" / "adapter_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": str(torn)}))
-    with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
-        AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter")
+    on_torn = rebased(tmp_path / "adapter", torn, tmp_path / "on_torn")
+    in_torn = rebased(tmp_path / "adapter", torn, shutil.copytree(torn, tmp_path / "in_torn"))
+    for make, folder in (
+        (load, on_torn),
+        (NormLlavaForConditionalGeneration.from_pretrained, on_torn),
+        (load, in_torn),
+    ):
+        with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
+            make(folder)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
@@ -175,31 +194,19 @@ def adapter(composed: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path / "adapter"
 
 
-def test_merging_loads_the_base_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    load, loaded = NormLlavaForConditionalGeneration.from_pretrained, []
-
-    def noting(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
-        loaded.append(options["dtype"])
-        return load(*args, **options)
-
-    monkeypatch.setattr(NormLlavaForConditionalGeneration, "from_pretrained", noting)
-    assert merge(str(adapter)).dtype == torch.bfloat16  # as the base
-    assert loaded == [torch.float32]
-
-
-def test_merging_loads_the_revision_that_was_trained_on(
+def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
     composed: Callable[..., Path], adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4, revision="v1.0").save_pretrained(adapter)
-    load, loaded = NormLlavaForConditionalGeneration.from_pretrained, []
+    load, loaded = AutoModelForImageTextToText.from_pretrained, []
 
     def noting(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
         loaded.append(options["revision"])
         return load(*args, **options)
 
-    monkeypatch.setattr(NormLlavaForConditionalGeneration, "from_pretrained", noting)
-    merge(str(adapter))
+    monkeypatch.setattr("training.merge.AutoModelForImageTextToText.from_pretrained", noting)
+    assert merge(str(adapter)).dtype == torch.bfloat16  # as the base
     merge(str(adapter), base=str(composed()))
     merge(str(adapter), base=str(composed()), base_revision="v2.0")
     assert loaded == ["v1.0", None, "v2.0"]
@@ -212,7 +219,7 @@ def test_merging_says_where_the_base_should_be(
     with pytest.raises(ValueError, match=rf"{tmp_path}/base is no folder or Hub repository.*--base"):
         merge(str(adapter))
     assert merge(str(adapter), base=str(tmp_path / "moved")).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"'qwen2', 'normllava' is needed"):
+    with pytest.raises(ValueError, match=r"has model_type 'qwen2', a NormLlava is needed.*--base"):
         merge(str(adapter), base=str(backbones("qwen2")))
 
 
@@ -232,3 +239,12 @@ def test_merging_refuses_before_it_loads(
         merge_main()
     assert message in capsys.readouterr().err
     assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before
+
+
+def test_a_whole_model_is_refused_in_one_line(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["merge", "--adapter", str(composed()), "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as refusal:
+        merge_main()
+    assert refusal.value.code == f"{composed()} is a whole model, not an adapter: there is nothing to merge."

@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
-from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from typing_extensions import override
 
 from training.batching import PaddedBatchSampler
-from training.overrides import checks_overrides
 
 
 LENGTHS = (37 * np.arange(30)) % 23 + 2
@@ -54,12 +51,3 @@ def test_one_process_gets_the_batches_of_torch_and_transformers() -> None:
         sampler = PaddedBatchSampler(LENGTHS, 4, 1, 0, 42, strategy, accumulation_steps=2)
         sampler.set_epoch(3)
         assert list(sampler) == list(BatchSampler(order, 4, drop_last=False))
-
-
-def test_a_method_that_upstream_has_renamed_is_noticed() -> None:
-    with pytest.raises(ImportError, match=r"Watcher.on_step_over replaces a method that .*TrainerCallback no longer"):
-
-        @checks_overrides
-        class Watcher(TrainerCallback):
-            @override
-            def on_step_over(self) -> None: ...

@@ -21,11 +21,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
-from script_runs import PACKED, logged, moved, run  # noqa: E402
+from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted  # noqa: E402
+from script_runs import PACKED, logged, run  # noqa: E402
 from training import arguments  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
-from training.key_alignment import KeyAlignment, _key_norm, gram_distance, mmd  # noqa: E402
+from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
 from training.loading import load_base, prepare_model  # noqa: E402
 from training.merge import merge  # noqa: E402
 from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
@@ -113,7 +114,7 @@ def watched(composed: Callable[..., Path]) -> Callable[..., tuple[NormLlavaForCo
 
     def build(text: str = "qwen2", **options: Any) -> tuple[NormLlavaForConditionalGeneration, KeyAlignment]:
         folder = composed(text=text, key_adapter_rank=4)
-        model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa").double()
+        model = Adapted.from_pretrained(folder, attn_implementation="sdpa").double()
         generator = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             if ".key_adapter." in name:
@@ -182,29 +183,6 @@ def test_the_penalty_is_the_formulas_on_ordinary_tokens(
             torch.testing.assert_close(ours, plain, rtol=1e-6, atol=rounding)
 
 
-def test_measures_are_in_float32_under_autocast(
-    watched: Callable[..., Any], data: Path, composed: Callable[..., Path]
-) -> None:
-    model, alignment = watched(gram_weight=0.0)
-    batch = Batch(composed(key_adapter_rank=4), data, packed=False)
-    seen: list[torch.Tensor] = []
-    attention = model.float().model.language_model.layers[1].self_attn
-    attention.k_proj.register_forward_hook(lambda module, args, output: seen.append(output))
-    with torch.autocast("cpu", torch.bfloat16):
-        model(**batch.inputs)
-        found = alignment.penalty()
-    assert (seen[0].dtype, found.dtype) == (torch.bfloat16, torch.float32)
-    keys = [seen[0].double()[mask].unflatten(-1, (-1, 8)).transpose(0, 1) for mask in (batch.visual, batch.text)]
-    assert alignment.collect(lambda sums: sums)["key_mmd/last_layer"] == pytest.approx(
-        plain_mmd(*keys).item(), rel=1e-4
-    )
-
-
-def test_training_has_the_kernels_of_the_diagnostics() -> None:
-    distances = pytest.importorskip("diagnostics.distances")  # needs the extra "diagnostics"
-    assert arguments.BANDWIDTHS == distances.BANDWIDTHS == BANDWIDTHS
-
-
 def test_equal_keys_are_no_distance_apart() -> None:
     keys = torch.ones(2, 5, 4, requires_grad=True)
     distance = mmd(keys, keys, BANDWIDTHS)
@@ -212,40 +190,6 @@ def test_equal_keys_are_no_distance_apart() -> None:
     assert distance.item() == pytest.approx(0, abs=1e-6)
     assert keys.grad is not None
     assert keys.grad.isfinite().all()
-
-
-@pytest.mark.parametrize(("weight", "other"), [("mmd_weight", "gram_distance"), ("gram_weight", "mmd")])
-def test_what_has_no_weight_is_not_computed(
-    watched: Callable[..., Any],
-    data: Path,
-    composed: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    weight: str,
-    other: str,
-) -> None:
-    monkeypatch.setattr(f"training.key_alignment.{other}", lambda *args: pytest.fail("it is computed"))
-    model, alignment = watched(**{"mmd_weight": 0.0, "gram_weight": 0.0, weight: 0.3})
-    model(**Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
-    assert bool(alignment._references) == (weight == "gram_weight")
-    assert alignment.penalty().item() > 0
-    assert {name.split("/")[0] for name in alignment.collect(lambda sums: sums)} == {f"key_{weight[:-7]}"}
-
-
-def test_a_pass_of_sinks_alone_adds_nothing(
-    watched: Callable[..., Any], data: Path, composed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("training.key_alignment.find_sinks", lambda norms, tokens: torch.ones_like(tokens.text))
-    model, alignment = watched()
-    model(**Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
-    assert alignment.penalty().item() == 0
-
-
-def test_a_norm_of_each_head_and_one_of_another_name(composed: Callable[..., Path]) -> None:
-    norm, named = torch.nn.Module(), torch.nn.Module()
-    norm.k_norm, named.k_layernorm = torch.nn.LayerNorm((2, 8)), torch.nn.LayerNorm(8)
-    assert _key_norm(norm) is norm.k_norm
-    assert _key_norm(named) is named.k_layernorm
-    assert _key_norm(torch.nn.Module()) is None
 
 
 def test_layers_can_be_chosen(watched: Callable[..., Any], data: Path, composed: Callable[..., Path]) -> None:
@@ -280,27 +224,6 @@ def test_a_batch_without_pictures_adds_nothing(
     assert alignment.collect(lambda sums: sums) == {}
 
 
-def test_at_most_so_many_tokens_are_drawn(
-    watched: Callable[..., Any], data: Path, composed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("training.key_alignment.MAX_TOKENS", 3)
-    seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        "training.key_alignment.mmd", lambda visual, text, s: seen.append((visual.shape[1], text.shape[1])) or 0 * s
-    )
-    model, alignment = watched()
-    monkeypatch.setattr(alignment, "_bandwidths", torch.zeros(()))
-    model(**Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
-    alignment.penalty()
-    assert seen == [(3, 3), (3, 3)]
-    drawn = set()
-    for _ in range(5):
-        alignment._begin(model.model, (), Batch(composed(key_adapter_rank=4), data, packed=False).inputs)
-        assert alignment._watched is not None
-        drawn.add(tuple(alignment._watched.positions.tolist()))
-    assert len(drawn) > 1  # at random
-
-
 @pytest.mark.parametrize("text", ["qwen2", "qwen3"])
 def test_gradients_are_alike_with_checkpointing(
     watched: Callable[..., Any], data: Path, composed: Callable[..., Path], text: str
@@ -330,7 +253,7 @@ def test_gradients_are_alike_with_checkpointing(
 def gradients_on(rank: int, folder: str, data: str, store: str, shards: bool) -> None:
     """Gradients of loss and penalty with every decoder layer sharded, and checkpointed, into a file."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+    model = Adapted.from_pretrained(folder, attn_implementation="sdpa")
     for layer in model.model.language_model.layers:
         layer.self_attn.k_proj.key_adapter.dropout.p = 0.0
     torch.manual_seed(0)
@@ -446,7 +369,7 @@ def test_a_run_moves_keys_reloads_and_merges(
     assert not any("lora" in name or "modules_to_save" in name for name, _ in merged.named_parameters())
     merged.save_pretrained(tmp_path / "merged")
     inputs = Batch(composed(key_adapter_rank=4), data, packed=False).inputs
-    base = NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
+    base = Adapted.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
     with torch.no_grad():
         expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(**inputs).logits
         again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
@@ -464,7 +387,7 @@ def test_a_run_over_four_bits(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bnb = pytest.importorskip("bitsandbytes")
-    model = NormLlavaForConditionalGeneration.from_pretrained(
+    model = Adapted.from_pretrained(
         composed(key_adapter_rank=4), quantization_config=quantization_config(torch.bfloat16)
     )
     projection = model.model.language_model.layers[0].self_attn.k_proj
@@ -479,53 +402,9 @@ def test_a_run_over_four_bits(
     assert all(saved[name].any() for name in saved if name.endswith("key_adapter.up"))
 
 
-def test_resuming_gives_the_weights_of_an_unbroken_run(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("training.key_alignment.MAX_TOKENS", 6)  # so that tokens are drawn
-    fields = fields_for(composed, data, save_steps=4, lora_dropout=0.1)
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "unbroken"))
-    shutil.copytree(tmp_path / "unbroken" / "checkpoint-4", tmp_path / "broken" / "checkpoint-4")
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "broken"), resume_from_checkpoint=True)
-    assert moved(tmp_path / "unbroken", tmp_path / "broken", "adapter_model.safetensors") == set()
-    run(monkeypatch, tmp_path, **{**fields, "seed": 1}, output_dir=str(tmp_path / "other"))
-    assert moved(tmp_path / "unbroken", tmp_path / "other", "adapter_model.safetensors")
-
-
-def test_without_weights_nothing_is_watched(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any, **options: Any) -> None:
-        pytest.fail("keys are watched")
-
-    fields = fields_for(composed, data, max_steps=3, logging_steps=1)
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "with"))
-    monkeypatch.setattr("training.sft.KeyAlignment.__init__", refuse)
-    none = {"key_mmd_weight": 0.0, "key_gram_weight": 0.0}
-    run(monkeypatch, tmp_path, **{**fields, **none}, output_dir=str(tmp_path / "without"))
-    with_losses, without = logged(tmp_path / "with"), logged(tmp_path / "without")
-    assert not any(name.startswith("key_") for line in without for name in line)
-    # The loss that is logged is that of language alone: at the first step it is the same.
-    assert with_losses[0]["loss"] == without[0]["loss"]
-    assert with_losses[0]["grad_norm"] != without[0]["grad_norm"]
-
-
-def test_kernels_and_layers_are_the_recipes(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = []
-    for number, kernels in enumerate(([1.0], [0.25, 4.0])):
-        chosen = {"key_bandwidths": kernels, "key_layers": [1], "max_steps": 1, "logging_steps": 1}
-        folder = tmp_path / str(number)
-        run(monkeypatch, tmp_path, **fields_for(composed, data, **chosen), output_dir=str(folder))
-        first.append(logged(folder)[0])
-        assert {name for name in first[-1] if name.startswith("key_")} == {"key_mmd/last_layer", "key_gram/last_layer"}
-    assert first[0]["key_mmd/last_layer"] != pytest.approx(first[1]["key_mmd/last_layer"], rel=0.01)
-
-
 @pytest.mark.parametrize("stage", Stage)
 def test_what_a_stage_trains_of_key_adapters(composed: Callable[..., Path], stage: Stage) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4))
+    model = Adapted.from_pretrained(composed(key_adapter_rank=4))
     if stage is Stage.ADAPT:
         add_adapters(model, rank=2, alpha=4)
     prepare_stage(model, stage, LearningRates(1e-3, 1e-4, 1e-5))
@@ -539,7 +418,7 @@ def test_what_a_stage_trains_of_key_adapters(composed: Callable[..., Path], stag
 
 
 def test_merging_into_a_base_without_them_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
+    model = Adapted.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"has key adapters, but its base .* has none. Give the base"):
         merge(str(tmp_path), base=str(composed()))
@@ -561,5 +440,5 @@ def test_losses_need_key_adapters(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = fields_for(composed, data, model_name_or_path=str(composed()))
-    with pytest.raises(ValueError, match=r"need key adapters, and .* has none. .*compose.py --normllava_model"):
+    with pytest.raises(ValueError, match=r"need key adapters, and .* has none. .*add_key_adapters.py --model"):
         run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))

@@ -27,7 +27,6 @@ import pytest
 import yaml
 
 from hub_cards.__main__ import main
-from hub_cards.client import use_patient_client
 
 
 LFS_NAMES = (".safetensors", ".png")
@@ -402,7 +401,6 @@ ROUTES: list[tuple[str, str, Any]] = [
 
 def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Point the command line's client at a server, in this process and in those that it starts."""
-    use_patient_client()
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)

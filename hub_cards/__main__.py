@@ -9,16 +9,18 @@ python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0
 
 import argparse
 import logging
+import sys
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
 from transformers.utils import logging as transformers_logging
 
+from hub_cards import serve
 from hub_cards.build import build
 from hub_cards.check import check, read_pin
 from hub_cards.push import ReleaseError, plan_push, push
-from hub_cards.serve import add_arguments, serve
 from hub_cards.verify import verify
 
 
@@ -53,80 +55,64 @@ def parse_arguments() -> argparse.Namespace:
     command = commands.add_parser("push", help="one commit and a tag; a new repository stays private unless --public")
     command.add_argument("stage", type=Path, help="stage folder without findings")
     visibility = command.add_mutually_exclusive_group()
-    visibility.add_argument("--private", action="store_true", help="make a public repository private before the push")
-    visibility.add_argument(
-        "--public", action="store_true", help="make the repository public once everything is there"
-    )
+    for name, when in (("private", "before anything is sent"), ("public", "once everything is there")):
+        help_text = f"make the repository {name} {when}"
+        visibility.add_argument(f"--{name}", dest="visibility", action="store_const", const=name, help=help_text)
     command.add_argument("--dry_run", action="store_true", help="show what would change and stop")
     add = commands.add_parser("verify", help="fresh download, as any user would load it").add_argument
     add("repo_id", help="owner/name")
     add("--revision", required=True, help="tag to verify")
     add("--stage", type=Path, help="stage folder that was pushed, to compare with")
-    add_arguments(commands.add_parser("serve", help="transformers serve for a NormLlava, on the loopback interface"))
     return parser.parse_args()
 
 
-def run_build(args: argparse.Namespace) -> None:
-    """Stage a run's folder."""
-    folder = build(**{name: value for name, value in vars(args).items() if name != "command"})
-    logger.info("Staged in %s; now: python -m hub_cards check %s", folder, folder)
-
-
-def run_check(args: argparse.Namespace) -> None:
-    """Print all findings."""
-    findings = check(args.stage)
-    for finding in findings:
-        logger.info("%s", finding)
-    if findings:
-        raise SystemExit(f"{len(findings)} findings: nothing to publish yet.")
-    logger.info("%s: no findings", args.stage)
-
-
-def run_push(args: argparse.Namespace) -> None:
+def run_push(stage: Path, visibility: str | None, dry_run: bool) -> None:
     """Push, or in a dry run say what would change; without the Hub, what would be pushed."""
     api, token = HfApi(), get_token()
-    if token is None and not args.dry_run:
-        raise SystemExit("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
+    if token is None and not dry_run:
+        raise ReleaseError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
     try:
-        if args.dry_run:
-            logger.info("%s\nDry run: nothing was changed.", plan_push(args.stage, api))
-            if token is None:
-                logger.info("Without a token a private repository of this name can't be seen: hf auth login.")
-        else:
-            logger.info("%s\nPublished.", push(args.stage, api, args.visibility))
+        plan = plan_push(stage, api) if dry_run else push(stage, api, visibility)
+        logger.info("%s\n%s", plan, "Dry run: nothing was changed." if dry_run else "Published.")
+        if token is None:
+            logger.info("Without a token a private repository of this name can't be seen: hf auth login.")
     except (httpx.HTTPError, ConnectionError, RuntimeError) as error:  # as the client raises them
-        if not args.dry_run:
+        if not dry_run:
             raise ReleaseError(f"The push stopped ({error}). Push again to go on from there.") from error
-        repo_id, tag = read_pin(args.stage)
-        files = sorted(str(path.relative_to(args.stage)) for path in args.stage.rglob("*") if path.is_file())
-        logger.info("A push to %s, tag %s, would bring what is not there yet of:", repo_id, tag)
-        logger.info("\n".join(files))
-        logger.info("The Hub can't be asked what is there (%s). Dry run: nothing was changed.", error)
+        files = sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
+        logger.info("A push to %s, tag %s, would bring what is not there yet of:", *read_pin(stage))
+        logger.info("%s\nThe Hub can't be asked (%s). Dry run: nothing was changed.", "\n".join(files), error)
 
 
-def run_verify(args: argparse.Namespace) -> None:
-    """Print the verdict."""
-    verdict = verify(args.repo_id, args.revision, args.stage)
-    logger.info("%d files downloaded into an empty cache", verdict.files)
-    logger.info("the card's snippet printed: %s", verdict.printed)
-    for problem in verdict.problems:
-        logger.info("%s", problem)
-    if verdict.problems:
-        raise SystemExit(f"NOT verified: {len(verdict.problems)} problems with {args.repo_id} at {args.revision}.")
-    logger.info("Verified: %s at %s.", args.repo_id, args.revision)
-
-
-COMMANDS = {"build": run_build, "check": run_check, "push": run_push, "verify": run_verify, "serve": serve}
+def run(command: str, options: dict[str, Any]) -> None:
+    """One of the four commands. Raises `ValueError` with all that was found wrong."""
+    if command == "build":
+        logger.info("Staged in %s: now python -m hub_cards check", build(**options))
+    elif command == "push":
+        run_push(**options)
+    elif command == "check":
+        if findings := check(**options):
+            raise ReleaseError("\n".join([*findings, f"{len(findings)} findings: nothing to publish yet."]))
+        logger.info("%s: no findings", options["stage"])
+    else:
+        files, printed, problems = verify(**options)
+        logger.info("%d files downloaded into an empty cache; the card's snippet printed: %s", files, printed)
+        if problems:
+            raise ReleaseError("\n".join([*problems, f"NOT verified: {options['repo_id']}"]))
+        logger.info("Verified: %s at %s", options["repo_id"], options["revision"])
 
 
 def main() -> None:
     """Run the command line."""
+    if sys.argv[1:2] == ["serve"]:
+        serve.main(sys.argv[2:])
+        return
     logging.basicConfig(format="%(message)s")  # the Hub's client would log every request
     logger.setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
-    args = parse_arguments()
+    options = vars(parse_arguments())
     try:
-        COMMANDS[args.command](args)
+        run(options.pop("command"), options)
     except (ValueError, OSError, httpx.HTTPError) as error:
         raise SystemExit(str(error)) from error
 

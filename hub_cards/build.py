@@ -16,7 +16,7 @@ from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
 from hub_cards.card import Widget, read_prose, render_card
-from hub_cards.check import QUESTION, ask, find_model_faults
+from hub_cards.check import ask, find_model_faults
 from hub_cards.contents import ASSETS, CARD, INDEX, OTHERS, PLOTS, SERVING, SETTINGS, class_files
 from hub_cards.facts import Facts, collect_facts, hub_id, read_json
 from hub_cards.licences import APACHE, Licence, licence_of
@@ -72,9 +72,12 @@ def build(
         shutil.copy(APACHE_TEXT, stage)  # of the class files and the vision encoder; its section 4a requires a copy
     for name in SERVING:
         shutil.copy(ASSETS / name, stage)
-    plots = copy_plots(diagnostics / "figures", stage / "diagnostics") if diagnostics is not None else {}
+    plots = PLOTS if facts.diagnostics else {}
+    for name in plots:
+        with Image.open(f"{diagnostics}/figures/{name}") as picture:
+            save_picture(picture, stage / "diagnostics" / name)
     widgets = make_widgets(stage, widget_data) if widget_data is not None else []
-    card = render_card(facts, licence, said, repo_id, revision, plots, widgets, code)
+    card = render_card(facts, licence, said, repo_id, revision, widgets, plots=plots, code=code)
     (stage / CARD).write_text(card, encoding="utf-8")
     if output_dir.exists():
         output_dir.rmdir()  # empty
@@ -105,8 +108,7 @@ def cast_model(run: Path, stage: Path, dtype: str, facts: Facts) -> Facts:
 def copy_model(run: Path, stage: Path, facts: Facts) -> dict[str, int]:
     """Copy weights, class files, and settings without names of this machine; keep what a cast has written.
 
-    Returns:
-        Lines by class file.
+    Returns the number of lines by class file.
     """
     for name in [*facts.weights.sha256, *OTHERS]:
         if (run / name).exists() and not (stage / name).exists():
@@ -148,22 +150,11 @@ def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
     return text
 
 
-def copy_plots(figures: Path, folder: Path) -> dict[str, str]:
-    """Copy the report's plots that the card shows, and return their captions by file name."""
-    plots = {name: caption for name, caption in PLOTS.items() if (figures / name).exists()}
-    folder.mkdir()
-    for name in plots:
-        with Image.open(figures / name) as picture:
-            save_picture(picture, folder / name)
-    return plots
-
-
 @torch.no_grad()
 def make_widgets(stage: Path, data: Path) -> list[Widget]:
     """The data's first pictures, saved, with the model's own greedy answers to their first questions."""
     model = AutoModelForImageTextToText.from_pretrained(stage).eval()
     processor = AutoProcessor.from_pretrained(stage)
-    (stage / "images").mkdir()
     widgets: list[Widget] = []
     for row in load_rows(str(data)):
         questions = [turn["value"] for turn in row_turns(row) or [] if turn.get("from") == "human"]
@@ -176,7 +167,8 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
         inputs = ask(processor, picture, question)
         generated = model.generate(**inputs, **GREEDY, max_new_tokens=64)
         reply = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        widgets.append(Widget(name, question, reply.strip()))
+        content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": question}]
+        widgets.append({"messages": [{"role": "user", "content": content}], "output": {"text": reply.strip()}})
         if len(widgets) == MAX_WIDGETS:
             break
     if not widgets:
@@ -186,4 +178,5 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
 
 def save_picture(picture: Image.Image, path: Path) -> None:
     """Save only the pixels: no EXIF, text or colour profile, all of which can name places and people."""
+    path.parent.mkdir(exist_ok=True)
     Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(path)

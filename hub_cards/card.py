@@ -21,13 +21,8 @@ NORMS = {
 }
 
 
-@dataclass(frozen=True)
-class Widget:
-    """An example that the Hub shows: a picture's name in the repository, a question, and the model's own answer."""
-
-    picture: str
-    question: str
-    answer: str
+# An example that the Hub shows: messages with a picture and a question, and the model's own answer.
+Widget = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -100,54 +95,41 @@ def build_metadata(facts: Facts, licence: Licence, name: str, prose: Prose, widg
         model_name=name,
         pipeline_tag="image-text-to-text",
         tags=["custom_code", "conversational", "normllava"],
-        widget=[show_example(widget) for widget in widgets] or None,
+        widget=widgets or None,
     )
 
 
-def show_example(widget: Widget) -> dict[str, Any]:
-    """An example in the form that the Hub reads."""
-    picture = {"type": "image_url", "image_url": {"url": widget.picture}}
-    content = [picture, {"type": "text", "text": widget.question}]
-    return {"messages": [{"role": "user", "content": content}], "output": {"text": widget.answer}}
-
-
 def render_card(
-    facts: Facts, licence: Licence, prose: Prose, repo_id: str, revision: str, plots: dict[str, str],
-    widgets: list[Widget], code: dict[str, int],
-) -> str:  # fmt: skip
-    """The whole card, where a fact that is `None` reads "not recorded". `plots` are captions by file, `code` the lines
-    by class file."""
+    facts: Facts, licence: Licence, prose: Prose, repo_id: str, revision: str, widgets: list[Widget], **others: Any
+) -> str:
+    """The whole card, where a fact that is `None` reads "not recorded". `others` are `plots`, captions by file, and
+    `code`, lines by class file."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
         "count": lambda value: NOT_RECORDED if value is None else f"{value:,}",
-        "recorded": lambda value: NOT_RECORDED if value is None else value,
         "significant": lambda value: NOT_RECORDED if value is None else significant(value),
         "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
         "cell": lambda value: " ".join(str(value).split()).replace("|", r"\|").replace("<", "&lt;"),
         "literal": lambda text: json.dumps(text, ensure_ascii=False),
     }
-    name, norm = repo_id.split("/")[-1], facts.config["projector_norm"]
-    seconds = [stage.seconds for stage in facts.stages]
+    seconds = [stage["seconds"] for stage in facts.stages]
     text = environment.get_template("card.md.jinja").render(
-        name=name,
-        repo_id=repo_id,
-        revision=revision,
+        others,
         facts=facts,
         config=facts.config,
         licence=licence,
         prose=prose,
-        plots=plots,
-        code=code,
-        trained="trained here" if facts.stages else NOT_RECORDED,
-        norm=NORMS.get(norm, f"a norm (`projector_norm: {norm}`)"),
-        question=widgets[0].question if widgets else "What is in the picture?",
-        commands=sorted({" ".join(row["command"].split()) for row in facts.evaluations}),
+        repo_id=repo_id,
+        revision=revision,
+        widgets=widgets,
+        norms=NORMS,
         total=sum(filter(None, seconds)) if all(seconds) and facts.earlier_is_recorded else None,
         apache_parts=[base for base in facts.base_models if known_licence(base) is APACHE],
     )
-    return str(ModelCard(f"---\n{build_metadata(facts, licence, name, prose, widgets).to_yaml()}\n---\n\n{text}\n"))
+    metadata = build_metadata(facts, licence, repo_id.split("/")[1], prose, widgets).to_yaml()
+    return str(ModelCard(f"---\n{metadata}\n---\n\n{text}\n"))
 
 
 def significant(value: float) -> str:

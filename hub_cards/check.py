@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
-from hub_cards.contents import ASSETS, CARD, NEEDED, SERVING, SETTINGS, class_files, is_listed
+from hub_cards.contents import CARD, NEEDED, SETTINGS, class_files, is_listed
 from hub_cards.facts import HUB_ID, read_json
 from hub_cards.weights import Weights, listed, read_weights
 from modeling_normllava import NormLlavaConfig
@@ -63,14 +63,12 @@ def read_pin(stage: Path) -> tuple[str, str]:
 
 
 def find_file_faults(path: Path, stage: Path) -> Iterator[str]:
-    """Why a file may not be published: not on the list, a link, another version's, or it names secrets or machines."""
+    """Why a file may not be published: not on the list, a link, or it holds a token or a path of a machine."""
     name = path.relative_to(stage).as_posix()
     if path.is_symlink():  # which points out of the folder
         yield f"{name}: is a symlink. Put the file itself there, or delete it."
     elif path.is_file() and not is_listed(name):
         yield f"{name}: is not on the list of published files. Delete it; build stages all that is needed."
-    elif name in SERVING and path.read_bytes() != (ASSETS / name).read_bytes():
-        yield f"{name}: is not this version's file. {REBUILD}"
     elif path.is_file() and path.suffix not in (".safetensors", ".png", ".py"):
         text = path.read_text(encoding="utf-8", errors="replace")
         if TOKEN.search(text):
@@ -82,13 +80,7 @@ def find_file_faults(path: Path, stage: Path) -> Iterator[str]:
 
 
 def find_model_faults(folder: Path, weights: Weights, steps: int = 0) -> Iterator[str]:
-    """All faults of a model. Code comes first: if it is not this version's, nothing is loaded.
-
-    Args:
-        folder: A folder that a model was saved in.
-        weights: What [`read_weights`] returned for it.
-        steps: Training steps that it claims; 0 if that is not known.
-    """
+    """All faults of a model that claims `steps` of training. If its code is not this version's, nothing is loaded."""
     try:
         if faults := [*find_code_faults(folder)]:
             yield from faults

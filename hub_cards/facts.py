@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
+from conversations.files import fingerprint
 from hub_cards.weights import Weights, read_weights
 from modeling_normllava import NormLlavaConfig
 
@@ -34,30 +35,13 @@ ARGUMENTS: dict[str, Any] = {
     "lora_dropout": 0.0, "key_mmd_weight": 0.0, "key_gram_weight": 0.0,
     "key_bandwidths": [0.25, 0.5, 1.0, 2.0, 4.0],
 }  # fmt: skip
-OF_ADAPTERS = ("lora_r", "lora_alpha")
 # Fields of a row of evaluation.json, which `evaluation` writes; those of the second line may be missing.
 RESULT = ("task", "dataset", "split", "metric", "value", "n", "standard_error", "command")
 OPTIONAL = ("weights", "harness", "choice", "baseline", "baseline_name")
 
 
-@dataclass(frozen=True)
-class StageFacts:
-    """One stage of training, from `trainer_state.json`, `metrics.jsonl` and `run.json`.
-
-    `seconds` is `None` for a resumed run, whose file has only the last session's time. `arguments` are those that the
-    card lists, `sources` what was taken from each source of rows, as the run recorded it.
-    """
-
-    stage: str | None
-    steps: int
-    tokens: int | None
-    first_loss: float | None
-    last_loss: float | None
-    seconds: float | None
-    arguments: dict[str, Any]
-    hardware: str | None
-    commit: str | None
-    sources: list[dict[str, Any]]
+# A stage of training, for the card; see `read_stage`.
+Stage = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -65,15 +49,11 @@ class Facts:
     """All that the card is rendered from.
 
     Attributes:
-        weights: What the weight files hold.
         config: The content of config.json.
         decoder: The decoder's part of it, where all families have the same names for a field.
         text_model, vision_model: Hub ids of the parts, `None` if they are not from the Hub. Both are the id of a Llava
             that the model was converted from.
-        stages: In the order that they were run in.
         earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
-        evaluations: Rows of evaluation.json.
-        diagnostics: Names and values that were measured, if they were.
         cast_from: Dtypes of the trained weights, if they were cast.
     """
 
@@ -82,7 +62,7 @@ class Facts:
     decoder: PreTrainedConfig
     text_model: str | None
     vision_model: str | None
-    stages: list[StageFacts]
+    stages: list[Stage]
     earlier_is_recorded: bool
     evaluations: list[dict[str, Any]]
     diagnostics: dict[str, str] | None
@@ -91,7 +71,7 @@ class Facts:
     @property
     def steps(self) -> int:
         """Steps of training that are recorded."""
-        return sum(stage.steps for stage in self.stages)
+        return sum(stage["steps"] for stage in self.stages)
 
     @property
     def base_models(self) -> list[str]:
@@ -100,16 +80,11 @@ class Facts:
 
 
 def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | None) -> Facts:
-    """Read the facts in a run's folder, and in those of earlier stages.
+    """Read the facts in the output folder of a run's last stage, and in those of earlier stages.
 
-    Args:
-        run: Output folder of the last stage.
-        diagnostics: Folder that `python -m diagnostics` wrote about this model.
-        given: Hub ids of parts that were loaded from a folder: `text_model`, `vision_model`.
-
-    Raises:
-        ValueError: if the folder holds no complete model, a file can't be read, a Hub id contradicts the recorded one,
-            or a figure is of other weights.
+    `diagnostics` is a report's folder; `given` are Hub ids of parts that were loaded from a folder, `text_model` and
+    `vision_model`. Raises `ValueError` if a file is missing or torn, an id contradicts the recorded one, or a figure
+    is of other weights.
     """
     if (run / "adapter_config.json").exists():
         raise ValueError(
@@ -136,6 +111,7 @@ def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | Non
             raise ValueError(f"--{option} is {ids[option]}, but {path} records {recorded}. Omit the option.")
     stages, is_complete = collect_stages(run)
     weights = read_weights(run)
+    of_weights = fingerprint(weights.sha256)
     return Facts(
         weights,
         config,
@@ -144,9 +120,9 @@ def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | Non
         ids["vision_model"],
         stages,
         # Llava's training and the aligned start leave no record but that they were.
-        is_complete and "llava_name_or_path" not in config and not config.get("projector_aligned"),
-        read_evaluations(run / "evaluation.json", weights.fingerprint),
-        read_diagnostics(diagnostics / "report.json", weights.fingerprint) if diagnostics else None,
+        is_complete and not config.get("llava_name_or_path") and not config.get("projector_aligned"),
+        read_evaluations(run / "evaluation.json", of_weights),
+        read_diagnostics(diagnostics / "report.json", of_weights) if diagnostics else None,
     )
 
 
@@ -163,15 +139,13 @@ def hub_id(name: str | None) -> str | None:
     return name if name and HUB_ID.fullmatch(name) else None
 
 
-def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
-    """The stages of training: this folder's, and those of the folders that it started from, as far as they are local.
+def collect_stages(run: Path) -> tuple[list[Stage], bool]:
+    """The stages of training, as far as their folders are local, and whether they begin with an untrained model.
 
-    Returns:
-        The stages in order, and whether they begin with an untrained model: stage "align" does, and so does a stage
-        that started from a local folder without `trainer_state.json`, unless its model has key adapters, which may
-        have been added to a trained model from the Hub.
+    Stage "align" does, and so does a stage that started from a local folder without `trainer_state.json`, unless its
+    model has key adapters, which may have been added to a trained model from the Hub.
     """
-    stages: list[StageFacts] = []
+    stages: list[Stage] = []
     folder, seen = run, set()
     while (folder / "trainer_state.json").exists():
         seen.add(folder.resolve())
@@ -179,15 +153,15 @@ def collect_stages(run: Path) -> tuple[list[StageFacts], bool]:
         stages.insert(0, read_stage(folder, record))
         before = record.get("arguments", {}).get("model_name_or_path")
         if before is None or not Path(before).is_dir() or Path(before).resolve() in seen:
-            return stages, stages[0].stage == "align"
+            return stages, stages[0]["stage"] == "align"
         folder = Path(before)
     config = folder / "config.json"
     has_key_adapters = config.exists() and bool(read_json(config).get("key_adapter_rank"))
-    return stages, bool(stages) and (stages[0].stage == "align" or not has_key_adapters)
+    return stages, bool(stages) and (stages[0]["stage"] == "align" or not has_key_adapters)
 
 
-def read_stage(folder: Path, record: dict[str, Any]) -> StageFacts:
-    """One stage, from its folder and the content of its `run.json`. Raises `ValueError` if a file can't be read."""
+def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
+    """One stage, from its `trainer_state.json`, `metrics.jsonl` and `run.json`. Raises `ValueError` if one is torn."""
     arguments, environment = record.get("arguments", {}), record.get("environment", {})
     stage, metrics = arguments.get("stage"), folder / "metrics.jsonl"
     is_best = record.get("progress") is None and arguments.get("load_best_model_at_end")  # of a finished run
@@ -198,33 +172,28 @@ def read_stage(folder: Path, record: dict[str, Any]) -> StageFacts:
         kept = [line for line in logged if line.get("step", 0) <= steps]  # of the published model
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder}: trainer_state.json or metrics.jsonl is not that of a run ({error!r}).") from error
-    seconds = [line["train_runtime"] for line in logged if "train_runtime" in line and not environment.get("resumed")]
     losses = [line["loss"] for line in kept if "loss" in line] or [None]
-    tokens = [line["num_tokens"] for line in kept if "num_tokens" in line]
-    commit, is_clean = environment.get("commit"), environment.get("commit_is_clean")
-    listed = {name: arguments[name] for name in ARGUMENTS if arguments.get(name) not in (None, ARGUMENTS[name])}
-    if stage == "adapt":
-        listed |= {name: arguments[name] for name in OF_ADAPTERS if name in arguments}
-    return StageFacts(
-        stage,
-        steps,
-        int(tokens[-1]) if tokens else None,
-        losses[0],
-        losses[-1],
-        seconds[-1] if seconds else None,
-        listed,
-        f"{environment['num_processes']} x {environment['device']}" if environment else None,
-        f"{commit}, with uncommitted changes" if commit and is_clean is False else commit,
-        record.get("sources", []),
-    )
+    tokens = [line["num_tokens"] for line in kept if "num_tokens" in line] or [None]
+    # A resumed run's file has only the last session's time.
+    seconds = [line["train_runtime"] for line in logged if "train_runtime" in line and not environment.get("resumed")]
+    shown = {name: arguments[name] for name in ARGUMENTS if arguments.get(name) not in (None, ARGUMENTS[name])}
+    adapters = {name: arguments[name] for name in ("lora_r", "lora_alpha") if stage == "adapt" and name in arguments}
+    commit, is_dirty = environment.get("commit"), environment.get("commit_is_clean") is False
+    return {
+        "stage": stage,
+        "steps": steps,
+        "tokens": tokens[-1] and int(tokens[-1]),
+        "losses": (losses[0], losses[-1]),
+        "seconds": seconds[-1] if seconds else None,
+        "arguments": shown | adapters,
+        "hardware": f"{environment['num_processes']} x {environment['device']}" if environment else None,
+        "commit": f"{commit}, with uncommitted changes" if commit and is_dirty else commit,
+        "sources": record.get("sources", []),
+    }
 
 
-def read_evaluations(path: Path, fingerprint: str) -> list[dict[str, Any]]:
-    """Rows of `evaluation.json`; none without the file.
-
-    Raises:
-        ValueError: if a row lacks a field or a number, or is not of the weights with this fingerprint.
-    """
+def read_evaluations(path: Path, of_weights: str) -> list[dict[str, Any]]:
+    """Rows of `evaluation.json`, if there is one. Raises `ValueError` if a row is not whole, or of other weights."""
     rows = read_json(path) if path.exists() else []
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is not a list of results.")
@@ -233,17 +202,13 @@ def read_evaluations(path: Path, fingerprint: str) -> list[dict[str, Any]]:
             raise ValueError(f"{path}, row {number}: no {', '.join(missing)}.")
         if not isinstance(row["value"], int | float) or not isfinite(row["value"]):
             raise ValueError(f"{path}, row {number}: value is null, NaN or infinite.")
-        if row.get("weights") != fingerprint:
+        if row.get("weights") != of_weights:
             raise ValueError(f"{path}, row {number}, {row['task']}: of other weights. Measure again: {row['command']}")
     return [dict.fromkeys(OPTIONAL) | row for row in rows]
 
 
-def read_diagnostics(path: Path, fingerprint: str) -> dict[str, str]:
-    """What the diagnostics' report says of its only model.
-
-    Raises:
-        ValueError: if there is no such report, or it is not of the weights with this fingerprint.
-    """
+def read_diagnostics(path: Path, of_weights: str) -> dict[str, str]:
+    """What a report says of its only model. Raises `ValueError` if it can't be read, or is of other weights."""
     again = "Run python -m diagnostics on this model alone, without --load_in_4bit."
     try:
         (model,) = read_json(path)["models"]
@@ -255,7 +220,7 @@ def read_diagnostics(path: Path, fingerprint: str) -> dict[str, str]:
         for group in model["layers"]["groups"]:
             values[f"gap of cosines, visual minus text, {group['name']} of the layers"] = group["gap"]
         shown = {name: with_interval(value["mean"], value["interval"]) for name, value in values.items()}
-        if model.get("weights") != fingerprint or model["dtype"].endswith("quantized"):
+        if model.get("weights") != of_weights or model["dtype"].endswith("quantized"):
             raise ValueError(f"{path} is of other weights. {again}")
     except (OSError, LookupError, TypeError) as error:
         raise ValueError(f"{path} can't be read ({error!r}). {again}") from error

@@ -8,13 +8,8 @@ from dataclasses import dataclass
 class Licence:
     """What the repository of a model needs if its base is under this licence.
 
-    Attributes:
-        identifier: Value of the Hub's metadata field `license`.
-        title: Its name on the card.
-        link: Where it is published.
-        name_prefix: Required prefix of the model's name, or `None`.
-        notice: Text of a file `NOTICE`, or `None`.
-        attribution: Sentence that must be shown, or `None`.
+    `identifier` is the Hub's, `title` and `link` are shown. If required, there are a start of the model's name, the
+    text of a file `NOTICE`, and a sentence on the card.
     """
 
     identifier: str
@@ -71,15 +66,10 @@ def known_licence(base_model: str) -> Licence:
 
 
 def licence_of(parts: dict[str, str | None], own_licence: str | None) -> Licence:
-    """The licence of a model that is made from these parts: the strictest of all.
+    """The licence of a model that is made from these parts, Hub ids by option: the strictest of all.
 
-    Args:
-        parts: Hub ids by option; `None` if unknown.
-        own_licence: Identifier of the licence that the owner chose for a part without a Hub id.
-
-    Raises:
-        ValueError: if a part's licence is not known, a part has no Hub id and no licence is given, or one is given
-            although all have a Hub id. The message says what to do.
+    `own_licence` is the identifier of the one that the owner chose for parts without a Hub id. Raises `ValueError` if
+    it is missing or has no such part, or a part's licence is not known.
     """
     found = [known_licence(name) for name in parts.values() if name is not None]
     unknown = [part for part, name in parts.items() if name is None]

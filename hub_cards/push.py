@@ -18,14 +18,9 @@ class ReleaseError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a push would change.
+    """What a push would change in a repository that is `"private"`, `"public"` or, if none can be seen, `"new"`.
 
-    Attributes:
-        repo_id, tag: Where it goes.
-        visibility: Of the repository: `"new"` if the token can see no such one, `"private"` or `"public"`.
-        head: Commit that the repository is at; `None` for a new one.
-        is_tagged: Whether the tag exists.
-        files: Paths to add (+), to change (~), to delete (-), and those that are as they should be (=).
+    `head` is its commit; `files` are paths to add (+), change (~) and delete (-), and those that are there (=).
     """
 
     repo_id: str
@@ -41,10 +36,9 @@ class Plan:
 
 
 def plan_push(stage: Path, api: HfApi) -> Plan:
-    """Compare a stage folder without findings with the Hub: with the tag if it exists, otherwise with the head.
+    """Compare a stage folder with the Hub: with the tag if it exists, otherwise with the head.
 
-    Raises:
-        ReleaseError: if the folder has findings, the tag's name is a branch's, or the tag is on other files.
+    Raises `ReleaseError` if the folder has findings, the tag's name is a branch's, or the tag is on other files.
     """
     if findings := check(stage):
         raise ReleaseError("\n  ".join([f"{stage} can't be published:", *findings]))
@@ -72,26 +66,15 @@ def plan_push(stage: Path, api: HfApi) -> Plan:
 def push(stage: Path, api: HfApi, visibility: str | None = None) -> Plan:
     """Publish a stage folder: one commit, which also deletes stale files, on the head that was seen, then a tag.
 
-    A repository is created private, and made public, if asked, only after commit and tag. Nothing is done twice:
-    where a push stopped, the next one goes on.
-
-    Args:
-        stage: Stage folder.
-        api: Client with a token that has write access.
-        visibility: What the repository is to be in the end, `"private"` or `"public"`; `None` leaves it as it is, and
-            a new one private.
-
-    Returns:
-        What was changed.
-
-    Raises:
-        ReleaseError: as [`plan_push`], or if the repository is public and was not asked to be.
+    A repository is created private, and made public, if `visibility` says so, only after commit and tag. Nothing is
+    done twice: where a push stopped, the next one goes on. Returns what was changed. Raises `ReleaseError` as
+    [`plan_push`], or if the repository is public and was not asked to be.
     """
     plan = plan_push(stage, api)
     if plan.visibility == "public" and visibility is None and not plan.is_tagged:
         raise ReleaseError(
-            f"{plan.repo_id} is public, so a push would be visible at once; nothing was pushed. Push with --public, or "
-            "with --private to make it private first."
+            f"{plan.repo_id} is public, so a push would be visible at once. Push with --public, or with --private to "
+            "make it private first."
         )
     if plan.visibility == "new":
         api.create_repo(plan.repo_id, private=True)

@@ -7,8 +7,8 @@ key and fetches any URL, so it listens on the loopback interface only.
 """
 
 import argparse
+import os
 import uuid
-from pathlib import Path
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -23,15 +23,19 @@ def build_app(model: str, revision: str) -> Any:
     """Load the model at `revision`, its own code included, and return the app that serves it.
 
     Only the chat routes of `transformers serve` are offered. The others load any repository that a request names,
-    with its code, and read any file that one names as audio or video.
+    with its code, and read any file that one names as audio.
     """
     # Here, since they need the extra "serve".
-    from fastapi import FastAPI, HTTPException, Request
-    from fastapi.responses import JSONResponse
+    from fastapi import FastAPI, HTTPException
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
     from transformers.cli.serving.utils import BaseHandler, GenerationState
+
+    # transformers serves only the model types that stand here, even with custom code.
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava"] = "NormLlavaForConditionalGeneration"
+    pinned = model if os.path.exists(model) else f"{model}@{revision}"
+    manager, state, app = ModelManager(trust_remote_code=True, force_model=pinned), GenerationState(), FastAPI()
 
     def read_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
         """What the processor gets: text, and pictures that are not files."""
@@ -42,32 +46,23 @@ def build_app(model: str, revision: str) -> Any:
                 raise ValueError("messages: only text, and pictures as http(s) URL or base64; files are not read")
         return read
 
-    def check(body: dict[str, Any]) -> dict[str, Any]:
-        for field in REFUSED:
-            if body.get(field) is not None:
-                raise HTTPException(400, f"{field}: not accepted")
-        return body | ({"model": pinned} if body.get("model") == model else {})
-
-    # transformers serves only the model types that stand here, even with custom code.
-    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava"] = "NormLlavaForConditionalGeneration"
-    pinned = model if Path(model).exists() else f"{model}@{revision}"
-    manager, state = ModelManager(trust_remote_code=True, force_model=pinned), GenerationState()
-    chat, responses = ChatCompletionHandler(manager, state), ResponseHandler(manager, state)
-    for handler in (chat, responses):
+    async def ask(handler: Any, body: dict[str, Any]) -> Any:
+        if refused := [field for field in REFUSED if body.get(field) is not None]:
+            raise HTTPException(400, f"{refused[0]}: not accepted")
+        body["model"] = pinned if body.get("model") == model else body.get("model")
         handler.get_processor_inputs_from_messages = read_messages
-    app = FastAPI()
-
-    @app.exception_handler(ValueError)
-    def refuse(request: Request, error: ValueError) -> JSONResponse:
-        return JSONResponse({"detail": str(error)}, 400)
+        try:
+            return await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
+        except (ValueError, OSError) as error:  # what the request holds can't be read
+            raise HTTPException(400, str(error)) from error
 
     @app.post("/v1/chat/completions")
     async def ask_chat(body: dict[str, Any]) -> Any:
-        return await chat.handle_request(check(body), f"chatcmpl-{uuid.uuid4().hex}")
+        return await ask(ChatCompletionHandler(manager, state), body)
 
     @app.post("/v1/responses")
     async def ask_responses(body: dict[str, Any]) -> Any:
-        return await responses.handle_request({"stream": False, **check(body)}, uuid.uuid4().hex)  # OpenAI's default
+        return await ask(ResponseHandler(manager, state), {"stream": False, **body})  # OpenAI's default
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -80,16 +75,13 @@ def build_app(model: str, revision: str) -> Any:
     return app
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The options of the server."""
+def main(arguments: list[str] | None = None) -> None:
+    """Serve until interrupted. `arguments` are those of the command line by default."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or Hub id; its code is run")
     parser.add_argument("--revision", default="main", help="revision of a repository on the Hub (default: main)")
     parser.add_argument("--port", type=int, default=8000, help="loopback port (default: 8000)")
-    return parser
-
-
-def serve(args: argparse.Namespace) -> None:
-    """Serve until interrupted. Raises `SystemExit` if the server is not installed or the model can't be loaded."""
+    args = parser.parse_args(arguments)
     if not is_serve_available():
         raise SystemExit("transformers' server is not installed: pip install -e '.[serve]'")
     import uvicorn
@@ -99,12 +91,6 @@ def serve(args: argparse.Namespace) -> None:
     except (OSError, ValueError) as error:
         raise SystemExit(str(error)) from error
     uvicorn.run(app, host="127.0.0.1", port=args.port)
-
-
-def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    serve(add_arguments(parser).parse_args())
 
 
 if __name__ == "__main__":

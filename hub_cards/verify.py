@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, snapshot_download
@@ -21,27 +20,11 @@ HIDDEN = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
 PASSED_ON = {"HF_ENDPOINT", "HF_HUB_DISABLE_XET"}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What a fresh download showed: how many files are as the Hub has them, what the card's snippets printed, and all
-    problems."""
+def verify(repo_id: str, revision: str, stage: Path | None) -> tuple[int, str, list[str]]:
+    """Download into an empty cache, compare all files and the pushed folder with the Hub's hashes, run the snippets.
 
-    files: int
-    printed: str
-    problems: list[str]
-
-
-def verify(repo_id: str, revision: str, stage: Path | None) -> Verdict:
-    """Download into an empty cache, compare all files with the Hub's hashes, and run the card's snippets.
-
-    A token is used only if the repository can't be read without one.
-
-    Args:
-        repo_id, revision: What to load.
-        stage: Folder that was pushed; the Hub's hashes are compared with it too.
-
-    Raises:
-        ReleaseError: if there is nothing that can be downloaded.
+    A token is used only if the repository can't be read without one. Returns how many files were compared, what the
+    snippets printed, and all problems. Raises `ReleaseError` if nothing can be downloaded.
     """
     with tempfile.TemporaryDirectory() as home:
         cache = Path(home) / "hub"
@@ -72,4 +55,4 @@ def verify(repo_id: str, revision: str, stage: Path | None) -> Verdict:
         if not snippets or done.returncode:
             last = (done.stderr.strip().splitlines() or ["there is none"])[-1]
             problems.append(f"the card's snippet fails: {last}")
-        return Verdict(seen.checked_count, done.stdout.strip(), problems)
+        return seen.checked_count, done.stdout.strip(), problems

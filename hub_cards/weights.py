@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from conversations.files import WEIGHT_FILES, fingerprint, hash_files
+from conversations.files import WEIGHT_FILES, hash_files
 from hub_cards.contents import INDEX
 
 
@@ -18,13 +18,10 @@ KEY_ADAPTER = ".key_adapter."
 
 @dataclass(frozen=True)
 class Weights:
-    """What a folder's weight files hold.
+    """What a folder's weight files hold: hashes by file, numbers of weights by part of the model and by dtype.
 
-    Attributes:
-        sha256: By file.
-        parts, dtypes: Number of weights by part of the model, and by dtype.
-        not_finite: Names of tensors with NaN or infinite values.
-        constant: The values of the norm's tensors, and of key adapters' `up`, that hold one value only.
+    `not_finite` names tensors with NaN or infinite values; `constant` has the values of the norm's and the key
+    adapters' tensors that hold one value only.
     """
 
     sha256: dict[str, str]
@@ -32,11 +29,6 @@ class Weights:
     dtypes: Counter[str] = field(default_factory=Counter)
     not_finite: list[str] = field(default_factory=list)
     constant: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def fingerprint(self) -> str:
-        """Of all files; figures of a model carry it too."""
-        return fingerprint(self.sha256)
 
     def find_faults(self, steps: int) -> Iterator[str]:
         """Values that `steps` steps of training can't leave; 0 if their number is not known."""
@@ -65,11 +57,7 @@ def listed(names: list[str]) -> str:
 
 
 def read_weights(folder: Path) -> Weights:
-    """Read every weight file.
-
-    Raises:
-        ValueError: if there is none, one can't be read, or they are not those of the index.
-    """
+    """Read every weight file. Raises `ValueError` if there is none, one is torn, or the index names others."""
     weights = Weights(hash_files(folder, WEIGHT_FILES))
     if not weights.sha256:
         raise ValueError(f"{folder / 'model.safetensors'} is missing: the folder holds no complete model.")

@@ -11,6 +11,7 @@ print the norms at the modality interface before and after the norm, and write a
 
 import copy
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,11 @@ class ComposeArguments:
         for name, is_idle in idle.items():
             if is_idle and getattr(self, name) != getattr(ComposeArguments, name):
                 raise ValueError(f"--{name} does nothing here: leave it out.")
+
+
+def plain_name(name: str) -> str:
+    """A folder's absolute path, since the config records it and `a/b` would be taken for a Hub id; an id unchanged."""
+    return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -311,6 +317,7 @@ def compose(
     """
     if scale_projector and projector_norm != "none":
         raise ValueError("scale_projector scales a projector without a norm; with one the gain sets the start.")
+    vision_model_path, text_model_path = plain_name(vision_model_path), plain_name(text_model_path)
     text_model = load_text_model(text_model_path)
     vision_model = load_vision_model(vision_model_path, text_model.dtype)
     num_layers = vision_model.config.num_hidden_layers
@@ -373,6 +380,7 @@ def convert_llava(
         ValueError: if `llava_model_path` is not a Llava checkpoint; a NormLlava, which already has a norm, is not.
             Also if its encoder doesn't take pictures of one fixed size, or it is quantized.
     """
+    llava_model_path = plain_name(llava_model_path)
     require_model_type(llava_model_path, "llava")
     require_unquantized(AutoConfig.from_pretrained(llava_model_path), llava_model_path)
     llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")

@@ -60,11 +60,8 @@ def read_message(message: dict[str, Any]) -> dict[str, Any]:
     if unknown := {part["type"] for part in content} - {"text", "image"}:
         raise ValueError(f"inputs: only text and base64 pictures are accepted, not {', '.join(sorted(unknown))}")
     # Nothing else of a part is handed on: `url` and `path` would be opened.
-    parts = [
-        {"type": "image", "image": read_image(part["image"])} if part["type"] == "image" else
-        {"type": "text", "text": str(part["text"])}
-        for part in content
-    ]  # fmt: skip
+    read = {"image": read_image, "text": str}
+    parts = [{"type": kind, kind: read[kind](part[kind])} for part in content for kind in [part["type"]]]
     return {"role": message["role"], "content": parts}
 
 

@@ -59,13 +59,9 @@ def read_examples() -> list[list[str]]:
 def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
     """A model's inputs."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
-    return processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    ).to(model.device, dtype=model.dtype)
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options)
+    return inputs.to(model.device, dtype=model.dtype)
 
 
 def measure_without_norm(inputs: Any, picture: Image.Image, question: str) -> Measured | None:

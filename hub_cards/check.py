@@ -11,19 +11,18 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
 from hub_cards.contents import CARD, NEEDED, SETTINGS, class_files, is_listed
-from hub_cards.facts import HUB_ID, read_json
+from hub_cards.facts import read_json
 from hub_cards.weights import Weights, listed, read_weights
 from modeling_normllava import NormLlavaConfig
 
 
 REBUILD = "Build again from a complete run."
 QUESTION = "What is in the picture?"
-# Fields that make transformers run code or read other files, and values that name code elsewhere.
-CODE_FIELDS = {
-    "auto_map", "custom_pipelines", "attn_implementation", "_attn_implementation", "experts_implementation",
-    "transformers_weights", "configuration_files", "fast_tokenizer_files", "quantization_config",
-}  # fmt: skip
-OTHER_REPOSITORY = re.compile(rf"{HUB_ID.pattern}--[\w.]+")
+# In settings: fields that make transformers run code or read other files, and names of code in other repositories.
+FOREIGN = re.compile(
+    r'"(auto_map|custom_pipelines|_?attn_implementation|experts_implementation|transformers_weights|'
+    r'configuration_files|fast_tokenizer_files|quantization_config)": (?!null)|"[\w.-]+/[\w.-]+--[\w.]+"'
+)
 TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 # Two or more segments, but not a URL's or a route like /v1/models; also ~/x, C:\x and \\share\x.
 MACHINE_PATH = re.compile(
@@ -116,19 +115,8 @@ def find_code_faults(folder: Path) -> Iterator[str]:
     if settings["config.json"].pop("auto_map", None) != ours.auto_map:
         yield f"config.json: its auto_map is not {json.dumps(ours.auto_map)}. Save the model again."
     for name, value in settings.items():
-        for field, entry in walk(value):
-            if field in CODE_FIELDS and entry is not None:
-                yield f"{name}: has {field}, which needs other code or files than the release's. Remove it."
-            elif isinstance(entry, str) and OTHER_REPOSITORY.fullmatch(entry):
-                yield f"{name}: {field} points to another repository, {entry}. Remove it."
-
-
-def walk(value: Any, field: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value inside a JSON value, with its field's name."""
-    yield field, value
-    if isinstance(value, dict | list):
-        for name, entry in value.items() if isinstance(value, dict) else ((field, entry) for entry in value):
-            yield from walk(entry, name)
+        if found := FOREIGN.search(json.dumps(value)):
+            yield f"{name}: holds {found[0]}, which needs other code or files than the release's. Remove it."
 
 
 @torch.no_grad()
@@ -142,7 +130,7 @@ def find_processor_faults(folder: Path, model: Any) -> Iterator[str]:
         yield f"processor_config.json: makes {count} tokens of a picture, the model {len(features)}. Stage its own."
     if QUESTION not in (asked := processor.decode(inputs["input_ids"][0])):
         yield f"chat_template.jinja: makes {asked!r} of the question {QUESTION!r}. Stage the model's own."
-    if len(processor.tokenizer) > (rows := model.get_input_embeddings().num_embeddings):
+    if max(processor.tokenizer.get_vocab().values()) >= (rows := model.get_input_embeddings().num_embeddings):
         yield f"tokenizer.json: has more tokens than the model's {rows}. Stage the model's own."
     ends, end = GenerationConfig.from_pretrained(folder).eos_token_id, processor.tokenizer.eos_token_id
     if end not in (ends if isinstance(ends, list) else [ends]):

@@ -82,7 +82,7 @@ def push(stage: Path, api: HfApi, visibility: str | None = None) -> Plan:
         api.update_repo_settings(plan.repo_id, private=True)
     if not plan.is_tagged:
         head = plan.head
-        operations = [
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
             *(CommitOperationAdd(path, stage / path) for sign in "+~" for path in plan.files.get(sign, [])),
             *(CommitOperationDelete(path, is_folder=False) for path in plan.files.get("-", [])),
         ]

@@ -2,8 +2,7 @@
 
 A request is `{"inputs": [messages], "parameters": {"max_new_tokens": 256, "temperature": 0.0}}`; a message's content
 is text or a list of `{"type": "text", "text": ...}` and `{"type": "image", "image": "data:image/png;base64,..."}`.
-Only pictures in the request are opened: paths and URLs are refused, so that nobody can read files or internal networks
-through it.
+Paths and URLs are refused, so that nobody can read files or internal networks through it.
 """
 
 import base64
@@ -60,7 +59,7 @@ def read_message(message: dict[str, Any]) -> dict[str, Any]:
     if unknown := {part["type"] for part in content} - {"text", "image"}:
         raise ValueError(f"inputs: only text and base64 pictures are accepted, not {', '.join(sorted(unknown))}")
     # Nothing else of a part is handed on: `url` and `path` would be opened.
-    read = {"image": read_image, "text": str}
+    read: dict[str, Any] = {"image": read_image, "text": str}
     parts = [{"type": kind, kind: read[kind](part[kind])} for part in content for kind in [part["type"]]]
     return {"role": message["role"], "content": parts}
 

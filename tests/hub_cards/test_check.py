@@ -47,7 +47,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "token": (append(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
     "token in the vocabulary": (put("tokenizer.json", note=SECRET), "tokenizer.json: holds a Hugging Face token"),
     "path in a config": (put(CONFIG, note="/home/me/run"), "config.json: holds a path of a machine, /home/me/run"),
-    "path in the card": (append(README, "\nSee ~/runs/a.\n"), "README.md: holds a path of a machine, ~/runs/a"),
+    "path in the card": (append(README, "\nSee ~/runs/a.\n"), "README.md: holds a path of a machine, ~/runs"),
     "pickle": (write("training_args.bin", b"x"), "training_args.bin: is not on the list"),
     "optimizer state": (write("optimizer.safetensors", b"x"), "optimizer.safetensors: is not on the list"),
     "cache": (write("__pycache__/a.pyc", b"x"), "__pycache__/a.pyc: is not on the list"),
@@ -68,7 +68,7 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "infinity": (fill("lm_head.weight", -float("inf")), "lm_head.weight: NaN or infinite values"),
     "a gain of 0": (tensors(lambda w: w[f"{NORM}.weight"].zero_()), "the norm's gain is 0 everywhere"),
     "another model type": (put(CONFIG, model_type="llava"), "model_type is 'llava', not a NormLlava's"),
-    "quantised in the config": (put(CONFIG, quantization_config={"load_in_4bit": True}), "has quantization_config"),
+    "quantised in the config": (put(CONFIG, quantization_config={"a": True}), 'holds "quantization_config"'),
     "another image token": (put(CONFIG, image_token_index=7), "makes 0 tokens of a picture, the model 4"),
     "another patch size": (put("processor_config.json", patch_size=28), "makes 1 tokens of a picture, the model 4"),
     "a token more": (put("tokenizer.json", model__vocab__zebra=320), "has more tokens than the model's 320"),
@@ -81,10 +81,10 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "no class file": (delete("configuration_normllava.py"), "configuration_normllava.py: is not this version's file"),
     "no auto_map": (put(CONFIG, auto_map=None), "config.json: its auto_map is not"),
     "another repository's class": (put(CONFIG, auto_map__AutoModel=OTHER_CODE), "config.json: its auto_map is not"),
-    "code of a part": (put(CONFIG, text_config__auto_map={"AutoModel": OTHER_CODE}), "config.json: has auto_map"),
-    "code of the processor": (put("processor_config.json", auto_map={"A": OTHER_CODE}), "processor_config.json: has"),
-    "a kernel": (put(CONFIG, text_config__attn_implementation="you/kernel"), "config.json: has attn_implementation"),
-    "code elsewhere": (put("tokenizer_config.json", tokenizer_class=OTHER_CODE), "points to another repository"),
+    "code of a part": (put(CONFIG, text_config__auto_map={"A": OTHER_CODE}), 'config.json: holds "auto_map"'),
+    "code of the processor": (put("processor_config.json", auto_map={"A": OTHER_CODE}), 'processor_.*holds "auto_map'),
+    "a kernel": (put(CONFIG, text_config__attn_implementation="you/kernel"), 'holds "attn_implementation"'),
+    "code elsewhere": (put("tokenizer_config.json", tokenizer_class=OTHER_CODE), "holds .you/repo--modeling.Class"),
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_build_says_all_faults_and_stages_nothing(trained: Path, prose: Path, tm
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     (run / "evaluation.json").unlink()  # of other weights
-    faults = ("no head", "NaN", "an end that is none")
+    faults = ("no head", "NaN")
     for fault in faults:
         FAULTS[fault][0](run)
     tensors(lambda w: (w[f"{NORM}.weight"].fill_(0.0134), w[f"{NORM}.bias"].zero_()))(run)
@@ -128,6 +128,7 @@ def test_a_model_that_is_stored_under_other_names_has_no_faults(composed: Callab
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config.text_config = Qwen3MoeConfig(**(config.text_config.to_dict() | {"model_type": "qwen3_moe"} | sizes))
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    shutil.copy(composed() / "generation_config.json", tmp_path / "model")
     assert [*find_model_faults(tmp_path / "model", read_weights(tmp_path / "model"))] == []
 
 

@@ -26,7 +26,9 @@ def build_app(model: str, revision: str) -> Any:
     with its code, and read any file that one names as audio.
     """
     # Here, since they need the extra "serve".
-    from fastapi import FastAPI, HTTPException
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse
+    from starlette.exceptions import HTTPException
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
@@ -55,6 +57,11 @@ def build_app(model: str, revision: str) -> Any:
             return await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
         except (ValueError, OSError) as error:  # what the request holds can't be read
             raise HTTPException(400, str(error)) from error
+
+    @app.exception_handler(HTTPException)
+    def refuse(request: Request, error: HTTPException) -> JSONResponse:
+        body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}  # OpenAI's form
+        return JSONResponse({"error": body}, error.status_code)
 
     @app.post("/v1/chat/completions")
     async def ask_chat(body: dict[str, Any]) -> Any:

@@ -1,202 +1,127 @@
 """Stage a trained folder for the Hub: only listed files are copied."""
 
 import json
-import logging
-import math
 import re
 import shutil
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.utils import HFValidationError, validate_repo_id
+from huggingface_hub.utils import validate_repo_id
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
-from conversations.checks import check_question
-from conversations.files import sha256
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
-from diagnostics.plots import draw_attention, draw_layers, save
-from diagnostics.results import ModelReport
-from hub_cards.card import Widget, check_origins, read_prose, render_card
-from hub_cards.check_model import JSON_FILES, class_files, find_model_faults
-from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, find_foreign_figures, hub_id, read_json
-from hub_cards.findings import Finding
-from hub_cards.fresh_load import GREEDY, ask, fixed_picture, generate
+from hub_cards.card import Widget, read_prose, render_card
+from hub_cards.check import ask, find_model_faults
+from hub_cards.contents import ASSETS, CARD, INDEX, OTHERS, PLOTS, SERVING, SETTINGS, class_files
+from hub_cards.facts import Facts, collect_facts, hub_id, read_json
 from hub_cards.licences import APACHE, Licence, licence_of
-from hub_cards.manifest import MANIFEST, staged_files
-from hub_cards.weights import INDEX, Weights, read_weights
+from hub_cards.weights import read_weights
 
 
-logger = logging.getLogger(__name__)
-
-ASSETS = Path(__file__).with_name("assets")
 APACHE_TEXT = ASSETS / "LICENSE-APACHE"
-SERVING_FILES = (ASSETS / "handler.py", ASSETS / "requirements.txt")
-# Files of a checkpoint that are copied as they are, if they are there.
-OTHER_FILES = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
-# Allowed tag names, without those that git refuses or the Hub reserves.
-TAG = re.compile(r"[A-Za-z0-9][\w.+-]*")
-BRANCHES = {"main", "master", "head"}
-# Plots of the diagnostics' figures, with their captions.
-PLOTS = {
-    "layers.png": "Norm of visual and text tokens at each layer, and how far each layer turns them",
-    "attention.png": "Attention to the picture at each layer: its mass, its entropy, the share of the bottom third",
-}
+# Overrides the checkpoint's generation config, which may set penalties.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+# Tags that git and the Hub accept and that are not like a branch or a commit, which pins nothing.
+TAG = re.compile(r"(?!.*(?:\.\.|\.$|\.lock$)|(?i:main|master|head|[0-9a-f]{7,64})$)[A-Za-z0-9][\w.+-]*")
 MAX_WIDGETS = 3
 
 
 def build(
-    run: Path,
-    output_dir: Path,
-    repo_id: str,
-    prose_file: Path,
-    revision: str = "v1.0",
-    diagnostics: Path | None = None,
-    widget_data: Path | None = None,
-    text_model: str | None = None,
-    vision_model: str | None = None,
-    own_licence: str | None = None,
-    base_licence_file: Path | None = None,
+    run: Path, repo_id: str, output_dir: Path | None = None, prose: Path | None = None, revision: str = "v1.0",
+    diagnostics: Path | None = None, widget_data: Path | None = None, text_model: str | None = None,
+    vision_model: str | None = None, license: str | None = None, base_licence_file: Path | None = None,
     dtype: str | None = None,
-) -> Path:
-    """Make the stage folder, its card last and its manifest after that. It appears only when it is complete.
-
-    Args:
-        run: Output folder of the last stage.
-        output_dir: Folder to make; must be empty or not exist.
-        repo_id: Name that the repository will have, `owner/name`.
-        prose_file: YAML with the card's prose.
-        revision: Tag that the card pins.
-        diagnostics: Folder of a report about this model.
-        widget_data: LLaVA JSON whose first pictures and questions become examples.
-        text_model, vision_model: Hub ids of parts that were loaded from a folder.
-        own_licence: Licence of parts that are not on the Hub.
-        base_licence_file: The base model's licence text, if its licence requires a copy.
-        dtype: Cast all weights except the norm's to it.
+) -> Path:  # fmt: skip
+    """Make the stage folder, its card last. It appears only when it is complete. Arguments are the command's.
 
     Raises:
         ValueError: if a needed fact or file is missing, the name breaks the base model's licence, or the model is not
             fit to be published; the message lists all findings.
     """
-    check_repo_id(repo_id)
-    check_revision(revision)
+    validate_repo_id(repo_id)
+    if hub_id(repo_id) is None:
+        raise ValueError(f"--repo_id {repo_id!r} is not owner/name.")
+    if not TAG.fullmatch(revision):
+        raise ValueError(f"--revision {revision!r} is not a tag that pins code. Give one such as v1.0.")
+    output_dir = output_dir or run / "release"
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"{output_dir} is not empty. Choose another folder, or empty it first.")
-    facts = collect_facts(run, diagnostics, text_model, vision_model)
-    licence = licence_of(facts.text_model, facts.vision_model, own_licence)
-    check_name(repo_id, licence)
+    if diagnostics is None and (run / "diagnostics" / "report.json").exists():
+        diagnostics = run / "diagnostics"
+    facts = collect_facts(run, diagnostics, text_model=text_model, vision_model=vision_model)
+    licence = licence_of({"text_model": facts.text_model, "vision_model": facts.vision_model}, license)
+    licence.check_name(repo_id.split("/")[1])
     text = licence_text(licence, base_licence_file)
-    prose = read_prose(prose_file)
-    check_origins(facts, prose)
-    refuse(run, [*find_model_faults(run, facts.weights, facts.steps), *find_foreign_figures(facts)])
+    said = read_prose(prose or find_prose(run), facts)
+    if faults := [*find_model_faults(run, facts.weights, facts.steps)]:
+        raise ValueError("\n  ".join([f"The model in {run} can't be published:", *faults]))
     stage = output_dir.with_name(f"{output_dir.name}.partial")
-    if stage.exists():  # from an interrupted build
-        shutil.rmtree(stage)
+    shutil.rmtree(stage, ignore_errors=True)  # from an interrupted build
     stage.mkdir(parents=True)
     if dtype is not None:
-        facts = replace(facts, **cast_model(run, stage, dtype, facts.weights))
-    copy_model(run, stage, facts.weights)
-    if dtype is not None:
-        refuse(stage, find_model_faults(stage, facts.weights, facts.steps))
-        if facts.cast is not None and not math.isfinite(facts.cast.difference):
-            raise ValueError(
-                f"Logits before or after the cast to {dtype} are NaN or infinite: choose another --dtype."
-            )
+        facts = cast_model(run, stage, dtype, facts)
+    code = copy_model(run, stage, facts)
     (stage / "LICENSE").write_text(text, encoding="utf-8")
-    if "LICENSE-APACHE" in licence.files:
-        shutil.copy(APACHE_TEXT, stage / "LICENSE-APACHE")
     if licence.notice is not None:
         (stage / "NOTICE").write_text(licence.notice, encoding="utf-8")
-    for path in SERVING_FILES:
-        shutil.copy(path, stage)
-    plots = draw_plots(facts.diagnostics, repo_id.split("/")[1], stage)
+        shutil.copy(APACHE_TEXT, stage)  # of the class files and the vision encoder; its section 4a requires a copy
+    for name in SERVING:
+        shutil.copy(ASSETS / name, stage)
+    plots = PLOTS if facts.diagnostics else {}
+    for name in plots:
+        with Image.open(f"{diagnostics}/figures/{name}") as picture:
+            save_picture(picture, stage / "diagnostics" / name)
     widgets = make_widgets(stage, widget_data) if widget_data is not None else []
-    code_lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in class_files(stage))
-    card = render_card(facts, licence, prose, repo_id, revision, plots, widgets, code_lines)
-    (stage / "README.md").write_text(str(card), encoding="utf-8")
-    write_manifest(stage, repo_id, revision, facts)
+    card = render_card(facts, licence, said, repo_id, revision, widgets, plots=plots, code=code)
+    (stage / CARD).write_text(card, encoding="utf-8")
     if output_dir.exists():
         output_dir.rmdir()  # empty
     return stage.rename(output_dir)
 
 
-def refuse(folder: Path, findings: Iterable[Finding]) -> None:
-    """Raises `ValueError`, with all of them, if there are findings."""
-    listed = "".join(f"\n  {finding}" for finding in findings)
-    if listed:
-        raise ValueError(f"The model in {folder} can't be published:{listed}")
+def find_prose(run: Path) -> Path:
+    """The prose next to the recipe that a run was started with. Raises `ValueError` if there is none."""
+    record = run / "run.json"
+    recipe = read_json(record).get("recipe") if record.exists() else None
+    prose = Path(recipe).with_name("card.yaml") if recipe else None
+    if prose is None or not prose.exists():
+        lacks = f"{prose} is missing" if prose else f"{record} names no recipe"
+        raise ValueError(f"{lacks}: give the card's prose with --prose. training/recipes/*/card.yaml are examples.")
+    return prose
 
 
-def check_repo_id(repo_id: str) -> None:
-    """Raises `ValueError` if it is not owner/name, or a name that the Hub refuses."""
-    if not HUB_ID.fullmatch(repo_id):
-        raise ValueError(f"--repo_id {repo_id!r} is not owner/name.")
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"--repo_id {repo_id!r}: {error}") from error
-
-
-def check_revision(revision: str) -> None:
-    """Raises `ValueError` if it can't be a tag that pins code: invalid in git, or like a branch's or commit's name."""
-    if not TAG.fullmatch(revision) or ".." in revision or revision.endswith((".", ".lock")):
-        raise ValueError(f"--revision {revision!r} is not a valid tag. Give one such as v1.0.")
-    if revision.lower() in BRANCHES or re.fullmatch("[0-9a-f]{7,64}", revision):
-        raise ValueError(
-            f"--revision {revision!r} is a branch or commit name, which pins nothing. Give a tag such as v1.0."
-        )
-
-
-def check_name(repo_id: str, licence: Licence) -> None:
-    """Raises `ValueError` if the name lacks a prefix that the licence requires."""
-    name = repo_id.split("/")[1]
-    if licence.name_prefix is not None and not name.startswith(licence.name_prefix):
-        raise ValueError(
-            f"The {licence.title} requires a model name that begins with {licence.name_prefix!r}: not {name!r}, but "
-            f"for example {licence.name_prefix}-{name}."
-        )
-
-
-@torch.no_grad()
-def cast_model(run: Path, stage: Path, dtype: str, weights: Weights) -> dict[str, Any]:
-    """Save the model in another dtype, and ask both the same fixed question.
-
-    Returns:
-        The facts that change: `weights`, and `cast` unless they were in that dtype.
-    """
+def cast_model(run: Path, stage: Path, dtype: str, facts: Facts) -> Facts:
+    """Save the model in another dtype. Raises `ValueError` if that makes values that are not finite."""
     model = AutoModelForImageTextToText.from_pretrained(run, dtype=dtype)  # which keeps the norm in float32
     model.save_pretrained(stage, max_shard_size="5GB")
-    del model
-    inputs = ask(AutoProcessor.from_pretrained(run), fixed_picture(), "What is in the picture?")
-    before, after = generate(str(run), inputs), generate(str(stage), inputs)
-    difference = (after["logits"].float() - before["logits"].float()).abs().max().item()
-    asked = inputs["input_ids"].shape[1]
-    pairs = [*zip(before["tokens"][0, asked:].tolist(), after["tokens"][0, asked:].tolist(), strict=False)]
-    same = next((number for number, (ours, theirs) in enumerate(pairs) if ours != theirs), len(pairs))
-    spread = before["logits"].float().std().item()
-    cast = Cast(weights.count("dtype"), difference, spread, same, before["tokens"].shape[1] - asked)
-    written = read_weights(stage)
-    return {"weights": written, "cast": None if written.count("dtype") == cast.dtypes else cast}
+    weights = read_weights(stage)
+    if weights.not_finite:
+        raise ValueError(f"{weights.not_finite[0]} is NaN or infinite in {dtype}: choose another --dtype.")
+    return replace(facts, weights=weights, cast_from=", ".join(sorted(facts.weights.dtypes)))
 
 
-def copy_model(run: Path, stage: Path, weights: Weights) -> None:
-    """Copy weights, class files, and settings without names of this machine; keep what a cast has written."""
-    for name in [*weights.sha256, *OTHER_FILES]:
+def copy_model(run: Path, stage: Path, facts: Facts) -> dict[str, int]:
+    """Copy weights, class files, and settings without names of this machine; keep what a cast has written.
+
+    Returns the number of lines by class file.
+    """
+    for name in [*facts.weights.sha256, *OTHERS]:
         if (run / name).exists() and not (stage / name).exists():
             shutil.copy(run / name, stage)
-    for name in JSON_FILES:
+    for name in SETTINGS:
         source = stage / name if (stage / name).exists() else run / name
-        cast_away = name == INDEX and weights.index is None
-        if source.exists() and not cast_away:
+        if source.exists() and (name != INDEX or len(facts.weights.sha256) > 1):
             text = json.dumps(without_local_names(read_json(source)), indent=2, ensure_ascii=False)
             (stage / name).write_text(text + "\n", encoding="utf-8")
-    for path in class_files(run):
+    files = class_files(AutoConfig.from_pretrained(run))
+    for path in files:
         shutil.copy(path, stage)
+    return {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
 
 
 def without_local_names(value: Any) -> Any:
@@ -205,7 +130,7 @@ def without_local_names(value: Any) -> Any:
         return {
             key: without_local_names(entry)
             for key, entry in value.items()
-            if not key.endswith("name_or_path") or (isinstance(entry, str) and hub_id(entry))
+            if not key.endswith("name_or_path") or hub_id(str(entry))
         }
     return [without_local_names(entry) for entry in value] if isinstance(value, list) else value
 
@@ -220,27 +145,9 @@ def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
             "model's repository."
         )
     text = base_licence_file.read_text(encoding="utf-8")
-    if licence.title.split(" License")[0].lower() not in re.sub(r"\s+", " ", text).lower():
+    if licence.title.split(" License")[0].lower() not in " ".join(text.lower().split()):
         raise ValueError(f"{base_licence_file} does not read like the {licence.title}.")
     return text
-
-
-def draw_plots(measured: ModelReport | None, name: str, output_dir: Path) -> dict[str, str]:
-    """Draw the diagnostics' figures with the model's own name: the report's plots may show a folder's name.
-
-    Returns:
-        The caption of each plot, by file name.
-    """
-    if measured is None:
-        return {}
-    folder = output_dir / "diagnostics"
-    folder.mkdir()
-    save(draw_layers([name], [measured.layers]), folder / "layers.png")
-    save(draw_attention([name], [measured.attention]), folder / "attention.png")
-    for plot in PLOTS:
-        with Image.open(folder / plot) as picture:
-            save_picture(picture, folder / plot)
-    return PLOTS
 
 
 @torch.no_grad()
@@ -248,25 +155,22 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
     """The data's first pictures, saved, with the model's own greedy answers to their first questions."""
     model = AutoModelForImageTextToText.from_pretrained(stage).eval()
     processor = AutoProcessor.from_pretrained(stage)
-    (stage / "images").mkdir()
     widgets: list[Widget] = []
     for row in load_rows(str(data)):
-        if len(widgets) == MAX_WIDGETS:
-            break
-        turns = row_turns(row) or []
-        if turns:
-            check_question(row)
-        questions = [turn["value"] for turn in turns if turn["from"] == "human"]
+        questions = [turn["value"] for turn in row_turns(row) or [] if turn.get("from") == "human"]
         if len(row_images(row)) != 1 or not questions:
             continue
         question = questions[0].replace(IMAGE_MARK, "").strip()
         (picture,) = open_images(row)
         name = f"images/example{len(widgets) + 1}.png"
         save_picture(picture, stage / name)
-        inputs = ask(processor, picture, question).to(model.device)
+        inputs = ask(processor, picture, question)
         generated = model.generate(**inputs, **GREEDY, max_new_tokens=64)
-        answer = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-        widgets.append(Widget(name, question, answer.strip()))
+        reply = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": question}]
+        widgets.append({"messages": [{"role": "user", "content": content}], "output": {"text": reply.strip()}})
+        if len(widgets) == MAX_WIDGETS:
+            break
     if not widgets:
         raise ValueError(f"{data} has no row with one picture and a question for an example.")
     return widgets
@@ -274,31 +178,5 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
 
 def save_picture(picture: Image.Image, path: Path) -> None:
     """Save only the pixels: no EXIF, text or colour profile, all of which can name places and people."""
+    path.parent.mkdir(exist_ok=True)
     Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(path)
-
-
-def write_manifest(folder: Path, repo_id: str, revision: str, facts: Facts) -> None:
-    """Write what the folder is made of, and hash and size of every file in it: for weights, the hashes of what was
-    checked, so that a corrupt copy is found.
-
-    The commit is that of the last stage; it counts as clean only if no stage is known to be unclean.
-    """
-    environments = [stage.environment for stage in facts.stages if stage.environment is not None]
-    clean = [environment.commit_is_clean for environment in environments] or [None]
-    manifest = {
-        "repo_id": repo_id,
-        "revision": revision,
-        "text_model": facts.text_model,
-        "vision_model": facts.vision_model,
-        "steps": facts.steps,
-        "commit": environments[-1].commit if environments else None,
-        "commit_is_clean": False if False in clean else clean[-1],
-        "files": {
-            path.relative_to(folder).as_posix(): {
-                "sha256": facts.weights.sha256.get(path.name) or sha256(path),
-                "size": path.stat().st_size,
-            }
-            for path in staged_files(folder)
-        },
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -9,6 +9,7 @@ interface before and after the norm, and write a complete checkpoint folder.
 """
 
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,11 @@ class ComposeArguments:
             )
 
 
+def plain_name(name: str) -> str:
+    """A folder's absolute path, since the config records it and `a/b` would be taken for a Hub id; an id unchanged."""
+    return os.path.abspath(name) if os.path.isdir(name) else name
+
+
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
     """Number of patches of a picture, and of tokens before them: 1 for an encoder with a CLS token.
 
@@ -170,6 +176,7 @@ def compose(
     """
     if scale_projector and projector_norm != "none":
         raise ValueError("scale_projector scales a projector without a norm; with one the gain sets the start.")
+    vision_model_path, text_model_path = plain_name(vision_model_path), plain_name(text_model_path)
     text_model = load_text_model(text_model_path)
     vision_model = load_vision_model(vision_model_path, text_model.dtype)
     num_layers = vision_model.config.num_hidden_layers
@@ -235,6 +242,7 @@ def convert_llava(
         ValueError: if it is no Llava checkpoint (a NormLlava is none: it has a norm), if its encoder doesn't take
             pictures of one fixed size, or if it is quantized.
     """
+    llava_model_path = plain_name(llava_model_path)
     old_config = AutoConfig.from_pretrained(llava_model_path)
     if old_config.model_type != "llava":
         raise ValueError(

@@ -17,8 +17,6 @@ from conversations.files import weights_fingerprint
 from diagnostics.__main__ import main as measure
 from hub_cards.build import build
 from hub_server import HubServer, use
-from training.environment import Environment
-from training.run import Run
 
 
 PROSE = {
@@ -50,9 +48,15 @@ def trained(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     lines = [{"step": 4, "loss": 2.5, "num_tokens": 100.0}, {"step": 8, "loss": 1.5, "num_tokens": 200.0}]
     lines.append({"step": 8, "train_runtime": 30.0})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = Environment("x86_64", 1, False, "0" * 40, True, "3.11", {"torch": "2.13.0"})
+    environment = {
+        "device": "x86_64",
+        "num_processes": 1,
+        "resumed": False,
+        "commit": "0" * 40,
+        "commit_is_clean": True,
+    }
     arguments = {"stage": "instruct", "learning_rate": 1e-5, "model_name_or_path": str(run.parent / "gone")}
-    Run("data", 1, arguments, None, environment).write(run)
+    (run / "run.json").write_text(json.dumps({"arguments": arguments, "environment": environment, "recipe": None}))
     (run / "evaluation.json").write_text(json.dumps([{**EVALUATION, "weights": weights_fingerprint(run)}]))
     (run / "training_args.bin").write_bytes(b"\x80\x02.")
     (run / "optimizer.pt").write_bytes(b"PK")
@@ -96,7 +100,7 @@ def report(trained: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFa
 def staged(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The stage folder. Treat it as read-only."""
     folder = tmp_path_factory.mktemp("staged") / "stage"
-    return build(trained, folder, "me/Tiny-NormLlava", prose, widget_data=widget_data, own_licence="apache-2.0")
+    return build(trained, "me/Tiny-NormLlava", folder, prose, widget_data=widget_data, license="apache-2.0")
 
 
 @pytest.fixture

@@ -1,22 +1,16 @@
 """A server on the loopback that speaks as much of the Hub's HTTP API as publishing and loading take.
 
-Faults are switched on by name in `faults`: each entry is how many times it still strikes. `500 POST /commit` is for a
-request with this method whose path holds `/commit`, `500 #3` for the third request; the same goes for `403`, `429` and
-`html`, a page with status 200, and `shape`, an empty object. The others are named where they strike. `hooks`, by the
-same names without the kind, are called once, when a request was handled and before it is answered; where one returns
-something, there is no answer.
+Faults are switched on by name in `faults`: each entry is how many times it still strikes. `500 #3` and `403 #3` are
+answers to the third request; the others are named where they strike.
 """
 
 import base64
 import hashlib
 import json
-import os
 import re
-import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,12 +21,10 @@ import pytest
 import yaml
 
 from hub_cards.__main__ import main
-from hub_cards.client import use_patient_client
 
 
 LFS_NAMES = (".safetensors", ".png")
 NAME = "me/Tiny-NormLlava"
-ROOT = Path(__file__).parents[2]
 REPO = r"([\w.-]+/[\w.-]+)"
 
 
@@ -49,7 +41,6 @@ class Repository:
     main: str = ""
     tags: dict[str, str] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
-    gated: bool = False
 
     def commit(self, tree: dict[str, bytes]) -> str:
         oid = hashlib.sha1(repr((self.main, sorted((k, git_oid(v)) for k, v in tree.items()))).encode()).hexdigest()
@@ -67,13 +58,9 @@ class HubServer:
 
     def __init__(self, token: str = "hf_loopback") -> None:
         self.token = token
-        self.other_token = "hf_other"
-        """Valid, of somebody who may write nothing and see nothing private."""
         self.repositories: dict[str, Repository] = {}
         self.objects: dict[str, bytes] = {}
         self.faults: Counter[str] = Counter()
-        self.hooks: dict[str, Callable[[], object]] = {}
-        self.retry_after = "1"
         self.uploads: list[str] = []
         self.requests: list[tuple[str, str, str]] = []
         """Method, path, and the authorization header of every request."""
@@ -96,7 +83,7 @@ class HubServer:
 
     def reset(self) -> None:
         """Empty, without faults."""
-        for held in (self.repositories, self.objects, self.faults, self.hooks, self.uploads, self.requests):
+        for held in (self.repositories, self.objects, self.faults, self.uploads, self.requests):
             held.clear()
 
     def count(self, method: str, path: str, authorization: str) -> int:
@@ -104,27 +91,11 @@ class HubServer:
             self.requests.append((method, path, authorization))
             return len(self.requests)
 
-    def planted(self, method: str, path: str, number: int) -> str | None:
-        """The kind of fault that strikes this request."""
-        for fault in list(self.faults):
-            kind, _, asked = fault.partition(" ")
-            if (
-                kind in ("403", "429", "500", "html", "shape")
-                and meant(asked, method, path, number)
-                and self.strikes(fault)
-            ):
-                return kind
-        return None
-
     def strikes(self, fault: str) -> bool:
         if self.faults[fault] > 0:
             self.faults[fault] -= 1
             return True
         return False
-
-
-def meant(asked: str, method: str, path: str, number: int) -> bool:
-    return asked == f"#{number}" or (asked.split()[0] == method and asked.split()[-1] in f"{method} {path}")
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -136,10 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _reply(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
-        hub = self.server_state
-        for asked in list(hub.hooks):
-            if meant(asked, self.command, urlsplit(self.path).path, self.number) and hub.hooks.pop(asked)():
-                return self._drop()
         content = body if isinstance(body, bytes) else json.dumps(body if body is not None else {}).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
@@ -168,16 +135,10 @@ class _Handler(BaseHTTPRequestHandler):
         authorization = self.headers.get("Authorization") or ""
         self.number = hub.count(self.command, path, authorization)
         body = self._body() if self.command in ("POST", "PUT") else b""
-        kind = hub.planted(self.command, path, self.number)
-        if kind == "html":
-            return self._reply(200, b"<html>Log in to the hotel's network\n</html>", {"Content-Type": "text/html"})
-        if kind == "shape":
-            return self._reply(200, {})
-        if kind is not None:
-            return self._reply(
-                int(kind), {"error": "planted"}, {"Retry-After": hub.retry_after} if kind == "429" else {}
-            )
-        if authorization and authorization not in (f"Bearer {hub.token}", f"Bearer {hub.other_token}"):
+        for status in (403, 500):
+            if hub.strikes(f"{status} #{self.number}"):
+                return self._reply(status, {"error": "planted"})
+        if authorization not in ("", f"Bearer {hub.token}"):
             message = "Invalid credentials in Authorization header"
             return self._reply(401, {"error": message}, {"X-Error-Message": message})
         for method, pattern, function in ROUTES:
@@ -196,8 +157,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _repository(self, name: str) -> Repository | None:
         found = self.server_state.repositories.get(name)
-        if self.server_state.strikes("not visible"):
-            found = None
         allowed = self.headers.get("Authorization") == f"Bearer {self.server_state.token}"
         if found is None or (found.private and not allowed):
             self._reply(
@@ -239,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "private": found.private,
                 "siblings": siblings,
                 "tags": [],
-                "gated": found.gated and "auto",
+                "gated": False,
             },
         )
 
@@ -300,8 +259,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply(200, {"transfer": "basic", "objects": objects})
 
     def lfs_upload(self, oid: str, *, body: bytes) -> None:
-        if self.server_state.strikes("dropped upload"):
-            return self._drop()
         if hashlib.sha256(body).hexdigest() != oid:
             return self._reply(400, {"error": "another hash"})
         self.server_state.objects[oid] = body
@@ -329,8 +286,6 @@ class _Handler(BaseHTTPRequestHandler):
                 tree[value["path"]] = hub.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 tree.pop(value["path"])
-        if hub.strikes("failed commit"):
-            return self._reply(400, {"error": "planted"})
         oid = found.commit(tree)
         if hub.strikes("dropped after commit"):
             return self._drop()
@@ -340,8 +295,6 @@ class _Handler(BaseHTTPRequestHandler):
     def tag(self, name: str, revision: str, *, body: bytes) -> None:
         if not self._may_write():
             return None
-        if self.server_state.strikes("failed tag"):
-            return self._reply(400, {"error": "planted"})
         found, tag = self.server_state.repositories[name], json.loads(body)["tag"]
         if tag in found.tags:
             return self._reply(409, {"error": "the tag exists"})
@@ -358,8 +311,6 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._repository(name)
         if found is None:
             return None
-        if found.gated and self.headers.get("Authorization") != f"Bearer {self.server_state.token}":
-            return self._reply(401, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
         oid = found.resolve(revision)
         content = found.commits[oid].get(unquote(path)) if oid is not None else None
         if oid is None or content is None:
@@ -402,7 +353,6 @@ ROUTES: list[tuple[str, str, Any]] = [
 
 def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     """Point the command line's client at a server, in this process and in those that it starts."""
-    use_patient_client()
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
     monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -410,7 +360,9 @@ def use(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # between retries
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
     monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", "/nonexistent")
 
 
 def tree(stage: Path) -> dict[str, bytes]:
@@ -430,16 +382,7 @@ def published(hub: HubServer, revision: str) -> dict[str, bytes]:
     return {path: content for path, content in found.items() if path != ".gitattributes"}
 
 
-def start(hub: HubServer, *arguments: str, token: str | None = None) -> subprocess.Popen[str]:
-    """The command line in a process of its own."""
-    environment = {name: value for name, value in os.environ.items() if name != "HF_TOKEN"}
-    environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)}
-    environment |= {"HF_TOKEN": token} if token else {}
-    command, pipe = [sys.executable, "-m", "hub_cards", *arguments], subprocess.PIPE
-    return subprocess.Popen(command, env=environment, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-
-
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """The same in this process."""
+    """The command line, in this process."""
     monkeypatch.setattr(sys, "argv", ["hub_cards", *arguments])
     main()

@@ -5,9 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 
 
@@ -61,39 +59,25 @@ def put(name: str, **fields: Any) -> Plant:
     return plant
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], object], metadata: dict[str, str] | None = None) -> Plant:
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Plant:
     """Change the weights."""
 
     def plant(folder: Path) -> None:
         content = load_file(folder / WEIGHTS)
         change(content)
-        save_file(content, folder / WEIGHTS, {"format": "pt"} | (metadata or {}))
+        save_file(content, folder / WEIGHTS, {"format": "pt"})
 
     return plant
 
 
-def shard(
-    folder: Path, change: Callable[[list[dict[str, torch.Tensor]], dict[str, str]], object] | None = None
-) -> None:
-    """Split the weights in two, with an index; and break them."""
+def shard(folder: Path) -> None:
+    """Split the weights in two, with an index."""
     content = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     names = sorted(content)
-    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    parts = [{name: content[name] for name in half} for half in (names[: len(names) // 2], names[len(names) // 2 :])]
-    weight_map = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-    if change is not None:
-        change(parts, weight_map)
-    for file, part in zip(files, parts, strict=True):
-        save_file({name: tensor.clone() for name, tensor in part.items()}, folder / file, {"format": "pt"})
+    weight_map = {}
+    for number, half in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: content[name].clone() for name in half}, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(half, file)
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-
-
-def deep_picture(mode: str, path: Path) -> None:
-    """A picture of more than 8 bits; a PNG, which has 16, is to be turned."""
-    exif = Image.Exif()
-    exif[ExifTags.Base.Orientation] = 6
-    file = {"format": "PNG", "exif": exif} if mode == "I;16" else {"format": "TIFF"}
-    dtype = {"I;16": "<u2", "I;16B": ">u2", "I": "<i4", "F": "<f4"}[mode]
-    pixels = np.linspace(0, 65535, 600).astype(dtype)
-    Image.frombytes(mode, (30, 20), pixels.tobytes()).save(path, **file)

@@ -1,279 +1,151 @@
 """A stage folder without findings, and every fault that is planted in it, found."""
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image, PngImagePlugin
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3MoeConfig
 
-from conversations.files import sha256
-from hub_cards.check import check
-from hub_cards.leaks import find_machines, find_secrets, plain_text
-from hub_cards.manifest import MANIFEST, staged_files
-from plants import CONFIG, WEIGHTS, Plant, append, delete, edit, put, tensors, write
-
-
-README = "README.md"
-MODELING = "modeling_normllava.py"
-PICTURE = "images/example1.png"
-TOKEN = "hf_" + "a" * 34
-LLAMA_3, QWEN, SIGLIP = "meta-llama/Llama-3.2-3B", "Qwen/Qwen2.5-7B", "google/siglip-so400m-patch14-384"
+from hub_cards.build import build
+from hub_cards.check import MACHINE_PATH, TOKEN, check, find_model_faults
+from hub_cards.weights import read_weights
+from plants import CONFIG, WEIGHTS, Plant, append, delete, edit, put, shard, tensors, write
 
 
-def made_from(text: str, licence: str, name: str = "me/Llama-Tiny") -> Plant:
-    """Another language model in card and manifest."""
-    card = edit(README, "license: apache-2.0", f"base_model:\n- {text}\n- {SIGLIP}\nlicense: {licence}")
-    manifest = put(MANIFEST, text_model=text, vision_model=SIGLIP, repo_id=name)
-    return lambda folder: (card(folder), manifest(folder))
-
-
-LLAMA = made_from(LLAMA_3, "llama3.2")
+README, MODELING = "README.md", "modeling_normllava.py"
+NORM, VISION = "model.multi_modal_projector.norm", "model.vision_tower.encoder.layers.0.mlp.fc1.weight"
+SECRET, OTHER_CODE = "hf_" + "a" * 34, "you/repo--modeling.Class"
 
 
 def link(folder: Path) -> None:
     (folder / "images" / "example9.png").symlink_to("/etc/passwd")
 
 
-def save_with(**settings: Any) -> Plant:
-    return lambda folder: Image.new("RGB", (8, 8)).save(folder / PICTURE, **settings)
+def without_a_shard(folder: Path) -> None:
+    shard(folder)
+    (folder / "model-00002-of-00002.safetensors").unlink()
 
 
-def png_text() -> PngImagePlugin.PngInfo:
-    text = PngImagePlugin.PngInfo()
-    text.add_text("Software", "made on my laptop")
-    return text
+def stale(folder: Path) -> None:
+    weights = (folder / WEIGHTS).read_bytes()
+    shard(folder)
+    (folder / WEIGHTS).write_bytes(weights)
 
 
-def exif() -> Image.Exif:
-    tags = Image.Exif()
-    tags[0x013B] = "me"
-    return tags
+def fill(name: str, value: float) -> Plant:
+    return tensors(lambda weights: weights[name].view(-1)[:1].fill_(value))
 
 
-# What is planted, the file that the finding names, and what its reason says.
-FAULTS: dict[str, tuple[Plant, str, str]] = {
-    "no card": (delete(README), README, "no readable YAML"),
-    "broken YAML": (edit(README, "pipeline_tag: ", "pipeline_tag: [ "), README, "no readable YAML"),
-    "unknown base model": (made_from("a/b", "apache-2.0"), MANIFEST, "base model a/b is not known"),
-    "another licence": (made_from(QWEN, "mit"), README, "metadata license is mit"),
-    "no licence in metadata": (edit(README, "license: apache-2.0\n", ""), MANIFEST, "No Hub id of the text_model and"),
-    "Llama under Apache's licence": (made_from(LLAMA_3, "apache-2.0"), README, "metadata license is apache-2.0"),
-    "Llama without its agreement": (LLAMA, "LICENSE", "is Apache's"),
-    "Llama without its notice": (LLAMA, "NOTICE", "the Llama 3.2 Community License requires it"),
-    "Llama without attribution": (LLAMA, README, "does not say 'Built with Llama'"),
-    "Llama under another name": (made_from(LLAMA_3, "llama3.2", "me/Tiny"), MANIFEST, "name that begins with 'Llama'"),
-    "Llama without Apache's licence": (LLAMA, "LICENSE-APACHE", "the Llama 3.2 Community License requires it"),
-    "another base model than built from": (
-        put(MANIFEST, text_model=QWEN), README, f"metadata base_model is [], the manifest's ['{QWEN}']"
-    ),
-    "no licence file": (delete("LICENSE"), "LICENSE", "is missing or empty"),
-    "placeholder": (append(README, "\n[More Information Needed]\n"), README, "holds a placeholder"),
-    "unrendered template": (append(README, "\n{{ prose.limits }}\n"), README, "holds a placeholder, '{{'"),
-    "picture not there": (append(README, "\n![x](diagnostics/none.png)\n"), README, "shows diagnostics/none.png"),
-    "token": (append(README, f"\n{TOKEN}\n"), README, "holds a secret: Hugging Face Token"),
-    "token in the vocabulary": (put("tokenizer.json", note=TOKEN), "tokenizer.json", "holds a secret: Hugging Face"),
-    "token in the manifest": (put(MANIFEST, note=TOKEN), MANIFEST, "holds a secret: Hugging Face Token"),
-    "token in the weights' metadata": (tensors(lambda w: w, {"by": TOKEN}), WEIGHTS, "holds a secret: Hugging Face"),
-    "path in the weights' metadata": (tensors(lambda w: w, {"by": "/home/me/run"}), WEIGHTS, "/home/me/run"),
-    "path in a config": (put(CONFIG, note="/home/me/run"), CONFIG, "path of a machine, /home/me/run"),
-    "share in a config": (put(CONFIG, note="\\\\nas\\runs"), CONFIG, "path of a machine, \\\\nas\\runs"),
-    "text in a picture": (save_with(pnginfo=png_text()), PICTURE, "holds metadata: Software"),
-    "EXIF in a picture": (save_with(exif=exif()), PICTURE, "holds metadata: exif"),
-    "colour profile in a picture": (save_with(icc_profile=b"0" * 200), PICTURE, "holds metadata: icc_profile"),
-    "picture that is none": (write(PICTURE, b"\x80\x02."), ".", "cannot identify image file"),
-    "pickle": (write("training_args.bin", b"x"), "training_args.bin", "is not on the list"),
-    "symlink": (link, "images/example9.png", "is a symlink"),
-    "optimizer state": (write("optimizer.safetensors", b"x"), "optimizer.safetensors", "is not on the list"),
-    "cache": (write("__pycache__/a.pyc", b"x"), "__pycache__/a.pyc", "is not on the list"),
-    "custom generate": (write("custom_generate/generate.py", "x"), "custom_generate/generate.py", "not on the list"),
-    "no weights": (delete(WEIGHTS), ".", "model.safetensors is missing"),
-    "torn weights": (write(WEIGHTS, b"\x10\0\0\0"), ".", "model.safetensors can't be read"),
-    "weights of another shape": (tensors(lambda w: w.update(extra=torch.zeros(1))), WEIGHTS, "holds extra"),
-    "broken code": (append(MODELING, "\ndef (:\n"), MODELING, "differs from this version"),
-    "another handler": (append("handler.py", "\n"), "handler.py", "differs from this version"),
-    "no handler": (delete("handler.py"), "handler.py", "differs from this version"),
-    "other requirements": (append("requirements.txt", "evil\n"), "requirements.txt", "differs from this version"),
-    "broken snippet": (edit(README, "generated = model", "generated == = model"), README, "0 is not valid Python"),
-    "snippet without revision": (
-        edit(README, "repository, revision=revision, ", "repository, "), README, "does not load `repo"
-    ),
-    "snippet with another revision in one call": (
-        edit(README, "AutoProcessor.from_pretrained(repository, revision=revision", 'load("x", revision="main"'),
-        README, "snippet 0: load does not load `repository` at `revision`",
-    ),
-    "snippet with two revisions": (
-        edit(README, "\nprocessor = ", '\nrevision = "main"\nprocessor = '), README, "snippet 0 must contain"
-    ),
-    "pipeline without revision": (
-        append(README, '\n```python\nask = pipeline(model="me/Tiny-NormLlava")  # v1.0\n```\n'),
-        README, "snippet 1: pipeline does not load",
-    ),
-    "snippet of another revision": (edit(README, '"v1.0"', '"main"'), README, "snippet 0 must contain `repository,"),
-    "snippet of another repository": (
-        edit(README, '= "me/Tiny-NormLlava"', '= "you/Tiny-NormLlava"'), README, "snippet 0 must contain"
-    ),
-    "snippet with a revision set in a loop": (
-        edit(README, "\nprocessor = ", '\nfor revision in ["main"]:\n    pass\nprocessor = '),
-        README, "snippet 0 must contain",
-    ),
-    "snippet with another revision of the code": (
-        edit(README, "(repository, revision", '(repository, code_revision="a", revision'),
-        README, "snippet 0: AutoProcessor.from_pretrained does not load",
-    ),
-    "snippet with torch.hub": (
-        append(README, '\n```python\ntorch.hub.load("you/repo", "model")\n```\n'),
-        README, "snippet 1: torch.hub.load does not load",
-    ),
-    **{
-        f"snippet after {fence!r}": (
-            append(README, f'\n{fence}\nm = AutoModel.from_pretrained("you/repo", trust_remote_code=True)\n```\n'),
-            README, "loads code outside of checked snippets: m = AutoModel.from_pretrained",
-        )
-        for fence in ("```py", "```Python", "``` python", "~~~python", "````python", "- ```python", "")
-    },
-    "command without revision": (
-        append(README, "\n```bash\nvllm serve me/Tiny-NormLlava --trust-remote-code\n```\n"),
-        README, "loads code outside of checked snippets: vllm serve",
-    ),
-    "token under a key that is there twice": (
-        edit("evaluation.json", '"task"', f'"task": "{TOKEN}", "task"'),
-        "evaluation.json", "holds a secret: Hugging Face Token",
-    ),
-    "no snippet": (edit(README, "```python", "```"), README, "shows no snippet"),
-    "dirty tree": (put(MANIFEST, commit_is_clean=False), MANIFEST, "uncommitted"),
-    "file changed": (append("LICENSE", "\n"), "LICENSE", "it was changed"),
-    "weights changed": (tensors(lambda w: w["lm_head.weight"].add_(1)), WEIGHTS, "it was changed"),
-    "file added": (write("images/example7.png", b"x"), "images/example7.png", "is not in the manifest"),
-    "file taken away": (delete("images/example2.png"), "images/example2.png", "is in the manifest but not in the"),
-    "broken manifest": (write(MANIFEST, "{"), MANIFEST, "is missing, or can't be read"),
-    "manifest without a repository": (put(MANIFEST, repo_id=""), MANIFEST, "has no repo_id"),
-    "manifest without a revision": (put(MANIFEST, revision=None), MANIFEST, "is not a valid tag"),
-    "manifest of a branch": (put(MANIFEST, revision="main"), MANIFEST, "is a branch or commit name"),
+# What is planted, and what the finding says.
+FAULTS: dict[str, tuple[Plant, str]] = {
+    "no card": (delete(README), "README.md: no snippet"),
+    "no pin": (edit(README, 'revision = "', 'revision = b"'), "no snippet that loads a repository at a revision"),
+    "token": (append(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
+    "token in the vocabulary": (put("tokenizer.json", note=SECRET), "tokenizer.json: holds a Hugging Face token"),
+    "path in a config": (put(CONFIG, note="/home/me/run"), "config.json: holds a path of a machine, /home/me/run"),
+    "path in the card": (append(README, "\nSee ~/runs/a.\n"), "README.md: holds a path of a machine, ~/runs"),
+    "pickle": (write("training_args.bin", b"x"), "training_args.bin: is not on the list"),
+    "optimizer state": (write("optimizer.safetensors", b"x"), "optimizer.safetensors: is not on the list"),
+    "cache": (write("__pycache__/a.pyc", b"x"), "__pycache__/a.pyc: is not on the list"),
+    "other code": (write("custom_generate/generate.py", "x"), "custom_generate/generate.py: is not on the list"),
+    "symlink": (link, "images/example9.png: is a symlink"),
+    "no weights": (delete(WEIGHTS), "model.safetensors is missing"),
+    "torn weights": (write(WEIGHTS, b"\x10\0\0\0"), "model.safetensors can't be read"),
+    "a shard lost": (without_a_shard, "model-00002-of-00002.safetensors: the folder's weight files are not those of"),
+    "a single file beside shards": (stale, "model.safetensors: the folder's weight files are not those of its index"),
+    "no head": (tensors(lambda w: w.pop("lm_head.weight")), "lm_head.weight"),
+    "no norm": (tensors(lambda w: w.pop(f"{NORM}.bias")), f"{NORM}.bias"),
+    "a tensor less": (tensors(lambda w: w.pop(VISION)), VISION),
+    "a tensor more": (tensors(lambda w: w.update(extra=torch.zeros(2))), "extra"),
+    "another shape": (tensors(lambda w: w.update({VISION: w[VISION].T.contiguous()})), VISION),
+    "another width": (put(CONFIG, text_config__hidden_size=64), "mismatched_keys"),
+    "no norm in the config": (put(CONFIG, projector_norm="none"), f"unexpected_keys .*{NORM}"),
+    "NaN": (fill(VISION, float("nan")), f"{VISION}: NaN or infinite values"),
+    "infinity": (fill("lm_head.weight", -float("inf")), "lm_head.weight: NaN or infinite values"),
+    "a gain of 0": (tensors(lambda w: w[f"{NORM}.weight"].zero_()), "the norm's gain is 0 everywhere"),
+    "another model type": (put(CONFIG, model_type="llava"), "model_type is 'llava', not a NormLlava's"),
+    "quantised in the config": (put(CONFIG, quantization_config={"a": True}), 'holds "quantization_config"'),
+    "another image token": (put(CONFIG, image_token_index=7), "makes 0 tokens of a picture, the model 4"),
+    "another patch size": (put("processor_config.json", patch_size=28), "makes 1 tokens of a picture, the model 4"),
+    "a token more": (put("tokenizer.json", model__vocab__zebra=320), "has more tokens than the model's 320"),
+    "an end that is none": (put("generation_config.json", eos_token_id=3), "eos_token_id is 3, without the"),
+    "a template without the question": (write("chat_template.jinja", "<|image_pad|>"), "of the question"),
+    "a broken template": (write("chat_template.jinja", "{% if %}"), "can't be loaded and asked about a picture"),
+    "no tokenizer": (delete("tokenizer.json"), "tokenizer.json: missing"),
+    "not JSON": (write("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
+    "another class file": (append(MODELING, "\n"), "modeling_normllava.py: is not this version's file"),
+    "no class file": (delete("configuration_normllava.py"), "configuration_normllava.py: is not this version's file"),
+    "no auto_map": (put(CONFIG, auto_map=None), "config.json: its auto_map is not"),
+    "another repository's class": (put(CONFIG, auto_map__AutoModel=OTHER_CODE), "config.json: its auto_map is not"),
+    "code of a part": (put(CONFIG, text_config__auto_map={"A": OTHER_CODE}), 'config.json: holds "auto_map"'),
+    "code of the processor": (put("processor_config.json", auto_map={"A": OTHER_CODE}), 'processor_.*holds "auto_map'),
+    "a kernel": (put(CONFIG, text_config__attn_implementation="you/kernel"), 'holds "attn_implementation"'),
+    "code elsewhere": (put("tokenizer_config.json", tokenizer_class=OTHER_CODE), "holds .you/repo--modeling.Class"),
 }  # fmt: skip
-# Those that the manifest's hashes find; of all others it is renewed, so that the change itself is no finding.
-BY_MANIFEST = {"file changed", "weights changed", "file added", "file taken away", "broken manifest"}
 
 
-def renew_manifest(folder: Path) -> None:
-    """Put the planted fault into the manifest, so that the change itself is no finding."""
-    manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["files"] = {
-        path.relative_to(folder).as_posix(): {"sha256": sha256(path), "size": path.stat().st_size}
-        for path in staged_files(folder)
-        if not path.is_symlink()
-    }
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-
-
-def test_what_was_built_has_no_findings(staged: Path) -> None:
-    assert [str(finding) for finding in check(staged)] == []
+def planted(source: Path, folder: Path, fault: str) -> Path:
+    shutil.copytree(source, folder)
+    FAULTS[fault][0](folder)
+    return folder
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, staged: Path, tmp_path: Path) -> None:
-    plant, file, reason = FAULTS[fault]
-    folder = tmp_path / "stage"
-    shutil.copytree(staged, folder)
-    plant(folder)
-    if fault not in BY_MANIFEST:
-        renew_manifest(folder)
-    findings = check(folder)
-    assert any(finding.file == file and reason in finding.reason and finding.fix for finding in findings), findings
+    findings = check(planted(staged, tmp_path / "stage", fault))
+    assert any(re.search(FAULTS[fault][1], finding) for finding in findings), findings
 
 
-def test_what_prose_may_show_is_no_finding(staged: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "stage"
-    shutil.copytree(staged, folder)
-    command = "vllm serve me/Tiny-NormLlava --revision v1.0 --model-impl transformers --trust-remote-code"
-    append(README, f"\nOne `from_pretrained()` is enough, todo el mundo.\n\n```bash\n{command}\n```\n")(folder)
-    renew_manifest(folder)
-    assert [*map(str, check(folder))] == []
+def test_build_says_all_faults_and_stages_nothing(trained: Path, prose: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    (run / "evaluation.json").unlink()  # of other weights
+    faults = ("no head", "NaN")
+    for fault in faults:
+        FAULTS[fault][0](run)
+    tensors(lambda w: (w[f"{NORM}.weight"].fill_(0.0134), w[f"{NORM}.bias"].zero_()))(run)
+    with pytest.raises(ValueError, match="run can't be published") as refused:
+        build(run, "me/Mine", tmp_path / "stage", prose, license="apache-2.0")
+    for reason in (*(FAULTS[fault][1] for fault in faults), "the norm is untrained after 8 steps"):
+        assert re.search(reason, str(refused.value))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_all_findings_come_at_once(staged: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "stage"
-    shutil.copytree(staged, folder)
-    for fault in ("placeholder", "token", "symlink", "broken code", "optimizer state"):
-        FAULTS[fault][0](folder)
-    reasons = " ".join(str(finding) for finding in check(folder))
-    for fault in ("placeholder", "token", "symlink", "broken code", "optimizer state"):
-        assert FAULTS[fault][2] in reasons
-    assert check(tmp_path / "none")[0].reason == "no such folder"
+@pytest.mark.parametrize(("vision", "text"), [("siglip2", "llama"), ("clip", "qwen3"), ("siglip", "gemma3")])
+def test_every_family_as_composed_has_no_faults(vision: str, text: str, composed: Callable[..., Path]) -> None:
+    folder = composed(vision=vision, text=text)
+    assert [*find_model_faults(folder, read_weights(folder))] == []
 
 
-def random_text(length: int, alphabet: str = "aB3dE5gH7jK9mN1pQ") -> str:
-    """The same at each run, and of no pattern."""
-    return "".join(alphabet[(7 * place * place + 3 * place) % len(alphabet)] for place in range(length))
+def test_a_model_that_is_stored_under_other_names_has_no_faults(composed: Callable[..., Path], tmp_path: Path) -> None:
+    # The experts of a layer are one tensor in memory and many in files.
+    shutil.copytree(composed(), tmp_path / "model")
+    config = AutoConfig.from_pretrained(composed())
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config.text_config = Qwen3MoeConfig(**(config.text_config.to_dict() | {"model_type": "qwen3_moe"} | sizes))
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    shutil.copy(composed() / "generation_config.json", tmp_path / "model")
+    assert [*find_model_faults(tmp_path / "model", read_weights(tmp_path / "model"))] == []
 
 
-SECRETS = {
-    "Hugging Face": TOKEN,
-    "GitHub": f"ghp_{random_text(36)}",
-    "GitHub, fine-grained": f"github_pat_{random_text(60)}",
-    "GitLab": f"glpat-{random_text(20)}",
-    "OpenAI": f"sk-{random_text(20)}T3BlbkFJ{random_text(20)}",
-    "Anthropic": f"sk-ant-api03-{random_text(93)}AA",
-    "AWS, key": "AKIA" + random_text(16, "ABCD3EFG5HJ7K"),
-    "AWS, secret": f"AWS_SECRET_ACCESS_KEY={random_text(40)}",
-    "AWS, secret in quotes": f'aws_secret_access_key = "{random_text(40)}"',
-    "Google": f"AIzaSy{random_text(33)}",
-    "Slack": f"xoxb-123456789012-123456789012-{random_text(24)}",
-    "Slack, hook": f"https://hooks.slack.com/services/T12345678/B12345678/{random_text(24)}",
-    "URL": "postgres://admin:correcthorse@db.example.org/x",
-    "URL of git": "https://me:correcthorse@example.org/x.git",
-    "Weights & Biases": "wandb_api_key: " + random_text(40, "0a1b2c3d4e5f6"),
-    "Azure": f"AccountKey={random_text(86)}==",
-    "PyPI": f"pypi-AgEIcHlwaS5vcmcC{random_text(120)}",
-    "npm": f"npm_{random_text(36)}",
-    "private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
-    "JSON web token": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0NTY3ODkwIn0.SflKxwRJSMeKKF2QT4fwpMeJf36POk6yJV_adQssw5c",
-    "password": 'password = "correct-horse-1"',
-}
-
-
-@pytest.mark.parametrize("kind", SECRETS)
-def test_secrets_are_found_as_text_and_in_json(kind: str) -> None:
-    for text in (f"before\n{SECRETS[kind]}\nafter", json.dumps({"a": [{"note": SECRETS[kind]}]})):
-        kinds = [*find_secrets(plain_text(text))]
-        assert kinds
-        assert SECRETS[kind] not in " ".join(kinds)
-
-
-def test_a_key_of_json_says_what_its_value_is() -> None:
-    for field, value in (("password", "correct-horse-1"), ("aws_secret_access_key", random_text(40))):
-        assert [*find_secrets(plain_text(json.dumps({"a": {field: value}})))]
+def test_no_folder() -> None:
+    assert check(Path("none")) == ["none: no such folder. Make one with python -m hub_cards build."]
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "/home/me/run", "/fsx/me/run", "/root/x", "/Users/me/x", "file:///home/me", "host:/data/rows", "~/runs/x",
-        "C:\\Users\\me", "D:/data/rows", "\\\\nas\\runs", "s3://bucket/run", "gs://bucket/run",
-        "hdfs://node/run", "10.1.2.3",
-        "http://192.168.0.7:8000/v1", "172.20.0.3", "100.64.0.1", "127.0.0.1", "train7.cluster.local",
-        "db.corp.internal:5432",
-        "http://gpu07:8000/v1", "http://localhost", "nfs://filer/rows", "fd12:3456::1", "fe80::1",
-    ],
-)  # fmt: skip
-def test_names_of_machines_are_found_as_text_and_in_json(name: str) -> None:
-    for text in (f"from {name} on", name, json.dumps({"a": [{"note": name}]})):
-        assert [*find_machines(plain_text(text))], text
+    "text", ["/data/models/llama", "file:///etc", "~me/x", "C:\\\\Users\\\\me", "\\\\nas\\runs", '"/home/me/a.json"']
+)
+def test_paths_of_machines(text: str) -> None:
+    assert MACHINE_PATH.search(json.dumps(text) if "\\" not in text else text)
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "https://huggingface.co/me/Model/blob/v1.0/README.md", "torch 2.13.0.1", "version 0.1.2.3", "8.8.8.8",
-        "about ~3/4 of the rows", "`/v1/chat/completions`", "see https://example.org.",
-        "and/or",
-        "google/siglip-so400m-patch14-384", "4/5", "a ratio of 3:4", "tokens: 5/6/7 of 8", "the norm's gain: 0.0134",
-        "locally", "an internal report", "<|image_pad|>", "T = 0.11", "0" * 40, "hf_hub_download", "eos_token: </s>",
-        '{"pad_token": "<|endoftext|>", "unk_token": "<unk>"}', '{"auto_map": {"AutoModel": "a.B"}}',
-    ],
-)  # fmt: skip
-def test_what_is_harmless_is_passed(text: str) -> None:
-    says = plain_text(text)
-    assert [*find_secrets(says), *find_machines(says)] == []
+    "text", ["https://arxiv.org/abs/2512.08374", "/v1/models", "and/or", "python -m a --model runs/a/b", "</a>", "~5"]
+)
+def test_what_is_no_path_or_token(text: str) -> None:
+    assert not MACHINE_PATH.search(text)
+    assert not TOKEN.search(text + " hf_hub_download")

@@ -90,25 +90,6 @@ def test_the_processor_counts_an_images_tokens(processor: Any, model: Any) -> No
     assert processor.tokenizer.convert_tokens_to_ids(processor.image_token) == processor.image_token_id
 
 
-def test_the_processor_says_where_images_stand(processor: Any) -> None:
-    pictures = [Image.new("RGB", (width, height)) for height, width in SIZES[:2]]
-    text = f"{processor.image_token}one{processor.image_token}two"
-    inputs = processor(
-        images=pictures,
-        text=text,
-        return_mm_token_type_ids=True,
-        return_text_replacement_offsets=True,
-        add_special_tokens=False,
-        truncation=False,
-        return_tensors="pt",
-    )
-    is_image = inputs["input_ids"][0] == processor.image_token_id
-    assert torch.equal(inputs["mm_token_type_ids"][0].bool(), is_image)
-    assert is_image.sum() == 8
-    (offsets,) = inputs["text_replacement_offsets"]
-    assert [entry["span"] for entry in offsets] == [(0, 13), (16, 29)]
-
-
 def test_features_come_image_by_image(processor: Any, model: Any) -> None:
     pictures = [Image.new("RGB", (30, 20), (90 * number, 20, 200)) for number in range(2)]
     inputs = processor.image_processor(pictures, return_tensors="pt")

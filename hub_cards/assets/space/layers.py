@@ -1,28 +1,16 @@
-"""Norm and turning of a question's tokens by layer, as the diagnostics define, measure and draw them."""
+"""Norm and turning of a question's tokens by layer, as the diagnostics define and measure them."""
 
-import io
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
-import matplotlib
 import torch
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 
 SINK_FACTOR = 10.0  # times as long as the median token of its modality
-LINES: dict[str, dict[str, Any]] = {
-    "visual": {"color": "#d55e00", "marker": "o"},
-    "text": {"color": "#0072b2", "marker": "s"},
-}
-INK, FAINT, DASH = "#24292f", "#8c959f", (0, (5, 1.5))
-STYLE: Any = {
-    "font.size": 8, "axes.labelsize": 8, "xtick.labelsize": 7, "ytick.labelsize": 7, "legend.fontsize": 8,
-    "legend.frameon": False, "axes.linewidth": 0.6, "axes.spines.top": False, "axes.spines.right": False,
-    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "lines.linewidth": 1.3, "lines.markersize": 2.4,
-    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
-}  # fmt: skip
+COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
 PANELS = {"norm": "norm of tokens", "turning": "turning, 1 − cosine"}
 Measured = dict[str, dict[str, list[float]]]  # a value for each layer, by panel and modality
 
@@ -63,36 +51,16 @@ def measure(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> M
     return measured
 
 
-def draw(panel: str, model: Measured, without_norm: Measured | None) -> Figure:
-    """One panel; lines without the norm are dashed."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(3.6, 2.7), layout="constrained")
-        axis = figure.subplots()
-        for modality, style in LINES.items():
-            axis.plot(model[panel][modality], label=modality, **style)
+def draw(model: Measured, without_norm: Measured | None) -> Figure:
+    """Both panels; lines without the norm are dashed."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    for axis, (panel, label) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
+        for modality, colour in COLOURS.items():
+            axis.plot(model[panel][modality], label=modality, color=colour, marker=".")
             if without_norm is not None:
-                axis.plot(without_norm[panel][modality], label=f"{modality}, without norm", linestyle=DASH, **style)
-        axis.set(xlabel="layer", ylabel=PANELS[panel])
+                name = f"{modality}, without norm"
+                axis.plot(without_norm[panel][modality], label=name, color=colour, marker=".", linestyle="--")
+        axis.set(xlabel="layer", ylabel=label, yscale="log" if panel == "norm" else "linear")
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        if panel == "norm":
-            axis.set_yscale("log")
-            low, high = axis.get_ylim()
-            powers = LogLocator(subs=(1, 2, 5) if high < 500 * low else (1,))
-            axis.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else powers)
-            axis.yaxis.set_minor_locator(NullLocator())
-            axis.yaxis.set_major_formatter("{x:g}")
-        else:
-            axis.axhline(0, color=FAINT, linewidth=0.6, zorder=0)
-        figure.legend(loc="outside upper left", ncols=2, handlelength=3, columnspacing=1)
-        return figure
-
-
-def to_svg(figure: Figure) -> str:
-    """A drawing for a page, whose style can change its colours through the variables `--24292f` and so on."""
-    file = io.StringIO()
-    with matplotlib.rc_context(STYLE | {"svg.fonttype": "none"}):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = file.getvalue()
-    for colour in (INK, FAINT, *(line["color"] for line in LINES.values())):
-        svg = svg.replace(colour, f"var(--{colour[1:]}, {colour})")
-    return svg[svg.index("<svg") :]
+    axis.legend(frameon=False)
+    return figure

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict
+from typing import Any
 
 import torch
 from PIL import Image
@@ -37,24 +37,13 @@ from diagnostics.parts import (
 
 logger = logging.getLogger(__name__)
 
+# After so many rows that can't be read at the start, no more are tried.
+MAX_UNREADABLE = 100
 QUESTION = "Describe this picture."
 DATASET_SUFFIXES = (".arrow", ".parquet", ".tar")
 PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-
-
-class Part(TypedDict, total=False):
-    """A piece of a chat message: a text, or a picture."""
-
-    type: Required[Literal["text", "image"]]
-    text: str
-    image: Image.Image
-
-
-class Message(TypedDict):
-    """A chat message."""
-
-    role: str
-    content: list[Part]
+# A chat message: its role, and its content as a list of texts and pictures.
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -67,14 +56,17 @@ class Question:
             these.
         images: The prompt's pictures, in RGB.
         prompt: Messages up to the first answer.
-        conversation: All messages.
     """
 
     source: str
     picture: str
     images: list[Image.Image]
     prompt: list[Message]
-    conversation: list[Message]
+
+    @property
+    def text(self) -> str:
+        """The words of the last message."""
+        return " ".join(part["text"] for part in self.prompt[-1]["content"] if part["type"] == "text").strip()
 
 
 @dataclass(frozen=True)
@@ -85,22 +77,13 @@ class Questions:
         questions: In order; a picture is repeated only if there were too few.
         num_pictures: How many different pictures they show.
         passed_over: Number of skipped rows without a picture.
-        unreadable: A line for each skipped row with an unreadable picture, with the reason.
+        unreadable: A line for each skipped row that can't be read, with the reason.
     """
 
     questions: list[Question]
     num_pictures: int
     passed_over: int
     unreadable: list[str]
-
-
-class ModelOptions(TypedDict, total=False):
-    """Options of [`load_model`]."""
-
-    dtype: str
-    device_map: str | None
-    load_in_4bit: bool
-    trust_remote_code: bool
 
 
 def load_processor(name: str, trust_remote_code: bool = False) -> Any:
@@ -181,27 +164,6 @@ def _missing_package(error: ImportError) -> str:
     return f"{needed[1]} needs the package {package}, which is not installed: run `pip install {package}`."
 
 
-def count_layers_and_heads(name: str, trust_remote_code: bool = False) -> tuple[int, int]:
-    """How many layers a model's decoder has, and how many attention heads each, from its config alone.
-
-    Args:
-        name: Folder or Hub id.
-        trust_remote_code: As for [`load_model`].
-
-    Raises:
-        OSError, ValueError: if it has no config that can be loaded.
-        DiagnosticsError: if the config doesn't say.
-    """
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
-    layers, heads = (getattr(config, field, None) for field in ("num_hidden_layers", "num_attention_heads"))
-    if not isinstance(layers, int) or not isinstance(heads, int):
-        raise DiagnosticsError(
-            f"{type(config).__name__} doesn't say how many layers and heads its decoder has: num_hidden_layers and "
-            f"num_attention_heads are {layers} and {heads}."
-        )
-    return layers, heads
-
-
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     """Options of every command that measures: the data, and how a model is loaded."""
     add = parser.add_argument
@@ -216,14 +178,9 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
-def model_options(args: argparse.Namespace) -> ModelOptions:
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of [`load_model`] from the command line."""
-    return {
-        "dtype": args.dtype,
-        "device_map": args.device_map,
-        "load_in_4bit": args.load_in_4bit,
-        "trust_remote_code": args.trust_remote_code,
-    }
+    return {name: getattr(args, name) for name in ("dtype", "device_map", "load_in_4bit", "trust_remote_code")}
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
@@ -298,8 +255,8 @@ def _find_pictures(folder: Path) -> list[Path]:
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
     """The first rows that have a new picture before their first answer, at most `num_samples`.
 
-    Rows with a picture that was taken already are used, in order, only if there are too few. Rows with unreadable
-    pictures are skipped with a warning.
+    Rows with a picture that was taken already are used, in order, only if there are too few. Rows that can't be read,
+    malformed or with a broken or missing picture, are skipped with a warning.
 
     Args:
         rows: With `source`.
@@ -308,7 +265,6 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
 
     Raises:
         NoVisualTokensError: if there is none.
-        BadRowError: if a row is malformed.
     """
     taken: dict[str, Question] = {}
     seen: set[tuple[str, ...]] = set()
@@ -316,26 +272,23 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
     passed_over = 0
     unreadable: list[str] = []
     for row in rows:
-        if len(taken) == num_samples:
+        if len(taken) == num_samples or (not taken and len(unreadable) == MAX_UNREADABLE):
             break
-        check_question(row)
-        files = _files(row)
+        try:
+            check_question(row)
+            files = _files(row)
+            question = _to_question(row) if files and files not in seen else None
+        except BadRowError as error:
+            logger.warning("skipped: %s", error)
+            unreadable.append(str(error))
+            continue
         if not files:
             passed_over += 1
-        elif files in seen:
+        elif question is None or question.picture in taken:
             reserve = [*reserve, row][:num_samples]
         else:
-            try:
-                question = _to_question(row)
-            except BadRowError as error:
-                logger.warning("skipped: %s", error)
-                unreadable.append(str(error))
-                continue
-            seen.add(files)
-            if question.picture in taken:
-                reserve = [*reserve, row][:num_samples]
-            else:
-                taken[question.picture] = question
+            taken[question.picture] = question
+        seen.add(files)
     if not taken:
         reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
         raise NoVisualTokensError(
@@ -365,13 +318,14 @@ def _prompt_turns(row: Row) -> list[dict[str, str]]:
 
 def _to_question(row: Row) -> Question:
     images = open_images(row)
-    prompt, conversation = (
-        _with_images(to_messages({**row, "conversations": part}), images)
-        for part in (_prompt_turns(row), row_turns(row))
-    )
-    asked_about = sum(part["type"] == "image" for message in prompt for part in message["content"])
-    images = images[:asked_about]
-    return Question(row["source"], fingerprint_pictures(images), images, prompt, conversation)
+    remaining, prompt = iter(images), []
+    for message in to_messages({**row, "conversations": _prompt_turns(row)}):
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [{"type": "image", "image": next(remaining)} if part["type"] == "image" else part for part in parts]
+        prompt.append({"role": message["role"], "content": parts})
+    images = [part["image"] for message in prompt for part in message["content"] if part["type"] == "image"]
+    return Question(row["source"], fingerprint_pictures(images), images, prompt)
 
 
 def fingerprint_pictures(images: Iterable[Image.Image]) -> str:
@@ -381,15 +335,3 @@ def fingerprint_pictures(images: Iterable[Image.Image]) -> str:
         rgb = image.convert("RGB")
         seen.update(repr(rgb.size).encode() + rgb.tobytes())
     return seen.hexdigest()[:16]
-
-
-def _with_images(messages: list[dict[str, Any]], images: list[Image.Image]) -> list[Message]:
-    """The messages with a picture in each of their image parts, and every content a list of parts."""
-    remaining = iter(images)
-    filled: list[Message] = []
-    for message in messages:
-        content = message["content"]
-        parts: list[Part] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        parts = [{"type": "image", "image": next(remaining)} if part["type"] == "image" else part for part in parts]
-        filled.append({"role": message["role"], "content": parts})
-    return filled

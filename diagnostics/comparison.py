@@ -33,7 +33,6 @@ from diagnostics.plots import FIGURES, draw_figures
 from diagnostics.plots import save as save_figure
 from diagnostics.report import Report, render_html, summarize_report
 from diagnostics.results import to_json
-from diagnostics.table import all_means, summarize
 
 
 # A folder or file as `--data` takes it, or pictures, or rows as training takes them.
@@ -55,33 +54,33 @@ class Comparison:
     pictures: list[Pictures]
 
     def __str__(self) -> str:
-        return "\n".join(summarize_report(self.report, self.frame()))
+        return "\n".join(summarize_report(self.report))
 
     def frame(self) -> pd.DataFrame:
         """A row for each measure, modality and layer of each model, with `mean`, `low`, `high` (its 95% interval) and
         `n` (pictures). Rows without a layer are means over layers, or measures without layers."""
-        return summarize(all_means(self.rows))
+        return pd.concat([of.summary.frame.assign(model=of.name) for of in self.report.models], ignore_index=True)
 
     def figures(self) -> dict[str, Figure]:
         """The report's figures by name; those without data are left out."""
-        return draw_figures(self.frame(), self.pictures)
+        return draw_figures({model.name: model.summary for model in self.report.models}, self.pictures)
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.html`, `report.json` (what was measured), `report.csv` ([`frame`]), `rows.csv` ([`rows`]), and
-        below `figures/` all figures as PNG and PDF."""
-        folder, frame = Path(folder), self.frame()
+        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), and below `figures/`
+        all figures as PNG and PDF."""
+        folder = Path(folder)
         drawn = folder / "figures"
         drawn.mkdir(parents=True, exist_ok=True)
         for name in FIGURES:  # of an earlier report
             for suffix in ("png", "pdf"):
                 (drawn / f"{name}.{suffix}").unlink(missing_ok=True)
-        write_whole(folder / "report.csv", frame.to_csv(index=False))
+        write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
         write_whole(folder / "report.json", json.dumps(to_json(self.report), indent=1, allow_nan=False))
         for name, figure in self.figures().items():
             for suffix in ("png", "pdf"):
                 save_figure(figure, drawn / f"{name}.{suffix}")
-        write_whole(folder / "report.html", render_html(self.report, self.rows, frame, drawn))
+        write_whole(folder / "report.html", render_html(self.report, self.rows, drawn))
 
 
 def measure(model: PreTrainedModel, processor: Any, data: Data, name: str = "model", **options: Any) -> Comparison:
@@ -182,8 +181,7 @@ def measure_models(
         command=command,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
         data=data,
-        num_samples=len(questions.questions),
-        num_pictures=questions.num_pictures,
+        num_pictures=len(questions.questions),
         passed_over=questions.passed_over,
         unreadable=questions.unreadable,
         models=measured,

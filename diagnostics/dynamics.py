@@ -30,13 +30,12 @@ from diagnostics.norms import vocabulary_norms
 from diagnostics.plots import draw_dynamics, save
 from diagnostics.results import from_json, to_json
 from diagnostics.samples import Sample, prepare_samples
-from diagnostics.table import Estimate, look, number_pictures, summarize, with_means
+from diagnostics.table import Summary
 
 
 logger = logging.getLogger(__name__)
 
 FILE = "dynamics.jsonl"
-ENDS = ("mean", "low", "high")
 
 
 @dataclass(frozen=True)
@@ -47,22 +46,13 @@ class DynamicsPoint:
         step: Of the run.
         questions: Fingerprint of the questions.
         dtype: Of the model; during training with bf16, `"bfloat16 autocast"`.
-        summary: Columns of a summary of [`~diagnostics.table`], each a list.
+        summary: The numbers.
     """
 
     step: int
     questions: str
     dtype: str
-    summary: dict[str, list[Any]]
-
-    @property
-    def frame(self) -> pd.DataFrame:
-        """The summary as a table."""
-        return pd.DataFrame(self.summary).astype({"layer": "Int64", "n": "Int64"} | dict.fromkeys(ENDS, float))
-
-    def look(self, measure: str, modality: str = "") -> Estimate | None:
-        """One number; a mean over layers, if it is measured by layer."""
-        return look(self.frame, measure, modality)
+    summary: Summary
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
@@ -90,19 +80,17 @@ def check_questions(points: Sequence[DynamicsPoint], questions: Sequence[Questio
 def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) -> DynamicsPoint:
     """The measures tracked during training: interface norms, norms and turning by layer, gain and bias."""
     records = record_samples(model, samples, layers=())
-    pictures = number_pictures([sample.question.picture for sample in samples])
     measured = [
-        measure_interface(records, pictures, vocabulary_norms(model)),
-        measure_layers(records, pictures),
+        measure_interface(records, vocabulary_norms(model)),
+        measure_layers(records),
         measure_projector_norm(model),
     ]
     rows = pd.concat([of for of in measured if of is not None], ignore_index=True)
-    summary = summarize(with_means(rows))
     return DynamicsPoint(
         step=step,
         questions=fingerprint([sample.question for sample in samples]),
         dtype=str(model.dtype).removeprefix("torch."),
-        summary=summary.astype(object).where(summary.notna(), None).to_dict("list"),
+        summary=Summary.of(rows),
     )
 
 
@@ -196,17 +184,11 @@ def main() -> None:
         points = measure_run(args.run, questions, args.start, **model_options(args))
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-    frames = pd.concat([point.frame.assign(step=point.step) for point in points], ignore_index=True)
-    save(draw_dynamics(frames), args.run / "dynamics.png")
-    shown = (
-        ("at_decoder", "visual"),
-        ("at_decoder", "text"),
-        ("ratio", ""),
-        ("turning", "visual"),
-        ("turning", "text"),
-    )
-    means = frames[frames["layer"].isna()].pivot(index="step", columns=["measure", "modality"], values="mean")
-    logger.info("%s", means[list(shown)].to_string(float_format="%.3f"))
+    save(draw_dynamics({point.step: point.summary for point in points}), args.run / "dynamics.png")
+    frames = pd.concat([point.summary.frame.assign(step=point.step) for point in points])
+    means = frames[frames["layer"].isna() & frames["measure"].isin(["at_decoder", "ratio", "turning"])]
+    shown = means.pivot(index="step", columns=["measure", "modality"], values="mean")
+    logger.info("%s", shown.to_string(float_format="{:.3f}".format))
     logger.info("Points and plot in %s", args.run)
 
 

@@ -18,7 +18,7 @@ from sklearn.manifold import TSNE
 from sklearn.model_selection import GroupKFold, cross_val_score
 
 from diagnostics.probe import Record
-from diagnostics.table import by_picture, jackknife_rows, make_rows
+from diagnostics.table import jackknife_rows, make_rows
 from diagnostics.tokens import Tokens
 
 
@@ -29,9 +29,9 @@ HALVES = 20
 BINS, COMPONENTS = 16, 10
 DEFINITIONS = {
     "keys, values": "keys before rotary embedding, and values as attention gets them, per head, standardised over "
-    f"both modalities together; equally many of each modality from each picture, about {MAX_TOKENS} in all, sampled with a "
-    "seed per picture that is the same for every model; medians over heads. Compare with the value for halves: two "
-    "models' keys share no axes and no scale",
+    f"both modalities together; equally many of each modality from each picture, about {MAX_TOKENS} in all, sampled "
+    "with a seed per picture that is the same for every model; medians over heads. Compare with the value for halves: "
+    "two models' keys share no axes and no scale",
     "mmd": "squared maximum mean discrepancy, kernel mean_j exp(-‖x-y‖²/(s_j σ²)), s = ¼, ½, 1, 2, 4, σ² the "
     "mean squared distance over both sets; over pairs of tokens of different pictures, so that it is about 0 for "
     "equal distributions, and can be negative. The text tokens are those of the question. Interval: jackknife",
@@ -94,8 +94,8 @@ def make_splits(num_pictures: int, rng: np.random.Generator) -> Splits:
 
 
 class Points(NamedTuple):
-    """Keys or values of one layer: `(n, num_heads, head_dim)` for each modality, the picture number of each row of
-    both, `(n,)`, and the number of pictures, some of which may have no row."""
+    """Keys or values of one layer: `(n, num_heads, head_dim)` of each modality, equally many of both from each
+    picture; the picture of each row, `(n,)`; the number of pictures, some of which may have no row."""
 
     visual: np.ndarray
     text: np.ndarray
@@ -115,47 +115,26 @@ class Points(NamedTuple):
         return (pooled - pooled.mean(axis=0)) / np.where(spread > 0, spread, 1)
 
 
-def draw_positions(tokens: Tokens, picture: str, turn: int, count: int) -> torch.Tensor:
-    """Random positions of at most `count` visual and `count` text tokens, seeded by the picture, so the same for every
-    model; each `turn` of the same picture gives other visual tokens.
-
-    Args:
-        tokens: Of the sample.
-        picture: Fingerprint of its pictures.
-        turn: How many earlier samples had the same picture.
-        count: How many of each.
-    """
+def draw_positions(tokens: Tokens, picture: str, count: int) -> torch.Tensor:
+    """Random positions of at most `count` visual and `count` text tokens of a sample, seeded by the fingerprint of its
+    picture, so the same for every model."""
     generator = torch.Generator().manual_seed(int(picture, 16) % 2**63)
-    visual, text = (mask.nonzero()[:, 0] for mask in (tokens.visual, tokens.text))
-    drawn = torch.randperm(len(visual), generator=generator)[turn * count : (turn + 1) * count]
-    return torch.cat([visual[drawn], text[torch.randperm(len(text), generator=generator)[:count]]]).sort().values
+    positions = [mask.nonzero()[:, 0] for mask in (tokens.visual, tokens.text)]
+    drawn = [of[torch.randperm(len(of), generator=generator)[:count]] for of in positions]
+    return torch.cat(drawn).sort().values
 
 
-def take_points(kept: Sequence[torch.Tensor], records: Sequence[Record], pictures: np.ndarray) -> Points:
-    """Equally many tokens of both modalities of each picture.
-
-    Args:
-        kept: For each sample, `(num_heads, num_kept, head_dim)` at the `key_positions` of its record.
-        records: One for each sample.
-        pictures: Number of each sample's picture.
-    """
+def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
+    """A layer's `"keys"` or `"values"`, of one record for each picture."""
     found: dict[str, list[np.ndarray]] = {"visual": [], "text": []}
-    numbers: list[int] = []
-    for picture in np.unique(pictures):
-        samples = [(keys, record) for keys, record, of in zip(kept, records, pictures, strict=True) if of == picture]
-        of_picture = {
-            modality: torch.cat(
-                [keys[:, getattr(record.tokens, modality)[record.key_positions]] for keys, record in samples], dim=1
-            )
-            for modality in found
-        }
-        count = min(tokens.shape[1] for tokens in of_picture.values())  # 0 where all of a modality are sinks
-        numbers += [int(picture)] * count
+    for record in records:
+        kept = getattr(record, name)[layer].transpose(0, 1).numpy()  # [num_kept, num_heads, head_dim]
+        of_picture = {modality: kept[getattr(record.tokens, modality)[record.key_positions]] for modality in found}
+        count = min(map(len, of_picture.values()))  # 0 where all of a modality are sinks
         for modality, tokens in of_picture.items():
-            evenly = np.linspace(0, tokens.shape[1] - 1, count).round().astype(int)
-            found[modality].append(tokens.transpose(0, 1).numpy()[evenly])
-    visual, text = (np.concatenate(tokens) for tokens in found.values())
-    return Points(visual, text, np.array(numbers, dtype=int), int(pictures.max()) + 1)
+            found[modality].append(tokens[np.linspace(0, len(tokens) - 1, count).round().astype(int)])
+    pictures = np.repeat(np.arange(len(records)), [len(tokens) for tokens in found["visual"]])
+    return Points(np.concatenate(found["visual"]), np.concatenate(found["text"]), pictures, len(records))
 
 
 def kernel(points: np.ndarray) -> np.ndarray:
@@ -218,28 +197,25 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
     return float(cross_val_score(model, points, groups < num_pictures, groups=pictures, cv=folds).mean())
 
 
-def measure_space(
-    name: str, kept: Sequence[dict[int, torch.Tensor]], records: Sequence[Record], pictures: np.ndarray, seed: int = 0
-) -> pd.DataFrame | None:
+def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.DataFrame | None:
     """Rows of the numbers of `DEFINITIONS` by layer, such as `keys.mmd`; `None` if nothing was recorded, or if fewer
     than 8 tokens of each modality, or those of a single picture, are left to compare.
 
     Args:
         name: `"keys"` or `"values"`.
-        kept: For each sample by layer its keys or values, `(num_heads, num_kept, head_dim)`.
-        records: One for each sample.
-        pictures: Number of each sample's picture.
+        records: One for each picture.
         seed: Of swaps and halves.
     """
-    layers = sorted(set.intersection(*(set(sample) for sample in kept)))
-    points = [take_points([sample[layer] for sample in kept], records, pictures) for layer in layers]
+    layers = sorted(set.intersection(*(set(getattr(record, name)) for record in records)))
+    points = [take_points(name, layer, records) for layer in layers]
     if not points or len(points[0].pictures) < 8 or len(np.unique(points[0].pictures)) < 2:
         return None
-    splits = make_splits(points[0].num_pictures, np.random.default_rng(seed))
+    splits = make_splits(len(records), np.random.default_rng(seed))
     rows = [_measure_layer(layer, of, splits) for layer, of in zip(layers, points, strict=True)]
-    if _words_differ(records, pictures):
+    words = {tuple(record.input_ids[record.tokens.text].tolist()) for record in records}
+    if len(words) == len(records):
         rows.append(make_rows("smallest_p", whole=1 / len(splits.exchanged[0])))
-    else:
+    else:  # texts that pictures share are no independent samples
         rows = [of[of["measure"] != "p_value"] for of in rows]
     return pd.concat(rows).assign(measure=lambda of: f"{name}." + of["measure"])
 
@@ -280,27 +256,18 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
 def _by_picture(values: np.ndarray, points: Points) -> np.ndarray:
     """Mean over heads and over the tokens of each picture, `(num_pictures,)`, of `(n, num_heads)`; NaN for a picture
     without tokens."""
-    means = np.full(points.num_pictures, np.nan)
-    means[np.unique(points.pictures)] = by_picture(values.mean(axis=1), points.pictures)
-    return means
+    with np.errstate(invalid="ignore"):
+        sums, counts = (np.bincount(points.pictures, of, points.num_pictures) for of in (values.mean(axis=1), None))
+        return sums / counts
 
 
-def _words_differ(records: Sequence[Record], pictures: np.ndarray) -> bool:
-    """Whether no two pictures share a question: otherwise their texts are not independent samples."""
-    asked: dict[tuple[int, ...], int] = {}
-    words = [tuple(record.input_ids[record.tokens.text].tolist()) for record in records]
-    return all(asked.setdefault(of, picture) == picture for of, picture in zip(words, pictures, strict=True))
-
-
-def project(
-    records: Sequence[Record], pictures: np.ndarray, layer: int, seed: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+def project(records: Sequence[Record], layer: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """t-SNE of a layer's keys, all heads concatenated, for plotting only: distances in it mean nothing.
 
     Returns:
         Visual and text tokens, `(n, 2)` each.
     """
-    points = take_points([record.keys[layer] for record in records], records, pictures)
+    points = take_points("keys", layer, records)
     count = len(points.visual)
     scaled = points.scaled.reshape(2 * count, -1)
     reduced = PCA(min(50, *scaled.shape), random_state=seed).fit_transform(scaled)

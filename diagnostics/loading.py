@@ -24,7 +24,7 @@ import modeling_normllava  # noqa: F401 - registers the classes with the auto cl
 from conversations.checks import check_question
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import IMAGE_MARK, BadRowError, Row, picture_path, row_images, row_turns, to_messages
+from conversations.rows import BadRowError, Row, row_images, row_turns, to_messages
 from diagnostics.parts import (
     ENCODERS,
     PROJECTORS,
@@ -52,8 +52,7 @@ class Question:
 
     Attributes:
         source: Where it comes from, for messages.
-        picture: Fingerprint of the content of the prompt's pictures, independent of their paths; statistics are over
-            these.
+        picture: Fingerprint of the content of the prompt's pictures, independent of their paths.
         images: The prompt's pictures, in RGB.
         prompt: Messages up to the first answer.
     """
@@ -74,14 +73,12 @@ class Questions:
     """Questions chosen from some data.
 
     Attributes:
-        questions: In order; a picture is repeated only if there were too few.
-        num_pictures: How many different pictures they show.
+        questions: In order, each about another picture.
         passed_over: Number of skipped rows without a picture.
         unreadable: A line for each skipped row that can't be read, with the reason.
     """
 
     questions: list[Question]
-    num_pictures: int
     passed_over: int
     unreadable: list[str]
 
@@ -201,13 +198,8 @@ def read_questions(args: argparse.Namespace) -> Questions:
             raise SystemExit(f"--{name} is not used, because {args.data} holds {kind}: leave it out.")
     if chosen.passed_over:
         logger.info("%d rows of %s have no picture and were skipped", chosen.passed_over, args.data)
-    if chosen.num_pictures < len(chosen.questions):
-        logger.info(
-            "%d questions on %d different pictures: %s has no more",
-            len(chosen.questions),
-            chosen.num_pictures,
-            args.data,
-        )
+    if len(chosen.questions) < args.num_samples:
+        logger.info("%s has %d different pictures, fewer than --num_samples", args.data, len(chosen.questions))
     return chosen
 
 
@@ -255,8 +247,8 @@ def _find_pictures(folder: Path) -> list[Path]:
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
     """The first rows that have a new picture before their first answer, at most `num_samples`.
 
-    Rows with a picture that was taken already are used, in order, only if there are too few. Rows that can't be read,
-    malformed or with a broken or missing picture, are skipped with a warning.
+    Rows with a picture that was taken already are left out. Rows that can't be read, malformed or with a broken or
+    missing picture, are skipped with a warning.
 
     Args:
         rows: With `source`.
@@ -267,59 +259,37 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
         NoVisualTokensError: if there is none.
     """
     taken: dict[str, Question] = {}
-    seen: set[tuple[str, ...]] = set()
-    reserve: list[Row] = []
-    passed_over = 0
+    seen: set[int] = set()  # hashes of the pictures' paths or bytes, so that none is opened twice
     unreadable: list[str] = []
+    passed_over = 0
     for row in rows:
         if len(taken) == num_samples or (not taken and len(unreadable) == MAX_UNREADABLE):
             break
         try:
             check_question(row)
-            files = _files(row)
-            question = _to_question(row) if files and files not in seen else None
+            files = hash(repr(row_images(row)))
+            question = None if files in seen else _to_question(row)
         except BadRowError as error:
             logger.warning("skipped: %s", error)
             unreadable.append(str(error))
             continue
-        if not files:
-            passed_over += 1
-        elif question is None or question.picture in taken:
-            reserve = [*reserve, row][:num_samples]
-        else:
-            taken[question.picture] = question
-        seen.add(files)
+        if question is not None and question.images:
+            seen.add(files)
+            taken.setdefault(question.picture, question)
+        passed_over += question is not None and not question.images
     if not taken:
         reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
         raise NoVisualTokensError(
             f"{data} has no pictures to ask about ({passed_over} rows without one before the first answer). Give "
             f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
         )
-    again = [_to_question(row) for row in reserve[: num_samples - len(taken)]]
-    return Questions([*taken.values(), *again], len(taken), passed_over, unreadable)
-
-
-def _files(row: Row) -> tuple[str, ...]:
-    """Identifies the prompt's pictures without opening them: by their paths, or a hash of the bytes."""
-    marks = sum(turn["value"].count(IMAGE_MARK) for turn in _prompt_turns(row))
-    files = []
-    for image in row_images(row)[:marks]:
-        path = picture_path(row, image)
-        files.append(
-            hashlib.sha256(image["bytes"]).hexdigest() if path is None and isinstance(image, dict) else str(path)
-        )
-    return tuple(files)
-
-
-def _prompt_turns(row: Row) -> list[dict[str, str]]:
-    """The turns before the first answer."""
-    return list(itertools.takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)))
+    return Questions([*taken.values()], passed_over, unreadable)
 
 
 def _to_question(row: Row) -> Question:
-    images = open_images(row)
-    remaining, prompt = iter(images), []
-    for message in to_messages({**row, "conversations": _prompt_turns(row)}):
+    before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)))
+    remaining, prompt = iter(open_images(row)), []
+    for message in to_messages({**row, "conversations": before_answer}):
         content = message["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         parts = [{"type": "image", "image": next(remaining)} if part["type"] == "image" else part for part in parts]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from diagnostics.norms import text_norm_target
 from diagnostics.parts import find_norm
 from diagnostics.probe import Record
-from diagnostics.table import by_picture, make_rows, ratio_rows
+from diagnostics.table import make_rows, ratio_rows
 
 
 DEFINITIONS = {
@@ -48,17 +48,16 @@ DEFINITIONS = {
 }
 
 
-def measure_interface(records: Sequence[Record], pictures: np.ndarray, vocabulary: torch.Tensor) -> pd.DataFrame:
+def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd.DataFrame:
     """Rows of the mean norm at each place up to the decoder, and of the ratio of visual to text norms.
 
     Args:
-        records: One for each sample.
-        pictures: Number of each sample's picture.
+        records: One for each picture.
         vocabulary: Norms of the embedding layer's output by token id, `(vocab_size,)`.
     """
 
     def means(samples: Sequence[torch.Tensor]) -> np.ndarray:
-        return by_picture(np.array([norms.double().mean().item() for norms in samples]), pictures)
+        return np.array([norms.double().mean().item() for norms in samples])
 
     entering = [record.layer_norms[0, record.tokens.text] for record in records]
     in_prompt = [vocabulary[record.input_ids[record.tokens.text]] for record in records]
@@ -99,20 +98,15 @@ def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
     return scale.item() if is_one_factor and (scale - 1).abs() > 0.02 else 1.0
 
 
-def measure_layers(records: Sequence[Record], pictures: np.ndarray) -> pd.DataFrame:
-    """Rows of norms, turning and updates by layer and modality, and of their differences.
-
-    Args:
-        records: One for each sample.
-        pictures: Number of each sample's picture.
-    """
+def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
+    """Rows of norms, turning and updates by layer and modality, and of their differences."""
     norms, turning, rows = {}, {}, []
     for modality in ("visual", "text"):
 
         def means(values: Sequence[torch.Tensor], modality: str = modality) -> np.ndarray:
             masks = [getattr(record.tokens, modality) for record in records]
             within = [of[:, mask].double().mean(1).numpy() for of, mask in zip(values, masks, strict=True)]
-            return by_picture(np.stack(within), pictures)  # [num_pictures, num_layers]
+            return np.stack(within)  # [num_pictures, num_layers]
 
         norms[modality] = means([record.layer_norms for record in records])
         turning[modality] = 1 - means([record.cosines for record in records])
@@ -127,13 +121,8 @@ def measure_layers(records: Sequence[Record], pictures: np.ndarray) -> pd.DataFr
     return pd.concat([*rows, ratio, make_rows("gap", turning["text"] - turning["visual"], "", layers)])
 
 
-def measure_attention(records: Sequence[Record], pictures: np.ndarray) -> pd.DataFrame | None:
-    """Rows of the text's attention to the picture by layer; `None` where the model's attention was not recorded.
-
-    Args:
-        records: One for each sample.
-        pictures: Number of each sample's picture.
-    """
+def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
+    """Rows of the text's attention to the picture by layer; `None` where the model's attention was not recorded."""
     layers = sorted(set.intersection(*(set(record.attention) for record in records)))
     if not layers:
         return None
@@ -146,9 +135,7 @@ def measure_attention(records: Sequence[Record], pictures: np.ndarray) -> pd.Dat
             even = [attention_share(record.visible[layer][None], visual, counted) for layer in layers]
             found.setdefault(f"attention{kind}", []).append(measured)
             found.setdefault(f"attention_even{kind}", []).append(even)
-    return pd.concat(
-        [make_rows(name, by_picture(np.array(shares), pictures), "", layers) for name, shares in found.items()]
-    )
+    return pd.concat([make_rows(name, shares, "", layers) for name, shares in found.items()])
 
 
 def attention_share(attention: torch.Tensor, visual: torch.Tensor, counted: torch.Tensor) -> float:

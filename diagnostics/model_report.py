@@ -1,6 +1,5 @@
 """All measures of one model: a forward pass over each picture with its question."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,11 +22,11 @@ from diagnostics.measures import (
     measure_projector_norm,
 )
 from diagnostics.norms import vocabulary_norms
-from diagnostics.parts import DiagnosticsError, decoder_layers
+from diagnostics.parts import DiagnosticsError, decoder_layers, layer_groups
 from diagnostics.probe import Probe, Record
 from diagnostics.results import KEY
 from diagnostics.samples import Sample, naming_source, prepare_samples
-from diagnostics.table import number_pictures
+from diagnostics.table import Summary
 
 
 # Pictures over which attention is drawn.
@@ -36,15 +35,16 @@ NUM_MAPS = 3
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What is known of a measured model besides its numbers.
+    """What was measured of one model.
 
     Attributes:
         name: Name in the report.
         class_, dtype, num_layers, hidden_size: Of the model; a quantized one's dtype says so.
-        num_samples, num_pictures: Of the data; a picture may have several samples.
+        num_pictures: How many, with a question each.
         num_tokens: By modality.
         excluded: Number of excluded tokens by reason.
         notes: What could not be recorded, and why.
+        summary: The numbers.
         weights: [`~conversations.files.fingerprint`] of the weights; `None` if they are not in a local folder.
     """
 
@@ -53,12 +53,17 @@ class ModelReport:
     dtype: str
     num_layers: int
     hidden_size: int
-    num_samples: int
     num_pictures: int
     num_tokens: dict[str, int]
     excluded: dict[str, int]
     notes: list[str]
+    summary: Summary
     weights: str | None = None
+
+    @property
+    def thirds(self) -> list[str]:
+        """Names of the thirds of its layers, as in the names of measures such as "gap, first third"."""
+        return list(layer_groups(self.num_layers))
 
 
 @dataclass(frozen=True)
@@ -83,7 +88,7 @@ def measure_model(
     name: str,
     layers: Sequence[int] | None = None,
 ) -> tuple[ModelReport, pd.DataFrame, Pictures]:
-    """Every measure of one model: what is known of it, its rows, and what to draw.
+    """Every measure of one model: its report, its rows, and what to draw.
 
     Args:
         model, processor: As [`~diagnostics.loading.load_model`] returns them.
@@ -100,16 +105,16 @@ def measure_model(
     samples = prepare_samples(model, processor, questions)
     with evaluating(model):
         records = record_samples(model, samples, chosen, f"{name}: pictures")
-    pictures = number_pictures([sample.question.picture for sample in samples])
-    keys = measure_space("keys", [record.keys for record in records], records, pictures)
+    keys = measure_space("keys", records)
     measured = [
-        measure_interface(records, pictures, vocabulary_norms(model)),
-        measure_layers(records, pictures),
+        measure_interface(records, vocabulary_norms(model)),
+        measure_layers(records),
         measure_projector_norm(model),
-        measure_attention(records, pictures),
+        measure_attention(records),
         keys,
-        measure_space("values", [record.values for record in records], records, pictures),
+        measure_space("values", records),
     ]
+    rows = pd.concat([of for of in measured if of is not None], ignore_index=True)
     is_quantized = getattr(model.config, "quantization_config", None) is not None
     report = ModelReport(
         name=name,
@@ -117,8 +122,7 @@ def measure_model(
         dtype=str(model.dtype).removeprefix("torch.") + (", quantized" if is_quantized else ""),
         num_layers=num_layers,
         hidden_size=model.config.get_text_config().hidden_size,
-        num_samples=len(records),
-        num_pictures=int(pictures.max()) + 1,
+        num_pictures=len(records),
         num_tokens={
             modality: sum(int(getattr(record.tokens, modality).sum()) for record in records)
             for modality in ("visual", "text")
@@ -128,15 +132,16 @@ def measure_model(
             for reason in records[0].tokens.excluded
         },
         notes=sorted({note for record in records for note in record.notes}),
+        summary=Summary.of(rows),
     )
     placed = None
     if keys is not None:
         with_keys = sorted(set.intersection(*(set(record.keys) for record in records)))
         middle = with_keys[len(with_keys) // 2]
-        placed = (middle, *project(records, pictures, middle))
+        placed = (middle, *project(records, middle))
     seen = [(sample.picture, sample.question.text) for sample in samples[:NUM_MAPS]]
     drawn = Pictures(seen, [take_maps(record) for record in records[:NUM_MAPS]], placed)
-    return report, pd.concat([rows for rows in measured if rows is not None], ignore_index=True), drawn
+    return report, rows, drawn
 
 
 def spread_layers(count: int, chosen: int = 6) -> list[int]:
@@ -167,13 +172,10 @@ def record_samples(
     Raises:
         DiagnosticsError: if a sample can't be measured; the message names its question.
     """
-    counts, seen = Counter(sample.question.picture for sample in samples), Counter[str]()
-    per_picture = max(1, MAX_TOKENS // len(counts))
+    count = max(1, MAX_TOKENS // len(samples))
     records = []
     for sample in tqdm(samples, desc=title, unit="picture", disable=title is None):
-        inputs, picture = sample.for_model(model), sample.question.picture
-        kept = draw_positions(sample.tokens, picture, seen[picture], -(-per_picture // counts[picture]))
-        seen[picture] += 1
+        inputs, kept = sample.for_model(model), draw_positions(sample.tokens, sample.question.picture, count)
         with naming_source(sample.question):
             with Probe(model, inputs, sample.tokens, layers, kept, len(sample.question.images)) as probe:
                 model.base_model(**inputs)

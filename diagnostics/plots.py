@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from diagnostics.model_report import Pictures
-from diagnostics.table import curve
+from diagnostics.table import Estimate, Summary
 
 
 Drawing = ParamSpec("Drawing")
@@ -93,20 +93,20 @@ def draw_curve(axis: Axes, found: pd.DataFrame, x: str = "layer", band: float = 
 
 
 @styled
-def draw_overview(models: Mapping[str, pd.DataFrame]) -> Figure:
+def draw_overview(models: Mapping[str, Summary]) -> Figure:
     """Norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture if some model's was
-    recorded; a row for each model, given by its summary."""
-    with_attention = any((of["measure"] == "attention").any() for of in models.values())
+    recorded; a row for each model."""
+    with_attention = any(of.look("attention") for of in models.values())
     figure, axes = _rows_of_axes(models, 2 + with_attention)
     for row, of in zip(axes, models.values(), strict=True):
         for modality, style in LINES.items():
-            draw_curve(row[0], curve(of, "norm", modality), label=modality, **style)
-            draw_curve(row[1], curve(of, "turning", modality), label=modality, **style)
+            draw_curve(row[0], of.curve("norm", modality), label=modality, **style)
+            draw_curve(row[1], of.curve("turning", modality), label=modality, **style)
         row[0].set(ylabel="norm of tokens", yscale="log")
         row[1].set(ylabel="turning, 1 − cosine")
         if with_attention:
-            draw_curve(row[2], curve(of, "attention"), label="measured", color=GREEN)
-            draw_curve(row[2], curve(of, "attention_even"), label="uniform", color=FAINT, **DOTTED)
+            draw_curve(row[2], of.curve("attention"), label="measured", color=GREEN)
+            draw_curve(row[2], of.curve("attention_even"), label="uniform", color=FAINT, **DOTTED)
             row[2].set(ylabel="attention to the picture")
         for axis in row[1:]:
             _mark(axis, 0)
@@ -114,14 +114,14 @@ def draw_overview(models: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 @styled
-def draw_gaps(models: Mapping[str, pd.DataFrame]) -> Figure:
+def draw_gaps(models: Mapping[str, Summary]) -> Figure:
     """Norm ratio and gap of cosines between visual and text tokens by layer; all models together."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
     for number, (name, of) in enumerate(models.items()):
         count = len(MODELS)
         style = MODELS[number % count] | {"linestyle": DASHES[(number + number // count) % len(DASHES)]}
         for axis, measure in zip(axes, ("norm_ratio", "gap"), strict=True):
-            draw_curve(axis, curve(of, measure), label=plain(name, 40), **style)
+            draw_curve(axis, of.curve(measure), label=plain(name, 40), **style)
     axes[0].set(ylabel="norm, visual over text", yscale="log", xlabel="layer")
     axes[1].set(ylabel="cosine, visual − text", xlabel="layer")
     for axis, level in zip(axes, (1, 0), strict=True):
@@ -131,7 +131,7 @@ def draw_gaps(models: Mapping[str, pd.DataFrame]) -> Figure:
 
 
 @styled
-def draw_keys(models: Mapping[str, pd.DataFrame]) -> Figure:
+def draw_keys(models: Mapping[str, Summary]) -> Figure:
     """Distance of visual and text tokens as keys and as values, with halves of the pictures to compare with; a row
     for each model."""
     figure, axes = _rows_of_axes(models, 3)
@@ -139,8 +139,8 @@ def draw_keys(models: Mapping[str, pd.DataFrame]) -> Figure:
     for row, of in zip(axes, models.values(), strict=True):
         for axis, (measure, title) in zip(row, titles.items(), strict=True):
             for kind, style in zip(("keys", "values"), MODELS, strict=False):
-                draw_curve(axis, curve(of, f"{kind}.{measure}"), label=kind, **style)
-                draw_curve(axis, curve(of, f"{kind}.{measure}_halves"), color=style["color"], **DOTTED)
+                draw_curve(axis, of.curve(f"{kind}.{measure}"), label=kind, **style)
+                draw_curve(axis, of.curve(f"{kind}.{measure}_halves"), color=style["color"], **DOTTED)
             axis.set_ylabel(title)
     return _with_legends(figure, axes)
 
@@ -203,22 +203,26 @@ def _rows_of_maps(models: Mapping[str, Pictures]) -> list[tuple[str, Any, str, A
 
 
 @styled
-def draw_dynamics(points: pd.DataFrame) -> Figure:
-    """A run's checkpoints, of whose summaries `points` has a column `step`: norms at the decoder, what gain and bias
-    yield, turning, and turning by layer (Fig. 5)."""
+def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
+    """A run's checkpoints by step: norms at the decoder, what gain and bias yield, turning, and turning by layer
+    (Fig. 5)."""
+    steps = list(points)
+
+    def through(measure: str, modality: str = "") -> pd.DataFrame:
+        found = [of.look(measure, modality) or Estimate(np.nan) for of in points.values()]
+        return pd.DataFrame(found).assign(step=steps)
+
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
-    means = points[points["layer"].isna()].sort_values("step")
     for axis, measure in zip(axes[0], ("at_decoder", "turning"), strict=True):
         for modality, style in LINES.items():
-            found = means[(means["measure"] == measure) & (means["modality"] == modality)]
-            draw_curve(axis, found, "step", label=modality, **style)
-    gain, bias = (means[means["measure"] == f"{of}_l2"].set_index("step")["mean"] for of in ("gain", "bias"))
-    if len(gain) == points["step"].nunique():
-        axes[0, 0].plot(gain.index, np.hypot(gain, bias), label="gain and bias", color=FAINT, **DOTTED)
-    scale, colours = Normalize(points["step"].min(), points["step"].max()), plt.get_cmap("viridis")
+            draw_curve(axis, through(measure, modality), "step", label=modality, **style)
+    yields = np.hypot(through("gain_l2")["mean"], through("bias_l2")["mean"])
+    if yields.notna().all():
+        axes[0, 0].plot(steps, yields, label="gain and bias", color=FAINT, **DOTTED)
+    scale, colours = Normalize(min(steps), max(steps)), plt.get_cmap("viridis")
     for axis, modality in zip(axes[1], LINES, strict=True):
-        for step, of in points.groupby("step"):
-            draw_curve(axis, curve(of, "turning", modality), band=0.07, color=colours(scale(step)))
+        for step, of in points.items():
+            draw_curve(axis, of.curve("turning", modality), band=0.07, color=colours(scale(step)))
         axis.set(xlabel="layer", ylabel=f"1 − cosine, {modality}")
         axis.sharey(axes[1, 0])
     axes[0, 0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
@@ -228,21 +232,18 @@ def draw_dynamics(points: pd.DataFrame) -> Figure:
     return figure
 
 
-def draw_figures(frame: pd.DataFrame, pictures: Sequence[Pictures]) -> dict[str, Figure]:
+def draw_figures(models: Mapping[str, Summary], pictures: Sequence[Pictures]) -> dict[str, Figure]:
     """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them.
 
     Args:
-        frame: Summary of all models.
+        models: By name.
         pictures: Of each of them.
     """
-    models = {str(name): of for name, of in frame.groupby("model", sort=False)}
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
-    with_keys = {name: of for name, of in models.items() if of["measure"].isin(["keys.mmd", "values.mmd"]).any()}
-    if with_keys:
-        figures["keys"] = draw_keys(with_keys)
     drawn = dict(zip(models, pictures, strict=True))
     placed = {name: of.keys for name, of in drawn.items() if of.keys is not None}
     if placed:
+        figures["keys"] = draw_keys({name: models[name] for name in placed})
         figures["tsne"] = draw_tsne(placed)
     if _rows_of_maps(drawn):
         figures["attention_maps"] = draw_maps(drawn)

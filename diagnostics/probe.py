@@ -7,7 +7,7 @@ for chosen queries only, keys and values for chosen tokens.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -33,34 +33,17 @@ from diagnostics.tokens import Inputs, Tokens, find_grid, find_newlines, find_si
 MAX_QUERIES = 16
 
 
-class Turn(NamedTuple):
-    """What a layer does to each token; every tensor is `(..., S)`, float32.
+def turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """What a layer does to each token, from the hidden states around it, `(S, hidden_size)` each, float32.
 
-    Attributes:
-        norms, norms_after: L2 norm of the layer's input and of its output.
-        cosines: Between input and output.
-        update_ratios: Norm of the layer's residual update over that of its input.
-        update_cosines: Between input and update.
+    Returns:
+        `(5, S)`: norm before and after, their cosine, norm of the residual update over that before, and its cosine.
     """
-
-    norms: torch.Tensor
-    norms_after: torch.Tensor
-    cosines: torch.Tensor
-    update_ratios: torch.Tensor
-    update_cosines: torch.Tensor
-
-
-def turn(before: torch.Tensor, after: torch.Tensor) -> Turn:
-    """What a layer does to each token, from the hidden states around it, `(S, hidden_size)` each, float32."""
     update = after - before
     norms, update_norms, norms_after = (torch.linalg.vector_norm(x, dim=-1) for x in (before, update, after))
-    return Turn(
-        norms,
-        norms_after,
-        cosines=(before * after).sum(-1) / (norms * norms_after).clamp(min=1e-30),
-        update_ratios=update_norms / norms.clamp(min=1e-30),
-        update_cosines=(before * update).sum(-1) / (norms * update_norms).clamp(min=1e-30),
-    )
+    cosines = (before * after).sum(-1) / (norms * norms_after).clamp(min=1e-30)
+    update_cosines = (before * update).sum(-1) / (norms * update_norms).clamp(min=1e-30)
+    return torch.stack([norms, norms_after, cosines, update_norms / norms.clamp(min=1e-30), update_cosines])
 
 
 @dataclass
@@ -206,7 +189,7 @@ class Probe:
             after = output if isinstance(output, torch.Tensor) else output[0]
             before = args[0] if args else kwargs["hidden_states"]
             before, after = before[0].to(after.device, torch.float32), after[0].float()  # [S, hidden_size]
-            self._turns[number] = torch.stack(turn(before, after)).cpu()  # a single transfer
+            self._turns[number] = turn(before, after).cpu()  # a single transfer
 
         return see
 
@@ -221,23 +204,24 @@ class Probe:
         calls = self._calls
         if calls is None or len(self._turns) != count:
             raise RuntimeError(f"{len(self._turns)} of {count} decoder layers were run; run the model inside `with`.")
-        turns = Turn(*torch.stack([self._turns[number] for number in range(count)], dim=1))  # each [L, S]
-        layer_norms = torch.cat([turns.norms, turns.norms_after[-1:]])
+        turns = torch.stack([self._turns[number] for number in range(count)], dim=1)  # [5, L, S]
+        entering, leaving, cosines, update_ratios, update_cosines = turns
+        layer_norms = torch.cat([entering, leaving[-1:]])
         tokens = self._tokens
         if not layer_norms[:, tokens.visual | tokens.text].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
             )
-        self._note_added_features(turns.norms, turns.norms_after)
+        self._note_added_features(entering, leaving)
         return Record(
             input_ids=self._inputs["input_ids"][0].cpu(),
             tokens=tokens.without("sink", find_sinks(layer_norms, tokens)),
             with_sinks=tokens,
             interface=self._interface,
             layer_norms=layer_norms,
-            cosines=turns.cosines,
-            update_ratios=turns.update_ratios,
-            update_cosines=turns.update_cosines,
+            cosines=cosines,
+            update_ratios=update_ratios,
+            update_cosines=update_cosines,
             attention=calls.attention,
             visible=calls.visible,
             queries=self._queries,

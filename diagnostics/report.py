@@ -13,9 +13,8 @@ from scipy.special import stdtrit
 
 from diagnostics import keys, measures
 from diagnostics.model_report import ModelReport
-from diagnostics.parts import layer_groups
 from diagnostics.plots import FIGURES
-from diagnostics.table import LEVEL, Estimate, all_means, curve, look, subtract, summarize
+from diagnostics.table import LEVEL, Estimate, Summary, subtract, summarize, with_means
 from diagnostics.tokens import SINK_FACTOR
 
 
@@ -39,7 +38,7 @@ class Report:
         command: Command that made it.
         versions: Of torch and transformers.
         data: Name of the file or folder.
-        num_samples, num_pictures: Questions, and different pictures among them.
+        num_pictures: How many, with a question each.
         passed_over: Number of skipped rows without a picture.
         unreadable: Skipped rows that can't be read, and why.
         models: One report each.
@@ -48,7 +47,6 @@ class Report:
     command: str
     versions: dict[str, str]
     data: str
-    num_samples: int
     num_pictures: int
     passed_over: int
     unreadable: list[str]
@@ -81,35 +79,34 @@ def with_interval(estimate: Estimate, unit: str = "") -> str:
     return f"{mean}{unit} ({low} to {high}{unit})"
 
 
-def summarize_report(report: Report, frame: pd.DataFrame) -> list[str]:
+def summarize_report(report: Report) -> list[str]:
     """The main results in sentences: the data, then each model's results."""
-    of_models = [(model, frame[frame["model"] == model.name]) for model in report.models]
-    answers = [f"{model.name}: {text}" for model, of in of_models for text in headline(model, of).values()]
+    answers = [f"{model.name}: {text}" for model in report.models for text in headline(model).values()]
     return [measured_on(report), *answers]
 
 
-def headline(model: ModelReport, summary: pd.DataFrame) -> dict[str, str]:
+def headline(model: ModelReport) -> dict[str, str]:
     """One model's main results by topic."""
-    thirds = list(layer_groups(model.num_layers))
+    thirds, summary = model.thirds, model.summary
 
     def said(measure: str) -> list[str]:
-        return [with_interval(look(summary, f"{measure}, {name}") or Estimate(math.nan)) for name in thirds]
+        return [with_interval(summary.look(f"{measure}, {name}") or Estimate(math.nan)) for name in thirds]
 
-    ratio = with_interval(look(summary, "ratio") or Estimate(math.nan))
+    ratio = with_interval(summary.look("ratio") or Estimate(math.nan))
     found = {
         "Norm": f"Over {count(model.num_pictures, 'picture')}, visual tokens enter the decoder with {ratio} times the "
         f"norm of text tokens. In the {listed(thirds)} of its layers: {listed(said('norm_ratio'))}.",
         "Turning": _say_turning(summary, thirds, said("gap")),
     }
-    attention, even = look(summary, "attention"), look(summary, "attention_even")
+    attention, even = summary.look("attention"), summary.look("attention_even")
     if attention is not None and even is not None:
         shares = [with_interval(Estimate(*(100 * value for value in of)), "%") for of in (attention, even)]
-        layers = count(len(curve(summary, "attention")), "layer")
+        layers = count(len(summary.curve("attention")), "layer")
         found["Attention"] = (
             f"Of the text's attention {shares[0]} falls on the picture, against {shares[1]} for uniform attention; "
             f"means over {layers}."
         )
-    mmd = look(summary, "keys.mmd")
+    mmd = summary.look("keys.mmd")
     if mmd is not None:
         found["Keys"] = _say_keys(summary, mmd)
     return found
@@ -120,8 +117,8 @@ def pace(gap: Estimate) -> str:
     return "more slowly" if gap.low > 0 else "faster" if gap.high < 0 else "no clear difference"
 
 
-def _say_turning(summary: pd.DataFrame, thirds: Sequence[str], gaps: Sequence[str]) -> str:
-    estimates = [look(summary, f"gap, {name}") or Estimate(math.nan) for name in thirds]
+def _say_turning(summary: Summary, thirds: Sequence[str], gaps: Sequence[str]) -> str:
+    estimates = [summary.look(f"gap, {name}") or Estimate(math.nan) for name in thirds]
     if any(math.isnan(gap.low) for gap in estimates):
         told = "; ".join(f"{gap} in the {name}" for gap, name in zip(gaps, thirds, strict=True))
         return f"The gap of cosines is {told}. Without an interval this can't be told from no difference."
@@ -135,25 +132,25 @@ def _say_turning(summary: pd.DataFrame, thirds: Sequence[str], gaps: Sequence[st
     )
 
 
-def largest_gap(summary: pd.DataFrame) -> tuple[int, Estimate]:
+def largest_gap(summary: Summary) -> tuple[int, Estimate]:
     """The layer whose cosines differ most, and its gap; the interval is corrected for the choice among all layers
     (Bonferroni)."""
-    gaps = curve(summary, "gap")
+    gaps = summary.curve("gap")
     layer, mean, high, n = gaps.loc[gaps["mean"].abs().idxmax(), ["layer", "mean", "high", "n"]]
     ends = stdtrit(n - 1, [(1 + LEVEL) / 2, 1 - (1 - LEVEL) / (2 * len(gaps))])
     half = (high - mean) * ends[1] / ends[0]
     return int(layer), Estimate(mean, mean - half, mean + half)
 
 
-def _say_keys(summary: pd.DataFrame, mmd: Estimate) -> str:
-    halves = look(summary, "keys.mmd_halves")
+def _say_keys(summary: Summary, mmd: Estimate) -> str:
+    halves = summary.look("keys.mmd_halves")
     beside = (
         "there are too few pictures to compare halves"
         if halves is None
         else f"in 95% of random halves of the pictures, within a modality, it is below {number(halves.mean, 2)}"
     )
     text = f"MMD² between keys of visual and text tokens is {with_interval(mmd)}; {beside}"
-    p_values, smallest = curve(summary, "keys.p_value")["mean"], look(summary, "keys.smallest_p")
+    p_values, smallest = summary.curve("keys.p_value")["mean"], summary.look("keys.smallest_p")
     if smallest is None:
         return f"{text}."
     low, high = p_values.min(), p_values.max()
@@ -175,40 +172,33 @@ def count(number_: int, thing: str) -> str:
 
 def measured_on(report: Report) -> str:
     """How many models were measured on what."""
-    asked = f"{count(report.num_samples, 'question')} about {count(report.num_pictures, 'picture')}"
-    text = f"{count(len(report.models), 'model')} on {asked} ({report.data}). "
+    pictures = count(report.num_pictures, "picture")
+    text = f"{count(len(report.models), 'model')} on {pictures} with a question each ({report.data}). "
     if report.num_pictures == 1:
         return text + "With one picture there are no intervals."
     return text + "95% intervals over pictures are in brackets."
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its first column left-aligned."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def make_tables(rows: pd.DataFrame, frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """By chapter, a row for each measure and modality, and a column for each model; of two models also their paired
     difference. Means over layers. Keys and values of two models share no scale, so these have no difference.
 
     Args:
-        rows: All rows.
-        frame: Their summary.
+        models: The models.
+        rows: All their rows.
     """
-    columns = frame["model"].unique().tolist()
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for of in frame[frame["layer"].isna()].itertuples():
-        estimate = with_interval(Estimate(of.mean, of.low, of.high))
-        cells.setdefault((of.measure, of.modality), {})[of.model] = estimate
-    if len(columns) == 2:
-        pairs = summarize(subtract(all_means(rows), *columns))
+    columns, cells = [model.name for model in models], {}
+    of_columns = {model.name: model.summary.frame for model in models}
+    if len(models) == 2:
+        first, second = (with_means(rows[rows["model"] == name]) for name in columns)
+        pairs = summarize(subtract(second, first))
+        is_apart = pairs["measure"].str.match(CHAPTERS["Keys and values"][1])
         columns.append(DIFFERENCE)
-        for of in pairs[pairs["layer"].isna() & pairs["low"].notna()].itertuples():
-            is_shared = not re.match(CHAPTERS["Keys and values"][1], of.measure)
-            cells[of.measure, of.modality][DIFFERENCE] = (
-                with_interval(Estimate(of.mean, of.low, of.high)) if is_shared else ""
-            )
+        of_columns[DIFFERENCE] = pairs[pairs["low"].notna() & ~is_apart]
+    for name, frame in of_columns.items():
+        for of in frame[frame["layer"].isna()].itertuples():
+            shown = with_interval(Estimate(of.mean, of.low, of.high))
+            cells.setdefault((of.measure, of.modality), {})[name] = shown
     tables: dict[str, dict[str, dict[str, str]]] = {title: {} for title in CHAPTERS}
     for (measure, modality), line in cells.items():
         title = next(title for title, (_, names) in CHAPTERS.items() if re.match(names, measure))
@@ -227,20 +217,18 @@ def describe_models(report: Report) -> pd.DataFrame:
             "layers": number(model.num_layers),
             "width": number(model.hidden_size),
             "pictures": number(model.num_pictures),
-            "questions": number(model.num_samples),
             **{f"{modality} tokens": number(tokens) for modality, tokens in model.num_tokens.items()},
             **{f"left out: {reason}": number(tokens) for reason, tokens in model.excluded.items()},
         }
     return pd.DataFrame(told).fillna("–")
 
 
-def render_html(report: Report, rows: pd.DataFrame, frame: pd.DataFrame, figures: Path) -> str:
+def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
     """The report as one self-contained page.
 
     Args:
         report: What was measured.
-        rows: All rows.
-        frame: Their summary.
+        rows: All rows of its models.
         figures: Folder of PNG files by the names of `FIGURES`; missing ones are left out.
     """
     images = {
@@ -252,9 +240,9 @@ def render_html(report: Report, rows: pd.DataFrame, frame: pd.DataFrame, figures
     return environment.get_template("report.html.jinja").render(
         report=report,
         measured_on=measured_on(report),
-        headlines={model.name: headline(model, frame[frame["model"] == model.name]) for model in report.models},
+        headlines={model.name: headline(model) for model in report.models},
         chapters=CHAPTERS,
-        tables={title: of.to_html(border=0) for title, of in make_tables(rows, frame).items()},
+        tables={title: of.to_html(border=0) for title, of in make_tables(report.models, rows).items()},
         images=images,
         captions=FIGURES,
         described=describe_models(report).to_html(border=0),

@@ -1,13 +1,13 @@
 """Tidy rows, which every measure returns, and their means over pictures with 95% intervals.
 
-Tokens of one picture are correlated, and so are questions about it: each picture counts once, with the mean over its
-samples. Intervals are Student's t over pictures. Statistics that are not means, such as ratios, use the jackknife:
-Student's t over pseudo-values (Tukey, 1958; Efron and Stein, 1981). A percentile bootstrap over few pictures is too
-narrow.
+Tokens of one picture are correlated: each picture counts once, with the mean over its tokens. Intervals are Student's
+t over pictures. Statistics that are not means, such as ratios, use the jackknife: Student's t over pseudo-values (Tukey,
+1958; Efron and Stein, 1981). A percentile bootstrap over few pictures is too narrow.
 """
 
-import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,26 +31,6 @@ class Estimate(NamedTuple):
     mean: float
     low: float = float("nan")
     high: float = float("nan")
-
-
-def number_pictures(pictures: Sequence[str]) -> np.ndarray:
-    """The number of each sample's picture, in order of appearance, `(num_samples,)`."""
-    return pd.factorize(np.array(pictures, dtype=object))[0]
-
-
-def by_picture(values: np.ndarray, pictures: np.ndarray) -> np.ndarray:
-    """Mean over the samples of each picture; NaN is left out.
-
-    Args:
-        values: One row for each sample, `(num_samples, ...)`.
-        pictures: Number of each sample's picture, `(num_samples,)`.
-
-    Returns:
-        `(num_pictures, ...)`.
-    """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a mean of nothing is NaN
-        return np.stack([np.nanmean(values[pictures == picture], axis=0) for picture in np.unique(pictures)])
 
 
 def make_rows(
@@ -125,13 +105,15 @@ def over_layers(rows: pd.DataFrame) -> pd.DataFrame:
 def by_third(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of the means over the first, middle and last third of one model's layers, for `BY_THIRD`."""
     chosen = rows[rows["measure"].isin(BY_THIRD)]
-    count = int(chosen.loc[chosen["measure"] == "gap", "layer"].max()) + 1
+    layers = chosen.loc[chosen["measure"] == "gap", "layer"]
+    if layers.empty:
+        return chosen
     return pd.concat(
         [
             over_layers(chosen[chosen["layer"].isin(numbers)]).assign(
                 measure=lambda means, name=name: means["measure"] + ", " + name
             )
-            for name, numbers in layer_groups(count).items()
+            for name, numbers in layer_groups(int(layers.max()) + 1).items()
         ]
     )
 
@@ -139,11 +121,6 @@ def by_third(rows: pd.DataFrame) -> pd.DataFrame:
 def with_means(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows of one model with those of the means over its layers and over thirds of them."""
     return pd.concat([rows, over_layers(rows), by_third(rows)], ignore_index=True)
-
-
-def all_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same for rows of several models, with a column `model`."""
-    return pd.concat([with_means(of) for _, of in rows.groupby("model", sort=False)], ignore_index=True)
 
 
 def summarize(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
@@ -161,22 +138,38 @@ def summarize(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     return found[keys].assign(mean=mean, low=mean - half, high=mean + half, n=found["n"].astype("Int64"))
 
 
-def subtract(rows: pd.DataFrame, first: str, second: str) -> pd.DataFrame:
-    """Rows of the second model minus the first, paired: both are of the same pictures in the same order."""
-    keys = COLUMNS[:-1]
-    one, other = (rows.loc[rows["model"] == name, COLUMNS] for name in (first, second))
-    pairs = one.merge(other, on=keys, suffixes=("_first", "_second"))
+def subtract(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
+    """Rows of the second model minus those of the first, paired: both are of the same pictures in the same order."""
+    pairs = first.merge(second, on=COLUMNS[:-1], suffixes=("_first", "_second"))
     return pairs.assign(value=pairs["value_second"] - pairs["value_first"])[COLUMNS]
 
 
-def look(summary: pd.DataFrame, measure: str, modality: str = "", layer: int | None = None) -> Estimate | None:
-    """One row of a summary of one model; `None` if it is not there."""
-    at = summary["layer"].isna() if layer is None else summary["layer"].eq(layer).fillna(False)
-    found = summary[(summary["measure"] == measure) & (summary["modality"] == modality) & at]
-    return None if found.empty else Estimate(*found.iloc[0][["mean", "low", "high"]].astype(float))
+@dataclass(frozen=True)
+class Summary:
+    """What [`summarize`] returns for one model, as JSON holds it: a list for each column."""
 
+    columns: dict[str, list[Any]]
 
-def curve(summary: pd.DataFrame, measure: str, modality: str = "") -> pd.DataFrame:
-    """The rows by layer of one measure in a summary of one model."""
-    chosen = (summary["measure"] == measure) & (summary["modality"] == modality) & summary["layer"].notna()
-    return summary[chosen].sort_values("layer")
+    @classmethod
+    def of(cls, rows: pd.DataFrame) -> "Summary":
+        """The summary of a model's rows, with means over layers."""
+        frame = summarize(with_means(rows))
+        return cls(frame.astype(object).where(frame.notna(), None).to_dict("list"))
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """As a table."""
+        numbers = {"layer": "Int64", "n": "Int64", "mean": float, "low": float, "high": float}
+        return pd.DataFrame(self.columns).astype(numbers)
+
+    def look(self, measure: str, modality: str = "") -> Estimate | None:
+        """One number, a mean over layers if it is measured by layer; `None` if it is not there."""
+        frame = self.frame
+        found = frame[(frame["measure"] == measure) & (frame["modality"] == modality) & frame["layer"].isna()]
+        return None if found.empty else Estimate(*found.iloc[0][["mean", "low", "high"]].astype(float))
+
+    def curve(self, measure: str, modality: str = "") -> pd.DataFrame:
+        """The rows of a measure by layer."""
+        frame = self.frame
+        chosen = (frame["measure"] == measure) & (frame["modality"] == modality) & frame["layer"].notna()
+        return frame[chosen].sort_values("layer")

@@ -20,8 +20,8 @@ from conversations.files import sha256
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
-from diagnostics.plots import draw_attention, draw_layers, save
-from diagnostics.results import ModelReport
+from diagnostics.model_report import ModelReport
+from diagnostics.plots import draw_overview, save
 from hub_cards.card import Widget, check_origins, read_prose, render_card
 from hub_cards.check_model import CLASS_FILES, JSON_FILES, find_model_faults
 from hub_cards.facts import HUB_ID, Cast, Facts, collect_facts, find_foreign_figures, hub_id, read_json
@@ -44,8 +44,7 @@ TAG = re.compile(r"[A-Za-z0-9][\w.+-]*")
 BRANCHES = {"main", "master", "head"}
 # Plots of the diagnostics' figures, with their captions.
 PLOTS = {
-    "layers.png": "Norm of visual and text tokens at each layer, and how far each layer turns them",
-    "attention.png": "Attention to the picture at each layer: its mass, its entropy, the share of the bottom third",
+    "layers.png": "Norm of visual and text tokens by layer, how far each layer turns them, attention to the picture",
 }
 MAX_WIDGETS = 3
 
@@ -235,8 +234,7 @@ def draw_plots(measured: ModelReport | None, name: str, output_dir: Path) -> dic
         return {}
     folder = output_dir / "diagnostics"
     folder.mkdir()
-    save(draw_layers([name], [measured.layers]), folder / "layers.png")
-    save(draw_attention([name], [measured.attention]), folder / "attention.png")
+    save(draw_overview({name: measured.summary}), folder / "layers.png")
     for plot in PLOTS:
         with Image.open(folder / plot) as picture:
             save_picture(picture, folder / plot)

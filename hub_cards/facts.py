@@ -15,7 +15,9 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 
-from diagnostics.results import ModelReport, Report, from_json
+from diagnostics.model_report import ModelReport
+from diagnostics.report import Report
+from diagnostics.results import from_json
 from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.findings import Finding
 from hub_cards.weights import Weights, read_weights

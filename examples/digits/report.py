@@ -29,11 +29,11 @@ from transformers.utils import logging as transformers_logging
 from conversations.files import weights_fingerprint
 from diagnostics.answers import Prompt, answer
 from diagnostics.answers import ask as ask_about
-from diagnostics.dynamics import measure_point
+from diagnostics.dynamics import DynamicsPoint, measure_point
 from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import THIRDS
-from diagnostics.plots import draw_layers, save
-from diagnostics.results import DynamicsPoint, to_json
+from diagnostics.plots import draw_overview, save
+from diagnostics.results import to_json
 from diagnostics.samples import prepare_samples
 from evaluation.record import Evaluation, write_evaluations
 
@@ -183,7 +183,7 @@ def draw_answers(questions: list[SceneQuestion], answers: list[str], path: Path)
 def draw_norms(measured: dict[str, DynamicsPoint], path: Path) -> None:
     """Norm and turning by layer and modality: without the norm, with it, and after training."""
     chosen = [label for label in measured if label != "after stage 1"]
-    save(draw_layers(chosen, [measured[label].layers for label in chosen]), path)
+    save(draw_overview({label: measured[label].summary for label in chosen}), path)
 
 
 def render_table(scores: dict[str, dict[str, float]], measured: dict[str, DynamicsPoint], count: int) -> str:
@@ -199,10 +199,18 @@ def render_table(scores: dict[str, dict[str, float]], measured: dict[str, Dynami
     lines += ["", f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, visual - text':>36}"]
     lines.append(f"{'':26}{'visual':>10}{'text':>10}{'ratio':>11}" + "".join(f"{name:>14}" for name in THIRDS))
     for label, point in measured.items():
-        interface, layers = point.interface, point.layers
+        numbers = [
+            found.mean if (found := point.summary.look(*place)) else float("nan")
+            for place in (
+                ("at_decoder", "visual"),
+                ("at_decoder", "text"),
+                ("ratio",),
+                *((f"gap, {name}",) for name in THIRDS),
+            )
+        ]
+        visual, text, ratio, *gaps = numbers
         lines.append(
-            f"{label:26}{interface.visual_at_decoder.mean:10.3f}{interface.text_at_decoder.mean:10.3f}"
-            f"{interface.ratio.mean:10.2f}x" + "".join(f"{group.gap.mean:14.3f}" for group in layers.groups)
+            f"{label:26}{visual:10.3f}{text:10.3f}{ratio:10.2f}x" + "".join(f"{gap:14.3f}" for gap in gaps)
         )
     return "\n".join(lines)
 

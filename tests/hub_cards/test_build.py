@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaForConditionalGeneration, XGLMConfig
 
 from conversations.files import sha256
-from diagnostics.report import with_interval
-from diagnostics.results import Report, from_json
+from diagnostics.report import Report, with_interval
+from diagnostics.results import from_json
 from hub_cards.__main__ import main
 from hub_cards.build import build
 from hub_cards.card import NORMS, read_prose
@@ -479,14 +479,14 @@ def test_the_diagnostics_are_shown(trained: Path, report: Path, prose: Path, tmp
     (model,) = from_json(Report, json.loads((report / "report.json").read_text()), report).models
     text = (stage / "README.md").read_text()
     assert "| measured on 2 pictures | |" in text
-    assert f"| norm of visual over text tokens at the decoder | {with_interval(model.interface.ratio)} |" in text
-    for group in model.layers.groups:
-        assert f"visual minus text, {group.name} of the layers | {with_interval(group.gap)} |\n" in text
-    assert "![Norm of visual and text tokens at each layer, and how far each layer turns them](diagnostics/" in text
-    # Drawn anew: the report's own plots name the folder that was measured.
-    for name in ("layers.png", "attention.png"):
-        assert (stage / "diagnostics" / name).stat().st_size > 10_000
-        assert (stage / "diagnostics" / name).read_bytes() != (report / "figures" / name).read_bytes()
+    assert f"| norm of visual over text tokens at the decoder | {with_interval(model.summary.look("ratio"))} |" in text
+    for name in model.thirds:
+        gap = with_interval(model.summary.look(f"gap, {name}"))
+        assert f"visual minus text, {name} of the layers | {gap} |\n" in text
+    assert "![Norm of visual and text tokens by layer, how far each layer turns them, attention" in text
+    # Drawn anew: the report's own plot names the folder that was measured.
+    assert (stage / "diagnostics" / "layers.png").stat().st_size > 10_000
+    assert (stage / "diagnostics" / "layers.png").read_bytes() != (report / "figures" / "overview.png").read_bytes()
 
 
 def test_diagnostics_of_quantized_weights_are_refused(
@@ -522,8 +522,8 @@ def test_figures_of_other_weights_are_refused(trained: Path, report: Path, prose
 
 
 def test_diagnostics_that_lack_something_are_refused(trained: Path, report: Path, prose: Path, tmp_path: Path) -> None:
-    diagnostics = change_report(report, tmp_path / "diagnostics", layers={})
-    with pytest.raises(ValueError, match=r"report\.json: no models\.0\.layers\.visual, models\.0\.layers\.text"):
+    diagnostics = change_report(report, tmp_path / "diagnostics", summary={})
+    with pytest.raises(ValueError, match=r"report\.json: no models\.0\.summary\.columns"):
         build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
 
 

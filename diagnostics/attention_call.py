@@ -17,7 +17,7 @@ RECORDED = "recorded_sdpa"
 NO_MODULE = "the layer has no module k_norm, k_layernorm or k_proj"
 OTHER_KEYS = "what its k_norm or k_proj returns is not what its attention rotates"
 NO_CALL = "the layer never calls attention over the sample"
-# Recorders of an attention module, the last one first asked.
+# The recorders of an attention module, of which the last one is told.
 _RECORDERS: "WeakKeyDictionary[nn.Module, list[AttentionCalls]]" = WeakKeyDictionary()
 
 

@@ -31,7 +31,7 @@ from diagnostics.model_report import ModelReport, Pictures, measure_model
 from diagnostics.parts import DiagnosticsError
 from diagnostics.plots import FIGURES, draw_figures
 from diagnostics.plots import save as save_figure
-from diagnostics.report import Report, render_html, summarize_report
+from diagnostics.report import Report, measured_on, render_html, sentences
 from diagnostics.results import to_json
 
 
@@ -54,7 +54,8 @@ class Comparison:
     pictures: list[Pictures]
 
     def __str__(self) -> str:
-        return "\n".join(summarize_report(self.report))
+        of_models = [f"{model.name}: {text}" for model in self.report.models for text in sentences(model)]
+        return "\n".join([measured_on(self.report), *of_models])
 
     def frame(self) -> pd.DataFrame:
         """A row for each measure, modality and layer of each model, with `mean`, `low`, `high` (its 95% interval) and

@@ -24,9 +24,8 @@ from transformers.utils import logging as transformers_logging
 
 from conversations.files import write_whole
 from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
-from diagnostics.measures import measure_interface, measure_layers, measure_projector_norm
+from diagnostics.measures import measure_all
 from diagnostics.model_report import record_samples
-from diagnostics.norms import vocabulary_norms
 from diagnostics.plots import draw_dynamics, save
 from diagnostics.results import from_json, to_json
 from diagnostics.samples import Sample, prepare_samples
@@ -80,17 +79,11 @@ def check_questions(points: Sequence[DynamicsPoint], questions: Sequence[Questio
 def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) -> DynamicsPoint:
     """The measures tracked during training: interface norms, norms and turning by layer, gain and bias."""
     records = record_samples(model, samples, layers=())
-    measured = [
-        measure_interface(records, vocabulary_norms(model)),
-        measure_layers(records),
-        measure_projector_norm(model),
-    ]
-    rows = pd.concat([of for of in measured if of is not None], ignore_index=True)
     return DynamicsPoint(
         step=step,
         questions=fingerprint([sample.question for sample in samples]),
         dtype=str(model.dtype).removeprefix("torch."),
-        summary=Summary.of(rows),
+        summary=Summary.of(measure_all(model, records)),
     )
 
 

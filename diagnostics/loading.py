@@ -118,38 +118,30 @@ def load_model(
         OSError, ValueError: if it can't be loaded.
     """
     processor = load_processor(name, trust_remote_code)
-    try:
-        model = _load_weights(name, dtype, device_map, load_in_4bit, trust_remote_code)
-    except ImportError as error:
-        raise DiagnosticsError(_missing_package(error)) from error
-    image_token_id(model)
-    decoder_layers(model)
-    return model.eval(), processor
-
-
-def _load_weights(
-    name: str, dtype: str, device_map: str | None, load_in_4bit: bool, trust_remote_code: bool
-) -> PreTrainedModel:
     options: dict[str, Any] = {}
     if load_in_4bit:
-        compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=compute_dtype,
+            bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype),
             llm_int8_skip_modules=[rf"(.*\.)?{name}" for name in (*ENCODERS, *PROJECTORS, "lm_head")],
         )
     try:
-        return AutoModelForImageTextToText.from_pretrained(
+        model = AutoModelForImageTextToText.from_pretrained(
             name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, **options
         )
+    except ImportError as error:
+        raise DiagnosticsError(_missing_package(error)) from error
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
+        kind = type(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)).__name__
         raise NoVisualTokensError(
-            "This is not an image-text model: transformers has none with the config "
-            f"{type(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)).__name__}."
+            f"This is not an image-text model: transformers has none with the config {kind}."
         ) from error
+    image_token_id(model)
+    decoder_layers(model)
+    return model.eval(), processor
 
 
 def _missing_package(error: ImportError) -> str:
@@ -219,29 +211,22 @@ def load_questions(
     Returns:
         The result of [`take_questions`].
     """
-    folder = Path(data)
-    if _is_of_pictures(folder):
-        turns = [{"from": "human", "value": f"<image>\n{question}"}]
-        rows: Any = [
-            {"images": [str(path)], "conversations": turns, "source": str(path)} for path in _find_pictures(folder)
-        ]
-    else:
-        rows = load_rows(data, image_folder, split=split)
+    if not _is_of_pictures(Path(data)):
+        return take_questions(load_rows(data, image_folder, split=split), num_samples, data)
+    turns = [{"from": "human", "value": f"<image>\n{question}"}]
+    paths = sorted(
+        path
+        for path in Path(data).rglob("*")
+        if path.suffix.lower() in PICTURE_SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(data).parts)
+    )
+    rows: Any = [{"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths]
     return take_questions(rows, num_samples, data)
 
 
 def _is_of_pictures(path: Path) -> bool:
     """Whether `--data` is a folder of pictures, and not a dataset, which may hold some too."""
     return path.is_dir() and not any(file.suffix in DATASET_SUFFIXES for file in path.rglob("*"))
-
-
-def _find_pictures(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in PICTURE_SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
 
 
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:

@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import align_module_device
 from transformers import PreTrainedModel
 
-from diagnostics.norms import text_norm_target
+from diagnostics.norms import text_norm_target, vocabulary_norms
 from diagnostics.parts import find_norm
 from diagnostics.probe import Record
 from diagnostics.table import make_rows, ratio_rows
@@ -46,6 +46,17 @@ DEFINITIONS = {
     "with √(gain_l2² + bias_l2²), if the normalised coordinates have mean square 1 each and mean 0 over tokens",
     "gain_drift": "L2 norm of the gain minus its value when the model was composed: T/√d, or 1 without alignment",
 }
+
+
+def measure_all(model: PreTrainedModel, records: Sequence[Record]) -> pd.DataFrame:
+    """Rows of all measures of this module, of one record for each picture."""
+    measured = [
+        measure_interface(records, vocabulary_norms(model)),
+        measure_layers(records),
+        measure_projector_norm(model),
+        measure_attention(records),
+    ]
+    return pd.concat([rows for rows in measured if rows is not None], ignore_index=True)
 
 
 def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,17 +14,9 @@ from transformers import PreTrainedModel
 
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
 from diagnostics.loading import Question
-from diagnostics.measures import (
-    attention_map,
-    measure_attention,
-    measure_interface,
-    measure_layers,
-    measure_projector_norm,
-)
-from diagnostics.norms import vocabulary_norms
+from diagnostics.measures import attention_map, measure_all
 from diagnostics.parts import DiagnosticsError, decoder_layers, layer_groups
 from diagnostics.probe import Probe, Record
-from diagnostics.results import KEY
 from diagnostics.samples import Sample, naming_source, prepare_samples
 from diagnostics.table import Summary
 
@@ -39,7 +31,7 @@ class ModelReport:
 
     Attributes:
         name: Name in the report.
-        class_, dtype, num_layers, hidden_size: Of the model; a quantized one's dtype says so.
+        model_class, dtype, num_layers, hidden_size: Of the model; a quantized one's dtype says so.
         num_pictures: How many, with a question each.
         num_tokens: By modality.
         excluded: Number of excluded tokens by reason.
@@ -49,7 +41,7 @@ class ModelReport:
     """
 
     name: str
-    class_: str = field(metadata={KEY: "class"})
+    model_class: str
     dtype: str
     num_layers: int
     hidden_size: int
@@ -105,20 +97,13 @@ def measure_model(
     samples = prepare_samples(model, processor, questions)
     with evaluating(model):
         records = record_samples(model, samples, chosen, f"{name}: pictures")
-    keys = measure_space("keys", records)
-    measured = [
-        measure_interface(records, vocabulary_norms(model)),
-        measure_layers(records),
-        measure_projector_norm(model),
-        measure_attention(records),
-        keys,
-        measure_space("values", records),
-    ]
-    rows = pd.concat([of for of in measured if of is not None], ignore_index=True)
+    keys, values = (measure_space(name, records) for name in ("keys", "values"))
+    measured = [measure_all(model, records), *(of for of in (keys, values) if of is not None)]
+    rows = pd.concat(measured, ignore_index=True)
     is_quantized = getattr(model.config, "quantization_config", None) is not None
     report = ModelReport(
         name=name,
-        class_=type(model).__name__,
+        model_class=type(model).__name__,
         dtype=str(model.dtype).removeprefix("torch.") + (", quantized" if is_quantized else ""),
         num_layers=num_layers,
         hidden_size=model.config.get_text_config().hidden_size,

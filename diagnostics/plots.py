@@ -191,15 +191,9 @@ def draw_maps(models: Mapping[str, Pictures]) -> Figure:
 
 
 def _rows_of_maps(models: Mapping[str, Pictures]) -> list[tuple[str, Any, str, Any]]:
-    """Name, picture, question and maps of each model, over different pictures."""
-    seen = next(iter(models.values())).seen
-    first = {image.tobytes(): number for number, (image, _) in reversed([*enumerate(seen)])}
-    return [
-        (name, *drawn.seen[number], drawn.maps[number])
-        for number in sorted(first.values())
-        for name, drawn in models.items()
-        if drawn.maps[number]
-    ]
+    """Name, picture, question and maps, by picture and model."""
+    drawn = [(n, name, of) for name, of in models.items() for n in range(len(of.seen)) if of.maps[n]]
+    return [(name, *of.seen[n], of.maps[n]) for n, name, of in sorted(drawn, key=lambda row: row[0])]
 
 
 @styled

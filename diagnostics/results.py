@@ -4,21 +4,19 @@ A field with a default is left out of the JSON if it is `None`; every other one 
 """
 
 import math
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 
 T = TypeVar("T")
-# Metadata of a field whose name in the JSON is not allowed in Python.
-KEY = "key"
 
 
 def to_json(value: Any) -> Any:
     """A result as `json` writes it; NaN and infinities, which JSON doesn't have, become `None`."""
     if is_dataclass(value):
         return {
-            _key(of): to_json(entry)
+            of.name: to_json(entry)
             for of in fields(value)
             if (entry := getattr(value, of.name)) is not None or of.default is MISSING
         }
@@ -68,10 +66,10 @@ def _read(kind: Any, value: Any, place: str) -> Any:
 
 def _read_fields(kind: Any, entries: dict[str, object], place: str) -> Any:
     hints = get_type_hints(kind)
-    missing = [_key(field) for field in fields(kind) if field.default is MISSING and _key(field) not in entries]
+    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in entries]
     if missing:
         raise KeyError(f"no {', '.join(place + key for key in missing)}")
-    given = {field.name: _key(field) for field in fields(kind) if _key(field) in entries}
+    given = {field.name: field.name for field in fields(kind) if field.name in entries}
     return kind(**{name: _read(hints[name], entries[key], f"{place}{key}.") for name, key in given.items()})
 
 
@@ -79,7 +77,3 @@ def _expect(kind: Any, value: Any, place: str) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{place.removesuffix('.') or 'its content'} is {value!r:.40}")
     return value
-
-
-def _key(field: Field) -> str:
-    return field.metadata.get(KEY, field.name)

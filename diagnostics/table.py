@@ -1,8 +1,8 @@
 """Tidy rows, which every measure returns, and their means over pictures with 95% intervals.
 
 Tokens of one picture are correlated: each picture counts once, with the mean over its tokens. Intervals are Student's
-t over pictures. Statistics that are not means, such as ratios, use the jackknife: Student's t over pseudo-values (Tukey,
-1958; Efron and Stein, 1981). A percentile bootstrap over few pictures is too narrow.
+t over pictures. Statistics that are not means, such as ratios, use the jackknife: Student's t over pseudo-values
+(Tukey, 1958; Efron and Stein, 1981). A percentile bootstrap over few pictures is too narrow.
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ def by_third(rows: pd.DataFrame) -> pd.DataFrame:
     chosen = rows[rows["measure"].isin(BY_THIRD)]
     layers = chosen.loc[chosen["measure"] == "gap", "layer"]
     if layers.empty:
-        return chosen
+        return chosen[:0]
     return pd.concat(
         [
             over_layers(chosen[chosen["layer"].isin(numbers)]).assign(
@@ -123,7 +123,7 @@ def with_means(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([rows, over_layers(rows), by_third(rows)], ignore_index=True)
 
 
-def summarize(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
+def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     """Means over pictures: instead of `picture` and `value` columns `mean`, `low`, `high` (NaN for a single picture)
     and `n`, the number of pictures with a value."""
     keys = [name for name in rows.columns if name not in ("picture", "value")]
@@ -133,7 +133,7 @@ def summarize(rows: pd.DataFrame, level: float = LEVEL) -> pd.DataFrame:
     found = grouped.agg(
         whole=("whole", "first"), mean=("each", "mean"), spread=("each", "std"), n=("each", "count")
     ).reset_index()
-    half = stdtrit(found["n"].clip(lower=2) - 1, (1 + level) / 2) * found["spread"] / np.sqrt(found["n"].clip(lower=1))
+    half = stdtrit(found["n"].clip(lower=2) - 1, (1 + LEVEL) / 2) * found["spread"] / np.sqrt(found["n"].clip(lower=1))
     mean = found["whole"].fillna(found["mean"])
     return found[keys].assign(mean=mean, low=mean - half, high=mean + half, n=found["n"].astype("Int64"))
 
@@ -146,21 +146,21 @@ def subtract(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True)
 class Summary:
-    """What [`summarize`] returns for one model, as JSON holds it: a list for each column."""
+    """What [`summarize`] returns for one model, as JSON holds it: a row for each number."""
 
-    columns: dict[str, list[Any]]
+    rows: list[dict[str, Any]]
 
     @classmethod
     def of(cls, rows: pd.DataFrame) -> "Summary":
         """The summary of a model's rows, with means over layers."""
         frame = summarize(with_means(rows))
-        return cls(frame.astype(object).where(frame.notna(), None).to_dict("list"))
+        return cls(frame.astype(object).where(frame.notna(), None).to_dict("records"))
 
     @cached_property
     def frame(self) -> pd.DataFrame:
         """As a table."""
         numbers = {"layer": "Int64", "n": "Int64", "mean": float, "low": float, "high": float}
-        return pd.DataFrame(self.columns).astype(numbers)
+        return pd.DataFrame(self.rows).astype(numbers)
 
     def look(self, measure: str, modality: str = "") -> Estimate | None:
         """One number, a mean over layers if it is measured by layer; `None` if it is not there."""

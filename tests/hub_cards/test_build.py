@@ -523,7 +523,7 @@ def test_figures_of_other_weights_are_refused(trained: Path, report: Path, prose
 
 def test_diagnostics_that_lack_something_are_refused(trained: Path, report: Path, prose: Path, tmp_path: Path) -> None:
     diagnostics = change_report(report, tmp_path / "diagnostics", summary={})
-    with pytest.raises(ValueError, match=r"report\.json: no models\.0\.summary\.columns"):
+    with pytest.raises(ValueError, match=r"report\.json: no models\.0\.summary\.rows"):
         build(trained, tmp_path / "stage", "me/Mine", prose, diagnostics=diagnostics, **OWN)
 
 

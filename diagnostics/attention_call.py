@@ -160,7 +160,7 @@ def in_heads(projected: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     before, after = (torch.linalg.vector_norm(of, dim=-1, dtype=torch.float32) for of in (keys, key))
     factor = after.norm() / before.norm().clamp(min=1e-30)
     tolerance = max(8 * torch.finfo(key.dtype).eps, 1e-3)
-    if not torch.allclose(before * factor, after, rtol=tolerance, atol=tolerance * float(after.mean())):
+    if not ((before * factor - after).abs() <= tolerance * (after + after.mean())).all():
         return None
     return keys if abs(factor - 1) < tolerance else keys * factor
 

@@ -110,7 +110,8 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
         models: The models.
         rows: All their rows.
     """
-    columns, cells = [model.name for model in models], {}
+    columns = [model.name for model in models]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     of_columns = {model.name: model.summary.frame for model in models}
     if len(models) == 2:
         first, second = (with_means(rows[rows["model"] == name]) for name in columns)

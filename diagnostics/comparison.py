@@ -170,11 +170,11 @@ def measure_models(
     drawn: list[Pictures] = []
     for name, model, processor in models:
         try:
-            report, rows, pictures = measure_model(model, processor, questions.questions, name, layers)
+            of_model, rows, pictures = measure_model(model, processor, questions.questions, name, layers)
         except DiagnosticsError as error:
             raise type(error)(f"{name}: {error}") from error
         del model, processor  # before the next one is loaded
-        measured.append(report)
+        measured.append(of_model)
         of_models.append(rows.assign(model=name))
         drawn.append(pictures)
     table = pd.concat(of_models, ignore_index=True)

@@ -231,8 +231,9 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     pictures = np.arange(2 * count) % count
     mmds = [[unbiased_mmd(matrix, groups, pictures, split) for split in splits] for matrix in matrices]
     mmd, without, exchanged, halves = medians(mmds)
-    observed_and_halves = tuple(np.concatenate(sets) for sets in zip(splits.observed, splits.halves, strict=True))
-    js, *js_halves = np.median([js_divergence(head, groups, observed_and_halves) for head in heads], axis=0)
+    (a, b), (half, other) = splits.observed, splits.halves
+    both = (np.concatenate([a, half]), np.concatenate([b, other]))
+    js, *js_halves = np.median([js_divergence(head, groups, both) for head in heads], axis=0)
     rows = [jackknife_rows("mmd", mmd[0], without, layers=[layer])]
     numbers = {
         "p_value": (exchanged >= mmd[0] - 1e-9).mean(),  # the tolerance is for rounding errors

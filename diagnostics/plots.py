@@ -26,7 +26,7 @@ INK, FAINT = "#24292f", "#8c959f"
 MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
 GREEN, PURPLE, YELLOW, SKY = "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 DASHES = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (2, 1)))
-DOTTED = {"linestyle": (0, (1, 1.5)), "marker": ""}
+DOTTED: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "marker": ""}
 LINES: dict[str, dict[str, Any]] = {
     "visual": {"color": MODALITY_COLOURS["visual"]},
     "text": {"color": MODALITY_COLOURS["text"], "linestyle": DASHES[1], "marker": "s"},

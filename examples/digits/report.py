@@ -209,9 +209,7 @@ def render_table(scores: dict[str, dict[str, float]], measured: dict[str, Dynami
             )
         ]
         visual, text, ratio, *gaps = numbers
-        lines.append(
-            f"{label:26}{visual:10.3f}{text:10.3f}{ratio:10.2f}x" + "".join(f"{gap:14.3f}" for gap in gaps)
-        )
+        lines.append(f"{label:26}{visual:10.3f}{text:10.3f}{ratio:10.2f}x" + "".join(f"{gap:14.3f}" for gap in gaps))
     return "\n".join(lines)
 
 

@@ -479,7 +479,7 @@ def test_the_diagnostics_are_shown(trained: Path, report: Path, prose: Path, tmp
     (model,) = from_json(Report, json.loads((report / "report.json").read_text()), report).models
     text = (stage / "README.md").read_text()
     assert "| measured on 2 pictures | |" in text
-    assert f"| norm of visual over text tokens at the decoder | {with_interval(model.summary.look("ratio"))} |" in text
+    assert f"| norm of visual over text tokens at the decoder | {with_interval(model.summary.look('ratio'))} |" in text
     for name in model.thirds:
         gap = with_interval(model.summary.look(f"gap, {name}"))
         assert f"visual minus text, {name} of the layers | {gap} |\n" in text

@@ -1,7 +1,6 @@
 """The Space: what it answers, draws and refuses, over HTTP too, and that its pins install together."""
 
 import importlib
-import re
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import requires

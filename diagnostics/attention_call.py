@@ -1,26 +1,24 @@
-"""Records each layer's attention call: probabilities of chosen queries, keys and values.
+"""Records each layer's attention call: probabilities of chosen queries, keys and values."""
 
-Keys are recorded before rotary embedding, but the call gets them after it. Rotation keeps the inner products between a
-token's heads, so the unrotated keys are found by these products among the outputs of the layer's modules.
-"""
-
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 
-NO_MODULE = "no module of the layer returns the keys that its attention gets, before rotation"
-ROTATED_BEFORE = "they are normed after their rotation, so they don't exist before it"
+# Attention that tells who is recording it, under a name of its own.
+RECORDED = "recorded_sdpa"
+NO_MODULE = "the layer has no module k_norm, k_layernorm or k_proj"
+OTHER_KEYS = "what its k_norm or k_proj returns is not what its attention rotates"
 NO_CALL = "the layer never calls attention over the sample"
-
-
-class KeysNotFoundError(Exception):
-    """The keys before rotation are not among the outputs of a layer's modules; the message says why."""
+# The recorders of an attention module, of which the last one is told.
+_RECORDERS: "WeakKeyDictionary[nn.Module, list[AttentionCalls]]" = WeakKeyDictionary()
 
 
 class AttentionCalls:
@@ -29,8 +27,7 @@ class AttentionCalls:
     Attributes:
         attention: By layer, probabilities of the queries, `(num_heads, num_queries, S)`.
         visible: By layer, which keys the mask lets each query see, `(num_queries, S)`.
-        keys: By layer, before rotation, in float32, `(num_key_value_heads, num_kept, head_dim)`; for multi-head latent
-            attention, the part that is never rotated.
+        keys: By layer, before rotation, in float32, `(num_key_value_heads, num_kept, head_dim)`.
         values: By layer, in float32, `(num_key_value_heads, num_kept, value_head_dim)`.
 
     Args:
@@ -53,188 +50,119 @@ class AttentionCalls:
         self.visible: dict[int, torch.Tensor] = {}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        self._queries, self._key_positions, self._length, self._layers = queries, key_positions, length, layers
+        self._decoder, self._layers, self._length = decoder, layers, length
+        self._queries, self._key_positions = queries, key_positions
         self._without_keys: dict[str, list[int]] = {}  # reason: layer numbers
-        # Inputs and outputs of a layer's modules so far, until its attention is called.
-        self._seen: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+        self._numbers = {module: number for number, layer in layers.items() for module in layer.modules()}
+        self._projected: dict[nn.Module, torch.Tensor] = {}  # keys of an attention module before its call
         self._handles: list[RemovableHandle] = []
-        self._before: Any = ALL_ATTENTION_FUNCTIONS._local_mapping.get("sdpa")
-        self._implementation = decoder.config._attn_implementation
-        if self._implementation == "sdpa":
-            for number, layer in layers.items():
-                self._watch_modules(number, layer)
-            # Under the same name, by which transformers chooses masks and torch kernels.
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attend(ALL_ATTENTION_FUNCTIONS["sdpa"])
+        self._before = decoder.config._attn_implementation
+        self._is_recorded = bool(layers) and self._before in ("sdpa", RECORDED)
+        if not self._is_recorded:
+            return
+        for module in self._numbers:
+            source = find_keys_module(module)
+            if source is not None:
+                self._handles.append(source.register_forward_hook(self._see_keys(module)))
+            _RECORDERS.setdefault(module, []).append(self)
+        decoder.set_attn_implementation(RECORDED)
 
     def remove(self) -> None:
         """Remove the hooks and restore the attention function."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
-        if self._before is not None:
-            ALL_ATTENTION_FUNCTIONS["sdpa"] = self._before
+        if self._is_recorded:
+            for module in self._numbers:
+                _RECORDERS[module].remove(self)
+            self._decoder.set_attn_implementation(self._before)
 
     def notes(self) -> list[str]:
         """What was not recorded, and why."""
-        if self._implementation != "sdpa":
-            return [f"attention, keys: not recorded, the decoder runs with {self._implementation}, not with sdpa"]
-        notes = [
-            f"keys of layer {_numbers(layers)}: not recorded, {reason}"
-            for reason, layers in self._without_keys.items()
-        ]
-        without = [number for number in self._layers if number not in self.attention]
-        if without:
-            notes.append(f"attention, keys and values of layer {_numbers(without)}: not recorded, {NO_CALL}")
-        return notes
+        if not self._is_recorded:
+            why = f"attention, keys: not recorded, the decoder runs with {self._before}, not with sdpa"
+            return [why] if self._layers else []
+        without = {f"keys of layer {{}}: not recorded, {why}": layers for why, layers in self._without_keys.items()}
+        missed = [number for number in self._layers if number not in self.attention]
+        if missed:
+            without[f"attention, keys and values of layer {{}}: not recorded, {NO_CALL}"] = missed
+        return [note.format(", ".join(map(str, layers))) for note, layers in without.items()]
 
-    def _watch_modules(self, number: int, layer: nn.Module) -> None:
-        def begin(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self._seen[number] = [(None, args[0] if args else kwargs["hidden_states"])]
+    def _see_keys(self, attention: nn.Module) -> Any:
+        def see(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            self._projected[attention] = output.detach()[0]
 
-        def see(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            if number in self._seen and isinstance(output, torch.Tensor):
-                self._seen[number].append((next(iter((*args, *kwargs.values())), None), output))
-
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            self._seen.pop(number, None)
-
-        self._handles.append(layer.register_forward_pre_hook(begin, with_kwargs=True))
-        self._handles.append(layer.register_forward_hook(end))
-        for module in layer.modules():
-            if module is not layer:
-                self._handles.append(module.register_forward_hook(see, with_kwargs=True))
-
-    def _attend(self, sdpa: Callable[..., Any]) -> Callable[..., Any]:
-        numbers = {id(module): number for number, layer in self._layers.items() for module in layer.modules()}
-
-        def attend(
-            module: nn.Module,
-            query: torch.Tensor,
-            key: torch.Tensor,
-            value: torch.Tensor,
-            attention_mask: torch.Tensor | None,
-            **kwargs: Any,
-        ) -> Any:
-            number = numbers.get(id(module))
-            if number is not None and query.shape[2] == key.shape[2] == self._length:
-                rows, visible = attention_rows(query, key, attention_mask, self._queries, module, **kwargs)
-                self.attention[number], self.visible[number] = rows.cpu(), visible.cpu()
-                self._keep(number, module, key.detach()[0], value.detach()[0])
-            return sdpa(module, query, key, value, attention_mask, **kwargs)
-
-        return attend
+        return see
 
     @torch.no_grad()
-    def _keep(self, number: int, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> None:
-        seen = self._seen.pop(number, [])
-        repeats = count_repeats(key)
-        key, value = key[::repeats], value[::repeats]
-        positions = self._key_positions.to(key.device)
-        self.values[number] = value[:, positions].float().cpu()
-        latent = getattr(module, "qk_nope_head_dim", None)
-        try:
-            keys = find_keys(key, value, seen) if latent is None else find_latent_keys(key, latent, seen)
-        except KeysNotFoundError as error:
-            self._without_keys.setdefault(str(error), []).append(number)
+    def see(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> None:
+        """Record a call of the attention function, whose arguments these are."""
+        projected = self._projected.pop(module, None)
+        if not query.shape[2] == key.shape[2] == self._length:
+            return
+        number, positions = self._numbers[module], self._key_positions.to(key.device)
+        rows, visible = attention_rows(query, key, mask, self._queries, module, **kwargs)
+        self.attention[number], self.visible[number] = rows.cpu(), visible.cpu()
+        self.values[number] = value[0][:, positions].float().cpu()
+        keys = None if projected is None else in_heads(projected, key[0])
+        if keys is None:
+            reason = NO_MODULE if projected is None else OTHER_KEYS
+            self._without_keys.setdefault(reason, []).append(number)
         else:
             self.keys[number] = keys[:, positions].float().cpu()
 
 
-def _numbers(layers: list[int]) -> str:
-    return ", ".join(map(str, layers))
+def recorded_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> Any:
+    """transformers' sdpa, of which a module's recorder is told; only the one that was added last."""
+    for recorder in _RECORDERS.get(module, [])[-1:]:
+        recorder.see(module, query, key, value, attention_mask, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
-def count_repeats(key: torch.Tensor) -> int:
-    """How often each key head is repeated in a call's keys `(num_heads, S, head_dim)`, as some families do."""
-    count = len(key)
-    sizes = (size for size in range(count, 1, -1) if count % size == 0)
-    return next((size for size in sizes if torch.equal(key, key[::size].repeat_interleave(size, dim=0))), 1)
+AttentionInterface.register(RECORDED, recorded_attention)
+AttentionMaskInterface.register(RECORDED, sdpa_mask)
 
 
-def find_keys(key: torch.Tensor, value: torch.Tensor, seen: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
-    """The keys before rotation: the last module output that has, token by token, the same inner products between heads
-    as the keys that attention gets, times the scale that some rotary embeddings (YaRN) apply to all keys.
-
-    Args:
-        key, value: What attention gets, `(num_key_value_heads, S, head_dim)`.
-        seen: First input and output of the layer's modules, in order.
-
-    Returns:
-        `(num_key_value_heads, S, head_dim)`.
-
-    Raises:
-        KeysNotFoundError: if there is none, or only one that is already rotated.
-    """
-    products = _head_products(key)
-    scale = products.diagonal(dim1=1, dim2=2).sqrt()  # norms, [S, num_heads]
-    tolerance = max(4 * torch.finfo(key.dtype).eps, 1e-4)
-    limit = tolerance * scale[:, :, None] * scale[:, None] + 1e-12 * products.max()  # for zero keys
-    reason = NO_MODULE
-    for number in range(len(seen) - 1, 0, -1):
-        given, returned = seen[number]
-        for states in _in_heads(returned, key.shape):
-            factor = (scale.square().sum() / states.float().square().sum()).sqrt()
-            difference = (_head_products(states) * factor.square() - products).abs()
-            if torch.equal(states, value) or not (difference <= limit).all():
-                continue
-            if torch.equal(states, key) and not _comes_from(given, [output for _, output in seen[:number]], key.shape):
-                reason = ROTATED_BEFORE
-                continue
-            return states if abs(factor - 1) < tolerance else states * factor
-    raise KeysNotFoundError(reason)
+def find_keys_module(attention: nn.Module) -> nn.Module | None:
+    """The module of an attention module that returns keys before rotation; `None` if no name is known."""
+    names = ("k_norm", "k_layernorm", "k_proj")
+    return next((part for part in (getattr(attention, name, None) for name in names) if part is not None), None)
 
 
-def find_latent_keys(key: torch.Tensor, size: int, seen: list[tuple[Any, torch.Tensor]]) -> torch.Tensor:
-    """The part of the keys that multi-head latent attention never rotates.
+def in_heads(projected: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+    """Keys before rotation as `(num_key_value_heads, S, head_dim)`, times the scale that some rotary embeddings (YaRN)
+    apply to all keys; `None` if these are not the ones that attention rotates, which keeps their norms.
 
     Args:
+        projected: What a module returned, tokens or heads first.
         key: What attention gets, `(num_heads, S, head_dim)`.
-        size: Width of the part, which comes first or last in the key.
-        seen: As for [`find_keys`]; a module returns the part before the values of each head.
-
-    Returns:
-        `(num_heads, S, size)`.
-
-    Raises:
-        KeysNotFoundError: if no module returns it.
     """
-    num_heads, length, _ = key.shape
-    for _, returned in reversed(seen):
-        width, rest = divmod(returned.numel(), num_heads * length)
-        if rest or width < size:
-            continue
-        for states in _in_heads(returned, torch.Size((num_heads, length, width))):
-            part = states[..., :size]
-            if torch.equal(part, key[..., :size]) or torch.equal(part, key[..., -size:]):
-                return part
-    raise KeysNotFoundError(NO_MODULE)
-
-
-def _comes_from(given: Any, outputs: list[torch.Tensor], shape: torch.Size) -> bool:
-    """Whether a module's input is an earlier module's output; if not, it was changed in between: rotated."""
-    taken = _in_heads(given, shape) if isinstance(given, torch.Tensor) else []
-    found = [states for output in outputs for states in _in_heads(output, shape)]
-    return not taken or any(torch.equal(states, other) for states in taken for other in found)
-
-
-def _in_heads(states: torch.Tensor, shape: torch.Size) -> list[torch.Tensor]:
-    """A tensor as `(num_heads, S, size)`, for each layout (tokens or heads first) that its shape allows."""
-    num_heads, length, size = shape
-    if states.numel() != shape.numel():
-        return []
-    layouts = []
-    if states.shape[-3:] == shape:
-        layouts.append(states.reshape(shape))
-    if states.shape[-2:] == (length, num_heads * size) or states.shape[-3:] == (length, num_heads, size):
-        layouts.append(states.reshape(length, num_heads, size).transpose(0, 1))
-    return layouts
-
-
-def _head_products(states: torch.Tensor) -> torch.Tensor:
-    """Inner products between each token's heads, `(S, num_heads, num_heads)`, of `(num_heads, S, head_dim)`."""
-    states = states.float().transpose(0, 1)
-    return states @ states.transpose(1, 2)
+    heads, length, size = key.shape
+    if projected.numel() != key.numel():
+        return None
+    is_heads_first = projected.ndim == 3 and projected.shape[:2] == (heads, length)
+    keys = projected if is_heads_first else projected.reshape(length, heads, size).transpose(0, 1)
+    before, after = (torch.linalg.vector_norm(of, dim=-1, dtype=torch.float32) for of in (keys, key))
+    factor = after.norm() / before.norm().clamp(min=1e-30)
+    tolerance = max(8 * torch.finfo(key.dtype).eps, 1e-3)
+    if not ((before * factor - after).abs() <= tolerance * (after + after.mean())).all():
+        return None
+    return keys if abs(factor - 1) < tolerance else keys * factor
 
 
 @torch.no_grad()

@@ -11,11 +11,10 @@ measured.save("report")
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import pandas as pd
 import torch
@@ -27,21 +26,17 @@ from transformers import PreTrainedModel
 from conversations.files import write_whole
 from conversations.pictures import to_rgb
 from conversations.rows import BadRowError, Row, row_images
-from diagnostics.frame import to_frame
 from diagnostics.loading import QUESTION, Questions, load_questions, take_questions
-from diagnostics.model_report import Closeup, SharedBases, measure_model
+from diagnostics.model_report import ModelReport, Pictures, measure_model
 from diagnostics.parts import DiagnosticsError
-from diagnostics.pictures import Pictures
-from diagnostics.plots import FIGURES, draw_figures, to_svg
+from diagnostics.plots import FIGURES, draw_figures
 from diagnostics.plots import save as save_figure
-from diagnostics.report import render_html, render_markdown, summarize
-from diagnostics.results import LanguageModel, ModelReport, Report, to_json
+from diagnostics.report import Report, measured_on, render_html, sentences
+from diagnostics.results import to_json
 
 
 # A folder or file as `--data` takes it, or pictures, or rows as training takes them.
 Data = str | Path | Sequence[Image.Image | Row]
-# Independent models, or checkpoints of one model, whose keys share a basis.
-Kind = Literal["models", "checkpoints"]
 
 
 @dataclass(frozen=True)
@@ -49,28 +44,31 @@ class Comparison:
     """What was measured of one or several models on the same questions.
 
     Attributes:
-        report: The numbers.
+        report: What was measured, on what.
+        rows: All numbers: `model` and the columns of [`~diagnostics.table`].
         pictures: Pictures, attention maps and t-SNE points to draw, one for each model.
-        questions: What was asked.
     """
 
     report: Report
+    rows: pd.DataFrame
     pictures: list[Pictures]
-    questions: Questions
 
     def __str__(self) -> str:
-        return "\n".join(summarize(self.report))
+        of_models = [f"{model.name}: {text}" for model in self.report.models for text in sentences(model)]
+        return "\n".join([measured_on(self.report), *of_models])
 
     def frame(self) -> pd.DataFrame:
-        """A row for each measure; see [`~diagnostics.frame.to_frame`]."""
-        return to_frame(self.report)
+        """A row for each measure, modality and layer of each model, with `mean`, `low`, `high` (its 95% interval) and
+        `n` (pictures). Rows without a layer are means over layers, or measures without layers."""
+        return pd.concat([of.summary.frame.assign(model=of.name) for of in self.report.models], ignore_index=True)
 
     def figures(self) -> dict[str, Figure]:
         """The report's figures by name; those without data are left out."""
-        return draw_figures(self.report, self.pictures, self.questions.questions)
+        return draw_figures({model.name: model.summary for model in self.report.models}, self.pictures)
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.html`, `.md`, `.json` and `.csv`, and below `figures/` all figures as PNG and PDF."""
+        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), and below `figures/`
+        all figures as PNG and PDF."""
         folder = Path(folder)
         drawn = folder / "figures"
         drawn.mkdir(parents=True, exist_ok=True)
@@ -78,15 +76,12 @@ class Comparison:
             for suffix in ("png", "pdf"):
                 (drawn / f"{name}.{suffix}").unlink(missing_ok=True)
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
+        write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
         write_whole(folder / "report.json", json.dumps(to_json(self.report), indent=1, allow_nan=False))
-        svgs, files = {}, []
         for name, figure in self.figures().items():
-            svgs[name] = to_svg(figure, name)
-            files.append(f"{drawn.name}/{name}.png")
             for suffix in ("png", "pdf"):
                 save_figure(figure, drawn / f"{name}.{suffix}")
-        write_whole(folder / "report.html", render_html(self.report, svgs))
-        write_whole(folder / "report.md", render_markdown(self.report, files))
+        write_whole(folder / "report.html", render_html(self.report, self.rows, drawn))
 
 
 def measure(model: PreTrainedModel, processor: Any, data: Data, name: str = "model", **options: Any) -> Comparison:
@@ -99,8 +94,7 @@ def compare(
     data: Data,
     question: str = QUESTION,
     num_samples: int = 32,
-    kind: Kind = "models",
-    closeup: Closeup = Closeup(),  # noqa: B008 - it can't be changed
+    layers: Sequence[int] | None = None,
 ) -> Comparison:
     """Measure models side by side on the same questions.
 
@@ -109,21 +103,20 @@ def compare(
         data: Pictures, rows as training takes them, or what `--data` takes.
         question: Asked about pictures that come without one.
         num_samples: How many pictures at most.
-        kind: `"checkpoints"` for checkpoints of one model.
-        closeup: Layers, heads and query to show in detail.
+        layers: Layers whose attention and keys are measured; six evenly spread ones by default.
 
     Raises:
         DiagnosticsError: if a model can't be measured on this data; the message says why.
-        ValueError: if there are no models, `kind` is unknown, or a row is malformed.
+        ValueError: if there are no models, or no row can be read.
     """
-    if not models or kind not in get_args(Kind):
-        raise ValueError(f"Give models, and a kind of {' or '.join(get_args(Kind))}; got {len(models)} and {kind!r}.")
+    if not models:
+        raise ValueError("Give at least one model.")
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1, got {num_samples}.")
     questions = find_questions(data, question, num_samples)
     named = Path(data).name if isinstance(data, str | Path) else "data in memory"
     loaded = ((name, model, processor) for name, (model, processor) in models.items())
-    return measure_models(loaded, questions, named, kind, closeup)
+    return measure_models(loaded, questions, named, layers)
 
 
 def find_questions(data: Data, question: str, num_samples: int) -> Questions:
@@ -160,9 +153,7 @@ def measure_models(
     models: Iterable[tuple[str, PreTrainedModel, Any]],
     questions: Questions,
     data: str,
-    kind: Kind,
-    closeup: Closeup,
-    base: LanguageModel | None = None,
+    layers: Sequence[int] | None = None,
     command: str = "diagnostics.compare",
 ) -> Comparison:
     """Measure models one after the other, so that only one has to be in memory.
@@ -171,54 +162,29 @@ def measure_models(
         models: Name, model and processor.
         questions: What is asked.
         data: Name of the data in the report.
-        kind, closeup: As in [`compare`].
-        base: A language model to compare with.
+        layers: As in [`compare`].
         command: Command shown in the report.
     """
     measured: list[ModelReport] = []
+    of_models: list[pd.DataFrame] = []
     drawn: list[Pictures] = []
-    bases = SharedBases()
     for name, model, processor in models:
-        if kind == "models":
-            bases = SharedBases()
         try:
-            with evaluating(model):
-                report, pictures = measure_model(model, processor, questions.questions, name, closeup, bases)
+            of_model, rows, pictures = measure_model(model, processor, questions.questions, name, layers)
         except DiagnosticsError as error:
             raise type(error)(f"{name}: {error}") from error
-        if kind == "checkpoints" and measured and report.num_layers != measured[0].num_layers:
-            raise DiagnosticsError(
-                f"{name} has {report.num_layers} layers, {measured[0].name} {measured[0].num_layers}: these are not "
-                "checkpoints of one model, compare them as models."
-            )
-        measured.append(report)
-        drawn.append(pictures)
         del model, processor  # before the next one is loaded
-    return Comparison(
-        Report(
-            command=command,
-            versions={"torch": torch.__version__, "transformers": transformers.__version__},
-            data=data,
-            num_samples=len(questions.questions),
-            num_pictures=questions.num_pictures,
-            passed_over=questions.passed_over,
-            unreadable=questions.unreadable,
-            compare=kind,
-            models=measured,
-            base=base,
-        ),
-        drawn,
-        questions,
+        measured.append(of_model)
+        of_models.append(rows.assign(model=name))
+        drawn.append(pictures)
+    table = pd.concat(of_models, ignore_index=True)
+    report = Report(
+        command=command,
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        data=data,
+        num_pictures=len(questions.questions),
+        passed_over=questions.passed_over,
+        unreadable=questions.unreadable,
+        models=measured,
     )
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put the model in eval mode; restore every module's mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+    return Comparison(report, table[["model", *table.columns.drop("model")]], drawn)

@@ -12,30 +12,46 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging as transformers_logging
 
 from conversations.files import write_whole
-from diagnostics.embeddings import vocabulary_norms
-from diagnostics.interface import measure_interface
-from diagnostics.layers import measure_layers
-from diagnostics.loading import ModelOptions, Question, add_arguments, load_model, model_options, read_questions
+from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
+from diagnostics.measures import measure_all
 from diagnostics.model_report import record_samples
 from diagnostics.plots import draw_dynamics, save
-from diagnostics.projector_norm import measure_projector_norm
-from diagnostics.results import DynamicsPoint, from_json, to_json
+from diagnostics.results import from_json, to_json
 from diagnostics.samples import Sample, prepare_samples
-from diagnostics.statistics import number_pictures
+from diagnostics.table import Summary
 
 
 logger = logging.getLogger(__name__)
 
 FILE = "dynamics.jsonl"
+
+
+@dataclass(frozen=True)
+class DynamicsPoint:
+    """The measures tracked during training, at one step.
+
+    Attributes:
+        step: Of the run.
+        questions: Fingerprint of the questions.
+        dtype: Of the model; during training with bf16, `"bfloat16 autocast"`.
+        summary: The numbers.
+    """
+
+    step: int
+    questions: str
+    dtype: str
+    summary: Summary
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
@@ -63,15 +79,11 @@ def check_questions(points: Sequence[DynamicsPoint], questions: Sequence[Questio
 def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) -> DynamicsPoint:
     """The measures tracked during training: interface norms, norms and turning by layer, gain and bias."""
     records = record_samples(model, samples, layers=())
-    pictures = number_pictures([sample.question.picture for sample in samples])
-    hidden_size = model.config.get_text_config().hidden_size
     return DynamicsPoint(
         step=step,
         questions=fingerprint([sample.question for sample in samples]),
         dtype=str(model.dtype).removeprefix("torch."),
-        interface=measure_interface(records, pictures, vocabulary_norms(model), hidden_size),
-        layers=measure_layers(records, pictures),
-        projector_norm=measure_projector_norm(model),
+        summary=Summary.of(measure_all(model, records)),
     )
 
 
@@ -102,7 +114,7 @@ def write_points(points: Sequence[DynamicsPoint], path: Path) -> None:
 
 
 def measure_run(
-    run: Path, questions: Sequence[Question], start: str | None = None, **options: Unpack[ModelOptions]
+    run: Path, questions: Sequence[Question], start: str | None = None, **options: Any
 ) -> list[DynamicsPoint]:
     """Measure every checkpoint of a run that is not in its `dynamics.jsonl` yet, and add it there.
 
@@ -131,13 +143,18 @@ def measure_run(
             logger.info("step %d is in %s already; %s is not measured", step, run / FILE, name)
             continue
         logger.info("measuring %s", name)
-        model, processor = load_model(name, **options)
-        point = measure_point(model, prepare_samples(model, processor, questions), step)
+        point = _measure_checkpoint(name, questions, step, **options)
         if other := {before.dtype for before in points} - {point.dtype}:
             logger.warning("%s is in %s, other points of %s in %s", name, point.dtype, run / FILE, ", ".join(other))
         points = sorted([*points, point], key=lambda point: point.step)
         write_points(points, run / FILE)
     return points
+
+
+def _measure_checkpoint(name: str, questions: Sequence[Question], step: int, **options: Any) -> DynamicsPoint:
+    """A function of its own, so that no checkpoint stays in memory while the next one is loaded."""
+    model, processor = load_model(name, **options)
+    return measure_point(model, prepare_samples(model, processor, questions), step)
 
 
 def main() -> None:
@@ -160,18 +177,11 @@ def main() -> None:
         points = measure_run(args.run, questions, args.start, **model_options(args))
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-    save(draw_dynamics(points), args.run / "dynamics.png")
-    logger.info("%8s%10s%10s%10s%14s%12s", "step", "visual", "text", "ratio", "1-cos visual", "1-cos text")
-    for point in points:
-        logger.info(
-            "%8d%10.3f%10.3f%10.2f%14.3f%12.3f",
-            point.step,
-            point.interface.visual_at_decoder.mean,
-            point.interface.text_at_decoder.mean,
-            point.interface.ratio.mean,
-            point.layers.visual.update_rate.mean,
-            point.layers.text.update_rate.mean,
-        )
+    save(draw_dynamics({point.step: point.summary for point in points}), args.run / "dynamics.png")
+    frames = pd.concat([point.summary.frame.assign(step=point.step) for point in points])
+    means = frames[frames["layer"].isna() & frames["measure"].isin(["at_decoder", "ratio", "turning"])]
+    shown = means.pivot(index="step", columns=["measure", "modality"], values="mean")
+    logger.info("%s", shown.to_string(float_format="{:.3f}".format))
     logger.info("Points and plot in %s", args.run)
 
 

@@ -22,13 +22,14 @@ class InterfaceHooks:
 
     Args:
         model: The model.
-        see: Takes the place and the tensor.
+        see: Takes the place and the tensor. What it returns for `"decoder"`, if anything, enters the first layer in
+            the tensor's place; hooks that are added later see that.
 
     Attributes:
         notes: Places that were not found in the model.
     """
 
-    def __init__(self, model: PreTrainedModel, see: Callable[[str, torch.Tensor], None]) -> None:
+    def __init__(self, model: PreTrainedModel, see: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
         encoder, projector, norm = find_encoder(model), find_projector(model), find_norm(model)
         self.notes: list[str] = []
 
@@ -42,8 +43,11 @@ class InterfaceHooks:
                 see("projector_input", before)
                 see("projector_output", after)
 
-        def see_entrance(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            see("decoder", args[0] if args else kwargs["hidden_states"])
+        def see_entrance(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+            changed = see("decoder", args[0] if args else kwargs["hidden_states"])
+            if changed is None:
+                return None
+            return ((changed, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": changed})
 
         self._handles = [decoder_layers(model)[0].register_forward_pre_hook(see_entrance, with_kwargs=True)]
         if encoder is None:
@@ -55,7 +59,11 @@ class InterfaceHooks:
         else:
             self._handles.append(projector.register_forward_hook(see_projector, with_kwargs=True))
         if norm is not None:
-            self._handles.append(norm.register_forward_pre_hook(lambda module, args: see("norm_input", args[0])))
+
+            def see_norm(module: nn.Module, args: Any) -> None:
+                see("norm_input", args[0])
+
+            self._handles.append(norm.register_forward_pre_hook(see_norm))
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Required, TypedDict
+from typing import Any
 
 import torch
 from PIL import Image
@@ -24,7 +24,7 @@ import modeling_normllava  # noqa: F401 - registers the classes with the auto cl
 from conversations.checks import check_question
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import IMAGE_MARK, BadRowError, Row, picture_path, row_images, row_turns, to_messages
+from conversations.rows import BadRowError, Row, row_images, row_turns, to_messages
 from diagnostics.parts import (
     ENCODERS,
     PROJECTORS,
@@ -37,24 +37,13 @@ from diagnostics.parts import (
 
 logger = logging.getLogger(__name__)
 
+# After so many rows that can't be read at the start, no more are tried.
+MAX_UNREADABLE = 100
 QUESTION = "Describe this picture."
 DATASET_SUFFIXES = (".arrow", ".parquet", ".tar")
 PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
-
-
-class Part(TypedDict, total=False):
-    """A piece of a chat message: a text, or a picture."""
-
-    type: Required[Literal["text", "image"]]
-    text: str
-    image: Image.Image
-
-
-class Message(TypedDict):
-    """A chat message."""
-
-    role: str
-    content: list[Part]
+# A chat message: its role, and its content as a list of texts and pictures.
+Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -63,18 +52,20 @@ class Question:
 
     Attributes:
         source: Where it comes from, for messages.
-        picture: Fingerprint of the content of the prompt's pictures, independent of their paths; statistics are over
-            these.
+        picture: Fingerprint of the content of the prompt's pictures, independent of their paths.
         images: The prompt's pictures, in RGB.
         prompt: Messages up to the first answer.
-        conversation: All messages.
     """
 
     source: str
     picture: str
     images: list[Image.Image]
     prompt: list[Message]
-    conversation: list[Message]
+
+    @property
+    def text(self) -> str:
+        """The words of the last message."""
+        return " ".join(part["text"] for part in self.prompt[-1]["content"] if part["type"] == "text").strip()
 
 
 @dataclass(frozen=True)
@@ -82,25 +73,14 @@ class Questions:
     """Questions chosen from some data.
 
     Attributes:
-        questions: In order; a picture is repeated only if there were too few.
-        num_pictures: How many different pictures they show.
+        questions: In order, each about another picture.
         passed_over: Number of skipped rows without a picture.
-        unreadable: A line for each skipped row with an unreadable picture, with the reason.
+        unreadable: A line for each skipped row that can't be read, with the reason.
     """
 
     questions: list[Question]
-    num_pictures: int
     passed_over: int
     unreadable: list[str]
-
-
-class ModelOptions(TypedDict, total=False):
-    """Options of [`load_model`]."""
-
-    dtype: str
-    device_map: str | None
-    load_in_4bit: bool
-    trust_remote_code: bool
 
 
 def load_processor(name: str, trust_remote_code: bool = False) -> Any:
@@ -138,38 +118,30 @@ def load_model(
         OSError, ValueError: if it can't be loaded.
     """
     processor = load_processor(name, trust_remote_code)
-    try:
-        model = _load_weights(name, dtype, device_map, load_in_4bit, trust_remote_code)
-    except ImportError as error:
-        raise DiagnosticsError(_missing_package(error)) from error
-    image_token_id(model)
-    decoder_layers(model)
-    return model.eval(), processor
-
-
-def _load_weights(
-    name: str, dtype: str, device_map: str | None, load_in_4bit: bool, trust_remote_code: bool
-) -> PreTrainedModel:
     options: dict[str, Any] = {}
     if load_in_4bit:
-        compute_dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=compute_dtype,
+            bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype),
             llm_int8_skip_modules=[rf"(.*\.)?{name}" for name in (*ENCODERS, *PROJECTORS, "lm_head")],
         )
     try:
-        return AutoModelForImageTextToText.from_pretrained(
+        model = AutoModelForImageTextToText.from_pretrained(
             name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, **options
         )
+    except ImportError as error:
+        raise DiagnosticsError(_missing_package(error)) from error
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
+        kind = type(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)).__name__
         raise NoVisualTokensError(
-            "This is not an image-text model: transformers has none with the config "
-            f"{type(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)).__name__}."
+            f"This is not an image-text model: transformers has none with the config {kind}."
         ) from error
+    image_token_id(model)
+    decoder_layers(model)
+    return model.eval(), processor
 
 
 def _missing_package(error: ImportError) -> str:
@@ -179,27 +151,6 @@ def _missing_package(error: ImportError) -> str:
         return " ".join(str(error).split())
     package = needed[2].lower()
     return f"{needed[1]} needs the package {package}, which is not installed: run `pip install {package}`."
-
-
-def count_layers_and_heads(name: str, trust_remote_code: bool = False) -> tuple[int, int]:
-    """How many layers a model's decoder has, and how many attention heads each, from its config alone.
-
-    Args:
-        name: Folder or Hub id.
-        trust_remote_code: As for [`load_model`].
-
-    Raises:
-        OSError, ValueError: if it has no config that can be loaded.
-        DiagnosticsError: if the config doesn't say.
-    """
-    config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code).get_text_config(decoder=True)
-    layers, heads = (getattr(config, field, None) for field in ("num_hidden_layers", "num_attention_heads"))
-    if not isinstance(layers, int) or not isinstance(heads, int):
-        raise DiagnosticsError(
-            f"{type(config).__name__} doesn't say how many layers and heads its decoder has: num_hidden_layers and "
-            f"num_attention_heads are {layers} and {heads}."
-        )
-    return layers, heads
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
@@ -216,14 +167,9 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
-def model_options(args: argparse.Namespace) -> ModelOptions:
+def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of [`load_model`] from the command line."""
-    return {
-        "dtype": args.dtype,
-        "device_map": args.device_map,
-        "load_in_4bit": args.load_in_4bit,
-        "trust_remote_code": args.trust_remote_code,
-    }
+    return {name: getattr(args, name) for name in ("dtype", "device_map", "load_in_4bit", "trust_remote_code")}
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
@@ -244,13 +190,8 @@ def read_questions(args: argparse.Namespace) -> Questions:
             raise SystemExit(f"--{name} is not used, because {args.data} holds {kind}: leave it out.")
     if chosen.passed_over:
         logger.info("%d rows of %s have no picture and were skipped", chosen.passed_over, args.data)
-    if chosen.num_pictures < len(chosen.questions):
-        logger.info(
-            "%d questions on %d different pictures: %s has no more",
-            len(chosen.questions),
-            chosen.num_pictures,
-            args.data,
-        )
+    if len(chosen.questions) < args.num_samples:
+        logger.info("%s has %d different pictures, fewer than --num_samples", args.data, len(chosen.questions))
     return chosen
 
 
@@ -270,14 +211,16 @@ def load_questions(
     Returns:
         The result of [`take_questions`].
     """
-    folder = Path(data)
-    if _is_of_pictures(folder):
-        turns = [{"from": "human", "value": f"<image>\n{question}"}]
-        rows: Any = [
-            {"images": [str(path)], "conversations": turns, "source": str(path)} for path in _find_pictures(folder)
-        ]
-    else:
-        rows = load_rows(data, image_folder, split=split)
+    if not _is_of_pictures(Path(data)):
+        return take_questions(load_rows(data, image_folder, split=split), num_samples, data)
+    turns = [{"from": "human", "value": f"<image>\n{question}"}]
+    paths = sorted(
+        path
+        for path in Path(data).rglob("*")
+        if path.suffix.lower() in PICTURE_SUFFIXES
+        and not any(part.startswith(".") for part in path.relative_to(data).parts)
+    )
+    rows: Any = [{"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths]
     return take_questions(rows, num_samples, data)
 
 
@@ -286,20 +229,11 @@ def _is_of_pictures(path: Path) -> bool:
     return path.is_dir() and not any(file.suffix in DATASET_SUFFIXES for file in path.rglob("*"))
 
 
-def _find_pictures(folder: Path) -> list[Path]:
-    return sorted(
-        path
-        for path in folder.rglob("*")
-        if path.suffix.lower() in PICTURE_SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    )
-
-
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
     """The first rows that have a new picture before their first answer, at most `num_samples`.
 
-    Rows with a picture that was taken already are used, in order, only if there are too few. Rows with unreadable
-    pictures are skipped with a warning.
+    Rows with a picture that was taken already are left out. Rows that can't be read, malformed or with a broken or
+    missing picture, are skipped with a warning.
 
     Args:
         rows: With `source`.
@@ -308,70 +242,45 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
 
     Raises:
         NoVisualTokensError: if there is none.
-        BadRowError: if a row is malformed.
     """
     taken: dict[str, Question] = {}
-    seen: set[tuple[str, ...]] = set()
-    reserve: list[Row] = []
-    passed_over = 0
+    seen: set[int] = set()  # hashes of the pictures' paths or bytes, so that none is opened twice
     unreadable: list[str] = []
+    passed_over = 0
     for row in rows:
-        if len(taken) == num_samples:
+        if len(taken) == num_samples or (not taken and len(unreadable) == MAX_UNREADABLE):
             break
-        check_question(row)
-        files = _files(row)
-        if not files:
-            passed_over += 1
-        elif files in seen:
-            reserve = [*reserve, row][:num_samples]
-        else:
-            try:
-                question = _to_question(row)
-            except BadRowError as error:
-                logger.warning("skipped: %s", error)
-                unreadable.append(str(error))
-                continue
+        try:
+            check_question(row)
+            files = hash(repr(row_images(row)))
+            question = None if files in seen else _to_question(row)
+        except BadRowError as error:
+            logger.warning("skipped: %s", error)
+            unreadable.append(str(error))
+            continue
+        if question is not None and question.images:
             seen.add(files)
-            if question.picture in taken:
-                reserve = [*reserve, row][:num_samples]
-            else:
-                taken[question.picture] = question
+            taken.setdefault(question.picture, question)
+        passed_over += question is not None and not question.images
     if not taken:
         reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
         raise NoVisualTokensError(
             f"{data} has no pictures to ask about ({passed_over} rows without one before the first answer). Give "
             f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
         )
-    again = [_to_question(row) for row in reserve[: num_samples - len(taken)]]
-    return Questions([*taken.values(), *again], len(taken), passed_over, unreadable)
-
-
-def _files(row: Row) -> tuple[str, ...]:
-    """Identifies the prompt's pictures without opening them: by their paths, or a hash of the bytes."""
-    marks = sum(turn["value"].count(IMAGE_MARK) for turn in _prompt_turns(row))
-    files = []
-    for image in row_images(row)[:marks]:
-        path = picture_path(row, image)
-        files.append(
-            hashlib.sha256(image["bytes"]).hexdigest() if path is None and isinstance(image, dict) else str(path)
-        )
-    return tuple(files)
-
-
-def _prompt_turns(row: Row) -> list[dict[str, str]]:
-    """The turns before the first answer."""
-    return list(itertools.takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)))
+    return Questions([*taken.values()], passed_over, unreadable)
 
 
 def _to_question(row: Row) -> Question:
-    images = open_images(row)
-    prompt, conversation = (
-        _with_images(to_messages({**row, "conversations": part}), images)
-        for part in (_prompt_turns(row), row_turns(row))
-    )
-    asked_about = sum(part["type"] == "image" for message in prompt for part in message["content"])
-    images = images[:asked_about]
-    return Question(row["source"], fingerprint_pictures(images), images, prompt, conversation)
+    before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)))
+    remaining, prompt = iter(open_images(row)), []
+    for message in to_messages({**row, "conversations": before_answer}):
+        content = message["content"]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [{"type": "image", "image": next(remaining)} if part["type"] == "image" else part for part in parts]
+        prompt.append({"role": message["role"], "content": parts})
+    images = [part["image"] for message in prompt for part in message["content"] if part["type"] == "image"]
+    return Question(row["source"], fingerprint_pictures(images), images, prompt)
 
 
 def fingerprint_pictures(images: Iterable[Image.Image]) -> str:
@@ -381,15 +290,3 @@ def fingerprint_pictures(images: Iterable[Image.Image]) -> str:
         rgb = image.convert("RGB")
         seen.update(repr(rgb.size).encode() + rgb.tobytes())
     return seen.hexdigest()[:16]
-
-
-def _with_images(messages: list[dict[str, Any]], images: list[Image.Image]) -> list[Message]:
-    """The messages with a picture in each of their image parts, and every content a list of parts."""
-    remaining = iter(images)
-    filled: list[Message] = []
-    for message in messages:
-        content = message["content"]
-        parts: list[Part] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        parts = [{"type": "image", "image": next(remaining)} if part["type"] == "image" else part for part in parts]
-        filled.append({"role": message["role"], "content": parts})
-    return filled

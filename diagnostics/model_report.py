@@ -1,68 +1,76 @@
-"""All measures of one model: a backward pass over a few samples, a forward pass over each, some with other prompts."""
+"""All measures of one model: a forward pass over each picture with its question."""
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
+from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from diagnostics.attention import measure_attention
-from diagnostics.attraction import measure_attractions
-from diagnostics.embeddings import measure_embeddings, vocabulary_norms
-from diagnostics.gradients import measure_gradients
-from diagnostics.interface import measure_interface
-from diagnostics.key_space import MAX_TOKENS, Bases, draw_positions, measure_space
-from diagnostics.layers import measure_layers
-from diagnostics.lens import measure_lens
-from diagnostics.loading import QUESTION, Message, Part, Question
-from diagnostics.parts import DiagnosticsError, decoder_layers
-from diagnostics.pictures import NUM_MAPS, Pictures, take_pictures
-from diagnostics.probe import Probe, Record, choose_queries
-from diagnostics.projector_norm import measure_projector_norm
-from diagnostics.results import Gradients, ModelReport, Prompted
+from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
+from diagnostics.loading import Question
+from diagnostics.measures import attention_map, measure_all
+from diagnostics.parts import DiagnosticsError, decoder_layers, layer_groups
+from diagnostics.probe import Probe, Record
 from diagnostics.samples import Sample, naming_source, prepare_samples
-from diagnostics.statistics import number_pictures
-from diagnostics.tokens import find_tokenizer
+from diagnostics.table import Summary
 
 
-GRADIENT_SAMPLES = 4
-# Asked about the first pictures, to see whether the gap of cosines depends on the question.
-OTHER_PROMPTS = (QUESTION, "What is in the middle of this picture?")
-PROMPTED_PICTURES = 8
+# Pictures over which attention is drawn.
+NUM_MAPS = 3
 
 
 @dataclass(frozen=True)
-class Closeup:
-    """What to show of a model in detail.
+class ModelReport:
+    """What was measured of one model.
 
     Attributes:
-        layers: Layers whose attention is drawn and whose keys are compared; six evenly spread ones by default.
-        heads: Heads whose mean attention is drawn; all by default.
-        query: Query whose attention is drawn: -1 is where the answer begins, -2 the last word before, and so on.
+        name: Name in the report.
+        model_class, dtype, num_layers, hidden_size: Of the model; a quantized one's dtype says so.
+        num_pictures: How many, with a question each.
+        num_tokens: By modality.
+        excluded: Number of excluded tokens by reason.
+        notes: What could not be recorded, and why.
+        summary: The numbers.
+        weights: [`~conversations.files.fingerprint`] of the weights; `None` if they are not in a local folder.
     """
 
-    layers: Sequence[int] | None = None
-    heads: Sequence[int] | None = None
-    query: int = -1
+    name: str
+    model_class: str
+    dtype: str
+    num_layers: int
+    hidden_size: int
+    num_pictures: int
+    num_tokens: dict[str, int]
+    excluded: dict[str, int]
+    notes: list[str]
+    summary: Summary
+    weights: str | None = None
 
-    def check(self, num_layers: int, num_heads: int) -> None:
-        """Raises `DiagnosticsError` if a chosen layer or head is out of range."""
-        for option, chosen, count in (("layers", self.layers, num_layers), ("heads", self.heads, num_heads)):
-            if not all(0 <= number < count for number in chosen or ()):
-                numbers = " ".join(map(str, chosen or ()))
-                raise DiagnosticsError(f"It has {option} 0 to {count - 1}, got --{option} {numbers}.")
+    @property
+    def thirds(self) -> list[str]:
+        """Names of the thirds of its layers, as in the names of measures such as "gap, first third"."""
+        return list(layer_groups(self.num_layers))
 
 
-@dataclass
-class SharedBases:
-    """Principal components of keys and of values, which the first of several checkpoints fills in."""
+@dataclass(frozen=True)
+class Pictures:
+    """One model's data to draw.
 
-    keys: Bases = field(default_factory=dict)
-    values: Bases = field(default_factory=dict)
+    Attributes:
+        seen: The first pictures, each as the vision encoder got it, with its question.
+        maps: For each, attention over it by layer; empty where its layout is not known.
+        keys: Number of a layer, and t-SNE of its visual and text keys; `None` if keys were not measured.
+    """
+
+    seen: list[tuple[Image.Image, str]]
+    maps: list[dict[int, torch.Tensor]]
+    keys: tuple[int, np.ndarray, np.ndarray] | None
 
 
 def measure_model(
@@ -70,40 +78,55 @@ def measure_model(
     processor: Any,
     questions: Sequence[Question],
     name: str,
-    closeup: Closeup,
-    bases: SharedBases,
-) -> tuple[ModelReport, Pictures]:
-    """Every measure of one model.
+    layers: Sequence[int] | None = None,
+) -> tuple[ModelReport, pd.DataFrame, Pictures]:
+    """Every measure of one model: its report, its rows, and what to draw.
 
     Args:
         model, processor: As [`~diagnostics.loading.load_model`] returns them.
         questions: The same for every model that is to be compared.
         name: The model's name in the report.
-        closeup: What to show in detail.
-        bases: Filled in by the first of several checkpoints, used by the others; new ones for every other model.
+        layers: Layers whose attention and keys are measured; six evenly spread ones by default.
 
     Raises:
-        DiagnosticsError: if a layer, a head or a query does not exist, or a question can't be measured.
+        DiagnosticsError: if a layer does not exist, or a question can't be measured.
     """
     num_layers = len(decoder_layers(model))
-    closeup.check(num_layers, model.config.get_text_config().num_attention_heads)
-    layers = spread_layers(num_layers) if closeup.layers is None else sorted(set(closeup.layers))
-    offloaded = any(parameter.device.type == "meta" for parameter in model.parameters())
-    samples = prepare_samples(model, processor, questions, num_answered=0 if offloaded else GRADIENT_SAMPLES)
-    check_query(samples[:NUM_MAPS], closeup.query)
-    # First, since bitsandbytes packs 4-bit weights on CPU in the first pass without gradients, irreversibly.
-    answered = [sample.answered for sample in samples if sample.answered is not None]
-    gradients = measure_gradients(model, answered, f"{name}: gradients")
-    records = record_samples(model, samples, layers, f"{name}: pictures", num_read=NUM_MAPS)
-    pictures = number_pictures([sample.question.picture for sample in samples])
-    prompts = ask_otherwise(model, processor, samples, records, pictures, name)
-    notes = {note for record in records for note in record.notes}
-    if offloaded:
-        notes.add("gradients: not recorded, a backward pass would hold all offloaded weights at once")
-    elif gradients is None:
-        notes.add("gradients: not recorded, none of the first questions has an answer")
-    report = summarize_records(model, processor, name, samples, records, pictures, prompts, gradients, notes, bases)
-    return report, take_pictures(samples, records, pictures, report.key_space, closeup.heads, closeup.query)
+    chosen = spread_layers(num_layers) if layers is None else sorted(set(layers))
+    check_layers(chosen, num_layers)
+    samples = prepare_samples(model, processor, questions)
+    with evaluating(model):
+        records = record_samples(model, samples, chosen, f"{name}: pictures")
+    keys, values = (measure_space(name, records) for name in ("keys", "values"))
+    measured = [measure_all(model, records), *(of for of in (keys, values) if of is not None)]
+    rows = pd.concat(measured, ignore_index=True)
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    report = ModelReport(
+        name=name,
+        model_class=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch.") + (", quantized" if is_quantized else ""),
+        num_layers=num_layers,
+        hidden_size=model.config.get_text_config().hidden_size,
+        num_pictures=len(records),
+        num_tokens={
+            modality: sum(int(getattr(record.tokens, modality).sum()) for record in records)
+            for modality in ("visual", "text")
+        },
+        excluded={
+            reason: sum(int(record.tokens.excluded[reason].sum()) for record in records)
+            for reason in records[0].tokens.excluded
+        },
+        notes=sorted({note for record in records for note in record.notes}),
+        summary=Summary.of(rows),
+    )
+    placed = None
+    if keys is not None:
+        with_keys = sorted(set.intersection(*(set(record.keys) for record in records)))
+        middle = with_keys[len(with_keys) // 2]
+        placed = (middle, *project(records, middle))
+    seen = [(sample.picture, sample.question.text) for sample in samples[:NUM_MAPS]]
+    drawn = Pictures(seen, [take_maps(record) for record in records[:NUM_MAPS]], placed)
+    return report, rows, drawn
 
 
 def spread_layers(count: int, chosen: int = 6) -> list[int]:
@@ -111,124 +134,47 @@ def spread_layers(count: int, chosen: int = 6) -> list[int]:
     return sorted({round(number) for number in np.linspace(0, count - 1, min(chosen, count))})
 
 
-def check_query(samples: Sequence[Sample], query: int) -> None:
-    """Raises `DiagnosticsError` if a sample has no such query."""
-    for sample in samples:
-        count = len(choose_queries(sample.prompt.tokens))
-        if not -count <= query < 0:
-            raise DiagnosticsError(f"A sample has queries -1 to -{count}, got --query {query}.")
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raises `DiagnosticsError` if a model with `count` layers lacks a chosen one."""
+    if not all(0 <= number < count for number in layers):
+        raise DiagnosticsError(f"It has layers 0 to {count - 1}, got --layers {' '.join(map(str, layers))}.")
+
+
+def take_maps(record: Record) -> dict[int, torch.Tensor]:
+    """Attention over the picture by layer; empty where its layout is not known."""
+    maps = {layer: attention_map(record, layer) for layer in sorted(record.attention)}
+    return {layer: values for layer, values in maps.items() if values is not None}
 
 
 @torch.no_grad()
 def record_samples(
-    model: PreTrainedModel,
-    samples: Sequence[Sample],
-    layers: Sequence[int],
-    title: str | None = None,
-    num_read: int = 0,
+    model: PreTrainedModel, samples: Sequence[Sample], layers: Sequence[int], title: str | None = None
 ) -> list[Record]:
-    """A record for each sample, with attention, keys and values of `layers`; the visual tokens of the first `num_read`
-    pictures are decoded once each with the decoder's head.
+    """A record for each sample, with attention, keys and values of `layers`.
 
-    With a `title`, progress is shown. For other samples the head is not run: nothing after the decoder is measured.
+    With a `title`, progress is shown. The head is not run: nothing after the decoder is measured.
 
     Raises:
         DiagnosticsError: if a sample can't be measured; the message names its question.
     """
-    pictures = [sample.question.picture for sample in samples]
-    counts, seen = Counter(pictures), Counter[str]()
-    per_picture = max(1, MAX_TOKENS // len(counts))
+    count = max(1, MAX_TOKENS // len(samples))
     records = []
-    for number, sample in enumerate(tqdm(samples, desc=title, unit="picture", disable=title is None)):
-        inputs, tokens, picture = sample.prompt.for_model(model), sample.prompt.tokens, pictures[number]
-        kept = draw_positions(tokens, picture, seen[picture], -(-per_picture // counts[picture]))
-        seen[picture] += 1
+    for sample in tqdm(samples, desc=title, unit="picture", disable=title is None):
+        inputs, kept = sample.for_model(model), draw_positions(sample.tokens, sample.question.picture, count)
         with naming_source(sample.question):
-            num_images, read = len(sample.question.images), seen[picture] == 1 and len(seen) <= num_read
-            with Probe(model, inputs, tokens, layers, kept, num_images, lens=read) as probe:
+            with Probe(model, inputs, sample.tokens, layers, kept, len(sample.question.images)) as probe:
                 model.base_model(**inputs)
             records.append(probe.record())
     return records
 
 
-def ask_otherwise(
-    model: PreTrainedModel,
-    processor: Any,
-    samples: Sequence[Sample],
-    records: Sequence[Record],
-    pictures: np.ndarray,
-    name: str,
-) -> list[Prompted]:
-    """The gap of cosines of the first pictures under their own questions and under `OTHER_PROMPTS`."""
-    chosen = np.unique(pictures, return_index=True)[1][:PROMPTED_PICTURES]  # the first sample of each
-    different = np.arange(len(chosen))
-    gaps: dict[str | None, list[Record]] = {None: [records[number] for number in chosen]}
-    for prompt in OTHER_PROMPTS:
-        if all(_words(samples[number].question) == prompt for number in chosen):
-            continue
-        asked = prepare_samples(model, processor, [asking(samples[number].question, prompt) for number in chosen])
-        gaps[prompt] = record_samples(model, asked, layers=(), title=f"{name}: {prompt}")
-    return [
-        Prompted(prompt, len(chosen), [group.gap for group in measure_layers(of, different).groups])
-        for prompt, of in gaps.items()
-    ]
-
-
-def _words(question: Question) -> str:
-    """The text of the prompt's last message."""
-    return "\n".join(part["text"] for part in question.prompt[-1]["content"] if part["type"] == "text").strip()
-
-
-def asking(question: Question, words: str) -> Question:
-    """The same pictures and system message with another question."""
-    system = [message for message in question.prompt if message["role"] == "system"]
-    content: list[Part] = [{"type": "image", "image": image} for image in question.images]
-    prompt = [*system, Message(role="user", content=[*content, {"type": "text", "text": words}])]
-    return replace(question, prompt=prompt, conversation=prompt)
-
-
-def summarize_records(
-    model: PreTrainedModel,
-    processor: Any,
-    name: str,
-    samples: Sequence[Sample],
-    records: Sequence[Record],
-    pictures: np.ndarray,
-    prompts: list[Prompted],
-    gradients: Gradients | None,
-    notes: set[str],
-    bases: SharedBases,
-) -> ModelReport:
-    """The report of a model from its records, gradients and notes."""
-    vocabulary, tokenizer = vocabulary_norms(model), find_tokenizer(processor)
-    hidden_size = model.config.get_text_config().hidden_size
-    quantized = getattr(model.config, "quantization_config", None) is not None
-    return ModelReport(
-        name=name,
-        class_=type(model).__name__,
-        dtype=str(model.dtype).removeprefix("torch.") + (", quantized" if quantized else ""),
-        num_layers=len(decoder_layers(model)),
-        hidden_size=hidden_size,
-        num_samples=len(records),
-        num_pictures=int(pictures.max()) + 1,
-        num_tokens={
-            "visual": sum(int(record.tokens.visual.sum()) for record in records),
-            "text": sum(int(record.tokens.text.sum()) for record in records),
-        },
-        excluded={
-            reason: sum(int(record.tokens.excluded[reason].sum()) for record in records)
-            for reason in records[0].tokens.excluded
-        },
-        notes=sorted(notes),
-        interface=measure_interface(records, pictures, vocabulary, hidden_size),
-        layers=measure_layers(records, pictures),
-        prompts=prompts,
-        projector_norm=measure_projector_norm(model),
-        embeddings=measure_embeddings(vocabulary, tokenizer),
-        attention=measure_attention(records, pictures),
-        attraction=measure_attractions([record.attractions for record in records], pictures),
-        key_space=measure_space([record.keys for record in records], records, pictures, bases.keys),
-        value_space=measure_space([record.values for record in records], records, pictures, bases.values),
-        lens=measure_lens([record.decoded for record in records], tokenizer),
-        gradients=gradients,
-    )
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put the model in eval mode; restore every module's mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

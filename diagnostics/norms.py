@@ -5,6 +5,7 @@ Source: "The Unseen Bias" (arXiv 2512.08374), Table 1 and eq. 11.
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 
 def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -28,6 +29,12 @@ def embedding_norms(embeddings: nn.Module, num_embeddings: int, chunk_size: int 
         device = torch.device("cpu")
     chunks = torch.arange(num_embeddings, device=device).split(chunk_size)
     return torch.cat([token_norms(embeddings(ids[None])[0]).cpu() for ids in chunks])
+
+
+def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
+    """[`embedding_norms`] of a model, `(num_embeddings,)`."""
+    embeddings = model.get_input_embeddings()
+    return embedding_norms(embeddings, embeddings.num_embeddings)
 
 
 def text_norm_target(norms: torch.Tensor) -> float:

@@ -1,30 +1,24 @@
 """The report's figures and the training dynamics figure, in one style, as wide as a paper's page."""
 
-import io
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import wraps
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from diagnostics.loading import Question
-from diagnostics.pictures import Pictures
-from diagnostics.results import Attention, Attractions, Curve, DynamicsPoint, Layers, Report, Space
+from diagnostics.model_report import Pictures
+from diagnostics.table import Estimate, Summary
 
 
 Drawing = ParamSpec("Drawing")
-T = TypeVar("T")
 
 WIDTH = 7.0  # inches, of a page's text
 INK, FAINT = "#24292f", "#8c959f"
@@ -32,20 +26,10 @@ INK, FAINT = "#24292f", "#8c959f"
 MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
 GREEN, PURPLE, YELLOW, SKY = "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 DASHES = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (2, 1)))
-DOTTED = {"linestyle": (0, (1, 1.5)), "marker": ""}
+DOTTED: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "marker": ""}
 LINES: dict[str, dict[str, Any]] = {
     "visual": {"color": MODALITY_COLOURS["visual"]},
     "text": {"color": MODALITY_COLOURS["text"], "linestyle": DASHES[1], "marker": "s"},
-    "measured": {"color": GREEN},
-    "evenly spread": {"color": FAINT, **DOTTED},
-    "with sinks": {"color": GREEN},
-    "even, with": {"color": GREEN, **DOTTED},
-    "without sinks": {"color": PURPLE, "linestyle": DASHES[1], "marker": "s"},
-    "even, without": {"color": PURPLE, "linestyle": DASHES[2], "marker": ""},
-    "keys": {"color": GREEN},
-    "halves of keys": {"color": GREEN, **DOTTED},
-    "values": {"color": PURPLE, "linestyle": DASHES[1], "marker": "s"},
-    "halves of values": {"color": PURPLE, "linestyle": DASHES[2], "marker": ""},
 }
 MODELS: list[dict[str, Any]] = [
     {"color": colour, "linestyle": dash, "marker": marker}
@@ -69,29 +53,22 @@ STYLE: Any = {
     "text.parse_math": False,  # names and questions hold dollars
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes.
-
-    Attributes:
-        label: Label of the y axis.
-        curves: By name, one of `LINES`; those that are `None` are left out.
-        layers: Layer numbers of the values; all layers by default.
-        log: Whether the y axis is logarithmic.
-        level: Height of a thin reference line, the value without an effect.
-    """
-
-    label: str
-    curves: Mapping[str, Curve | None]
-    layers: Sequence[int] | None = None
-    log: bool = False
-    level: float | None = None
+# Names of the report's figures, with captions; a report may lack some.
+FIGURES = {
+    "overview": "Norm of visual and text tokens, how far each layer turns them, and the share of the text's attention "
+    "that falls on the picture (dotted: if it were uniform). Lines are means over pictures, bands 95% intervals.",
+    "layers": "Left: norm of visual tokens over that of text, at the input of each layer and after the last. Right: "
+    "cosine of visual tokens minus that of text; above 0, visual tokens turn more slowly.",
+    "keys": "How far apart visual and text tokens are, as keys and as values; dotted: 95% of random halves of the "
+    "pictures within a modality. Compare a curve with its own halves, not with another model's curve.",
+    "tsne": "t-SNE of one layer's keys; distances mean nothing.",
+    "attention_maps": "Attention over the picture of the position that the answer begins from; 1 is an even share of "
+    "the picture's attention. Below each, the share of all attention that falls on the picture.",
+}
 
 
 def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
-    """Draw in the report's style, and label the lines at their ends if there is no legend."""
+    """Draw in the report's style."""
 
     @wraps(draw)
     def drawn(*args: Drawing.args, **kwargs: Drawing.kwargs) -> Figure:
@@ -99,9 +76,6 @@ def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
             figure = draw(*args, **kwargs)
             for axis in figure.axes:
                 _choose_ticks(axis)
-            figure.draw_without_rendering()  # now sizes and ticks are known
-            for axis in figure.axes if not figure.legends else []:
-                _label_ends(axis)
             figure.draw_without_rendering()
             figure.set_layout_engine("none")  # a fixed layout makes saving fast
         plt.close(figure)  # so that notebooks don't show it after every cell
@@ -110,194 +84,74 @@ def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
     return drawn
 
 
-def draw_curve(axis: Axes, x: Sequence[float], curve: Curve, band: float = 0.18, **style: Any) -> None:
-    """Means with their intervals as a band of opacity `band`."""
-    (line,) = axis.plot(x, curve.mean, **{"marker": "o", **style})
-    low, high = zip(*(interval or (np.nan, np.nan) for interval in curve.interval), strict=True)
-    axis.fill_between(x, low, high, alpha=band, color=line.get_color(), linewidth=0)
+def draw_curve(axis: Axes, found: pd.DataFrame, x: str = "layer", band: float = 0.18, **style: Any) -> None:
+    """The means of a summary's rows over the column `x`, with their intervals as a band of opacity `band`."""
+    if found["mean"].notna().any():
+        (line,) = axis.plot(found[x].astype(float), found["mean"], **{"marker": "o", **style})
+        ends = (found[end].astype(float) for end in (x, "low", "high"))
+        axis.fill_between(*ends, alpha=band, color=line.get_color(), linewidth=0)
 
 
 @styled
-def draw_layers(names: Sequence[str], layers: Sequence[Layers], attention: Sequence[Attention | None] = ()) -> Figure:
-    """Norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture; a row for each model."""
-
-    def panels(measured: tuple[Layers, Attention | None]) -> list[Panel]:
-        turning, gazes = measured
-        looks = (
-            {} if gazes is None else {"measured": gazes.with_sinks, "evenly spread": gazes.with_sinks.evenly_spread}
-        )
-        masses = {name: gaze.mass for name, gaze in looks.items()}
-        rates = {modality: _turning_rate(turning, modality) for modality in MODALITY_COLOURS}
-        found = [
-            Panel("norm of tokens", _by_modality(turning, "norm"), log=True),
-            Panel("turning, 1 − cosine", rates, level=0),
-            Panel("attention to the picture", masses, gazes.layers if gazes else None, level=0),
-        ]
-        return found if attention else found[:2]
-
-    return _draw_rows(names, list(zip_longest(layers, attention)), panels)
-
-
-@styled
-def draw_attention(names: Sequence[str], models: Sequence[Attention | None]) -> Figure:
-    """Attention mass on the picture, its entropy, and the share of the bottom third, by layer."""
-
-    def panels(attention: Attention | None) -> list[Panel]:
-        gazes = {} if attention is None else dict(zip(list(LINES)[4:8], attention.gazes.values(), strict=True))
-        layers = None if attention is None else attention.layers
-        titles = {"mass": "mass on the picture", "entropy": "entropy in the picture", "bottom_third": "bottom third"}
-        return [
-            Panel(title, {key: getattr(gaze, name) for key, gaze in gazes.items()}, layers)
-            for name, title in titles.items()
-        ]
-
-    return _draw_rows(names, models, panels)
+def draw_overview(models: Mapping[str, Summary]) -> Figure:
+    """Norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture if some model's was
+    recorded; a row for each model."""
+    with_attention = any(of.look("attention") for of in models.values())
+    figure, axes = _rows_of_axes(models, 2 + with_attention)
+    for row, of in zip(axes, models.values(), strict=True):
+        for modality, style in LINES.items():
+            draw_curve(row[0], of.curve("norm", modality), label=modality, **style)
+            draw_curve(row[1], of.curve("turning", modality), label=modality, **style)
+        row[0].set(ylabel="norm of tokens", yscale="log")
+        row[1].set(ylabel="turning, 1 − cosine")
+        if with_attention:
+            draw_curve(row[2], of.curve("attention"), label="measured", color=GREEN)
+            draw_curve(row[2], of.curve("attention_even"), label="uniform", color=FAINT, **DOTTED)
+            row[2].set(ylabel="attention to the picture")
+        for axis in row[1:]:
+            _mark(axis, 0)
+    return _with_legends(figure, axes)
 
 
 @styled
-def draw_gaps(names: Sequence[str], models: Sequence[Layers]) -> Figure:
+def draw_gaps(models: Mapping[str, Summary]) -> Figure:
     """Norm ratio and gap of cosines between visual and text tokens by layer; all models together."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
-    for number, (name, layers) in enumerate(zip(names, models, strict=True)):
-        for axis, curve in zip(axes, (layers.norm_ratio, layers.gap), strict=True):
-            count = len(MODELS)
-            style = MODELS[number % count] | {"linestyle": DASHES[(number + number // count) % len(DASHES)]}
-            draw_curve(axis, range(len(curve.mean)), curve, label=plain(name, 40), **style)
+    for number, (name, of) in enumerate(models.items()):
+        count = len(MODELS)
+        style = MODELS[number % count] | {"linestyle": DASHES[(number + number // count) % len(DASHES)]}
+        for axis, measure in zip(axes, ("norm_ratio", "gap"), strict=True):
+            draw_curve(axis, of.curve(measure), label=plain(name, 40), **style)
     axes[0].set(ylabel="norm, visual over text", yscale="log", xlabel="layer")
     axes[1].set(ylabel="cosine, visual − text", xlabel="layer")
     for axis, level in zip(axes, (1, 0), strict=True):
-        axis.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
+        _mark(axis, level)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, handlelength=3)
     return figure
 
 
 @styled
-def draw_norms(names: Sequence[str], models: Sequence[Layers]) -> Figure:
-    """Quantiles of the tokens' norms by layer as bands, a column for each modality."""
-    figure, axes = _grid(names, 2, sharey="all")
-    for row, layers in zip(axes, models, strict=True):
-        for axis, (modality, colour) in zip(row, MODALITY_COLOURS.items(), strict=True):
-            quantiles = list(layers.of(modality).norm_quantiles.values())
-            x = range(len(quantiles[0]))
-            for low, high in zip(quantiles[: len(quantiles) // 2], reversed(quantiles), strict=False):
-                axis.fill_between(x, low, high, color=colour, alpha=0.22, linewidth=0)
-            if len(quantiles) % 2:
-                axis.plot(x, quantiles[len(quantiles) // 2], color=colour)
-            axis.set(ylabel=f"norm of {modality} tokens", yscale="log")
-    return figure
+def draw_keys(models: Mapping[str, Summary]) -> Figure:
+    """Distance of visual and text tokens as keys and as values, with halves of the pictures to compare with; a row
+    for each model."""
+    figure, axes = _rows_of_axes(models, 3)
+    titles = {"mmd": "MMD²", "js": "Jensen-Shannon (bits)", "probe": "accuracy of a probe"}
+    for row, of in zip(axes, models.values(), strict=True):
+        for axis, (measure, title) in zip(row, titles.items(), strict=True):
+            for kind, style in zip(("keys", "values"), MODELS, strict=False):
+                draw_curve(axis, of.curve(f"{kind}.{measure}"), label=kind, **style)
+                draw_curve(axis, of.curve(f"{kind}.{measure}_halves"), color=style["color"], **DOTTED)
+            axis.set_ylabel(title)
+    return _with_legends(figure, axes)
 
 
 @styled
-def draw_updates(names: Sequence[str], models: Sequence[Layers]) -> Figure:
-    """Norm of each layer's update relative to the token's, and its direction."""
-
-    def panels(layers: Layers) -> list[Panel]:
-        return [
-            Panel("update over token", _by_modality(layers, "update_ratio"), log=True),
-            Panel("cosine of the update", _by_modality(layers, "update_cosine"), level=0),
-        ]
-
-    return _draw_rows(names, models, panels)
-
-
-@styled
-def draw_attraction(names: Sequence[str], models: Sequence[Attractions]) -> Figure:
-    """Do updates correlate, and do tokens of one modality move towards the other's, by layer."""
-
-    def panels(found: Attractions) -> list[Panel]:
-        towards = {"visual": found.attraction_visual_to_text, "text": found.attraction_text_to_visual}
-        return [
-            Panel("cosine of updates", {"measured": found.update_correlation}, level=0),
-            Panel("attraction κ to the other", towards, level=0),
-        ]
-
-    return _draw_rows(names, models, panels)
-
-
-@styled
-def draw_spaces(names: Sequence[str], models: Sequence[tuple[Space | None, Space | None]], share: bool) -> Figure:
-    """Distance of visual and text tokens as keys and as values, with halves of the pictures as the baseline.
-
-    Args:
-        names: Of the models.
-        models: Keys and values of each.
-        share: Whether the models' keys have a common basis, so that they share an axis.
-    """
-
-    def panels(spaces: tuple[Space | None, Space | None]) -> list[Panel]:
-        known = {kind: space for kind, space in zip(("keys", "values"), spaces, strict=True) if space is not None}
-        found = []
-        for name, title in (("mmd", "MMD²"), ("js", "Jensen-Shannon (bits)"), ("probe", "accuracy of a probe")):
-            layers = sorted({layer for space in known.values() for layer in space.layers})
-            curves = {kind: _spread_over(layers, space, getattr(space, name)) for kind, space in known.items()}
-            for kind, space in known.items() if name != "probe" else ():
-                baseline = getattr(space, f"{name}_baseline")
-                halves = Curve(baseline, [None] * len(baseline))
-                curves[f"halves of {kind}"] = _spread_over(layers, space, halves)
-            found.append(Panel(title, curves, layers))
-        return found
-
-    return _draw_rows(names, models, panels, share)
-
-
-def _spread_over(layers: Sequence[int], space: Space, curve: Curve) -> Curve:
-    """The curve over more layers, NaN where it has no value."""
-    found = {
-        layer: (mean, interval) for layer, mean, interval in zip(space.layers, curve.mean, curve.interval, strict=True)
-    }
-    pairs = [found.get(layer, (math.nan, None)) for layer in layers]
-    return Curve([mean for mean, _ in pairs], [interval for _, interval in pairs])
-
-
-@styled
-def draw_lengths(names: Sequence[str], models: Sequence[tuple[str, Space]]) -> Figure:
-    """Norm and spread by modality, of `"keys"` or `"values"`: a row for each."""
-
-    def panels(named: tuple[str, Space]) -> list[Panel]:
-        kind, space = named
-        pairs = {"norm": space.norm, "spread": space.spread}
-        return [
-            Panel(f"{title} of {kind}", {"visual": pair.visual, "text": pair.text}, space.layers, log=True)
-            for title, pair in pairs.items()
-        ]
-
-    return _draw_rows(names, models, panels, share=False)
-
-
-@styled
-def draw_heads(names: Sequence[str], models: Sequence[Attention]) -> Figure:
-    """Attention mass on the picture by layer and head, on one scale for all models."""
-    columns = min(len(names), 3)
-    figure, axes = plt.subplots(
-        -(-len(names) // columns),
-        columns,
-        figsize=(WIDTH, 2.6 * -(-len(names) // columns)),
-        squeeze=False,
-        layout="constrained",
-    )
-    scale = Normalize(0, max(np.nanmax(attention.mass_by_head) for attention in models))
-    for axis, name, attention in zip_longest(axes.flat, names, models):
-        if attention is None:
-            axis.axis("off")
-            continue
-        masses = np.array(attention.mass_by_head).T  # (num_heads, num_layers)
-        axis.imshow(masses, aspect="auto", origin="lower", cmap="viridis", norm=scale, interpolation="nearest")
-        _set_title(axis, plain(name, 30))
-        step = -(-len(attention.layers) // 10)
-        axis.set_xticks(range(0, len(attention.layers), step), attention.layers[::step])
-        axis.yaxis.set_major_locator(MaxNLocator(8, integer=True))
-        axis.set(xlabel="layer", ylabel="head")
-    figure.colorbar(ScalarMappable(scale, "viridis"), ax=axes, label="attention to the picture", pad=0.02)
-    return figure
-
-
-@styled
-def draw_tsne(names: Sequence[str], placed: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> Figure:
+def draw_tsne(models: Mapping[str, tuple[int, np.ndarray, np.ndarray]]) -> Figure:
     """t-SNE of one layer's keys, a column for each model."""
     figure, axes = plt.subplots(
-        1, len(names), figsize=(min(WIDTH, 3.5 * len(names)), 2.6), squeeze=False, layout="constrained"
+        1, len(models), figsize=(min(WIDTH, 3.5 * len(models)), 2.6), squeeze=False, layout="constrained"
     )
-    for axis, name, (layer, *points) in zip(axes[0], names, placed, strict=True):
+    for axis, (name, (layer, *points)) in zip(axes[0], models.items(), strict=True):
         for (modality, colour), of, marker in zip(MODALITY_COLOURS.items(), points, "o^", strict=True):
             axis.scatter(*of.T, s=7, color=colour, marker=marker, linewidth=0, alpha=0.8, label=modality)
         axis.set(xticks=[], yticks=[], xlabel=f"layer {layer}")
@@ -307,120 +161,86 @@ def draw_tsne(names: Sequence[str], placed: Sequence[tuple[int, np.ndarray, np.n
 
 
 @styled
-def draw_maps(names: Sequence[str], pictures: Sequence[Pictures], questions: Sequence[Question]) -> Figure:
-    """One query's attention over different pictures, as the model sees them, if their layout is known; a row for each
-    picture and model. Colours show attention relative to an even share."""
-    rows = _rows_of_maps(pictures)
-    columns = 1 + max(len(pictures[model].maps[number]) for number, model in rows)
-    relative = [
-        {
-            layer: values.numpy() / max(float(values.mean()), 1e-12)
-            for layer, values in pictures[model].maps[row].items()
-        }
-        for row, model in rows
-    ]
+def draw_maps(models: Mapping[str, Pictures]) -> Figure:
+    """Attention over different pictures, as the model sees them, if their layout is known; a row for each picture and
+    model. Colours show attention relative to an even share."""
+    rows = _rows_of_maps(models)
+    columns = 1 + max(len(maps) for *_, maps in rows)
+    relative = [{layer: of.numpy() / max(float(of.mean()), 1e-12) for layer, of in maps.items()} for *_, maps in rows]
     everything = np.concatenate([values.ravel() for maps in relative for values in maps.values()])
     scale = Normalize(0, max(1.0, float(np.quantile(everything, 0.995))))
     side = (WIDTH - 0.7) / columns
     figure, axes = plt.subplots(
         len(rows), columns, figsize=(WIDTH, (side + 0.36) * len(rows)), squeeze=False, layout="constrained"
     )
-    for line, (number, model), maps in zip(axes, rows, relative, strict=True):
-        image = pictures[model].seen[number]
-        texts = [part["text"] for part in questions[number].prompt[-1]["content"] if part["type"] == "text"]
+    for axis in axes.flat:
+        axis.axis("off")
+    for line, (name, image, question, maps), shown in zip(axes, rows, relative, strict=True):
         line[0].imshow(image)
-        _set_title(line[0], f"{plain(names[model], 30)}: {plain(' '.join(texts), 60)}", weight="normal")
-        for axis, (layer, values) in zip(line[1:], maps.items(), strict=False):
+        _set_title(line[0], f"{plain(name, 30)}: {plain(question, 60)}", weight="normal")
+        for axis, (layer, values) in zip(line[1:], shown.items(), strict=False):
             axis.imshow(image.convert("L"), cmap="gray")
             extent = (-0.5, image.width - 0.5, image.height - 0.5, -0.5)
             axis.imshow(values, extent=extent, alpha=0.65, cmap="inferno", norm=scale)
-            axis.set_xlabel(f"layer {layer}: {pictures[model].maps[number][layer].sum():.0%}", fontsize=7)
-    for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
-        axis.spines[:].set_visible(False)
-    for axis in (axis for line in axes for axis in line[1:] if not axis.images):
-        axis.set_visible(False)
-    bar = figure.colorbar(
-        ScalarMappable(scale, "inferno"), ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5
-    )
+            label = f"layer {layer}: {maps[layer].sum():.0%}"
+            axis.text(0.5, -0.04, label, fontsize=7, ha="center", va="top", transform=axis.transAxes)
+    colours = ScalarMappable(scale, "inferno")
+    bar = figure.colorbar(colours, ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5)
     bar.set_label("attention relative to an even share")
     return figure
 
 
+def _rows_of_maps(models: Mapping[str, Pictures]) -> list[tuple[str, Any, str, Any]]:
+    """Name, picture, question and maps, by picture and model."""
+    drawn = [(n, name, of) for name, of in models.items() for n in range(len(of.seen)) if of.maps[n]]
+    return [(name, *of.seen[n], of.maps[n]) for n, name, of in sorted(drawn, key=lambda row: row[0])]
+
+
 @styled
-def draw_dynamics(points: Sequence[DynamicsPoint]) -> Figure:
-    """A run's checkpoints: norms at the decoder, what the gain yields, update rates, and turning by layer (Fig. 5)."""
-    steps = [point.step for point in points]
+def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
+    """A run's checkpoints by step: norms at the decoder, what gain and bias yield, turning, and turning by layer
+    (Fig. 5)."""
+    steps = list(points)
+
+    def through(measure: str, modality: str = "") -> pd.DataFrame:
+        found = [of.look(measure, modality) or Estimate(np.nan) for of in points.values()]
+        return pd.DataFrame(found).assign(step=steps)
+
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
-    for modality in MODALITY_COLOURS:
-        norms = Curve.through([point.interface.at_decoder(modality) for point in points])
-        rates = Curve.through([point.layers.of(modality).update_rate for point in points])
-        for axis, curve in zip(axes[0], (norms, rates), strict=True):
-            draw_curve(axis, steps, curve, label=modality, **LINES[modality])
-    yields = [point.projector_norm.yields for point in points if point.projector_norm is not None]
-    if len(yields) == len(points):
-        axes[0, 0].plot(steps, yields, label="gain and bias", **LINES["evenly spread"])
+    for axis, measure in zip(axes[0], ("at_decoder", "turning"), strict=True):
+        for modality, style in LINES.items():
+            draw_curve(axis, through(measure, modality), "step", label=modality, **style)
+    yields = np.hypot(through("gain_l2")["mean"], through("bias_l2")["mean"])
+    if yields.notna().all():
+        axes[0, 0].plot(steps, yields, label="gain and bias", color=FAINT, **DOTTED)
     scale, colours = Normalize(min(steps), max(steps)), plt.get_cmap("viridis")
-    for axis, modality in zip(axes[1], MODALITY_COLOURS, strict=True):
-        for point in points:
-            curve = _turning_rate(point.layers, modality)
-            draw_curve(axis, range(len(curve.mean)), curve, band=0.07, color=colours(scale(point.step)))
+    for axis, modality in zip(axes[1], LINES, strict=True):
+        for step, of in points.items():
+            draw_curve(axis, of.curve("turning", modality), band=0.07, color=colours(scale(step)))
         axis.set(xlabel="layer", ylabel=f"1 − cosine, {modality}")
         axis.sharey(axes[1, 0])
     axes[0, 0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
-    axes[0, 1].set(xlabel="step", ylabel="update rate, 1 − cosine")
+    axes[0, 1].set(xlabel="step", ylabel="turning, 1 − cosine")
+    axes[0, 0].legend()
     figure.colorbar(ScalarMappable(scale, colours), ax=axes[1], label="step", pad=0.02)
     return figure
 
 
-# Names of all figures; a report may lack some.
-FIGURES = (
-    "overview", "layers", "norms", "updates", "attraction", "attention", "heads", "keys", "lengths", "tsne",
-    "attention_maps",
-)  # fmt: skip
-
-
-def draw_figures(
-    report: Report, pictures: Sequence[Pictures] | None, questions: Sequence[Question]
-) -> dict[str, Figure]:
+def draw_figures(models: Mapping[str, Summary], pictures: Sequence[Pictures]) -> dict[str, Figure]:
     """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them.
 
     Args:
-        report: What was measured.
-        pictures: Of each of its models, if any were taken.
-        questions: The questions of the samples to draw.
+        models: By name.
+        pictures: Of each of them.
     """
-    models = report.models
-    names = [model.name for model in models]
-    layers, attention = [model.layers for model in models], [model.attention for model in models]
-    keys, values = [model.key_space for model in models], [model.value_space for model in models]
-    figures = {
-        "overview": draw_layers(names, layers, attention),
-        "layers": draw_gaps(names, layers),
-        "norms": draw_norms(names, layers),
-        "updates": draw_updates(names, layers),
-        "attraction": draw_attraction(names, [model.attraction for model in models]),
-    }
-    looked = [(name, gazes) for name, gazes in zip(names, attention, strict=True) if gazes is not None]
-    if looked:
-        figures["attention"] = draw_attention(names, attention)
-        figures["heads"] = draw_heads(*zip(*looked, strict=True))
-    named = [
-        (name, kind, space)
-        for name, *spaces in zip(names, keys, values, strict=True)
-        for kind, space in zip(("keys", "values"), spaces, strict=True)
-        if space is not None
-    ]
-    if named:
-        spaces = list(zip(keys, values, strict=True))
-        figures["keys"] = draw_spaces(names, spaces, share=report.compare == "checkpoints")
-        figures["lengths"] = draw_lengths([name for name, *_ in named], [(kind, space) for _, kind, space in named])
-    if pictures is not None:
-        placed = [(name, drawn.keys) for name, drawn in zip(names, pictures, strict=True) if drawn.keys is not None]
-        if placed:
-            figures["tsne"] = draw_tsne(*zip(*placed, strict=True))
-        if _rows_of_maps(pictures):
-            figures["attention_maps"] = draw_maps(names, pictures, questions)
+    figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
+    drawn = dict(zip(models, pictures, strict=True))
+    placed = {name: of.keys for name, of in drawn.items() if of.keys is not None}
+    if placed:
+        figures["keys"] = draw_keys({name: models[name] for name in placed})
+        figures["tsne"] = draw_tsne(placed)
+    if _rows_of_maps(drawn):
+        figures["attention_maps"] = draw_maps(drawn)
     return figures
 
 
@@ -430,61 +250,39 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=160)
 
 
-def to_svg(figure: Figure, name: str) -> str:
-    """A figure as SVG to embed in a page: its ids start with `name`.
-
-    Colours become CSS variables (`--d55e00`), so that a page can change them in dark mode.
-    """
-    file = io.StringIO()
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = file.getvalue()
-
-    def in_tag(tag: re.Match[str]) -> str:
-        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", tag[0])
-        text = re.sub(rf"#({_COLOURS})\b", r"var(--\1, #\1)", text)
-        return re.sub(r' (?:width|height)="[\d.]+pt"', "", text)
-
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
-    return re.sub(r"<!--.*?-->|<[^>]*>", lambda tag: "" if tag[0].startswith("<!") else in_tag(tag), svg, flags=re.S)
-
-
-_COLOURS = "|".join(colour[1:] for colour in (INK, FAINT, GREEN, PURPLE, YELLOW, SKY, *MODALITY_COLOURS.values()))
-
-
 def plain(text: str, length: int) -> str:
     """Text of models and data as a label: without unprintable characters, and cut to `length`."""
     shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return shown if len(shown) <= length else shown[: length - 1] + "…"
 
 
-def _by_modality(layers: Layers, name: str) -> dict[str, Curve]:
-    return {modality: getattr(layers.of(modality), name) for modality in MODALITY_COLOURS}
-
-
-def _turning_rate(layers: Layers, modality: str) -> Curve:
-    cosine = layers.of(modality).cosine
-    intervals = [interval and (1 - interval[1], 1 - interval[0]) for interval in cosine.interval]
-    return Curve([1 - mean for mean in cosine.mean], intervals)
-
-
-def _grid(names: Sequence[str], columns: int, sharey: Any) -> tuple[Figure, np.ndarray]:
+def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
     """A row of axes for each name, over layers."""
-    figure, axes = plt.subplots(
-        len(names),
-        columns,
-        figsize=(WIDTH, 0.2 + 1.8 * len(names)),
-        sharey=sharey,
-        squeeze=False,
-        layout="constrained",
-    )
+    size = (WIDTH, 0.2 + 1.8 * len(names))
+    figure, axes = plt.subplots(len(names), columns, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(axes, names, strict=True):
         _set_title(row[0], plain(name, 80))
-        for axis in row:
-            axis.margins(x=0.02)
+        row[0].margins(x=0.02)
     for axis in axes[-1]:
         axis.set_xlabel("layer")
     return figure, axes
+
+
+def _with_legends(figure: Figure, axes: np.ndarray) -> Figure:
+    """The figure with a legend in each column's first panel; panels without data say so."""
+    for axis in axes.flat:
+        if not axis.has_data():
+            axis.text(0.5, 0.5, "not recorded", ha="center", color=FAINT, transform=axis.transAxes)
+    for axis in axes[0]:
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend()
+    return figure
+
+
+def _mark(axis: Axes, level: float) -> None:
+    """A thin line at the value without an effect."""
+    if axis.has_data():
+        axis.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
 
 
 def _set_title(axis: Axes, title: str, weight: str = "bold") -> None:
@@ -493,29 +291,6 @@ def _set_title(axis: Axes, title: str, weight: str = "bold") -> None:
     axis.annotate(
         title, (0, 1), (0, 6), "axes fraction", "offset points", fontweight=weight, annotation_clip=False
     ).set_in_layout(False)
-
-
-def _draw_rows(
-    names: Sequence[str], models: Sequence[T], panels: Callable[[T], Sequence[Panel]], share: bool = True
-) -> Figure:
-    """A row of panels for each model; `share` gives all panels of a column the same scale."""
-    rows = [panels(model) for model in models]
-    figure, axes = _grid(names, len(rows[0]), "col" if share else False)
-    for line, row in zip(axes, rows, strict=True):
-        for axis, panel in zip(line, row, strict=True):
-            _draw_panel(axis, panel)
-    return figure
-
-
-def _draw_panel(axis: Axes, panel: Panel) -> None:
-    axis.set(ylabel=panel.label, yscale="log" if panel.log else "linear")
-    known = {name: curve for name, curve in panel.curves.items() if curve and np.isfinite(curve.mean).any()}
-    for name, curve in known.items():
-        draw_curve(axis, panel.layers or range(len(curve.mean)), curve, label=name, **LINES[name])
-    if not known:
-        axis.text(0.5, 0.5, "not recorded", ha="center", color=FAINT, transform=axis.transAxes)
-    elif panel.level is not None:
-        axis.axhline(panel.level, color=FAINT, linewidth=0.6, zorder=0)
 
 
 def _choose_ticks(axis: Axes) -> None:
@@ -528,36 +303,3 @@ def _choose_ticks(axis: Axes) -> None:
         axis.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else powers)
         axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-
-
-def _label_ends(axis: Axes) -> None:
-    """Each line's name right of the axes, at the height of its end, without overlap."""
-    ends = []
-    for line in axis.get_lines():
-        points = np.asarray(line.get_xydata())
-        known = points[np.isfinite(points).all(axis=1)]
-        if not str(line.get_label()).startswith("_") and len(known):
-            ends.append((float(axis.transAxes.inverted().transform(axis.transData.transform(known[-1]))[1]), line))
-    ends.sort(key=lambda end: end[0])
-    apart = 8.5 * axis.figure.dpi / 72 / axis.get_window_extent().height
-    heights = [height for height, _ in ends]
-    for number in range(1, len(heights)):
-        heights[number] = max(heights[number], heights[number - 1] + apart)
-    for number in reversed(range(len(heights))):
-        heights[number] = min(heights[number], 1 - apart * (len(heights) - 1 - number))
-    for height, (_, line) in zip(heights, ends, strict=True):
-        axis.annotate(
-            str(line.get_label()), (1, height), (4, 0), "axes fraction", "offset points",
-            color=line.get_color(), va="center", fontsize=7, annotation_clip=False,
-        )  # fmt: skip
-
-
-def _rows_of_maps(pictures: Sequence[Pictures]) -> list[tuple[int, int]]:
-    """Sample and model numbers of the maps to draw, over different pictures."""
-    first = {image.tobytes(): number for number, image in reversed(list(enumerate(pictures[0].seen)))}
-    return [
-        (number, model)
-        for number in sorted(first.values())
-        for model, drawn in enumerate(pictures)
-        if drawn.maps[number]
-    ]

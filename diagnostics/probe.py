@@ -15,9 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from diagnostics.attention_call import AttentionCalls
-from diagnostics.attraction import compare_updates
 from diagnostics.hooks import InterfaceHooks
-from diagnostics.lens import find_final_norm, read_visual
 from diagnostics.norms import token_norms
 from diagnostics.parts import (
     DiagnosticsError,
@@ -29,11 +27,23 @@ from diagnostics.parts import (
     merge_size,
 )
 from diagnostics.tokens import Inputs, Tokens, find_grid, find_newlines, find_sinks
-from diagnostics.turning import Turn, turn
 
 
 # Maximum number of attention rows kept per sample.
 MAX_QUERIES = 16
+
+
+def turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """What a layer does to each token, from the hidden states around it, `(S, hidden_size)` each, float32.
+
+    Returns:
+        `(5, S)`: norm before and after, their cosine, norm of the residual update over that before, and its cosine.
+    """
+    update = after - before
+    norms, update_norms, norms_after = (torch.linalg.vector_norm(x, dim=-1) for x in (before, update, after))
+    cosines = (before * after).sum(-1) / (norms * norms_after).clamp(min=1e-30)
+    update_cosines = (before * update).sum(-1) / (norms * update_norms).clamp(min=1e-30)
+    return torch.stack([norms, norms_after, cosines, update_norms / norms.clamp(min=1e-30), update_cosines])
 
 
 @dataclass
@@ -44,22 +54,19 @@ class Record:
         input_ids: `(S,)`.
         tokens: Type of each position, sinks excluded too.
         with_sinks: The same before sinks were excluded.
-        interface: `(norms, width)` of the tokens at each place of [`InterfaceHooks`] before the decoder that the model
-            has, norms of shape `(num_tokens,)`.
+        interface: Norms of the tokens at each place of [`InterfaceHooks`] before the decoder that the model has,
+            `(num_tokens,)`.
         layer_norms: Norm of each layer's input, and of the last layer's output, which is before the decoder's final
             norm: `(L + 1, S)`.
         cosines: Between a layer's input and output, `(L, S)`.
         update_ratios: Norm of the layer's residual update over that of its input, `(L, S)`.
         update_cosines: Between a layer's input and its residual update, `(L, S)`.
-        attractions: Results of [`compare_updates`] by layer, `(L, 3)`.
         attention: By layer, the attention probabilities of the queries, `(num_heads, num_queries, S)`.
         visible: By layer, which keys the mask lets each query see, `(num_queries, S)`.
         queries: Positions of the queries, `(num_queries,)`.
         keys: By layer, keys as attention gets them, but before rotary embedding, `(num_key_value_heads, num_kept,
             head_dim)`; layers whose keys can't be found are left out, with a note.
         values: By layer, as attention gets them, `(num_key_value_heads, num_kept, head_dim)`.
-        decoded: By layer, the token that each visual token decodes to at the layer's output, and its probability,
-            `(num_visual,)` each, sinks included; empty unless requested. See [`~diagnostics.lens.read_visual`].
         key_positions: Positions of the keys and values, `(num_kept,)`.
         grid: Height and width of the picture in visual tokens, or `None` if unknown.
         notes: What could not be recorded, and why.
@@ -68,18 +75,16 @@ class Record:
     input_ids: torch.Tensor
     tokens: Tokens
     with_sinks: Tokens
-    interface: dict[str, tuple[torch.Tensor, int]]
+    interface: dict[str, torch.Tensor]
     layer_norms: torch.Tensor
     cosines: torch.Tensor
     update_ratios: torch.Tensor
     update_cosines: torch.Tensor
-    attractions: torch.Tensor
     attention: dict[int, torch.Tensor]
     visible: dict[int, torch.Tensor]
     queries: torch.Tensor
     keys: dict[int, torch.Tensor]
     values: dict[int, torch.Tensor]
-    decoded: dict[int, tuple[torch.Tensor, torch.Tensor]]
     key_positions: torch.Tensor
     grid: tuple[int, int] | None
     notes: list[str]
@@ -99,7 +104,6 @@ class Probe:
         layers: Layers whose attention rows and keys are kept; all by default.
         key_positions: Positions whose keys are kept, of the sample; all by default.
         num_images: Pictures in the sample; only a single one has a grid.
-        lens: Whether to decode visual tokens to the model's vocabulary at each layer's output.
     """
 
     def __init__(
@@ -110,7 +114,6 @@ class Probe:
         layers: Iterable[int] | None = None,
         key_positions: torch.Tensor | None = None,
         num_images: int = 1,
-        lens: bool = False,
     ) -> None:
         self._model, self._inputs, self._tokens, self._num_images = model, inputs, tokens, num_images
         self._decoder_layers = decoder_layers(model)
@@ -118,11 +121,8 @@ class Probe:
         self._queries = choose_queries(tokens)
         self._key_positions = torch.arange(len(tokens.text)) if key_positions is None else key_positions
         self._hooks: list[RemovableHandle | InterfaceHooks | AttentionCalls] = []
-        self._interface: dict[str, tuple[torch.Tensor, int]] = {}
+        self._interface: dict[str, torch.Tensor] = {}
         self._turns: dict[int, torch.Tensor] = {}
-        self._attractions: dict[int, torch.Tensor] = {}
-        self._lens = lens
-        self._decoded: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._calls: AttentionCalls | None = None
         self._notes: list[str] = []
 
@@ -135,12 +135,6 @@ class Probe:
         return self
 
     def _watch(self) -> None:
-        if self._lens:
-            try:
-                find_final_norm(self._model)
-            except DiagnosticsError as error:
-                self._notes.append(f"logit lens: not recorded, {error}")
-                self._lens = False
         interface = InterfaceHooks(self._model, self._see_interface)
         self._hooks.append(interface)
         self._notes += interface.notes
@@ -170,8 +164,8 @@ class Probe:
             if place == "encoder_output" and real is not None and real.shape == features.shape[:-1]:
                 features = features[real.bool().to(features.device)]  # without the patches that pad a tile (LFM2-VL)
             # Several calls where tiles or views pass one by one.
-            before, width = self._interface.get(place, (torch.empty(0), features.shape[-1]))
-            self._interface[place] = (torch.cat([before, token_norms(features).flatten().cpu()]), width)
+            before = self._interface.get(place, torch.empty(0))
+            self._interface[place] = torch.cat([before, token_norms(features).flatten().cpu()])
 
     def _check_entrance(self, embeddings: torch.Tensor) -> None:
         """Check that the decoder's input has one hidden state per token, `(1, S, hidden_size)`, and visual ones."""
@@ -193,12 +187,9 @@ class Probe:
         @torch.no_grad()
         def see(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
             after = output if isinstance(output, torch.Tensor) else output[0]
-            if self._lens and number in self._layers:
-                self._decoded[number] = read_visual(self._model, after[0, self._tokens.visual.to(after.device)])
             before = args[0] if args else kwargs["hidden_states"]
             before, after = before[0].to(after.device, torch.float32), after[0].float()  # [S, hidden_size]
-            self._turns[number] = torch.stack(turn(before, after)).cpu()  # a single transfer
-            self._attractions[number] = compare_updates(before, after, self._tokens.visual, self._tokens.text).cpu()
+            self._turns[number] = turn(before, after).cpu()  # a single transfer
 
         return see
 
@@ -213,30 +204,29 @@ class Probe:
         calls = self._calls
         if calls is None or len(self._turns) != count:
             raise RuntimeError(f"{len(self._turns)} of {count} decoder layers were run; run the model inside `with`.")
-        turns = Turn(*torch.stack([self._turns[number] for number in range(count)], dim=1))  # each [L, S]
-        layer_norms = torch.cat([turns.norms, turns.norms_after[-1:]])
+        turns = torch.stack([self._turns[number] for number in range(count)], dim=1)  # [5, L, S]
+        entering, leaving, cosines, update_ratios, update_cosines = turns
+        layer_norms = torch.cat([entering, leaving[-1:]])
         tokens = self._tokens
         if not layer_norms[:, tokens.visual | tokens.text].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
             )
-        self._note_added_features(turns.norms, turns.norms_after)
+        self._note_added_features(entering, leaving)
         return Record(
             input_ids=self._inputs["input_ids"][0].cpu(),
             tokens=tokens.without("sink", find_sinks(layer_norms, tokens)),
             with_sinks=tokens,
             interface=self._interface,
             layer_norms=layer_norms,
-            cosines=turns.cosines,
-            update_ratios=turns.update_ratios,
-            update_cosines=turns.update_cosines,
-            attractions=torch.stack([self._attractions[number] for number in range(count)]),
+            cosines=cosines,
+            update_ratios=update_ratios,
+            update_cosines=update_cosines,
             attention=calls.attention,
             visible=calls.visible,
             queries=self._queries,
             keys=calls.keys,
             values=calls.values,
-            decoded=self._decoded,
             key_positions=self._key_positions,
             grid=self._grid(),
             notes=[*self._notes, *calls.notes()],

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from diagnostics.parts import DiagnosticsError, NoVisualTokensError, image_token_id
 
@@ -49,11 +49,6 @@ class Tokens:
         return Tokens(self.visual & ~positions, self.text & ~positions, self.excluded | {reason: positions})
 
 
-def find_tokenizer(processor: Any) -> PreTrainedTokenizerBase:
-    """The tokenizer of a processor, which may be one itself."""
-    return getattr(processor, "tokenizer", processor)
-
-
 def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
     """The ids that are not ordinary text by a model's config, and by its processor if there is one.
 
@@ -69,7 +64,7 @@ def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
             if name.endswith(("_token_id", "_token_ids", "_token_index")):
                 special |= set(value if isinstance(value, list | tuple) else [value])
     if processor is not None:
-        tokenizer = find_tokenizer(processor)
+        tokenizer = getattr(processor, "tokenizer", processor)  # it may be one itself
         special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
         special |= set(tokenizer.all_special_ids)
     image = image_token_id(model)
@@ -146,16 +141,11 @@ def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Toke
     return tokens
 
 
-def far_longer(norms: torch.Tensor) -> torch.Tensor:
-    """Which of a modality's tokens have a norm over `SINK_FACTOR` times their median, `(..., num_tokens)`."""
-    return norms > SINK_FACTOR * norms.median(dim=-1, keepdim=True).values
-
-
 def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Tokens with massive norms after the first layer, which attract attention whatever their content, `(S,)`.
 
-    A token is one if at some layer it is [`far_longer`] than its modality (compare the massive activations of arXiv
-    2402.17762). The input of the first layer doesn't count.
+    A token is one if its norm at some layer is over `SINK_FACTOR` times the median of its modality (compare the
+    massive activations of arXiv 2402.17762). The input of the first layer doesn't count.
 
     Args:
         layer_norms: `(L + 1, S)`.
@@ -164,7 +154,8 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     sinks = torch.zeros_like(tokens.visual)
     for mask in (tokens.visual, tokens.text):
         if mask.any():
-            sinks[mask] = far_longer(layer_norms[1:, mask]).any(0)
+            norms = layer_norms[1:, mask]
+            sinks[mask] = (norms > SINK_FACTOR * norms.median(dim=-1, keepdim=True).values).any(0)
     return sinks
 
 

@@ -24,8 +24,7 @@ NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tok
 SERVING = ("handler.py", "requirements.txt")
 # Plots of the diagnostics, with their captions.
 PLOTS = {
-    "layers.png": "Norm of visual and text tokens at each layer, and how far each layer turns them",
-    "attention.png": "Attention to the picture at each layer",
+    "overview.png": "Norm of visual and text tokens by layer, how far each layer turns them, attention to the picture",
 }
 LISTED = {
     *SETTINGS, *OTHERS, *SERVING, CARD, "LICENSE", "LICENSE-APACHE", "NOTICE",

@@ -212,14 +212,16 @@ def read_diagnostics(path: Path, of_weights: str) -> dict[str, str]:
     again = "Run python -m diagnostics on this model alone, without --load_in_4bit."
     try:
         (model,) = read_json(path)["models"]
+        rows = {(row["measure"], row["modality"]): row for row in model["summary"]["rows"] if row["layer"] is None}
         values = {
-            "norm of visual over text tokens at the decoder": model["interface"]["ratio"],
-            "turning of visual tokens per layer, 1 − cosine": model["layers"]["visual"]["update_rate"],
-            "turning of text tokens per layer": model["layers"]["text"]["update_rate"],
+            "norm of visual over text tokens at the decoder": rows["ratio", ""],
+            "turning of visual tokens per layer, 1 − cosine": rows["turning", "visual"],
+            "turning of text tokens per layer": rows["turning", "text"],
         }
-        for group in model["layers"]["groups"]:
-            values[f"gap of cosines, visual minus text, {group['name']} of the layers"] = group["gap"]
-        shown = {name: with_interval(value["mean"], value["interval"]) for name, value in values.items()}
+        for (measure, _), row in rows.items():
+            if measure.startswith("gap, "):
+                values[f"gap of cosines, visual minus text, {measure.removeprefix('gap, ')} of the layers"] = row
+        shown = {name: with_interval(row["mean"], row["low"], row["high"]) for name, row in values.items()}
         if model.get("weights") != of_weights or model["dtype"].endswith("quantized"):
             raise ValueError(f"{path} is of other weights. {again}")
     except (OSError, LookupError, TypeError) as error:
@@ -227,6 +229,6 @@ def read_diagnostics(path: Path, of_weights: str) -> dict[str, str]:
     return {"pictures": str(model["num_pictures"])} | shown
 
 
-def with_interval(mean: float, interval: list[float] | None) -> str:
+def with_interval(mean: float, low: float | None, high: float | None) -> str:
     """A mean with its 95% interval, if it has one."""
-    return f"{mean:.3g} ({interval[0]:.3g} to {interval[1]:.3g})" if interval else f"{mean:.3g}"
+    return f"{mean:.3g}" if low is None or high is None else f"{mean:.3g} ({low:.3g} to {high:.3g})"

@@ -24,11 +24,11 @@ from transformers.utils import logging as transformers_logging
 from conversations.files import weights_fingerprint
 from diagnostics.answers import Prompt, answer
 from diagnostics.answers import ask as ask_about
-from diagnostics.dynamics import measure_point
+from diagnostics.dynamics import DynamicsPoint, measure_point
 from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import THIRDS
-from diagnostics.plots import draw_layers, save
-from diagnostics.results import DynamicsPoint, to_json
+from diagnostics.plots import draw_overview, save
+from diagnostics.results import to_json
 from diagnostics.samples import prepare_samples
 from evaluation.record import Evaluation, write_evaluations
 
@@ -185,11 +185,15 @@ def render_table(scores: dict[str, dict[str, float]], measured: dict[str, Dynami
     lines += ["", f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, visual - text':>36}"]
     lines.append(f"{'':26}{'visual':>10}{'text':>10}{'ratio':>11}" + "".join(f"{name:>14}" for name in THIRDS))
     for label, point in measured.items():
-        interface, layers = point.interface, point.layers
-        lines.append(
-            f"{label:26}{interface.visual_at_decoder.mean:10.3f}{interface.text_at_decoder.mean:10.3f}"
-            f"{interface.ratio.mean:10.2f}x" + "".join(f"{group.gap.mean:14.3f}" for group in layers.groups)
+        places = (
+            ("at_decoder", "visual"),
+            ("at_decoder", "text"),
+            ("ratio",),
+            *((f"gap, {name}",) for name in THIRDS),
         )
+        found = [point.summary.look(*place) for place in places]
+        visual, text, ratio, *gaps = (estimate.mean if estimate else float("nan") for estimate in found)
+        lines.append(f"{label:26}{visual:10.3f}{text:10.3f}{ratio:10.2f}x" + "".join(f"{gap:14.3f}" for gap in gaps))
     return "\n".join(lines)
 
 
@@ -208,8 +212,8 @@ def main() -> None:
     measured = measure(run_dir, probe)
     record_scores(scores, len(questions), run_dir / "stage2")
     draw_answers(questions, answers, run_dir / "answers.png")
-    drawn = {label: point.layers for label, point in measured.items() if label != "after stage 1"}
-    save(draw_layers(list(drawn), list(drawn.values())), run_dir / "norms.png")
+    drawn = {label: point.summary for label, point in measured.items() if label != "after stage 1"}
+    save(draw_overview(drawn), run_dir / "norms.png")
     report = {"questions": len(questions), "accuracy": scores, "dynamics": to_json(measured)}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     logger.info("%s", render_table(scores, measured, len(questions)))

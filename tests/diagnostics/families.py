@@ -10,7 +10,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from diagnostics.probe import Probe, Record
-from diagnostics.samples import Answered
 from diagnostics.tokens import Tokens, classify_sample, token_ids
 
 
@@ -629,12 +628,6 @@ def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
 def tokens_of(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> Tokens:
     """Which position of a sample is what, as far as its inputs tell."""
     return classify_sample(sample, token_ids(model))
-
-
-def answered(model: PreTrainedModel, sample: dict[str, torch.Tensor], start: int) -> Answered:
-    """A sample whose answer begins at a position."""
-    tokens = tokens_of(model, sample)
-    return Answered(sample, tokens, tokens.text & (torch.arange(len(tokens.text)) >= start))
 
 
 @torch.no_grad()

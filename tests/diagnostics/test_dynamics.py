@@ -1,11 +1,15 @@
 """A run followed through training, by the callback and from its checkpoints."""
 
+import gc
 import json
+import re
 import shutil
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,8 +57,8 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
 
     during = read_points(tmp_path / "watched" / FILE)
     assert [point.step for point in during] == [0, 2, 4]
-    assert during[0].interface.ratio_to_vocabulary.mean == pytest.approx(1, abs=0.01)
-    assert during[0].projector_norm.gain_drift < 1e-6 < during[1].projector_norm.gain_drift
+    assert during[0].summary.look("ratio_to_vocabulary").mean == pytest.approx(1, abs=0.01)
+    assert during[0].summary.look("gain_drift").mean < 1e-6 < during[1].summary.look("gain_drift").mean
 
     # A run that goes on from an earlier checkpoint measures the rest again, and puts it in place of what was there.
     checkpoint = str(tmp_path / "watched" / "checkpoint-2")
@@ -68,20 +72,17 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
     for one, other in zip(during[1:], after, strict=True):
         assert one.questions == other.questions
         # Of the encoder too, whose layers past the one that is read are skipped in training.
-        for place in ("encoder_output", "projector_input", "projector_output", "visual_at_decoder"):
-            expected_norm = getattr(other.interface, place).mean
-            assert getattr(one.interface, place).mean == pytest.approx(expected_norm, rel=1e-6), place
-        for modality in ("visual", "text"):
-            expected = other.layers.of(modality).cosine.mean
-            assert one.layers.of(modality).cosine.mean == pytest.approx(expected, abs=1e-6)
+        assert one.summary.frame["measure"].tolist() == other.summary.frame["measure"].tolist()
+        expected = other.summary.frame["mean"].tolist()
+        assert one.summary.frame["mean"].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
     # What is measured already is not measured again.
     lines = (tmp_path / "plain" / FILE).read_text().splitlines(True)
-    kept = replace(after[0], projector_norm=None)
+    kept = replace(after[0], dtype="kept")
     (tmp_path / "plain" / FILE).write_text(json.dumps(to_json(kept)) + "\n" + lines[1][:40])
     assert measure_run(tmp_path / "plain", questions) == [kept, after[1]]
-    (tmp_path / "plain" / FILE).write_text(lines[0] + lines[1].replace('"largest_gap"', '"other"'))
-    with pytest.raises(ValueError, match=r"plain/dynamics\.jsonl, line 2: no layers\.largest_gap\. Move the file"):
+    (tmp_path / "plain" / FILE).write_text(lines[0] + lines[1].replace('"summary"', '"other"'))
+    with pytest.raises(ValueError, match=r"plain/dynamics\.jsonl, line 2: no summary\. Move the file"):
         measure_run(tmp_path / "plain", questions)
     (tmp_path / "plain" / FILE).write_text("".join(lines))
     # Pictures and words count, not where they lie.
@@ -117,10 +118,22 @@ def test_the_command_draws_a_run(
     command += ["--start", str(composed(projector_norm="none")), "--dtype", "bfloat16"]
     monkeypatch.setattr(sys, "argv", command)
     caplog.set_level("INFO")
+    alive: list[int] = []
+    loaded: list[weakref.ref] = []
+    load = dynamics.load_model
+
+    def watched(name: str, **options: Any) -> Any:
+        gc.collect()
+        alive.append(sum(model() is not None for model in loaded))
+        model, processor = load(name, **options)
+        loaded.append(weakref.ref(model))
+        return model, processor
+
+    monkeypatch.setattr(dynamics, "load_model", watched)
     dynamics.main()
+    assert alive == [0, 0, 0]  # the last checkpoint stayed while the next one was loaded
     assert (tmp_path / "run" / "dynamics.png").stat().st_size > 10_000
-    steps = [line.split()[0] for line in caplog.messages if line.strip().split()[0] in ("0", "5", "10")]
-    assert steps == ["0", "5", "10"]
+    assert re.findall(r"^(\d+) ", "\n".join(caplog.messages), re.M) == ["0", "5", "10"]
 
     monkeypatch.setattr(sys, "argv", [*command[:-1], "float32"])
     dynamics.main()  # with nothing left to measure

@@ -1,4 +1,4 @@
-"""Which pictures are chosen, what is passed over, and what is known before weights are loaded."""
+"""Which pictures are chosen, and what is passed over."""
 
 import io
 import json
@@ -11,12 +11,11 @@ from datasets import Dataset
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available
 
 from conversations import pictures
-from conversations.rows import BadRowError
-from diagnostics.loading import count_layers_and_heads, load_model, load_questions
+from diagnostics.loading import MAX_UNREADABLE, load_model, load_questions
 from diagnostics.parts import DiagnosticsError, NoVisualTokensError
 from families import FAMILIES
 
@@ -39,66 +38,62 @@ def colours(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were opened."""
-    names: list[str] = []
+def test_pictures_are_different(colours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By content: the same picture in another file is no other picture. None is opened twice."""
+    opened: list[str] = []
     before = pictures._open_image
 
     def see(image: Any, row: Any, number: int) -> Image.Image:
-        names.append(Path(image).name)
+        opened.append(Path(image).name)
         return before(image, row, number)
 
     monkeypatch.setattr(pictures, "_open_image", see)
-    return names
-
-
-def test_pictures_are_different_where_there_are_enough(colours: Path, opened: list[str]) -> None:
-    """By content: the same picture in another file is no other picture."""
     data = write_rows(colours, "red.png", "red.png", "same.png", "red.png", "blue.png", "green.png")
-    chosen = load_questions(data, 3)
-    assert [question.images[0].getpixel((0, 0)) for question in chosen.questions] == [
-        (255, 0, 0), (0, 0, 255), (0, 128, 0)
-    ]  # fmt: skip
-    assert chosen.num_pictures == len({question.picture for question in chosen.questions}) == 3
+    chosen = load_questions(data, 3).questions
+    assert [question.source.split()[-1] for question in chosen] == ["0", "4", "5"]
+    assert len({question.picture for question in chosen}) == 3
     assert opened == ["red.png", "same.png", "blue.png", "green.png"]
+    assert len(load_questions(data, 9).questions) == 3
 
 
-def test_pictures_stand_again_where_there_are_too_few(colours: Path) -> None:
-    data = write_rows(colours, "red.png", "red.png", "same.png", "blue.png")
-    chosen = load_questions(data, 3)
-    assert [question.source.split()[-1] for question in chosen.questions] == ["0", "3", "1"]
-    assert chosen.num_pictures == 2
-    assert chosen.questions[0].picture == chosen.questions[2].picture != chosen.questions[1].picture
-    assert len(load_questions(data, 9).questions) == 4
-
-
-def test_pictures_past_the_first_answer_are_not_what_is_sampled(colours: Path) -> None:
+def test_pictures_past_the_first_answer_are_not_asked_about(colours: Path) -> None:
     later = [*TURNS, {"from": "human", "value": "<image>\nand this?"}]
     rows = [{"image": ["red.png", name], "conversations": later} for name in ("blue.png", "green.png")]
     (colours / "rows.json").write_text(json.dumps(rows))
-    assert load_questions(str(colours / "rows.json"), 2).num_pictures == 1
+    (question,) = load_questions(str(colours / "rows.json"), 2).questions
+    assert len(question.images) == 1
+    assert len(question.prompt) == 1
 
 
-def test_a_broken_picture_is_passed_over_and_named(colours: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = write_rows(colours, "red.png", "broken.png", "blue.png")
+def test_broken_and_missing_pictures_are_passed_over_and_named(
+    colours: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A missing one ended the command."""
+    data = write_rows(colours, "red.png", "broken.png", "none.png", "blue.png")
     with caplog.at_level(logging.WARNING, "diagnostics.loading"):
         chosen = load_questions(data, 2)
-    assert [question.source.split()[-1] for question in chosen.questions] == ["0", "2"]
-    (line,) = chosen.unreadable
-    assert "row 1: image" in line
-    assert "broken.png can't be read" in line
-    assert [record.getMessage() for record in caplog.records] == [f"skipped: {line}"]
+    assert [question.source.split()[-1] for question in chosen.questions] == ["0", "3"]
+    assert [record.getMessage() for record in caplog.records] == [f"skipped: {line}" for line in chosen.unreadable]
+    for number, line in enumerate(chosen.unreadable, 1):
+        assert f"row {number}: " in line
+    assert "broken.png can't be read" in chosen.unreadable[0]
+    assert "none.png is missing" in chosen.unreadable[1]
 
 
-def test_nothing_readable_is_an_error_that_names_it(colours: Path) -> None:
-    with pytest.raises(NoVisualTokensError, match=r"None can be read; the first: .*row 0: image .*broken\.png"):
-        load_questions(write_rows(colours, "broken.png"), 2)
-
-
-def test_a_malformed_row_is_an_error(colours: Path) -> None:
-    with pytest.raises(BadRowError, match=r"row 1: .*none\.png is missing"):
-        load_questions(write_rows(colours, "red.png", "none.png"), 2)
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"image": "0.png"}, "row 0: `conversations` is empty or not a list of turns"),
+        ({"image": "0.png", "conversations": [{"role": "user", "content": "x"}]}, "row 0: turn 0 is not"),
+        ({"image": "0.png", "conversations": [{"from": "human", "value": "x"}]}, "row 0: 0 <image> marks but 1"),
+        ({"image": "broken.png", "conversations": TURNS}, r"row 0: image .*broken\.png"),
+        ({"conversations": TURNS[1:]}, r"has no pictures to ask about \(\d+ rows without one"),
+    ],
+)
+def test_where_no_row_can_be_read_the_first_is_named(row: dict, message: str, colours: Path) -> None:
+    (colours / "rows.json").write_text(json.dumps([row] * (2 * MAX_UNREADABLE)))
+    with pytest.raises(NoVisualTokensError, match=message):
+        load_questions(str(colours / "rows.json"), 2)
 
 
 def test_subfolders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
@@ -118,24 +113,8 @@ def test_a_missing_package_is_one_line_with_the_command(tmp_path: Path) -> None:
     FAMILIES["qwen2_vl"].config().save_pretrained(tmp_path)
     processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    with pytest.raises(DiagnosticsError) as error:
+    with pytest.raises(DiagnosticsError, match=r"\AQwen2VLVideoProcessor needs the package torchvision, which is not"):
         load_model(str(tmp_path))
-    assert str(error.value) == (
-        "Qwen2VLVideoProcessor needs the package torchvision, which is not installed: run `pip install torchvision`."
-    )
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_layers_and_heads_are_known_from_a_config(name: str, tmp_path: Path) -> None:
-    """No weights lie in the folder."""
-    FAMILIES[name].config().save_pretrained(tmp_path)
-    assert count_layers_and_heads(str(tmp_path)) == (3, 4)
-
-
-def test_a_config_without_layers_is_said(tmp_path: Path) -> None:
-    AutoConfig.for_model("convnext").save_pretrained(tmp_path)
-    with pytest.raises(DiagnosticsError, match="ConvNextConfig doesn't say how many layers"):
-        count_layers_and_heads(str(tmp_path))
 
 
 def test_pictures_beside_a_datasets_files_are_not_what_is_asked_about(tmp_path: Path) -> None:
@@ -143,8 +122,7 @@ def test_pictures_beside_a_datasets_files_are_not_what_is_asked_about(tmp_path: 
     Image.new("RGB", (30, 20), "red").save(tmp_path / "logo.png")
     picture = io.BytesIO()
     Image.new("RGB", (20, 20), "blue").save(picture, "PNG")
-    turns = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": "blue"}]
-    rows = Dataset.from_list([{"images": [{"bytes": picture.getvalue(), "path": None}], "conversations": turns}])
+    rows = Dataset.from_list([{"images": [{"bytes": picture.getvalue(), "path": None}], "conversations": TURNS}])
     (tmp_path / "data").mkdir()
     rows.to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
     (question,) = load_questions(str(tmp_path), 4).questions

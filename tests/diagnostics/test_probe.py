@@ -1,12 +1,12 @@
 """One forward pass through hooks: every family, against transformers' own outputs; and a model set by hand."""
 
 import copy
-import dataclasses
 import re
 import sys
 from collections.abc import Callable
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -16,18 +16,20 @@ from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from diagnostics.attention import measure_attention
-from diagnostics.embeddings import vocabulary_norms
-from diagnostics.gradients import measure_gradients
-from diagnostics.interface import input_scale, measure_interface
-from diagnostics.key_space import measure_space
-from diagnostics.layers import measure_layers
-from diagnostics.parts import DiagnosticsError, NoVisualTokensError, decoder_layers, find_projector
+from diagnostics.hooks import InterfaceHooks
+from diagnostics.keys import measure_space
+from diagnostics.measures import input_scale, measure_attention, measure_interface, measure_layers
+from diagnostics.norms import vocabulary_norms
+from diagnostics.parts import DiagnosticsError, NoVisualTokensError, decoder_layers
 from diagnostics.probe import Probe, Record
-from families import FAMILIES, IMAGE, answered, build, inputs, record_sample, tokens_of
+from diagnostics.table import Summary
+from families import FAMILIES, IMAGE, build, inputs, record_sample, tokens_of
 
 
 Inputs = dict[str, torch.Tensor]
+# Llama 4's own forward pass with its head raises an AttributeError in transformers 5.24.
+BROKEN = pytest.mark.xfail(raises=AttributeError)
+NAMES = [pytest.param(name, marks=BROKEN if name == "llama4" else ()) for name in FAMILIES]
 # What the projector returns does not enter the decoder as it is: a newline feature, scaling, tiles put together.
 CHANGED_AFTER_PROJECTOR = ("llava_next", "llava_onevision", "paligemma")
 # Embeddings are scaled, or positions added to them, before the first layer.
@@ -36,9 +38,10 @@ CHANGED_BEFORE_DECODER = ("granite_docling", "blip-2", "instructblip")
 WITHOUT_GRID = ("aria", "idefics2", "blip-2", "instructblip", "gemma4", "fuyu")
 # Visual features are added to the hidden states between layers.
 ADDED_BETWEEN_LAYERS = {"qwen3_vl": "0, 1", "granite_docling": "0"}
-ONE, TWO = np.zeros(1, dtype=int), np.arange(2)  # samples of so many pictures
-# Layers without keys: no attention, or a norm behind the rotation.
-WITHOUT_KEYS = {"lfm2_vl": {1}, "qwen3_5": {1}, "hunyuan_vl": {0, 1, 2}, "llama4": {0, 1}}
+# Layers without keys: no attention, a norm behind the rotation, latent attention.
+WITHOUT_KEYS = {
+    "lfm2_vl": {1}, "qwen3_5": {1}, "hunyuan_vl": {0, 1, 2}, "llama4": {0, 1}, "kimi_k25": {0, 1, 2}
+}  # fmt: skip
 
 
 def states_of(model: PreTrainedModel, sample: Inputs) -> tuple[torch.Tensor, ...]:
@@ -51,7 +54,7 @@ def decoder_outputs(model: PreTrainedModel, sample: Inputs, **options: bool) -> 
     return getattr(outputs, "language_model_outputs", outputs)  # BLIP-2 has them inside
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_family_is_measured_and_its_logits_stay(name: str, family_table: dict[str, str]) -> None:
     padding = 3
     model, sample = build(name), inputs(name, padding)
@@ -78,34 +81,35 @@ def test_a_family_is_measured_and_its_logits_stay(name: str, family_table: dict[
     assert len(added) == (name in ADDED_BETWEEN_LAYERS)
     assert all(f"after layer {ADDED_BETWEEN_LAYERS[name]}," in note for note in added)
     if name not in (*CHANGED_AFTER_PROJECTOR, *CHANGED_BEFORE_DECODER):
-        after, before = record.interface["projector_output"][0], record.layer_norms[0, record.tokens.visual]
+        after, before = record.interface["projector_output"], record.layer_norms[0, record.tokens.visual]
         assert torch.allclose(after.sort().values, before.sort().values, rtol=1e-5)
 
-    vocabulary = vocabulary_norms(model)
-    interface = measure_interface([record], ONE, vocabulary, 32)
-    layers, attention = measure_layers([record], ONE), measure_attention([record], ONE)
+    summary = Summary.of(
+        pd.concat(
+            [
+                measure_interface([record], vocabulary_norms(model)),
+                measure_layers([record]),
+                measure_attention([record]),
+            ]
+        )
+    )
+    entering, prompt, ratio = (
+        summary.look(*of).mean for of in (("at_decoder", "text"), ("in_prompt", "text"), ("ratio",))
+    )
     if name not in ("blip-2", "instructblip"):  # their positions are added
-        assert interface.text_at_decoder.mean == pytest.approx(interface.text_in_prompt.mean, rel=1e-5)
-    assert attention is not None
-    keys = measure_space([record.keys] * 2, [record] * 2, TWO, {})
-    start = int((ids == IMAGE).nonzero()[-1, 0]) + 1
-    gradients = measure_gradients(model, [answered(model, sample, start)])
-    assert gradients is not None
-    assert set(gradients.norms) == ({"compensated", "plain"} if name.startswith("normllava") else {"no norm"})
-    measured = [value for norms in gradients.norms.values() for value in dataclasses.astuple(norms)]
-    assert all(value > 0 for value in measured if value is not None)
-    assert (None in measured) == (name == "fuyu")  # no encoder, and pixels enter its projector
-    mmd = "few tokens" if keys is None else f"{keys.mmd.mean[0]:.3f}"
+        assert entering == pytest.approx(prompt, rel=1e-5)
+    keys = measure_space("keys", [record] * 2)
+    mmd = "no keys" if keys is None else f"{keys[keys['measure'] == 'keys.mmd']['value'].iloc[0]:.3f}"
+    turning = (summary.look("turning", modality).mean for modality in ("visual", "text"))
     left_out = {reason: int(mask.sum()) for reason, mask in record.tokens.excluded.items() if mask.any()}
     family_table[name] = (
-        f"{name:17}{interface.visual_at_decoder.mean:8.3f}{interface.text_at_decoder.mean:6.2f}"
-        f"{interface.ratio.mean:9.3f}{layers.visual.update_rate.mean:9.4f}"
-        f"{layers.text.update_rate.mean:9.4f}{attention.with_sinks.mass.mean[0]:7.2f}"
-        f"{mmd:>12}  {left_out} {'; '.join(record.notes)}"
+        f"{name:17}{entering * ratio:8.3f}{entering:6.2f}{ratio:9.3f}"
+        + "".join(f"{of:9.4f}" for of in turning)
+        + f"{summary.look('attention').mean:7.2f}{mmd:>12}  {left_out} {'; '.join(record.notes)}"
     )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_layers_are_those_of_the_hidden_states(name: str) -> None:
     model, sample = build(name), inputs(name)
     record, states = record_sample(model, sample), states_of(model, sample)
@@ -125,7 +129,7 @@ def test_layers_are_those_of_the_hidden_states(name: str) -> None:
 
 
 @pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_attention_is_that_of_the_eager_model(name: str, padding: int) -> None:
     model, sample = build(name), inputs(name, padding)
     record = record_sample(model, sample)
@@ -185,7 +189,7 @@ def handed_to_sdpa(model: PreTrainedModel, sample: Inputs) -> dict[int, tuple[to
     return seen
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_keys_are_what_is_rotated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against what the family's own rotation is given; where nothing is rotated, against what attention is given."""
     model, sample = build(name), inputs(name, padding=3)
@@ -196,8 +200,8 @@ def test_keys_are_what_is_rotated(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert set(record.values) == set(record.attention) == set(handed)
     for number, keys in record.keys.items():
         key = handed[number][0]
-        if name == "kimi_k25" or number not in rotated:  # multi-head latent attention rotates other dimensions
-            assert torch.equal(keys, key[..., : keys.shape[-1]])
+        if number not in rotated:
+            assert torch.equal(keys, key)
             continue
         before = rotated[number]
         assert torch.equal(keys[..., : before.shape[-1]], before)  # Persimmon rotates some of them alone
@@ -209,69 +213,41 @@ def test_keys_are_what_is_rotated(name: str, monkeypatch: pytest.MonkeyPatch) ->
     assert len(told) == (name in WITHOUT_KEYS)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_last_layer_decodes_to_the_models_own_logits(name: str) -> None:
-    model, sample = build(name), inputs(name)
-    record = record_sample(model, sample, lens=True)
-    with torch.no_grad():
-        logits = model(**sample).logits[0, record.with_sinks.visual].float()
-    assert set(record.decoded) == {0, 1, 2}
-    ids, probabilities = record.decoded[2]
-    assert torch.equal(ids, logits.argmax(-1))
-    assert torch.allclose(probabilities, logits.softmax(-1).amax(-1), atol=1e-6)
-    assert not torch.equal(record.decoded[0][1], probabilities)
-    assert record_sample(model, sample).decoded == {}
-
-
-def test_without_a_final_norm_nothing_is_decoded() -> None:
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
-    decoder = model.get_decoder()
-    decoder.last = decoder.__dict__["_modules"].pop("norm")
-    decoder.__dict__["norm"] = decoder.last
-    record = record_sample(model, sample, lens=True)
-    assert record.decoded == {}
-    assert any("logit lens: not recorded, no part of the decoder is called norm," in note for note in record.notes)
-
-
 def test_a_model_set_by_hand_gives_the_numbers_on_paper(hand_made: tuple[PreTrainedModel, Inputs]) -> None:
     model, sample = hand_made
     record = record_sample(model, sample)
     text_norms = np.array([TEXT_NORMS[int(token) % 2] for token in sample["input_ids"][0][record.tokens.text]])
     assert 0 < (text_norms == TEXT_NORMS[0]).mean() < 0.5  # so that mean and median are two things
     visual_norms = np.full(16, VISUAL_NORM)
-    interface = measure_interface([record, record], TWO, vocabulary_norms(model), 32)
-    for place, norms in (
-        ("projector_output", visual_norms),
-        ("visual_at_decoder", visual_norms),
-        ("text_at_decoder", text_norms),
-        ("text_in_prompt", text_norms),
-        ("vocabulary", np.repeat(TEXT_NORMS, 95)),  # ten rows are all zero
+    summary = Summary.of(
+        pd.concat([measure_interface([record] * 2, vocabulary_norms(model)), measure_layers([record] * 2)])
+    )
+    for place, modality, norms in (
+        ("projector_output", "visual", visual_norms),
+        ("at_decoder", "visual", visual_norms),
+        ("at_decoder", "text", text_norms),
+        ("in_prompt", "text", text_norms),
+        ("vocabulary", "text", np.array(TEXT_NORMS)),  # ten rows of the table are all zero
     ):
-        entry = getattr(interface, place)
-        assert entry.mean == pytest.approx(norms.mean())
-        assert entry.median == pytest.approx(np.median(norms))
-        assert entry.p95 == pytest.approx(np.quantile(np.tile(norms, 2), 0.95))
-        assert entry.std == pytest.approx(norms.std(), abs=1e-5)
-        assert entry.rms == pytest.approx(norms.mean() / 32**0.5)
-        assert entry.width == 32
-        assert entry.num_tokens == len(norms) * (1 if place == "vocabulary" else 2)
-    assert interface.ratio.mean == pytest.approx(VISUAL_NORM / text_norms.mean())
-    assert interface.ratio_to_vocabulary.mean == pytest.approx(VISUAL_NORM / np.mean(TEXT_NORMS))
-
-    layers = measure_layers([record, record], TWO)
+        assert summary.look(place, modality).mean == pytest.approx(norms.mean())
+    assert summary.look("ratio").mean == pytest.approx(VISUAL_NORM / text_norms.mean())
+    assert summary.look("ratio_to_vocabulary").mean == pytest.approx(VISUAL_NORM / np.mean(TEXT_NORMS))
+    turning = {}
     for modality, starts in (("visual", visual_norms), ("text", text_norms)):
         norms = np.sqrt(starts**2 + np.arange(4)[:, None] * UPDATE**2)  # [num_layers + 1, num_tokens]
-        cosines = norms[:-1] / norms[1:]
-        measured = layers.of(modality)
-        assert measured.norm.mean == pytest.approx(norms.mean(1))
-        assert measured.cosine.mean == pytest.approx(cosines.mean(1), abs=1e-6)
-        assert measured.update_ratio.mean == pytest.approx((UPDATE / norms[:-1]).mean(1))
-        assert measured.update_cosine.mean == pytest.approx([0, 0, 0], abs=1e-6)
-        assert measured.update_rate.mean == pytest.approx(1 - cosines.mean(), abs=1e-6)
-    gaps = [v - t for v, t in zip(layers.visual.cosine.mean, layers.text.cosine.mean, strict=True)]
-    assert layers.gap.mean == pytest.approx(gaps)
-    assert layers.gap.overall.mean == pytest.approx(sum(gaps) / 3)
-    assert layers.gap.overall.interval == pytest.approx([sum(gaps) / 3] * 2)
+        turning[modality] = 1 - (norms[:-1] / norms[1:]).mean(1)
+        for measure, expected in (
+            ("norm", norms.mean(1)),
+            ("turning", turning[modality]),
+            ("update_ratio", (UPDATE / norms[:-1]).mean(1)),
+            ("update_cosine", np.zeros(3)),
+        ):
+            found = summary.curve(measure, modality)["mean"].tolist()
+            assert found == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6), measure
+        assert summary.look("turning", modality).mean == pytest.approx(turning[modality].mean(), abs=1e-6)
+    gaps = turning["text"] - turning["visual"]
+    assert summary.curve("gap")["mean"].tolist() == pytest.approx(gaps.tolist(), abs=1e-6)
+    assert summary.look("gap, last third") == pytest.approx([gaps[2]] * 3, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llava-clip", "llava_next", "qwen3_vl", "gemma3"])
@@ -286,14 +262,15 @@ def test_offloaded_weights_give_the_same(name: str) -> None:
 
 def test_one_sink_is_left_out_and_named(hand_made: tuple[PreTrainedModel, Inputs]) -> None:
     model, sample = hand_made
-    expected = measure_layers([record_sample(model, sample)], ONE)
+    expected = Summary.of(measure_layers([record_sample(model, sample)]))
     position = 10  # a visual token
     record = record_sample(set_by_hand(build("llava-siglip"), massive=(position,)), sample)
     assert record.tokens.excluded["sink"].nonzero().flatten().tolist() == [position]
     assert record.tokens.visual.sum() == record.with_sinks.visual.sum() - 1
-    measured = measure_layers([record], ONE)
-    assert measured.visual.norm.mean == pytest.approx(expected.visual.norm.mean)
-    assert measured.gap.mean == pytest.approx(expected.gap.mean, abs=1e-6)
+    measured = Summary.of(measure_layers([record]))
+    for place in (("norm", "visual"), ("gap",)):
+        means = [summary.curve(*place)["mean"].tolist() for summary in (measured, expected)]
+        assert means[0] == pytest.approx(means[1], abs=1e-6)
 
 
 def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
@@ -308,11 +285,10 @@ def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
     vocabulary = vocabulary_norms(plain)
     records = record_sample(plain, sample), record_sample(scaled, sample)
     assert [int(record.tokens.excluded["newline"].sum()) for record in records] == [4, 4]
-    before, after = (measure_interface([record], ONE, vocabulary, 32) for record in records)
-    assert after.ratio.mean == pytest.approx(before.ratio.mean, rel=1e-5)
-    assert after.ratio_to_vocabulary.mean == pytest.approx(before.ratio_to_vocabulary.mean, rel=1e-5)
-    for place in ("visual_at_decoder", "text_at_decoder", "text_in_prompt", "vocabulary"):
-        assert getattr(after, place).mean == pytest.approx(factor * getattr(before, place).mean, rel=1e-5)
+    before, after = (measure_interface([record], vocabulary) for record in records)
+    is_scaled = before["measure"].isin(["at_decoder", "in_prompt", "vocabulary"])
+    expected = before["value"] * np.where(is_scaled, factor, 1)
+    assert after["value"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def test_one_text_token_tells_no_factor() -> None:
@@ -322,8 +298,8 @@ def test_one_text_token_tells_no_factor() -> None:
     assert input_scale(torch.tensor([3.0, 5.0]), torch.tensor([2.0, 4.0])) == 1
 
 
-def test_tiles_that_pass_one_by_one_all_count() -> None:
-    """LFM2-VL projects each tile by itself, and pads the smaller one with patches that no token is made of."""
+def test_patches_that_pad_a_tile_are_no_encoders_output() -> None:
+    """LFM2-VL pads the smaller of two tiles. Its projector gets slots for the padding too, its decoder does not."""
     model = build("lfm2_vl")
     ids = torch.tensor([[1, 20, *[IMAGE] * 4, 21, *[IMAGE] * 2, 22, 23, 24]])
     mask = torch.ones(2, 16, dtype=torch.long)
@@ -332,22 +308,23 @@ def test_tiles_that_pass_one_by_one_all_count() -> None:
     sample = {"input_ids": ids, "pixel_values": torch.randn(2, 16, 147), "spatial_shapes": shapes}
     sample |= {"pixel_attention_mask": mask, "attention_mask": torch.ones_like(ids)}
     record = record_sample(model, sample, num_images=2)
-    counted = {place: len(norms) for place, (norms, _) in record.interface.items()}
-    assert counted == {"encoder_output": 24, "projector_input": 24, "projector_output": 6}
-    assert torch.allclose(record.interface["projector_output"][0], record.layer_norms[0, record.tokens.visual])
-    measured = measure_gradients(model, [answered(model, sample, 9)])
-    assert measured is not None
-    sizes = []
-    projector = find_projector(model)
-    assert projector is not None
-    hook = projector.register_forward_pre_hook(lambda module, args: sizes.append(args[0].retain_grad() or args[0]))
-    with torch.enable_grad():
-        logits = model(**sample).logits[0]
-        torch.nn.functional.cross_entropy(logits[8:-1], ids[0, 9:]).backward()
-    hook.remove()
-    expected = torch.stack([features.grad.norm() for features in sizes]).norm().item()
-    assert len(sizes) == 2
-    assert measured.norms["no norm"].projector_input == pytest.approx(expected, rel=1e-4)
+    assert len(record.interface["encoder_output"]) == 24
+    assert record.tokens.visual.sum() == 6
+
+
+def test_what_enters_the_decoder_can_be_changed() -> None:
+    """Visual tokens multiplied by a number are so for every measure, and the model is itself again afterwards."""
+    model, sample = build("llava-siglip"), inputs("llava-siglip")
+    before, visual = record_sample(model, sample), tokens_of(model, sample).visual
+
+    def triple(place: str, features: torch.Tensor) -> torch.Tensor | None:
+        return torch.where(visual[None, :, None], 3 * features, features) if place == "decoder" else None
+
+    with InterfaceHooks(model, triple):
+        changed = record_sample(model, sample)
+    assert torch.allclose(changed.layer_norms[0, visual], 3 * before.layer_norms[0, visual])
+    assert torch.equal(changed.layer_norms[0, ~visual], before.layer_norms[0, ~visual])
+    assert torch.equal(record_sample(model, sample).cosines, before.cosines)
 
 
 def test_two_pictures_are_no_grid() -> None:
@@ -363,7 +340,7 @@ def test_hooks_are_gone_after_a_failure() -> None:
     with pytest.raises(RuntimeError, match="stop"), Probe(model, sample, tokens_of(model, sample)):
         raise RuntimeError("stop")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert model.get_decoder().config._attn_implementation == "sdpa"
 
 
 def test_a_probe_inside_of_another_leaves_it_in_place() -> None:
@@ -376,7 +353,7 @@ def test_a_probe_inside_of_another_leaves_it_in_place() -> None:
         model(**other)
     assert torch.equal(inner.record().attention[0], record_sample(model, sample).attention[0])
     assert torch.equal(outer.record().attention[0], record_sample(model, other).attention[0])
-    assert "sdpa" not in ALL_ATTENTION_FUNCTIONS._local_mapping
+    assert model.get_decoder().config._attn_implementation == "sdpa"
 
 
 def test_pictures_that_reach_the_decoder_otherwise_are_refused() -> None:
@@ -421,7 +398,7 @@ def test_another_attention_is_said_and_not_measured() -> None:
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     record: Record = record_sample(model, inputs("llava-siglip"))
     assert record.attention == {}
-    assert measure_attention([record], ONE) is None
+    assert measure_attention([record]) is None
     assert any("runs with eager" in note for note in record.notes)
 
 

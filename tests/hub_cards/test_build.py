@@ -204,13 +204,12 @@ def test_the_diagnostics_are_shown_if_they_are_of_these_weights(
 ) -> None:
     text = card_of(run, diagnostics=report, **OWN)
     assert re.search(r"\| norm of visual over text tokens at the decoder \| [\d.]+ \([\d.]+ to [\d.]+\) \|", text)
-    for name in ("layers.png", "attention.png"):
-        assert f"](diagnostics/{name})" in text
-        assert (tmp_path / "stage" / "diagnostics" / name).stat().st_size > 10_000
+    assert "](diagnostics/overview.png)" in text
+    assert (tmp_path / "stage" / "diagnostics" / "overview.png").stat().st_size > 10_000
     content = json.loads((report / "report.json").read_text())
     diagnostics = tmp_path / "diagnostics"
     diagnostics.mkdir()
-    for change in ({"weights": "other"}, {"dtype": "float32, quantized"}, {"layers": {}}):
+    for change in ({"weights": "other"}, {"dtype": "float32, quantized"}, {"summary": {}}):
         changed = {"models": [content["models"][0] | change]}
         (diagnostics / "report.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=r"report.json .* Run python -m diagnostics on this model alone"):
@@ -281,7 +280,7 @@ def test_build_finds_what_training_left(
     shutil.copytree(report, run / "diagnostics")
     main()
     assert check(run / "release") == []
-    assert (run / "release" / "diagnostics" / "layers.png").exists()
+    assert (run / "release" / "diagnostics" / "overview.png").exists()
 
 
 def test_a_tied_head(composed: Callable[..., Path], card_of: Callable[..., str]) -> None:

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import gradio as gr
-import numpy as np
 import pytest
 import torch
 from gradio_client import Client, handle_file
@@ -18,8 +17,9 @@ from packaging.requirements import Requirement
 from PIL import ExifTags, Image
 from transformers import AutoProcessor
 
-from diagnostics.layers import measure_layers
+from diagnostics.measures import measure_layers
 from diagnostics.probe import Probe, Record
+from diagnostics.table import Summary
 from diagnostics.tokens import classify_sample, token_ids
 from hub_cards.contents import ASSETS
 from modeling_normllava import NormLlavaForConditionalGeneration
@@ -59,11 +59,11 @@ def record(model: Any, inputs: Any, processor: Any) -> Record:
 
 
 def assert_as_diagnostics(measured: dict[str, dict[str, list[float]]], seen: Record) -> None:
-    layers = measure_layers([seen], np.array([0]))
+    summary = Summary.of(measure_layers([seen]))
     for modality in ("visual", "text"):
-        turning = layers.of(modality)
-        assert measured["norm"][modality] == pytest.approx(turning.norm.mean, rel=1e-5)
-        assert measured["turning"][modality] == pytest.approx([1 - c for c in turning.cosine.mean], abs=1e-6)
+        norms, turning = (summary.curve(name, modality)["mean"].tolist() for name in ("norm", "turning"))
+        assert measured["norm"][modality] == pytest.approx(norms, rel=1e-5)
+        assert measured["turning"][modality] == pytest.approx(turning, abs=1e-6)
 
 
 def test_the_space_answers_and_draws(space: ModuleType, picture: Image.Image) -> None:
@@ -80,7 +80,7 @@ def test_its_numbers_are_those_of_the_diagnostics(space: ModuleType, picture: Im
     without_norm = space.measure_without_norm(inputs, picture, "what is it?")
     measured = space.measure(space.model, space.processor, inputs)  # the norm is in its place again
     assert_as_diagnostics(measured, seen)
-    before_the_norm, _ = seen.interface["norm_input"]
+    before_the_norm = seen.interface["norm_input"]
     assert without_norm["norm"]["visual"][0] == pytest.approx(before_the_norm.mean().item(), rel=1e-5)
     assert without_norm["norm"]["text"][0] == measured["norm"]["text"][0]
     assert without_norm["turning"] != measured["turning"]

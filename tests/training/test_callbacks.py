@@ -4,16 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoProcessor
 
 from conversations.loading import load_rows
-from diagnostics.embeddings import vocabulary_norms
-from diagnostics.interface import measure_interface
-from diagnostics.probe import Probe
-from diagnostics.results import Interface
+from diagnostics.probe import Probe, Record
 from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, logged, run
@@ -22,12 +18,12 @@ from training.tokenization import RowTokenizer
 
 
 @torch.no_grad()
-def measure_rows(folder: Path, rows: str) -> list[Interface]:
-    """The diagnostics' numbers of each row by itself, tokenized as training does it."""
+def record_rows(folder: Path, rows: str) -> list[Record]:
+    """What the diagnostics see of each row by itself, tokenized as training does it."""
     model = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     collate = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))
-    measured = []
+    records = []
     for row in load_rows(rows):
         inputs = collate([row])
         del inputs["labels"]
@@ -35,8 +31,8 @@ def measure_rows(folder: Path, rows: str) -> list[Interface]:
             model.model(**inputs)
         record = probe.record()
         assert not record.tokens.excluded["sink"].any()  # which training can't know
-        measured.append(measure_interface([record], np.zeros(1), vocabulary_norms(model), 32))
-    return measured
+        records.append(record)
+    return records
 
 
 @pytest.mark.parametrize("text", ["qwen2", "llama"])
@@ -45,12 +41,11 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
 ) -> None:
     rows = data.with_name("pictures.json")
     rows.write_text(json.dumps([row for row in json.loads(data.read_text()) if "image" in row]))
-    measured = measure_rows(composed(text=text), str(rows))
+    records = record_rows(composed(text=text), str(rows))
     expected = {}
     for modality in ("visual", "text"):
-        places = [interface.at_decoder(modality) for interface in measured]
-        num_tokens = sum(place.num_tokens for place in places)
-        expected[modality] = sum(place.mean * place.num_tokens for place in places) / num_tokens
+        norms = [record.layer_norms[0, getattr(record.tokens, modality)] for record in records]
+        expected[modality] = torch.cat(norms).mean().item()
     fields = {
         **INSTRUCT,
         "model_name_or_path": str(composed(text=text)),

@@ -1,0 +1,276 @@
+"""Distances between visual and text tokens in key space, before rotary embedding, and in value space.
+
+Rotary embedding separates keys of the same distribution at different positions. The measures are those that MaLoRA's
+abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated in `DEFINITIONS`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.spatial.distance import jensenshannon
+from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression
+from sklearn.manifold import TSNE
+from sklearn.model_selection import GroupKFold, cross_val_score
+
+from diagnostics.probe import Record
+from diagnostics.table import jackknife_rows, make_rows
+from diagnostics.tokens import Tokens
+
+
+MAX_TOKENS = 256
+BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
+PERMUTATIONS = 999
+HALVES = 20
+BINS, COMPONENTS = 16, 10
+DEFINITIONS = {
+    "keys, values": "keys before rotary embedding, and values as attention gets them, per head, standardised over "
+    f"both modalities together; equally many of each modality from each picture, about {MAX_TOKENS} in all, sampled "
+    "with a seed per picture that is the same for every model; medians over heads. Compare with the value for halves: "
+    "two models' keys share no axes and no scale",
+    "mmd": "squared maximum mean discrepancy, kernel mean_j exp(-‖x-y‖²/(s_j σ²)), s = ¼, ½, 1, 2, 4, σ² the "
+    "mean squared distance over both sets; over pairs of tokens of different pictures, so that it is about 0 for "
+    "equal distributions, and can be negative. The text tokens are those of the question. Interval: jackknife",
+    "p_value": "permutation test: share of swaps of the modalities of whole pictures that give at least the observed "
+    f"MMD²: all swaps, or {PERMUTATIONS} random ones and the observed one; `smallest_p` is the least that so many can "
+    "give. Not given if pictures share a question, since their texts are then not independent samples",
+    "js": f"Jensen-Shannon divergence in bits between histograms of {BINS} shared bins, on each of at most "
+    f"{COMPONENTS} principal components, weighted by explained variance. Biased upwards: compare with its halves",
+    "halves": "95% quantile of the same over random splits of the pictures into halves, within one modality "
+    f"({HALVES} splits of each); halves have half as many tokens, which raises js",
+    "probe": "accuracy of a logistic regression that tells visual from text tokens, cross-validated with each picture "
+    "in one fold; 0.5 is chance",
+    "norm, spread": "mean L2 norm of a head's keys or values, and root mean squared distance from the mean of their "
+    "modality, before they are standardised",
+}
+# Two sets of groups of tokens, boolean, `(num_ways, 2 * num_pictures)` each: the visual tokens of each picture are a
+# group, then the text tokens of each.
+Split = tuple[np.ndarray, np.ndarray]
+
+
+class Splits(NamedTuple):
+    """The sets that are compared.
+
+    Attributes:
+        observed: Visual and text tokens of all pictures.
+        without: The same with each picture left out once.
+        exchanged: The modalities of some pictures swapped; in the first split, of none.
+        halves: Half of the pictures and the other half, within one modality; empty below four pictures.
+    """
+
+    observed: Split
+    without: Split
+    exchanged: Split
+    halves: Split
+
+
+def make_splits(num_pictures: int, rng: np.random.Generator) -> Splits:
+    """The sets to compare, for this number of pictures."""
+
+    def modalities(pictures: np.ndarray) -> Split:
+        none = np.zeros_like(pictures)
+        return np.concatenate([pictures, none], axis=1), np.concatenate([none, pictures], axis=1)
+
+    if 2 ** (num_pictures - 1) <= PERMUTATIONS + 1:
+        # All swaps. The first picture is never swapped, because swapping all others instead is equivalent.
+        ways = np.array([(False, *way) for way in itertools.product((False, True), repeat=num_pictures - 1)])
+    else:
+        ways = np.concatenate([np.zeros((1, num_pictures)), rng.random((PERMUTATIONS, num_pictures)) < 0.5]) > 0
+    exchanged = np.concatenate([~ways, ways], axis=1)
+    size = num_pictures // 2
+    order = np.array([rng.permutation(num_pictures) for _ in range(HALVES if size > 1 else 0)])
+    order = order.reshape(-1, num_pictures)
+    (a, text_a), (b, text_b) = modalities(order < size), modalities((order >= size) & (order < 2 * size))
+    return Splits(
+        observed=modalities(np.ones((1, num_pictures), dtype=bool)),
+        without=modalities(~np.eye(num_pictures, dtype=bool)),
+        exchanged=(exchanged, ~exchanged),
+        halves=(np.concatenate([a, text_a]), np.concatenate([b, text_b])),
+    )
+
+
+class Points(NamedTuple):
+    """Keys or values of one layer: `(n, num_heads, head_dim)` of each modality, equally many of both from each
+    picture; the picture of each row, `(n,)`; the number of pictures, some of which may have no row."""
+
+    visual: np.ndarray
+    text: np.ndarray
+    pictures: np.ndarray
+    num_pictures: int
+
+    @property
+    def groups(self) -> np.ndarray:
+        """The group of each visual and then of each text token, `(2n,)`."""
+        return np.concatenate([self.pictures, self.num_pictures + self.pictures])
+
+    @property
+    def scaled(self) -> np.ndarray:
+        """Visual and then text tokens, `(2n, num_heads, head_dim)`, every coordinate with mean 0 and deviation 1."""
+        pooled = np.concatenate([self.visual, self.text])
+        spread = pooled.std(axis=0)
+        return (pooled - pooled.mean(axis=0)) / np.where(spread > 0, spread, 1)
+
+
+def draw_positions(tokens: Tokens, picture: str, count: int) -> torch.Tensor:
+    """Random positions of at most `count` visual and `count` text tokens of a sample, seeded by the fingerprint of its
+    picture, so the same for every model."""
+    generator = torch.Generator().manual_seed(int(picture, 16) % 2**63)
+    positions = [mask.nonzero()[:, 0] for mask in (tokens.visual, tokens.text)]
+    drawn = [of[torch.randperm(len(of), generator=generator)[:count]] for of in positions]
+    return torch.cat(drawn).sort().values
+
+
+def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
+    """A layer's `"keys"` or `"values"`, of one record for each picture."""
+    found: dict[str, list[np.ndarray]] = {"visual": [], "text": []}
+    for record in records:
+        kept = getattr(record, name)[layer].transpose(0, 1).numpy()  # [num_kept, num_heads, head_dim]
+        of_picture = {modality: kept[getattr(record.tokens, modality)[record.key_positions]] for modality in found}
+        count = min(map(len, of_picture.values()))  # 0 where all of a modality are sinks
+        for modality, tokens in of_picture.items():
+            found[modality].append(tokens[np.linspace(0, len(tokens) - 1, count).round().astype(int)])
+    pictures = np.repeat(np.arange(len(records)), [len(tokens) for tokens in found["visual"]])
+    return Points(np.concatenate(found["visual"]), np.concatenate(found["text"]), pictures, len(records))
+
+
+def kernel(points: np.ndarray) -> np.ndarray:
+    """mean_j exp(-‖x-y‖²/(s_j σ²)) of the rows of `points`, `(n, n)`; σ² is their mean squared distance."""
+    rows = torch.from_numpy(points).double()
+    distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
+    scale = distances.sum() / (len(rows) * (len(rows) - 1))
+    return torch.stack([(-distances / (s * scale).clamp(min=1e-30)).exp() for s in BANDWIDTHS]).mean(0).numpy()
+
+
+def unbiased_mmd(matrix: np.ndarray, groups: np.ndarray, pictures: np.ndarray, split: Split) -> np.ndarray:
+    """MMD² between the two sets of each split, `(num_ways,)`.
+
+    The U-statistic of Gretton et al. (2012, eq. 3) over pictures: only pairs of tokens of different pictures count,
+    since tokens of one picture are correlated, which would raise it above 0 for equal distributions. NaN if no pairs
+    are left.
+
+    Args:
+        matrix: Kernel matrix `(N, N)`.
+        groups: Group of each token, `(N,)`.
+        pictures: Picture of each group, `(num_groups,)`.
+        split: Of the groups.
+    """
+    members = np.eye(len(pictures))[groups]  # [N, num_groups]
+    apart = pictures[:, None] != pictures
+    counts = members.sum(axis=0)
+    sums, pairs = members.T @ matrix @ members * apart, np.outer(counts, counts) * apart
+
+    def mean(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore"):
+            return np.einsum("ij,ij->i", one @ sums, other) / np.einsum("ij,ij->i", one @ pairs, other)
+
+    a, b = (part.astype(float) for part in split)
+    return mean(a, a) + mean(b, b) - 2 * mean(a, b)
+
+
+def js_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -> np.ndarray:
+    """Jensen-Shannon divergence in bits between the two sets of each split, `(num_ways,)`, mean over the principal
+    components of `points`, `(N, head_dim)`, weighted by the variance that they explain; `groups` as above."""
+    pca = PCA(min(COMPONENTS, *points.shape), random_state=0).fit(points)
+    members = np.eye(split[0].shape[1])[groups]
+    by_column = []
+    for column in (points @ pca.components_.T).T:
+        inner = np.histogram_bin_edges(column, bins=BINS)[1:-1]
+        counts = members.T @ np.eye(BINS)[np.searchsorted(inner, column, side="right")]  # [num_groups, BINS]
+        by_column.append(jensenshannon(*(part @ counts for part in split), base=2, axis=1) ** 2)
+    return np.average(by_column, axis=0, weights=pca.explained_variance_ratio_)
+
+
+def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> float:
+    """Cross-validated accuracy of telling the modalities apart; each picture's tokens are in one fold.
+
+    Args:
+        points: `(N, head_dim)`.
+        groups: Group of each token, `(N,)`.
+        num_pictures: How many; two at least must have tokens.
+    """
+    pictures = groups % num_pictures
+    model, folds = LogisticRegression(max_iter=1000), GroupKFold(min(5, len(np.unique(pictures))))
+    return float(cross_val_score(model, points, groups < num_pictures, groups=pictures, cv=folds).mean())
+
+
+def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.DataFrame | None:
+    """Rows of the numbers of `DEFINITIONS` by layer, such as `keys.mmd`; `None` if nothing was recorded, or if fewer
+    than 8 tokens of each modality, or those of a single picture, are left to compare.
+
+    Args:
+        name: `"keys"` or `"values"`.
+        records: One for each picture.
+        seed: Of swaps and halves.
+    """
+    layers = sorted(set.intersection(*(set(getattr(record, name)) for record in records)))
+    points = [take_points(name, layer, records) for layer in layers]
+    if not points or len(points[0].pictures) < 8 or len(np.unique(points[0].pictures)) < 2:
+        return None
+    splits = make_splits(len(records), np.random.default_rng(seed))
+    rows = [_measure_layer(layer, of, splits) for layer, of in zip(layers, points, strict=True)]
+    words = {tuple(record.input_ids[record.tokens.text].tolist()) for record in records}
+    if len(words) == len(records):
+        rows.append(make_rows("smallest_p", whole=1 / len(splits.exchanged[0])))
+    else:  # texts that pictures share are no independent samples
+        rows = [of[of["measure"] != "p_value"] for of in rows]
+    return pd.concat(rows).assign(measure=lambda of: f"{name}." + of["measure"])
+
+
+def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
+    heads, groups, count = points.scaled.transpose(1, 0, 2), points.groups, points.num_pictures
+
+    def medians(by_head: list[list[np.ndarray]]) -> list[np.ndarray]:
+        """Over heads, of the values for each split."""
+        return [np.median(of_heads, axis=0) for of_heads in zip(*by_head, strict=True)]
+
+    matrices = [kernel(head) for head in heads]
+    pictures = np.arange(2 * count) % count
+    mmds = [[unbiased_mmd(matrix, groups, pictures, split) for split in splits] for matrix in matrices]
+    mmd, without, exchanged, halves = medians(mmds)
+    (a, b), (half, other) = splits.observed, splits.halves
+    both = (np.concatenate([a, half]), np.concatenate([b, other]))
+    js, *js_halves = np.median([js_divergence(head, groups, both) for head in heads], axis=0)
+    rows = [jackknife_rows("mmd", mmd[0], without, layers=[layer])]
+    numbers = {
+        "p_value": (exchanged >= mmd[0] - 1e-9).mean(),  # the tolerance is for rounding errors
+        "js": js,
+        "probe": np.median([linear_probe(head, groups, count) for head in heads]),
+        "tokens": len(points.pictures),
+    }
+    if len(halves):
+        numbers |= {"mmd_halves": np.quantile(halves, 0.95), "js_halves": np.quantile(js_halves, 0.95)}
+    rows += [make_rows(name, layers=[layer], whole=number) for name, number in numbers.items()]
+    for modality, tokens in (("visual", points.visual), ("text", points.text)):
+        norms = _by_picture(np.linalg.norm(tokens, axis=-1), points)
+        squares = _by_picture(((tokens - tokens.mean(axis=0)) ** 2).sum(axis=-1), points)
+        total, with_tokens = np.nansum(squares), np.sum(~np.isnan(squares))
+        without = np.sqrt(np.maximum(total - squares, 0) / max(with_tokens - 1, 1))
+        rows.append(make_rows("norm", norms, modality, [layer]))
+        rows.append(jackknife_rows("spread", np.sqrt(total / with_tokens), without, modality, [layer]))
+    return pd.concat(rows)
+
+
+def _by_picture(values: np.ndarray, points: Points) -> np.ndarray:
+    """Mean over heads and over the tokens of each picture, `(num_pictures,)`, of `(n, num_heads)`; NaN for a picture
+    without tokens."""
+    with np.errstate(invalid="ignore"):
+        sums, counts = (np.bincount(points.pictures, of, points.num_pictures) for of in (values.mean(axis=1), None))
+        return sums / counts
+
+
+def project(records: Sequence[Record], layer: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """t-SNE of a layer's keys, all heads concatenated, for plotting only: distances in it mean nothing.
+
+    Returns:
+        Visual and text tokens, `(n, 2)` each.
+    """
+    points = take_points("keys", layer, records)
+    count = len(points.visual)
+    scaled = points.scaled.reshape(2 * count, -1)
+    reduced = PCA(min(50, *scaled.shape), random_state=seed).fit_transform(scaled)
+    placed = TSNE(perplexity=min(30, 2 * count / 4), random_state=seed).fit_transform(reduced)
+    return placed[:count], placed[count:]

@@ -1,0 +1,230 @@
+"""What the report says and shows: sentences, digits, differences, figures, and text that is not to be trusted."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+
+from diagnostics.model_report import ModelReport, Pictures
+from diagnostics.plots import FIGURES, draw_dynamics, draw_figures, save
+from diagnostics.report import (
+    DIFFERENCE,
+    Report,
+    make_tables,
+    measured_on,
+    number,
+    render_html,
+    sentences,
+    with_interval,
+)
+from diagnostics.results import from_json, to_json
+from diagnostics.table import Estimate, Summary, jackknife_rows, make_rows, ratio_rows
+
+
+HOSTILE = "a|b <script>alert(1)</script> `c` [d](http://e.org) $x$ &amp; \u202e__f__"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_a_display() -> None:
+    plt.switch_backend("agg")
+
+
+def make_rows_of_a_model(
+    num_pictures: int = 6, gaps: Sequence[float] = (0.06, -0.15, 0.0), seed: int = 0, with_keys: bool = True
+) -> pd.DataFrame:
+    """Rows of a model with six layers whose cosines differ so much in its thirds."""
+    rng, layers = np.random.default_rng(seed), range(6)
+
+    def around(mean: float, *shape: int) -> np.ndarray:
+        return mean + rng.normal(0, 0.002, (num_pictures, *shape))
+
+    rows = [
+        make_rows("at_decoder", around(40), "visual"),
+        ratio_rows("ratio", around(40 + seed), around(20)),
+        make_rows("gap", around(0, 6) + np.repeat(gaps, 2), "", layers),
+        ratio_rows("norm_ratio", around(40, 6), around(20, 6), layers),
+        make_rows("attention", around(0.3, 2), "", [0, 5]),
+        make_rows("attention_even", around(0.4, 2), "", [0, 5]),
+        make_rows("gain_l2", whole=8.1),
+        make_rows("bias_l2", whole=0.1),
+    ]
+    for modality in ("visual", "text"):
+        rows += [make_rows(name, around(1, 6), modality, layers) for name in ("norm", "turning")]
+    if with_keys:
+        whole = np.array([0.2, 0.3])
+        rows.append(jackknife_rows("keys.mmd", whole, around(0.25, 2), layers=[0, 5]))
+        rows += [make_rows(f"keys.{name}", layers=[0, 5], whole=whole) for name in ("mmd_halves", "p_value", "js")]
+        rows.append(make_rows("keys.smallest_p", whole=0.2))
+    return pd.concat(rows, ignore_index=True)
+
+
+def make_report(*models: tuple[str, pd.DataFrame]) -> Report:
+    reports = [
+        ModelReport(name, "Llava", "float32", 6, 32, int(rows["picture"].max()) + 1, {"visual": 96}, {"sink": 2},
+                    [f"note on {name}"], Summary.of(rows))
+        for name, rows in models
+    ]  # fmt: skip
+    return Report("command", {"torch": "2"}, "data", reports[0].num_pictures, 1, ["row 3: broken"], reports)
+
+
+def model_of(rows: pd.DataFrame) -> ModelReport:
+    return make_report(("it", rows)).models[0]
+
+
+def test_turning_is_said_by_third_of_the_layers() -> None:
+    """A mean over all layers would say that visual tokens turn faster."""
+    text = sentences(model_of(make_rows_of_a_model()))[1]
+    told = (
+        "more slowly in the first third, 0.06",
+        "faster in the middle third, −0.1",
+        "no clear difference in the last",
+    )
+    assert [found for found in told if found not in text] == []
+    assert re.search(r"largest at layer [23]: −0\.1[45]", text)
+    ends = re.findall(r"\(−?([\d.]+) to −?([\d.]+)\)", text)
+    assert abs(float(ends[3][0]) - float(ends[3][1])) > 0.002  # corrected for the choice of the layer
+
+
+def test_one_picture_has_no_spread(tmp_path: Path) -> None:
+    rows = make_rows_of_a_model(num_pictures=1)
+    report = make_report(("it", rows), ("other", rows))
+    assert measured_on(report).endswith("one gives no intervals.")
+    text = " ".join(sentences(report.models[0]))
+    assert "this can't be told from no difference" in text
+    assert not re.search(r"slowly|faster|nan|None", text)
+    page = render_html(report, pd.concat([rows.assign(model=name) for name in ("it", "other")]), tmp_path)
+    assert not re.search(r"\bnan\b|\bNone\b|&lt;NA&gt;", page)
+
+
+def test_what_was_measured_is_said_beside_what_it_is_compared_with() -> None:
+    *_, attention, keys = sentences(model_of(make_rows_of_a_model()))
+    assert re.search(
+        r"a share of 0\.(30|29)\d* \(.*\) falls .*, against 0\.(40|39)\d* .*; means over 2 layers", attention
+    )
+    assert "p is 0.2 to 0.3 over layers, where 0.2 is the smallest possible" in keys
+    assert "within a modality, it is below 0.25" in keys
+    assert len(sentences(model_of(make_rows_of_a_model(with_keys=False)))) == 3
+
+
+@pytest.mark.parametrize(
+    ("mean", "interval", "shown"),
+    [
+        (1.5103, (1.5073, 1.5133), "1.5103 (1.5073 to 1.5133)"),
+        (12345.6, (12000.0, 12691.0), "12,346 (12,000 to 12,691)"),
+        (-0.0041, (-0.08, 0.07), "0.00 (−0.08 to 0.07)"),
+        (2e-9, (1e-9, 3e-9), "2.0e-09 (1.0e-09 to 3.0e-09)"),
+        (1.5, (1.5, 1.5), "1.5 (± 0)"),
+        (0.99999100, (0.99999057, 0.99999142), "0.99999 (± 4e-07)"),
+        (1.23456, (), "1.23"),
+    ],
+)
+def test_digits_keep_the_interval(mean: float, interval: tuple[float, ...], shown: str) -> None:
+    assert with_interval(Estimate(mean, *interval)) == shown
+
+
+def test_numbers() -> None:
+    assert [number(value) for value in (None, float("nan"), -0.01234, 999.7, 12345.6, 1024)] == [
+        "–", "–", "−0.0123", "1,000", "12,346", "1,024",
+    ]  # fmt: skip
+
+
+def test_two_models_have_a_paired_difference_but_for_keys_and_values() -> None:
+    """Their keys share no scale: the caption said not to compare them, and the table did."""
+    named = [("first", make_rows_of_a_model()), ("second", make_rows_of_a_model(seed=1))]
+    rows = pd.concat([rows.assign(model=name) for name, rows in named])
+    tables = make_tables(make_report(*named).models, rows)
+    ratio = tables["Norms up to the decoder"].loc["ratio"]
+    found = [float(ratio[column].split()[0]) for column in ("first", "second", DIFFERENCE)]
+    assert found == pytest.approx([2, 2.05, 0.05], abs=2e-3)
+    gap = tables["Norm and turning by layer"].loc["gap, first third"]
+    assert re.match(r"−?0\.00\d+ \(", gap[DIFFERENCE])
+    assert set(tables["Keys and values"][DIFFERENCE]) == {""}
+    assert tables["The norm after the projector"].loc["gain l2"].tolist() == ["8.1", "8.1", ""]
+    assert DIFFERENCE not in make_tables(make_report(named[0]).models, rows)["Keys and values"]
+
+
+def test_another_measure_has_its_row() -> None:
+    rows = pd.concat([make_rows_of_a_model(), make_rows("depth", [1.0, 2.0], "text")])
+    tables = make_tables(make_report(("it", rows)).models, rows.assign(model="it"))
+    assert tables["Other measures"].index.tolist() == ["depth, text"]
+
+
+class Page(HTMLParser):
+    """Collects tags, sources and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def make_pictures(name: str) -> Pictures:
+    seen = [(Image.new("RGB", (28, 28), (90 * n, 0, 0)), f"{name}?") for n in range(3)]
+    points = np.random.default_rng(0).normal(size=(2, 9, 2))
+    return Pictures(seen, [{0: torch.rand(4, 4), 5: torch.rand(4, 4)}] * 3, (5, *points))
+
+
+def test_the_page_needs_nothing_else_and_text_is_only_text(tmp_path: Path) -> None:
+    named = [(HOSTILE, make_rows_of_a_model()), ("plain", make_rows_of_a_model(seed=1, with_keys=False))]
+    report = replace(make_report(*named), data=HOSTILE, command=HOSTILE, unreadable=[HOSTILE])
+    figures = draw_figures(
+        {model.name: model.summary for model in report.models}, [make_pictures(n) for n, _ in named]
+    )
+    assert list(figures) == list(FIGURES)
+    assert len({round(axis.get_position().y0, 2) for axis in figures["attention_maps"].axes}) == 6 + 1  # and the bar
+    assert plt.get_fignums() == []  # else a notebook would show all of them below every cell
+    for name, figure in figures.items():
+        save(figure, tmp_path / f"{name}.png")
+    rows = pd.concat([rows.assign(model=name) for name, rows in named])
+    page = Page(render_html(report, rows, tmp_path))
+    assert "script" not in page.tags
+    assert page.tags.count("img") == len(FIGURES)
+    assert all(link.startswith("data:image/png;base64,") for link in page.links)
+    assert page.text.count(HOSTILE) > 6
+    assert not re.search(r"\bnan\b|\bNone\b", page.text)
+    (tmp_path / "tsne.png").unlink()
+    assert Page(render_html(report, rows, tmp_path)).tags.count("figure") == len(FIGURES) - 1
+
+
+def test_a_report_reads_as_it_was_written_and_what_it_lacks_is_named() -> None:
+    report = make_report(("first", make_rows_of_a_model()))
+    written = json.loads(json.dumps(to_json(report), allow_nan=False))
+    again = from_json(Report, {**written, "newer": 1}, "r.json")
+    assert to_json(again) == written
+    assert sentences(again.models[0]) == sentences(report.models[0])
+    for spoil, message in (
+        (lambda of: of.pop("passed_over"), r"r\.json: no passed_over\."),
+        (lambda of: of["models"][0].pop("dtype"), r"r\.json: no models\.0\.dtype\."),
+        (lambda of: of["models"][0]["summary"].update(rows=3), r"models\.0\.summary\.rows is 3\."),
+    ):
+        spoiled = json.loads(json.dumps(written))
+        spoil(spoiled)
+        with pytest.raises(ValueError, match=message):
+            from_json(Report, spoiled, "r.json")
+
+
+def test_checkpoints_are_told_apart_by_a_colour_scale() -> None:
+    points = {100 * step: Summary.of(make_rows_of_a_model(seed=step)) for step in range(3)}
+    figure = draw_dynamics(points)
+    (bar,) = [axis for axis in figure.axes if axis.get_label() == "<colorbar>"]
+    assert bar.get_ylim() == (0, 200)
+    assert len({line.get_color() for line in figure.axes[2].get_lines()}) == 3
+    assert draw_dynamics({0: points[0]}).axes

@@ -21,6 +21,7 @@ from hub_cards.facts import collect_facts
 from hub_cards.weights import read_weights
 from hub_server import NAME
 from modeling_normllava import NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted
 from plants import CONFIG, Plant, put, tensors
 from training.add_key_adapters import add_key_adapters, main
 
@@ -59,7 +60,7 @@ def release(adapted: Path, prose: Path, widget_data: Path, tmp_path_factory: pyt
 @pytest.fixture(scope="module")
 def answer(release: Path) -> str:
     """The model's own greedy answer about the fixed picture."""
-    model = NormLlavaForConditionalGeneration.from_pretrained(release).eval()
+    model = Adapted.from_pretrained(release).eval()
     processor = AutoProcessor.from_pretrained(release)
     inputs = ask(processor, PICTURE, QUESTION)
     tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
@@ -71,7 +72,7 @@ def test_the_card_says_what_the_config_and_the_weights_say(release: Path, adapte
     card = (release / README).read_text()
     assert "The decoder's keys have adapters of rank 4, one for visual and one for text tokens (MaLoRA-style" in card
     assert "transformers runs them, vLLM refuses a model with them." in " ".join(card.split())
-    model = NormLlavaForConditionalGeneration.from_pretrained(adapted)
+    model = Adapted.from_pretrained(adapted)
     assert f"{sum(parameter.numel() for parameter in model.parameters()):,} weights" in card
     decoder = model.model.language_model.named_parameters()
     sizes = {name: parameter.numel() for name, parameter in decoder}

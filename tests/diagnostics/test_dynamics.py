@@ -133,7 +133,7 @@ def test_the_command_draws_a_run(
     dynamics.main()
     assert alive == [0, 0, 0]  # the last checkpoint stayed while the next one was loaded
     assert (tmp_path / "run" / "dynamics.png").stat().st_size > 10_000
-    assert re.findall(r"^(\d+) ", "\n".join(caplog.messages), re.M) == ["0", "5", "10"]
+    assert re.findall(r"^(\d+) +[\d.]+ ", "\n".join(caplog.messages), re.M) == ["0", "5", "10"]
 
     monkeypatch.setattr(sys, "argv", [*command[:-1], "float32"])
     dynamics.main()  # with nothing left to measure

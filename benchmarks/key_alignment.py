@@ -23,8 +23,8 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training.adapters import add_adapters
 from training.arguments import BANDWIDTHS
 from training.compose import add_key_adapters
-from training.environment import describe_environment
 from training.key_alignment import KeyAlignment
+from training.run import describe_environment
 from training.stages import LearningRates, Stage, prepare_stage
 
 

@@ -21,7 +21,7 @@ from torch import distributed as dist
 from benchmarks.memory import process_memory
 from benchmarks.synthetic import SIZES, write_model
 from training.arguments import parse_arguments
-from training.environment import describe_environment
+from training.run import describe_environment
 
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from conversations.files import write_whole
 from conversations.loading import load_rows
 from training.arguments import TrainingConfig
 from training.collator import VisionLanguageCollator
-from training.environment import describe_environment
+from training.run import describe_environment
 from training.streams import STREAM_FILE, StreamBatches
 from training.tokenization import RowTokenizer
 

@@ -42,10 +42,9 @@ from conversations.rows import picture_path, row_images, row_turns
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
 from training.collator import VisionLanguageCollator
-from training.environment import describe_environment
 from training.flops import device_peak, step_flops
 from training.packing import PackedBatchSampler, plan_accumulation
-from training.run import Run
+from training.run import Run, describe_environment
 from training.stages import LearningRates, Stage, prepare_stage
 from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer

@@ -20,8 +20,7 @@ from evaluation.record import EVALUATION_FILE, Evaluation
 from hub_cards.findings import Finding
 from hub_cards.weights import Weights, read_weights
 from modeling_normllava import NormLlavaConfig
-from training.environment import Environment
-from training.run import RUN_FILE, Run, Source
+from training.run import RUN_FILE, Environment, Run, Source
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

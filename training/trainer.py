@@ -1,20 +1,22 @@
-"""Trains a NormLlava: learning rates by module, safe checkpoints, and measurements besides the loss."""
+"""Trains a NormLlava: learning rates by module, the head on supervised tokens only, checkpoints that are whole."""
 
 import dataclasses
+import logging
 import math
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers.trainer
-from accelerate.utils import TorchDynamoPlugin
-from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Sampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.initialization import no_init_weights
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
@@ -24,61 +26,58 @@ from typing_extensions import override
 from conversations.files import fresh_folder
 from conversations.rows import row_images
 from diagnostics.tokens import attended_tokens
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
-from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, StepsFile, total_norm
-from training.checkpoints import (
-    CHECKPOINTED_BLOCK,
-    SAVING_FOLDER,
-    STATE_FILE,
-    best_checkpoint,
-    check_weights,
-    checkpoints,
-    publish,
-    publish_checkpoint,
-    publish_files,
-    write_sharded_weights,
-)
-from training.compiling import LayerCompiler, eagerly
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.checkpoints import SAVING_FOLDER, STATE_FILE, check_weights, checkpoints, publish, save
 from training.flops import MfuMeter
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
-from training.overrides import checks_overrides
+from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile, StepsFile, total_norm
 from training.run import Progress, Run
 from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
 from training.tokenization import IGNORED
 
 
-# What wrappers put into parameter names.
-WRAPPER_PREFIXES = ("base_model.model.", CHECKPOINTED_BLOCK)
+logger = logging.getLogger(__name__)
+
+# What wrappers put into parameter names: PEFT, FSDP's activation checkpointing, torch.compile.
+WRAPPERS = ("base_model.model.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
 
-def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where a next token is supervised, a mask `(batch_size, sequence_length)`, and these tokens,
-    `(1, num_supervised)`."""
-    following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    scored = following != IGNORED
-    return scored, following[scored][None]
+@contextmanager
+def head_on_supervised(model: NormLlavaForConditionalGeneration, labels: torch.Tensor) -> Iterator[torch.Tensor]:
+    """For the time of the block the head sees only the hidden states that predict a supervised token.
 
+    TRL does this itself where it has Triton. Elsewhere it scores every position, image tokens included.
 
-def gather_head(model: NormLlavaForConditionalGeneration) -> None:
-    """Make FSDP2 gather a sharded head, so that its gradient is averaged over processes. TRL would gather it without
-    FSDP2, and each process would keep its own gradient."""
-    head = model.get_output_embeddings()
-    if isinstance(head, FSDPModule):
-        head.unshard()
+    Args:
+        model: The model, without wrappers.
+        labels: `(batch_size, sequence_length)`.
 
-
-def write_class_files(folder: Path) -> None:
-    """Write the model's class into a saved folder's config, and copy its files there.
-
-    Saving normally does this, but FSDP2 creates a class on the fly that can't be imported by name.
+    Yields:
+        The supervised tokens, `(1, num_supervised)`: what to score.
     """
-    NormLlavaConfig.from_pretrained(folder).save_pretrained(folder)
-    shutil.copy(modeling_normllava.__file__, folder)
+    following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    places = (following != IGNORED).nonzero()[:, 0]
+
+    def keep(module: nn.Module, args: Any, output: Any) -> Any:
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[places][None]
+        return output  # [1, num_supervised, hidden_size]
+
+    with model.model.register_forward_hook(keep):
+        yield following[places][None]
 
 
-@checks_overrides
+def largest_batch(sampler: BatchRebalanceSampler, packed: bool) -> list[int]:
+    """The rows of a sampler's largest batch in its epoch, by tokens, padding included."""
+
+    def size(batch: list[int]) -> int:
+        lengths = sampler.lengths[batch]
+        return int(lengths.sum() if packed else len(batch) * lengths.max(initial=0))
+
+    return max(sampler, key=size)
+
+
 class EpochSetter(TrainerCallback):
     """Sets a sampler's epoch where Trainer does not: when several processes resume in the middle of one."""
 
@@ -93,7 +92,6 @@ class EpochSetter(TrainerCallback):
         self._sampler.set_epoch(int(state.epoch or 0))
 
 
-@checks_overrides
 class StreamEpoch(TrainerCallback):
     """Sets how much of a run is done, which Trainer counts from 0 again when it resumes without skipping."""
 
@@ -105,7 +103,6 @@ class StreamEpoch(TrainerCallback):
         state.epoch = state.global_step / state.max_steps
 
 
-@checks_overrides
 class NormLlavaTrainer(SFTTrainer):
     """[`SFTTrainer`] for a model that [`~training.stages.prepare_stage`] has prepared.
 
@@ -147,7 +144,6 @@ class NormLlavaTrainer(SFTTrainer):
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())
         held_out = kwargs.get("eval_dataset")
         self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
-        self._scored: torch.Tensor | None = None
         # Sum of the losses of all steps, and tokens trained on: of this process, and of all before this start.
         self._seen, self._seen_before = torch.zeros(2, dtype=torch.float64), Progress(num_tokens=0, loss_sum=0.0)
         # TRL casts a quantized model's trained parameters to bfloat16, which loses small steps and most of the gain.
@@ -158,13 +154,8 @@ class NormLlavaTrainer(SFTTrainer):
                 parameter.data = master.to(parameter.device)
         if self.args.max_grad_norm == 0 and not self.is_deepspeed_enabled:
             self.args.max_grad_norm = math.inf  # with 0 Trainer does not check gradients at all
-        if self.args.load_best_model_at_end and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise ValueError("load_best_model_at_end does not support sharded checkpoints: remove it.")
-        base: NormLlavaForConditionalGeneration = self._unwrapped()
-        base.model.register_forward_hook(self._keep_scored)
-        self._monitor = InterfaceMonitor(base, self.processing_class)
+        self._monitor = InterfaceMonitor(self._unwrapped(), self.processing_class)
         self.add_callback(self._monitor)
-        self.add_callback(LayerCompiler(base))
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
         self._answers = StepsFile(Path(self.args.output_dir) / "answers.jsonl")
         if questions is not None:
@@ -182,15 +173,6 @@ class NormLlavaTrainer(SFTTrainer):
 
     def _unwrapped(self) -> Any:
         return base_model(self.accelerator.unwrap_model(self.model))
-
-    def _saves_shards(self) -> bool:
-        """Whether each process saves its part of the weights: under FSDP, except for an adapter, which is small."""
-        return self.is_fsdp_enabled and self._unwrapped() is self.accelerator.unwrap_model(self.model)
-
-    @override
-    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        """Without compiling the whole model: [`LayerCompiler`] compiles its layers."""
-        return super()._build_accelerator_args(**kwargs) | {"dynamo_plugin": TorchDynamoPlugin(backend="no")}
 
     @override
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
@@ -227,6 +209,49 @@ class NormLlavaTrainer(SFTTrainer):
         return done
 
     @override
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
+        """As Trainer does it; then rehearse, with the weights and states of a resumed run in their places."""
+        model, dataloader = super()._prepare_for_training(*args, **kwargs)
+        if self._sampler is not None and not self.is_deepspeed_enabled:
+            try:
+                self._rehearse(model, largest_batch(self._sampler, self.data_collator.packed))
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(
+                    f"The largest batch does not fit into memory: lower packed_length or per_device_train_batch_size, "
+                    f"or set gradient_checkpointing ({error})"
+                ) from error
+        return model, dataloader
+
+    def _rehearse(self, model: nn.Module, rows: list[int]) -> None:
+        """Allocate the optimizer's states and run the largest batch forward and backward, so that what doesn't fit
+        fails before the first step. It leaves no trace: a step of rate 0 on gradients of 0 changes no weight."""
+        optimizer: torch.optim.Optimizer = self.optimizer.optimizer
+        rates = [group["lr"] for group in optimizer.param_groups]
+        allocates = not optimizer.state and type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
+        device, self.current_gradient_accumulation_steps = self.args.device, self.args.gradient_accumulation_steps
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            if allocates:
+                for group in optimizer.param_groups:
+                    group["lr"] = 0.0
+                    for parameter in group["params"]:
+                        parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+                optimizer.zero_grad()
+            batch = self.data_collator([self.train_dataset[row] for row in rows])
+            model.train()
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(model, self._prepare_inputs(batch))
+            self.accelerator.backward(loss)
+        model.zero_grad()
+        if allocates:
+            optimizer.state.clear()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        self._metrics["train"].clear()
+        if self._key_alignment is not None:
+            self._key_alignment.collect(self._sum_over_processes)
+
+    @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of the arguments, its parameter groups split by module, each with its learning rate."""
         if self.optimizer is not None:
@@ -248,8 +273,8 @@ class NormLlavaTrainer(SFTTrainer):
         named = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                for prefix in WRAPPER_PREFIXES:
-                    name = name.replace(prefix, "")
+                for wrapper in WRAPPERS:
+                    name = name.replace(wrapper, "")
                 named.append((self._modules[name], parameter))
         return named
 
@@ -286,17 +311,22 @@ class NormLlavaTrainer(SFTTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's loss, with the head applied only to supervised positions, and in training the losses on keys.
+        """The loss of a batch: TRL's, on the supervised tokens only, and in training the losses on keys.
 
-        TRL itself does this only with Triton; without, it scores every position, image tokens included.
+        Who computes what: Trainer counts the supervised tokens of all passes of a step on all processes and calls
+        this. We cut the hidden states down to those that predict one of these tokens. TRL's `compute_loss` calls the
+        model, whose `forward` it has replaced: the base model runs, the head is applied in tiles without ever holding
+        all logits, and the sum of the tokens' losses is divided by the step's number of tokens. TRL multiplies by the
+        number of processes, since DDP and FSDP2 average gradients over them. They do so for parameters that they
+        gather themselves: TRL gathers a sharded head on its own, past FSDP2, and each process would keep its own
+        gradient of it. So FSDP2 is told to gather it first.
         """
-        self._scored, shift_labels = supervised_positions(inputs["labels"])
-        if model.training:
-            gather_head(self._unwrapped())
-        try:
-            loss = super().compute_loss(model, {**inputs, "shift_labels": shift_labels}, *args, **kwargs)
-        finally:
-            self._scored = None
+        base = self._unwrapped()
+        head = base.get_output_embeddings()
+        if model.training and isinstance(head, FSDPModule):
+            head.unshard()
+        with head_on_supervised(base, inputs["labels"]) as supervised:
+            loss = super().compute_loss(model, {**inputs, "shift_labels": supervised}, *args, **kwargs)
         if self._key_alignment is not None and model.training:
             # The mean over the passes of a step, and over processes, whose gradients are averaged.
             penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
@@ -310,7 +340,7 @@ class NormLlavaTrainer(SFTTrainer):
         data loader takes a number for its workers, are restored."""
         training, device, started = self.model.training, self.args.device, time.monotonic()
         self.model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), eagerly(self.args):
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             metrics = super().evaluate(*args, **kwargs)
         self.model.train(training)
         self.leave_out(time.monotonic() - started)
@@ -360,11 +390,6 @@ class NormLlavaTrainer(SFTTrainer):
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=self.num_examples(dataloader)
         )
-
-    def _keep_scored(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self._scored is not None:
-            output.last_hidden_state = output.last_hidden_state[self._scored][None]  # [1, num_supervised, hidden_size]
-        return output
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -437,102 +462,88 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint aside, then move it to its place in one step. See [`~training.checkpoints.publish`].
-
-        Raises:
-            OSError: if it can't be written; the checkpoints before it are untouched.
-        """
-        try:
-            self._save_aside(model, trial)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise self._not_written(f"checkpoint-{self.state.global_step}", error) from error
-
-    def _not_written(self, name: str, error: Exception) -> OSError:
-        last = next(iter(checkpoints(Path(self.args.output_dir))), None)
-        return OSError(
-            f"{name} could not be written ({error}). Free disk space and resume with --resume_from_checkpoint true; "
-            f"last checkpoint: {last or 'none'}."
-        )
-
-    def _save_aside(self, model: nn.Module, trial: Any) -> None:
-        output_dir = self.args.output_dir
-        aside = self._make_aside()
-        progress = self._progress()
-        self.args.output_dir = str(aside)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            self.args.output_dir = output_dir
-        # It would be a path in the temporary folder. The best one is known by its step, and not loaded at the end.
-        self.state.best_model_checkpoint = None
-        self.accelerator.wait_for_everyone()
-        folder = aside / f"checkpoint-{self.state.global_step}"
-        if self._stream is not None:
-            self._stream.write_place(folder, self.is_world_process_zero())
-        if self.is_world_process_zero():
-            self._run.write(folder, progress)
-            self.state.save_to_json(str(folder / STATE_FILE))
-            publish(folder, Path(output_dir) / folder.name)
-            shutil.rmtree(aside)
-            best = self.state.best_global_step  # a path without a best step would count as a kept one
-            rotate_checkpoints(
-                output_dir=output_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=None if best is None else str(Path(output_dir) / f"checkpoint-{best}"),
-            )
+        """Let Trainer save a checkpoint aside, then move it to its place in one step."""
+        name, output_dir, best = f"checkpoint-{self.state.global_step}", self.args.output_dir, None
+        with self._written_aside(name) as aside:
+            progress = self._progress()
+            self.args.output_dir = str(aside)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self.args.output_dir = output_dir
+            if self.state.best_global_step is not None:  # Trainer names its folder aside
+                best = str(Path(output_dir) / f"checkpoint-{self.state.best_global_step}")
+            self.state.best_model_checkpoint = best
+            self.accelerator.wait_for_everyone()
+            if self._stream is not None:
+                self._stream.write_place(aside / name, self.is_world_process_zero())
+            if self.is_world_process_zero():
+                if self.is_fsdp_enabled:  # which saves shards of weights, and nothing beside them
+                    self._unwrapped().config.save_pretrained(aside / name)
+                    self.processing_class.save_pretrained(aside / name)
+                self._run.write(aside / name, progress)
+                self.state.save_to_json(str(aside / name / STATE_FILE))
+                save(aside / name, Path(output_dir) / name)
+                shutil.rmtree(aside)
+                rotate_checkpoints(
+                    output_dir=output_dir,
+                    save_total_limit=self.args.save_total_limit,
+                    best_model_checkpoint=best,
+                )
         self.accelerator.wait_for_everyone()
 
-    def _make_aside(self) -> Path:
+    @contextmanager
+    def _written_aside(self, name: str) -> Iterator[Path]:
+        """An empty folder to write in; an error there says where the run can go on."""
         aside = Path(self.args.output_dir) / SAVING_FOLDER
-        if self.is_world_process_zero():
-            fresh_folder(aside)
-        self.accelerator.wait_for_everyone()
-        return aside
+        try:
+            if self.is_world_process_zero():
+                fresh_folder(aside)
+            self.accelerator.wait_for_everyone()
+            yield aside
+        except Exception as error:
+            last = next(iter(checkpoints(Path(self.args.output_dir))), None)
+            error.add_note(
+                f"{name} was not written. Last checkpoint: {last or 'none'}; --resume_from_checkpoint true goes on "
+                "from it."
+            )
+            raise
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and processor. The run's result, for which no folder is given, appears only once all is written.
-
-        Raises:
-            OSError: if the result can't be written; the checkpoints are untouched.
-        """
-        if output_dir is None:
-            try:
-                self._save_result()
-            except (OSError, RuntimeError, SafetensorError) as error:
-                raise self._not_written("The trained model", error) from error
+        Every process must call this."""
+        if output_dir is not None:
+            super().save_model(output_dir, _internal_call=True)
             return
-        super().save_model(output_dir, _internal_call=True)
-        if not self.args.should_save:
-            return
-        if self._saves_shards():
-            base = self._unwrapped()
-            base.config.save_pretrained(output_dir)  # not saved with sharded weights
-            base.generation_config.save_pretrained(output_dir)
-            self.processing_class.save_pretrained(output_dir)
-        if (Path(output_dir) / "config.json").exists():
-            write_class_files(Path(output_dir))
-
-    def _save_result(self) -> None:
-        if self.args.load_best_model_at_end:
-            if self.is_world_process_zero():
-                state, output_dir = dataclasses.asdict(self.state), Path(self.args.output_dir)
-                best = best_checkpoint(state, output_dir)
-                publish_checkpoint(best, output_dir, state, self._run.environment.resumed)
+        with self._written_aside("The trained model") as aside:
+            if self.is_fsdp_enabled:
+                self._save_unsharded(aside)
+            else:
+                super().save_model(str(aside), _internal_call=True)
             self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                self._run.write(aside)
+                self.state.save_to_json(str(aside / STATE_FILE))
+                publish(aside, Path(self.args.output_dir))
+        self.accelerator.wait_for_everyone()
+
+    def _save_unsharded(self, folder: Path) -> None:
+        weights = self.accelerator.get_state_dict(self.model)  # gathered in the main process's memory
+        if not self.is_world_process_zero():
             return
-        aside = self._make_aside()
-        if self.is_fsdp_enabled and not self._saves_shards():
-            self.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        self.save_model(str(aside))
-        if self._saves_shards():
-            write_sharded_weights(self._unwrapped(), aside, self.is_world_process_zero())
-        self.accelerator.wait_for_everyone()
-        if self.is_world_process_zero():
-            self._run.write(aside)
-            self.state.save_to_json(str(aside / STATE_FILE))
-            publish_files(aside, Path(self.args.output_dir))
-        self.accelerator.wait_for_everyone()
+        base = self._unwrapped()
+        if base is not self.accelerator.unwrap_model(self.model):  # adapters
+            self._save(str(folder), state_dict=weights)
+            return
+        # FSDP2 makes a class on the fly, whose file can't be copied along: an empty model of the class itself saves.
+        kind = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
+        with torch.device("meta"), no_init_weights():
+            whole = kind._from_config(base.config)
+        whole.generation_config = base.generation_config
+        tied = set(whole.all_tied_weights_keys)
+        whole.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name not in tied})
+        self.processing_class.save_pretrained(folder)
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -37,7 +37,6 @@ from transformers import (
 
 from conversations.chat_template import chat_template
 from conversations.rows import to_messages
-from training.compiling import compile_layers
 
 
 logger = logging.getLogger(__name__)
@@ -207,7 +206,8 @@ def train_text(
         for name, part in parts.items():
             part.load_state_dict(before[name])
     if compiled:
-        compile_layers(model.model.layers)
+        for layer in model.model.layers:
+            layer.compile(dynamic=True)
     output_dir.mkdir(parents=True, exist_ok=True)
     progress = tqdm(
         range(first, settings.num_steps),

@@ -17,8 +17,7 @@ from conversations.files import weights_fingerprint
 from diagnostics.__main__ import main as measure
 from hub_cards.build import build
 from hub_server import HubServer, use
-from training.environment import Environment
-from training.run import Run
+from training.run import Environment, Run
 
 
 PROSE = {

@@ -21,10 +21,10 @@ from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, 
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
 from training.collator import VisionLanguageCollator
-from training.environment import describe_environment
+
 from training.loading import load_base
 from training.packing import PackedBatchSampler
-from training.run import Run
+from training.run import Run, describe_environment
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 from training.tokenization import RowTokenizer
 
@@ -350,7 +350,7 @@ def test_what_a_run_is_made_with_is_noted_before_it_trains(
         return train(trainer, *args, **kwargs)
 
     monkeypatch.setattr(sft.NormLlavaTrainer, "train", train_and_commit)
-    monkeypatch.setattr("training.environment._git", lambda *arguments: commits[-1])
+    monkeypatch.setattr("training.run._git", lambda *arguments: commits[-1])
     fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(data), "max_steps": 1}
     run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
     made = json.loads((tmp_path / "out" / "run.json").read_text())

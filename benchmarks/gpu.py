@@ -36,23 +36,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import set_seed
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks import norm as norm_benchmark
-from benchmarks.plan_check import parse
-from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor, write_model, write_rows
-from benchmarks.training import SEED, Comparison, common_arguments, compare, out_of_memory, pack, run_arm, use_one_gpu
+from benchmarks.synthetic import SIZES, synthetic_config, synthetic_processor, write_model, write_rows
+from benchmarks.training import SEED, Comparison, common_arguments, compare, out_of_memory, run_arm, use_one_gpu
 from conversations.files import write_whole
 from diagnostics.model_report import spread_layers
 from diagnostics.parts import decoder_layers
 from diagnostics.probe import Probe
 from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.attention import varlen_attention_forward
-from training.compiling import compile_layers
-from training.environment import describe_environment
-from training.memory import largest_batch
-from training.plan import GIB, plan_step
+from training.run import describe_environment
 from training.stages import LearningRates, Stage, prepare_stage
 
 
@@ -95,59 +89,6 @@ def measure_norm(scale: Scale) -> dict[str, Any]:
     return {"time_over_layernorm": medians, "gradient_relative_error_float64": norm_benchmark.gradient_error()}
 
 
-def measure_attention(scale: Scale) -> dict[str, Any]:
-    """ "varlen" forward and backward in bfloat16: its error against float64, compared with sdpa sample by sample, and
-    its time over that of sdpa with a mask for the whole row."""
-    config = synthetic_config(SIZES[scale.models[-1]], synthetic_processor(SIZES[scale.models[-1]]), True).text_config
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    lengths = [scale.tokens // 2, scale.tokens // 4, scale.tokens // 8, scale.tokens // 8]
-    generator = torch.Generator().manual_seed(SEED)
-    exact = [
-        torch.randn(1, count, sum(lengths), head_dim, generator=generator, dtype=torch.float64).to(scale.device)
-        for count in (heads, groups, groups)
-    ]
-    gradient = torch.randn(1, sum(lengths), heads, head_dim, generator=generator, dtype=torch.float64)
-    gradient = gradient.to(scale.device)
-    boundaries = torch.tensor([0, *lengths], device=scale.device).cumsum(0).to(torch.int32)
-    sample = torch.repeat_interleave(torch.arange(len(lengths), device=scale.device), boundaries.diff())
-    mask = (sample[:, None] == sample) & torch.ones(len(sample), len(sample), device=scale.device).tril().bool()
-    module = nn.Module()
-    module.num_key_value_groups = heads // groups
-    module.is_causal = True  # type: ignore[assignment]
-
-    def varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return varlen_attention_forward(
-            module, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=max(lengths)
-        )[0]
-
-    def by_sample(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        parts = zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True)
-        return torch.cat([sdpa_attention_forward(module, *part, None, is_causal=True)[0] for part in parts], dim=1)
-
-    def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return sdpa_attention_forward(module, query, key, value, mask[None, None])[0]
-
-    def run(attend: Callable[..., torch.Tensor], *states: torch.Tensor) -> list[torch.Tensor]:
-        output = attend(*states[:3])
-        return [output.detach(), *torch.autograd.grad(output, states[:3], states[3])]
-
-    def given(dtype: torch.dtype) -> list[torch.Tensor]:
-        return [*(tensor.to(dtype).requires_grad_() for tensor in exact), gradient.to(dtype)]
-
-    reference, half = run(by_sample, *given(torch.float64)), given(torch.bfloat16)
-    report: dict[str, Any] = {"lengths": lengths, "relative_error": {}}
-    for name, attend in (("varlen", varlen), ("sdpa", by_sample)):
-        errors = [
-            ((found.double() - true).norm() / true.norm()).item()
-            for found, true in zip(run(attend, *half), reference, strict=True)
-        ]
-        report["relative_error"][name] = dict(zip(("output", "query", "key", "value"), errors, strict=True))
-    seconds = {name: _seconds(partial(run, attend, *half), scale) for name, attend in
-               (("varlen", varlen), ("masked sdpa", masked))}  # fmt: skip
-    return report | {"seconds": seconds, "speed_ratio": seconds["masked sdpa"] / seconds["varlen"]}
-
-
 def _synchronise() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -168,30 +109,11 @@ def _seconds(run: Callable[[], object], scale: Scale) -> float:
 
 def measure_training(scale: Scale, model: str, stage: Stage, optim: str = "adamw_torch_fused") -> dict[str, Any]:
     """Ours against TRL's plain trainer on the same rows, at the sizes of benchmarks/synthetic.py: tokens/s, MFU, and
-    memory beside what was planned, also where it runs out."""
+    memory, also where it runs out."""
     started = time.monotonic()
     common = common_arguments(scale.device == "cuda", gradient_checkpointing=True, optim=optim)
-    planned = {"settings": common, "planned_memory_gib": plan_memory(model, stage, scale.steps, common)}
     left = 0.9 * LIMIT - (time.monotonic() - started)
-    return {**planned, **compare(stage, Comparison(model, scale.steps, scale.repeats, left), common)}
-
-
-def plan_memory(model: str, stage: Stage, steps: int, common: dict[str, Any]) -> float:
-    """Peak memory of ours as planned by training/plan.py, in GiB."""
-    size, processor = SIZES[model], synthetic_processor(SIZES[model])
-    fields = {
-        "stage": stage.value, "packed_length": size.packed_length[stage], "attn_implementation": "varlen",
-        "per_device_train_batch_size": 1, "global_batch_size": size.samples_per_step,
-        **{name: common[name] for name in ("bf16", "gradient_checkpointing", "optim", "learning_rate")},
-    } | ({"vision_learning_rate": 2e-6} if stage is Stage.INSTRUCT else {})  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        run_args, args = parse(fields, Path(name))
-        rows, tokenize = checked_rows(Path(name), stage, size, steps * size.samples_per_step, processor)
-        sampler = pack(rows, stage, size)
-        samples = largest_batch(rows, tokenize, sampler, packed=True)
-    config: Any = synthetic_config(size, processor, ours=True)
-    planned = plan_step(config, run_args, args, samples, accumulation_steps=sampler.grad_accum, cuda=common["bf16"])
-    return planned.total / GIB
+    return {"settings": common, **compare(stage, Comparison(model, scale.steps, scale.repeats, left), common)}
 
 
 def measure_optimizer(scale: Scale, model: str, optim: str) -> dict[str, Any]:
@@ -261,7 +183,7 @@ class HandLoop:
             config.text_config.layer_types = config.text_config.layer_types[: scale.layers]
         with torch.device(scale.device):
             self.model = NormLlavaForConditionalGeneration._from_config(
-                config, attn_implementation={"text_config": "varlen", "vision_config": "sdpa"}, dtype=torch.float32
+                config, attn_implementation="sdpa", dtype=torch.float32
             )
         prepare_stage(self.model, Stage.INSTRUCT, LearningRates(1e-5, 2e-6, 1e-5))
         self.model.train()
@@ -352,24 +274,6 @@ def one_process(scale: Scale) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-def measure_compile(scale: Scale, compiled: bool) -> dict[str, Any]:
-    """A step under autocast, with or without compiling each decoder layer separately."""
-    loop = HandLoop(scale)
-    if compiled:
-        compile_layers(decoder_layers(loop.model))
-    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-5, weight_decay=0.0, fused=scale.device == "cuda")
-
-    def step(batch: dict[str, Any]) -> torch.Tensor:
-        with torch.autocast(scale.device, torch.bfloat16):
-            loss = loop.model(**batch, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return loop.steps(step)
 
 
 def measure_waits(scale: Scale) -> dict[str, Any]:
@@ -466,7 +370,7 @@ class Part:
 
 def parts(scale: Scale) -> dict[str, Part]:
     """All parts by name, the most informative first."""
-    found = {"norm": Part(measure_norm), "attention": Part(measure_attention)}
+    found = {"norm": Part(measure_norm)}
     for model in scale.models:
         found[f"training-{model}-align"] = Part(partial(measure_training, model=model, stage=Stage.ALIGN))
         # One card can't hold float32 states of the largest model.
@@ -479,8 +383,6 @@ def parts(scale: Scale) -> dict[str, Part]:
     found["waits"] = Part(measure_waits)
     for way in ("autocast", "fsdp2", "masters in the optimizer"):
         found[f"precision-{way.replace(' ', '_')}"] = Part(partial(measure_precision, way=way))
-    for name, compiled in (("eager", False), ("compiled", True)):
-        found[f"compile-{name}"] = Part(partial(measure_compile, compiled=compiled))
     found["adamw_bnb_8bit"] = Part(
         partial(measure_optimizer, model=scale.models[0], optim="adamw_bnb_8bit"), ("bitsandbytes",)
     )

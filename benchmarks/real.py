@@ -30,12 +30,19 @@ from benchmarks.training import SEED, common_arguments, plain_trainer
 from training import sft
 from training.flops import step_flops
 from training.stages import Stage
-from training.trainer import supervised_positions
+from training.tokenization import IGNORED
 
 
 ROWS = {Stage.INSTRUCT: "train.json", Stage.ALIGN: "captions.json"}
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
 COLUMNS = ("seconds", "bare_seconds", "ratio", "cpu_ratio", "gigaflops", "peak_gigaflops", "share", "bare_share")
+
+
+def supervised_positions(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a next token is supervised, a mask `(batch_size, sequence_length)`, and these tokens, `(1, num)`."""
+    following = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    scored = following != IGNORED
+    return scored, following[scored][None]
 
 
 class BareLoop(TrainerCallback):
@@ -75,7 +82,7 @@ def make_trainer(options: argparse.Namespace, stage: Stage, arm: str, folder: st
         "stage": stage, "model_name_or_path": options.model, "dataset_name": f"{folder}/rows.json",
         "image_folder": options.data, "global_batch_size": size, "per_device_train_batch_size": 1 if packed else size,
         **({"vision_learning_rate": settings["learning_rate"]} if stage is Stage.INSTRUCT else {}),
-        **({"packed_length": 4096 * size, "attn_implementation": "varlen"} if packed else {}),
+        **({"packed_length": 4096 * size} if packed else {}),
     }  # fmt: skip
     argv = [part for name, value in fields.items() for part in (f"--{name}", str(value))]
     run_args, args = sft.parse_arguments(argv)
@@ -90,7 +97,9 @@ def make_trainer(options: argparse.Namespace, stage: Stage, arm: str, folder: st
         trainer = plain_trainer(llava, stage, batches, rows, tokenize, settings)
         trainer.remove_callback(PrinterCallback)
     else:
-        run = sft.describe_run(run_args, args, data, sft.describe_environment("cpu", 1, resumed=False))
+        run = sft.describe_run(
+            {**vars(run_args), **args.to_dict()}, data, sft.describe_environment("cpu", 1, resumed=False)
+        )
         trainer = sft.NormLlavaTrainer(
             model, groups, run, sampler=sft.deal_rows(run_args, args, rows), args=args, train_dataset=rows,
             processing_class=processor, data_collator=sft.VisionLanguageCollator(tokenize, packed),

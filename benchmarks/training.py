@@ -6,7 +6,7 @@ benchmarks/gpu.py does the same on a GPU, for models of 3 and 7 billion weights.
 
 Each arm runs in a separate process, the arms alternate, several times; the result is the ratio of their speeds in a
 repeat. Both have the same weights and dtypes, samples per step, optimizer and checkpointing. They differ in what a
-user gets: padded batches and sdpa, or packed rows, of more tokens in a pass, and "varlen". See training/flops.py for
+user gets: padded batches and sdpa, or packed rows, of more tokens in a pass. See training/flops.py for
 MFU, whose peak is measured with each run, and benchmarks/synthetic.py for the rows.
 """
 
@@ -34,7 +34,6 @@ from torch import nn
 from transformers import LlavaForConditionalGeneration, LlavaProcessor, TrainerCallback, set_seed
 from trl import SFTConfig, SFTTrainer
 
-import training.attention  # noqa: F401 - registers "varlen"
 from benchmarks.memory import process_memory
 from benchmarks.synthetic import SIZES, Size, checked_rows, synthetic_config, synthetic_processor
 from conversations.measured import row_lengths
@@ -154,7 +153,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
 
         ours = arm == "ours"
         model_class = NormLlavaForConditionalGeneration if ours else LlavaForConditionalGeneration
-        attention = {"text_config": "varlen" if ours else "sdpa", "vision_config": "sdpa"}
+        attention = {"text_config": "sdpa", "vision_config": "sdpa"}
         with torch.device("cuda" if cuda else "cpu"):
             model = model_class._from_config(
                 synthetic_config(size, processor, ours), attn_implementation=attention, dtype=torch.float32

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from trl import SFTConfig
 
-from training.arguments import FIXED, RunArguments, TrainingConfig
+from training.arguments import ONLY, RunArguments, TrainingConfig
 
 
 PAGE = Path(__file__).with_name("reference.md")
@@ -34,7 +34,7 @@ COMMANDS = (
     ("serve", "python -m hub_cards.serve", "hub_cards.serve"),
     *(
         (f"benchmarks {name}", f"python -m benchmarks.{name}", f"benchmarks.{name}")
-        for name in ("plan", "plan_check", "gpu", "training", "real", "norm", "diagnostics", "key_alignment", "data",
+        for name in ("gpu", "training", "real", "norm", "diagnostics", "key_alignment", "data",
                      "stream", "loading")
     ),
 )  # fmt: skip
@@ -111,11 +111,11 @@ def render_sft(parser: argparse.ArgumentParser) -> str:
     actions = {
         action.dest: action for _, action in actions_of(parser) if not isinstance(action, argparse._StoreFalseAction)
     }
-    inherited = {field.name for field in dataclasses.fields(RunArguments)} - ours - FIXED.keys()
+    inherited = {field.name for field in dataclasses.fields(RunArguments)} - ours - ONLY.keys()
     here, there = (
         {field.name: field.default for field in dataclasses.fields(config)} for config in (TrainingConfig, SFTConfig)
     )
-    fixed = [f"| `{name}` | `{value}` | {reason} |" for name, (value, reason) in sorted(FIXED.items())]
+    fixed = [f"| `{name}` | `{value}` | {reason} |" for name, (value, reason) in sorted(ONLY.items())]
     return "\n\n".join([
         "Fields of a recipe, which can be given on the command line too. In addition to those of TRL's "
         "[`SFTConfig`](https://huggingface.co/docs/trl/sft_trainer), and "

@@ -32,6 +32,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
     "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
     "ignore_data_skip": (False, "a resumed run would train on rows twice"),
+    "torch_compile": (False, "compiled code would pass over the hooks that cut the loss down to supervised tokens"),
     "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
     "load_best_model_at_end": (False, "save_strategy 'best' keeps the best checkpoint; take it from its folder"),
     "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
@@ -279,6 +280,10 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
             precision != "no" and not args.bf16 and not args.fp16,
             f"accelerate's launcher has mixed_precision {precision!r}, which Trainer would follow: give bf16: true, "
             "or launch with --mixed_precision no.",
+        ),
+        (
+            os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+            "Launch without --dynamo_backend: compiled code would pass over the hooks that the loss needs.",
         ),
         (
             parse_flag_from_env("ACCELERATE_USE_FSDP") and not _shards_as_known(),

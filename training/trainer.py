@@ -40,8 +40,8 @@ from training.tokenization import IGNORED
 
 logger = logging.getLogger(__name__)
 
-# What wrappers put into parameter names: PEFT, FSDP's activation checkpointing, torch.compile.
-WRAPPERS = ("base_model.model.", "_checkpoint_wrapped_module.", "_orig_mod.")
+# What wrappers put into parameter names: PEFT, and FSDP's activation checkpointing.
+WRAPPERS = ("base_model.model.", "_checkpoint_wrapped_module.")
 
 
 @contextmanager

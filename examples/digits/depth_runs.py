@@ -296,7 +296,6 @@ def train_stage(place: Workplace, job: Job, stage: str, before: Path, folder: Pa
         "learning_rate": job.rates[number],
         "seed": job.seed,
         "logging_steps": 10,
-        "torch_compile": True,
         **changes,
         **dict(variant.both),
     }
@@ -320,7 +319,7 @@ def losses(folder: Path) -> Record:
         "curve": [[line["step"], round(line["loss"], 4)] for line in steps],
         "clipped": sum(line["grad_norm"] > 1 for line in steps) / len(steps),
         "ratio": [round(line["norm/ratio"], 3) for line in steps],
-        "compiled": Run.read(folder).arguments["torch_compile"],
+        "compiled": Run.read(folder).arguments.get("torch_compile", False),
     }
 
 

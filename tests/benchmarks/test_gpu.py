@@ -32,12 +32,6 @@ def test_the_norm_is_as_exact_as_the_formula(tmp_path: Path) -> None:
     assert all(figures["time_over_layernorm"][name]["median"] > 0 for name in ("eager", "compiled"))
 
 
-def test_varlen_is_as_exact_as_sdpa(tmp_path: Path) -> None:
-    errors = rehearse("attention", tmp_path)["relative_error"]
-    for name, error in errors["varlen"].items():
-        assert 0 < error < 2 * errors["sdpa"][name] < 0.05, name
-
-
 @pytest.mark.parametrize("model", ["tiny", "tiny Llama"])
 def test_ways_of_mixing_precision_learn_alike(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "REHEARSAL", replace(gpu.REHEARSAL, models=(model,)))
@@ -80,18 +74,11 @@ def test_an_eight_bit_optimizer_trains(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["training-tiny-align", "training-tiny-instruct"])
 def test_training_is_compared_with_plain_trl(name: str, tmp_path: Path) -> None:
     figures = rehearse(name, tmp_path)
-    assert 0 < figures["planned_memory_gib"] < 1
     assert figures["ours"]["padding_share"] == 0 < figures["plain"]["padding_share"]
     assert figures["ours"]["train_loss"] == pytest.approx(figures["plain"]["train_loss"], rel=0.05)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compile-eager", "compile-compiled"])
-def test_compiled_layers_learn_as_they_are(name: str, tmp_path: Path) -> None:
-    losses = rehearse(name, tmp_path)["losses"]
-    assert losses == pytest.approx(rehearse("precision-autocast", tmp_path)["losses"], rel=0.02)
-
-
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     figures = rehearse("resume", tmp_path)
@@ -139,6 +126,5 @@ def test_too_little_memory_is_a_figure(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu, "compare", lambda *args: arms)
     trained = rehearse("training-tiny-align", tmp_path)
     assert {arm: trained[arm] for arm in arms} == arms
-    assert trained["planned_memory_gib"] > 0
     monkeypatch.setattr(gpu, "ROOT", tmp_path)  # where there is no such module: a part that fails
     assert list(gpu.run_all(["probe"], gpu.REHEARSAL, tmp_path, ["--rehearsal"])) == ["probe"]

@@ -229,7 +229,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         if getattr(run_args, name) is None and not (name == "dataset_name" and run_args.datasets):
             raise ValueError(f"{name} is missing; training/recipes/ has recipes to start from.")
     for name, (value, reason) in ONLY.items():
-        given = getattr(run_args if hasattr(run_args, name) else args, name)
+        given = getattr(run_args, name, getattr(args, name, value))
         if given != value:
             raise ValueError(f"{name} must stay {value!r}, got {given!r}: {reason}.")
     stage, packed = Stage(str(run_args.stage)), run_args.packed_length is not None

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
 from safetensors import safe_open
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
@@ -45,6 +46,26 @@ def lock(output_dir: Path) -> Iterator[None]:
                 f"output_dir {output_dir} is in use by another run, or can't be locked: {error}"
             ) from error
         yield
+
+
+@contextmanager
+def write_aside(output_dir: Path, name: str, accelerator: Accelerator) -> Iterator[Path]:
+    """An empty folder to write in. An error there is noted with where the run can go on. All processes must enter."""
+    aside = output_dir / SAVING_FOLDER
+    try:
+        if accelerator.is_main_process:
+            fresh_folder(aside)
+        accelerator.wait_for_everyone()
+        yield aside
+    except Exception as error:
+        last = next(iter(checkpoints(output_dir)), None)
+        error.add_note(
+            f"{name} was not written. Last checkpoint: {last or 'none'}; --resume_from_checkpoint true goes on there."
+        )
+        raise
+    if accelerator.is_main_process:
+        shutil.rmtree(aside, ignore_errors=True)
+    accelerator.wait_for_everyone()
 
 
 def save(folder: Path, destination: Path) -> None:

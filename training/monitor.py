@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import LlavaProcessor, TrainerCallback, TrainerState
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from typing_extensions import override
 
 from conversations.files import write_whole
@@ -273,3 +274,24 @@ class DynamicsCallback(TrainerCallback):
             earlier = [before for before in self._tools.read_points(self._path) if before.step < state.global_step]
             self._tools.write_points([*earlier, point], self._path)
         self._leave_out(time.monotonic() - started)
+
+
+class EpochSetter(TrainerCallback):
+    """Sets a sampler's epoch where Trainer does not: when several processes resume in the middle of one."""
+
+    def __init__(self, sampler: BatchRebalanceSampler) -> None:
+        self._sampler = sampler
+
+    @override
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Set the epoch's number, an integer also when a run resumes in the middle of one."""
+        self._sampler.set_epoch(int(state.epoch or 0))
+
+
+class StreamEpoch(TrainerCallback):
+    """Sets how much of a run is done, which Trainer counts from 0 again when it resumes without skipping."""
+
+    @override
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Set the part of the run's steps that is done, as Trainer computes it in an uninterrupted run."""
+        state.epoch = state.global_step / state.max_steps

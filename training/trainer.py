@@ -1,12 +1,7 @@
-"""Trains a NormLlava: learning rates by module, the head on supervised tokens only, checkpoints that are whole."""
+"""Trains a NormLlava: learning rates and clipping by module, measures, checkpoints that are whole."""
 
 import dataclasses
-import logging
 import math
-import shutil
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,96 +10,39 @@ import transformers.trainer
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Sampler
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.initialization import no_init_weights
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
-from trl import SFTTrainer
+from transformers.trainer_utils import rotate_checkpoints
 from typing_extensions import override
 
-from conversations.files import fresh_folder
-from conversations.rows import row_images
 from diagnostics.tokens import attended_tokens
-from modeling_normllava import NormLlavaForConditionalGeneration
-from training.checkpoints import SAVING_FOLDER, STATE_FILE, check_weights, checkpoints, publish, save
+from training.checkpoints import STATE_FILE, check_weights, publish, save, write_aside
 from training.flops import MfuMeter
-from training.held_out import HeldOutQuestions
-from training.key_alignment import KeyAlignment
-from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile, StepsFile, total_norm
+from training.held_out import Answer
+from training.loss import SupervisedTrainer
+from training.monitor import (
+    ConsoleTable,
+    EpochSetter,
+    InterfaceMonitor,
+    MetricsFile,
+    StepsFile,
+    StreamEpoch,
+    total_norm,
+)
+from training.rehearsal import largest_batch, rehearsal
 from training.run import Progress, Run
-from training.stages import ModuleGroup, base_model
+from training.stages import ModuleGroup
 from training.streams import PLACE, StreamBatches
 from training.tokenization import IGNORED
 
-
-logger = logging.getLogger(__name__)
 
 # What wrappers put into parameter names: PEFT, and FSDP's activation checkpointing.
 WRAPPERS = ("base_model.model.", "_checkpoint_wrapped_module.")
 
 
-@contextmanager
-def head_on_supervised(model: NormLlavaForConditionalGeneration, labels: torch.Tensor) -> Iterator[torch.Tensor]:
-    """For the time of the block the head sees only the hidden states that predict a supervised token.
-
-    TRL does this itself where it has Triton. Elsewhere it scores every position, image tokens included.
-
-    Args:
-        model: The model, without wrappers.
-        labels: `(batch_size, sequence_length)`.
-
-    Yields:
-        The supervised tokens, `(1, num_supervised)`: what to score.
-    """
-    following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-    places = (following != IGNORED).nonzero()[:, 0]
-
-    def keep(module: nn.Module, args: Any, output: Any) -> Any:
-        output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[places][None]
-        return output  # [1, num_supervised, hidden_size]
-
-    with model.model.register_forward_hook(keep):
-        yield following[places][None]
-
-
-def largest_batch(sampler: BatchRebalanceSampler, packed: bool) -> list[int]:
-    """The rows of a sampler's largest batch in its epoch, by tokens, padding included."""
-
-    def size(batch: list[int]) -> int:
-        lengths = sampler.lengths[batch]
-        return int(lengths.sum() if packed else len(batch) * lengths.max(initial=0))
-
-    return max(sampler, key=size)
-
-
-class EpochSetter(TrainerCallback):
-    """Sets a sampler's epoch where Trainer does not: when several processes resume in the middle of one."""
-
-    def __init__(self, sampler: BatchRebalanceSampler) -> None:
-        self._sampler = sampler
-
-    @override
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Set the epoch's number, an integer also when a run resumes in the middle of one."""
-        self._sampler.set_epoch(int(state.epoch or 0))
-
-
-class StreamEpoch(TrainerCallback):
-    """Sets how much of a run is done, which Trainer counts from 0 again when it resumes without skipping."""
-
-    @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Set the part of the run's steps that is done, as Trainer computes it in an uninterrupted run."""
-        state.epoch = state.global_step / state.max_steps
-
-
-class NormLlavaTrainer(SFTTrainer):
-    """[`SFTTrainer`] for a model that [`~training.stages.prepare_stage`] has prepared.
+class NormLlavaTrainer(SupervisedTrainer):
+    """Trains a model that [`~training.stages.prepare_stage`] has prepared.
 
     Args:
         model: The model, or the `PeftModel` around it.
@@ -112,12 +50,9 @@ class NormLlavaTrainer(SFTTrainer):
         run: The run's record, written into each checkpoint and with the result.
         sampler: Deals batches of padded or packed rows to the processes; `None` for a stream.
         stream: The batches of a stream; a resumed run continues where it was.
-        eval_sampler: The sampler of held-out rows.
-        questions: Held-out questions to answer at each evaluation.
-        key_alignment: Losses on the decoder's keys.
         mfu: Measures how much of the devices' peak is reached.
         clip_by_module: Clip the gradient of each module to `max_grad_norm` instead of the whole gradient.
-        kwargs: As for [`SFTTrainer`].
+        kwargs: As for [`SupervisedTrainer`].
     """
 
     def __init__(
@@ -127,9 +62,6 @@ class NormLlavaTrainer(SFTTrainer):
         run: Run,
         sampler: BatchRebalanceSampler | None = None,
         stream: StreamBatches | None = None,
-        eval_sampler: BatchRebalanceSampler | None = None,
-        questions: HeldOutQuestions | None = None,
-        key_alignment: KeyAlignment | None = None,
         mfu: MfuMeter | None = None,
         clip_by_module: bool = False,
         **kwargs: Any,
@@ -138,12 +70,8 @@ class NormLlavaTrainer(SFTTrainer):
         self._modules = {name: group.name for group in groups for name in group.parameters}
         self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
         self._run = run
-        self._sampler, self._eval_sampler, self._questions = sampler, eval_sampler, questions
-        self._stream = stream
+        self._sampler, self._stream = sampler, stream
         self._clip_by_module, self._mfu = clip_by_module, mfu
-        self._key_alignment, self._penalty = key_alignment, torch.zeros(())
-        held_out = kwargs.get("eval_dataset")
-        self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
         # Sum of the losses of all steps, and tokens trained on: of this process, and of all before this start.
         self._seen, self._seen_before = torch.zeros(2, dtype=torch.float64), Progress(num_tokens=0, loss_sum=0.0)
         # TRL casts a quantized model's trained parameters to bfloat16, which loses small steps and most of the gain.
@@ -158,7 +86,7 @@ class NormLlavaTrainer(SFTTrainer):
         self.add_callback(self._monitor)
         self.add_callback(MetricsFile(Path(self.args.output_dir) / "metrics.jsonl"))
         self._answers = StepsFile(Path(self.args.output_dir) / "answers.jsonl")
-        if questions is not None:
+        if self._questions is not None:
             self.add_callback(self._answers)
         # In a notebook the default is another class than in a terminal.
         for printer in (transformers.trainer.DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
@@ -171,9 +99,6 @@ class NormLlavaTrainer(SFTTrainer):
             self.add_callback(StreamEpoch())
             self.args.ignore_data_skip = True  # the stream itself resumes where it was
 
-    def _unwrapped(self) -> Any:
-        return base_model(self.accelerator.unwrap_model(self.model))
-
     @override
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
         return self._sampler
@@ -182,10 +107,6 @@ class NormLlavaTrainer(SFTTrainer):
     def get_train_dataloader(self) -> DataLoader:
         """The training data loader; for a stream that of `StreamBatches`, which deals rows to processes itself."""
         return super().get_train_dataloader() if self._stream is None else self._stream.loader(self.args)
-
-    @override
-    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
-        return self._eval_sampler
 
     @override
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -213,40 +134,18 @@ class NormLlavaTrainer(SFTTrainer):
         """As Trainer does it; then rehearse, with the weights and states of a resumed run in their places."""
         model, dataloader = super()._prepare_for_training(*args, **kwargs)
         if self._sampler is not None and not self.is_deepspeed_enabled:
-            try:
-                self._rehearse(model, largest_batch(self._sampler, self.data_collator.packed))
-            except torch.OutOfMemoryError as error:
-                raise MemoryError(
-                    f"The largest batch does not fit into memory: lower packed_length or per_device_train_batch_size, "
-                    f"or set gradient_checkpointing ({error})"
-                ) from error
+            self._rehearse(model, largest_batch(self._sampler, self.data_collator.packed))
         return model, dataloader
 
     def _rehearse(self, model: nn.Module, rows: list[int]) -> None:
-        """Allocate the optimizer's states and run the largest batch forward and backward, so that what doesn't fit
-        fails before the first step. It leaves no trace: a step of rate 0 on gradients of 0 changes no weight."""
-        optimizer: torch.optim.Optimizer = self.optimizer.optimizer
-        rates = [group["lr"] for group in optimizer.param_groups]
-        allocates = not optimizer.state and type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
-        device, self.current_gradient_accumulation_steps = self.args.device, self.args.gradient_accumulation_steps
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            if allocates:
-                for group in optimizer.param_groups:
-                    group["lr"] = 0.0
-                    for parameter in group["params"]:
-                        parameter.grad = torch.zeros_like(parameter)
-                optimizer.step()
-                optimizer.zero_grad()
+        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+        with rehearsal(model, self.optimizer.optimizer, self.args.device):
             batch = self.data_collator([self.train_dataset[row] for row in rows])
             model.train()
             with self.compute_loss_context_manager():
                 loss = self.compute_loss(model, self._prepare_inputs(batch))
             self.accelerator.backward(loss)
-        model.zero_grad()
-        if allocates:
-            optimizer.state.clear()
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate
+            del loss
         self._metrics["train"].clear()
         if self._key_alignment is not None:
             self._key_alignment.collect(self._sum_over_processes)
@@ -308,88 +207,17 @@ class NormLlavaTrainer(SFTTrainer):
         return loss
 
     @override
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """The loss of a batch: TRL's, on the supervised tokens only, and in training the losses on keys.
-
-        Who computes what: Trainer counts the supervised tokens of all passes of a step on all processes and calls
-        this. We cut the hidden states down to those that predict one of these tokens. TRL's `compute_loss` calls the
-        model, whose `forward` it has replaced: the base model runs, the head is applied in tiles without ever holding
-        all logits, and the sum of the tokens' losses is divided by the step's number of tokens. TRL multiplies by the
-        number of processes, since DDP and FSDP2 average gradients over them. They do so for parameters that they
-        gather themselves: TRL gathers a sharded head on its own, past FSDP2, and each process would keep its own
-        gradient of it. So FSDP2 is told to gather it first.
-        """
-        base = self._unwrapped()
-        head = base.get_output_embeddings()
-        if model.training and isinstance(head, FSDPModule):
-            head.unshard()
-        with head_on_supervised(base, inputs["labels"]) as supervised:
-            loss = super().compute_loss(model, {**inputs, "shift_labels": supervised}, *args, **kwargs)
-        if self._key_alignment is not None and model.training:
-            # The mean over the passes of a step, and over processes, whose gradients are averaged.
-            penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
-            self._penalty = penalty.detach()
-            loss = loss + penalty
-        return loss
+    def note_answers(self, answers: list[Answer]) -> None:
+        """Write all answers to answers.jsonl, and some to the terminal."""
+        self._console.answers = answers
+        self._answers.append(self.state, map(dataclasses.asdict, answers))
 
     @override
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate on the held-out rows without any effect on training: its mode and its random state, from which a
-        data loader takes a number for its workers, are restored."""
-        training, device, started = self.model.training, self.args.device, time.monotonic()
-        self.model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            metrics = super().evaluate(*args, **kwargs)
-        self.model.train(training)
-        self.leave_out(time.monotonic() - started)
-        return metrics
-
     def leave_out(self, seconds: float) -> None:
         """Don't count seconds that have just passed as training, in tokens/s, time left and MFU."""
         self._console.seconds_left_out += seconds
         if self._mfu is not None:
             self._mfu.leave_out(seconds)
-
-    @override
-    @torch.no_grad()
-    def evaluation_loop(
-        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
-    ) -> EvalLoopOutput:
-        """The loss on held-out rows, with their pictures and with blank ones, and how many questions are answered.
-
-        Every supervised token has the same weight. transformers' own loop averages the means of batches, whatever
-        their size.
-        """
-        has_pictures = self._eval_has_pictures
-        blank = self.data_collator.pixels([]).to(self.args.device)
-        sums = torch.zeros(3, dtype=torch.float64)  # of the loss, of the loss with blank pictures, of tokens
-        for inputs in dataloader:
-            inputs = self._prepare_inputs(inputs)
-            batches = [inputs]
-            if has_pictures:
-                batches.append({**inputs, "pixel_values": blank.expand_as(inputs["pixel_values"])})
-            for number, batch in enumerate(batches):
-                # TRL multiplies by the number of processes, since DDP averages over them.
-                loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=self.accelerator.num_processes)
-                sums[number] += loss.item()
-            sums[2] += (inputs["labels"] != IGNORED).sum().item()
-        if self.accelerator.num_processes > 1:
-            sums = self._sum_over_processes(sums)
-        total, total_blank, num_tokens = sums.tolist()
-        metrics = {"loss": total / num_tokens} | ({"loss_blank": total_blank / num_tokens} if has_pictures else {})
-        self._metrics["eval"].clear()  # TRL's own, averaged over batches, and over tokens since the last resume
-        if self._questions is not None:
-            answers = self._questions.answer(self.model, self.accelerator)
-            self._console.answers = answers
-            self._answers.append(self.state, map(dataclasses.asdict, answers))
-            metrics["exact_match"] = share = sum(answer.right for answer in answers) / len(answers)
-            metrics["exact_match_stderr"] = math.sqrt(share * (1 - share) / len(answers))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(
-            predictions=None, label_ids=None, metrics=metrics, num_samples=self.num_examples(dataloader)
-        )
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
@@ -422,9 +250,6 @@ class NormLlavaTrainer(SFTTrainer):
                 "or look at the rows of this step."
             )
         return norm
-
-    def _sum_over_processes(self, sums: torch.Tensor) -> torch.Tensor:
-        return self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
 
     def _progress(self) -> Progress:
         """Tokens and losses of the run since its first start. Every process must call this."""
@@ -464,7 +289,7 @@ class NormLlavaTrainer(SFTTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Let Trainer save a checkpoint aside, then move it to its place in one step."""
         name, output_dir, best = f"checkpoint-{self.state.global_step}", self.args.output_dir, None
-        with self._written_aside(name) as aside:
+        with write_aside(Path(output_dir), name, self.accelerator) as aside:
             progress = self._progress()
             self.args.output_dir = str(aside)
             try:
@@ -484,30 +309,7 @@ class NormLlavaTrainer(SFTTrainer):
                 self._run.write(aside / name, progress)
                 self.state.save_to_json(str(aside / name / STATE_FILE))
                 save(aside / name, Path(output_dir) / name)
-                shutil.rmtree(aside)
-                rotate_checkpoints(
-                    output_dir=output_dir,
-                    save_total_limit=self.args.save_total_limit,
-                    best_model_checkpoint=best,
-                )
-        self.accelerator.wait_for_everyone()
-
-    @contextmanager
-    def _written_aside(self, name: str) -> Iterator[Path]:
-        """An empty folder to write in; an error there says where the run can go on."""
-        aside = Path(self.args.output_dir) / SAVING_FOLDER
-        try:
-            if self.is_world_process_zero():
-                fresh_folder(aside)
-            self.accelerator.wait_for_everyone()
-            yield aside
-        except Exception as error:
-            last = next(iter(checkpoints(Path(self.args.output_dir))), None)
-            error.add_note(
-                f"{name} was not written. Last checkpoint: {last or 'none'}; --resume_from_checkpoint true goes on "
-                "from it."
-            )
-            raise
+                rotate_checkpoints(output_dir, self.args.save_total_limit, best)
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -516,9 +318,11 @@ class NormLlavaTrainer(SFTTrainer):
         if output_dir is not None:
             super().save_model(output_dir, _internal_call=True)
             return
-        with self._written_aside("The trained model") as aside:
+        with write_aside(Path(self.args.output_dir), "The trained model", self.accelerator) as aside:
             if self.is_fsdp_enabled:
-                self._save_unsharded(aside)
+                weights = self.accelerator.get_state_dict(self.model)  # gathered in the main process's memory
+                if self.is_world_process_zero():
+                    self._write_whole(aside, weights)
             else:
                 super().save_model(str(aside), _internal_call=True)
             self.accelerator.wait_for_everyone()
@@ -526,12 +330,9 @@ class NormLlavaTrainer(SFTTrainer):
                 self._run.write(aside)
                 self.state.save_to_json(str(aside / STATE_FILE))
                 publish(aside, Path(self.args.output_dir))
-        self.accelerator.wait_for_everyone()
 
-    def _save_unsharded(self, folder: Path) -> None:
-        weights = self.accelerator.get_state_dict(self.model)  # gathered in the main process's memory
-        if not self.is_world_process_zero():
-            return
+    def _write_whole(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
+        """Write the gathered weights of a sharded model as `from_pretrained` reads them."""
         base = self._unwrapped()
         if base is not self.accelerator.unwrap_model(self.model):  # adapters
             self._save(str(folder), state_dict=weights)

@@ -79,7 +79,6 @@ def test_training_is_compared_with_plain_trl(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     figures = rehearse("resume", tmp_path)
     assert figures["largest difference, another"] == figures["largest difference, killed"] == 0

@@ -124,6 +124,11 @@ class TrainingConfig(SFTConfig):
     ddp_timeout: int = option(
         3 * 3600, "Seconds that processes wait for each other: the main one reads and checks all rows."
     )
+    use_cpu: bool = option(False, "Train on the CPU, as is done where there is no accelerator.")
+    bf16: bool | None = option(
+        None,
+        "Arithmetic in bfloat16. If not given: on a GPU; on a CPU if it has AMX, or as the resumed run did.",
+    )
     logging_nan_inf_filter: bool = option(False, "Off: training stops when the loss is NaN or infinite.")
 
     def __post_init__(self) -> None:
@@ -155,7 +160,7 @@ class TrainingConfig(SFTConfig):
                 return bool(json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["arguments"]["bf16"])
             except (OSError, ValueError, KeyError):  # not complete; the one before it will be resumed
                 continue
-        capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+        capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
         return bool(capabilities.get("amx_bf16"))
 
     @property

@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from safetensors import safe_open
+from torch.distributed.fsdp import FSDPModule
+from transformers.initialization import no_init_weights
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
@@ -163,6 +166,18 @@ def publish_checkpoint(checkpoint: Path, output_dir: Path) -> None:
             shutil.copy(path, aside)
     replace(Run.read(checkpoint), progress=None).write(aside)
     publish(aside, output_dir)
+
+
+def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any, folder: Path) -> None:
+    """Write the gathered weights of a model that FSDP2 shards as `from_pretrained` reads them."""
+    # FSDP2 makes a class on the fly, whose file can't be copied along: an empty model of the class itself saves.
+    kind: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    with torch.device("meta"), no_init_weights():
+        whole = kind._from_config(model.config)
+    whole.generation_config = model.generation_config
+    tied = set(whole.all_tied_weights_keys)
+    whole.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name not in tied})
+    processor.save_pretrained(folder)
 
 
 def _finish_files(folder: Path) -> None:

@@ -8,16 +8,14 @@ from typing import Any
 import torch
 import transformers.trainer
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Sampler
-from transformers.initialization import no_init_weights
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import rotate_checkpoints
 from typing_extensions import override
 
 from diagnostics.tokens import attended_tokens
-from training.checkpoints import STATE_FILE, check_weights, publish, save, write_aside
+from training.checkpoints import STATE_FILE, check_weights, publish, save, write_aside, write_unsharded
 from training.flops import MfuMeter
 from training.held_out import Answer
 from training.loss import SupervisedTrainer
@@ -321,8 +319,10 @@ class NormLlavaTrainer(SupervisedTrainer):
         with write_aside(Path(self.args.output_dir), "The trained model", self.accelerator) as aside:
             if self.is_fsdp_enabled:
                 weights = self.accelerator.get_state_dict(self.model)  # gathered in the main process's memory
-                if self.is_world_process_zero():
-                    self._write_whole(aside, weights)
+                if self.is_world_process_zero() and self._unwrapped() is self.accelerator.unwrap_model(self.model):
+                    write_unsharded(self._unwrapped(), weights, self.processing_class, aside)
+                elif self.is_world_process_zero():
+                    self._save(str(aside), state_dict=weights)  # adapters
             else:
                 super().save_model(str(aside), _internal_call=True)
             self.accelerator.wait_for_everyone()
@@ -330,21 +330,6 @@ class NormLlavaTrainer(SupervisedTrainer):
                 self._run.write(aside)
                 self.state.save_to_json(str(aside / STATE_FILE))
                 publish(aside, Path(self.args.output_dir))
-
-    def _write_whole(self, folder: Path, weights: dict[str, torch.Tensor]) -> None:
-        """Write the gathered weights of a sharded model as `from_pretrained` reads them."""
-        base = self._unwrapped()
-        if base is not self.accelerator.unwrap_model(self.model):  # adapters
-            self._save(str(folder), state_dict=weights)
-            return
-        # FSDP2 makes a class on the fly, whose file can't be copied along: an empty model of the class itself saves.
-        kind = next(kind for kind in type(base).__mro__ if not issubclass(kind, FSDPModule))
-        with torch.device("meta"), no_init_weights():
-            whole = kind._from_config(base.config)
-        whole.generation_config = base.generation_config
-        tied = set(whole.all_tied_weights_keys)
-        whole.save_pretrained(folder, state_dict={name: weights[name] for name in weights if name not in tied})
-        self.processing_class.save_pretrained(folder)
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

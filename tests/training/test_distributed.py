@@ -13,9 +13,17 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 import yaml
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoProcessor
 
+from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved, weights
+from training.checkpoints import write_unsharded
 
 
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
@@ -346,3 +354,22 @@ def test_sharded_training_is_that_of_one_process(
     shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(resumed), resume_from_checkpoint=True)
     assert moved(two, resumed) == set()
+
+
+@pytest.mark.parametrize("text", ["qwen2", "gemma3"])
+def test_a_sharded_model_is_saved_as_a_whole_one(composed: Callable[..., Path], tmp_path: Path, text: str) -> None:
+    model: Any = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        for module in (*model.model.language_model.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as accelerate gathers
+        gathered = get_model_state_dict(model, options=options)
+    finally:
+        dist.destroy_process_group()
+    write_unsharded(model, gathered, AutoProcessor.from_pretrained(composed(text=text)), tmp_path / "out")
+    saved, expected = weights(tmp_path / "out"), weights(composed(text=text))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
+    for file in ("config.json", "generation_config.json", "modeling_normllava.py"):
+        assert (tmp_path / "out" / file).read_text() == (composed(text=text) / file).read_text()

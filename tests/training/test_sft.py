@@ -19,11 +19,8 @@ from conversations.loading import load_rows
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
 from training import sft
-from training.arguments import RunArguments, TrainingConfig
 from training.collator import VisionLanguageCollator
-from training.loading import load_base
 from training.run import Run, describe_environment
-from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 from training.tokenization import RowTokenizer
 
 
@@ -134,20 +131,6 @@ def test_clipping_by_module_leaves_the_small_gradients_whole(
             assert torch.stack(moves).norm().item() == pytest.approx(norm * scale, rel=0.02), part
 
 
-def test_layers_past_the_one_that_is_read_are_not_run(model: NormLlavaForConditionalGeneration) -> None:
-    pixel_values = torch.rand(2, 3, 28, 28)
-    expected = torch.stack(model.model.get_image_features(pixel_values).pooler_output)
-    encoder_output = model.model.vision_tower(pixel_values).last_hidden_state
-    prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 0.0, 1e-3))
-    ran: list[int] = []
-    for number, layer in enumerate(model.model.vision_tower.encoder.layers):
-        layer.mlp.register_forward_hook(lambda *_, number=number: ran.append(number))
-    assert torch.equal(torch.stack(model.train().model.get_image_features(pixel_values).pooler_output), expected)
-    assert ran == [0, 1]  # Llava reads the hidden state before the last of three layers
-    # Measured during training, the encoder gives what it gives without it.
-    assert torch.equal(model.eval().model.vision_tower(pixel_values).last_hidden_state, encoder_output)
-
-
 def test_gradient_accumulation_is_exact(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,14 +174,6 @@ def test_the_loss_is_the_one_that_transformers_computes(
     processor = AutoProcessor.from_pretrained(composed())
     batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(list(load_rows(str(data))))
     assert logged(tmp_path / "out")[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
-
-
-def test_sharding_finds_the_modules_that_the_model_names(composed: Callable[..., Path], tmp_path: Path) -> None:
-    run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="align")
-    model = load_base(run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
-    present = {type(module).__name__ for module in model.modules()}
-    assert {"NormLlavaMultiModalProjector", "Qwen2DecoderLayer", "SiglipEncoderLayer"} <= set(model._no_split_modules)
-    assert set(model._no_split_modules) <= present
 
 
 def test_a_step_that_the_loss_scaler_skips_leaves_valid_records(
@@ -265,19 +240,6 @@ def test_the_commit_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.Mon
     assert (there.commit, there.commit_is_clean, there.device) == (None, None, platform.machine())
 
 
-def test_rounding_of_frozen_weights_is_said(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=True)
-    run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="align")
-    load_base(run_args, args)
-    assert caplog.messages == []  # on a CPU they stay float32
-    monkeypatch.setattr(TrainingConfig, "frozen_dtype", torch.bfloat16)
-    load_base(run_args, args)
-    (said,) = caplog.messages
-    assert said.startswith(f"The frozen weights of {composed()} are float32. With bf16")
-
-
 def test_a_model_in_the_output_folder_is_never_replaced(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,20 +286,6 @@ def test_a_conversation_is_no_row_of_stage_align(
     run(monkeypatch, tmp_path, **fields, **INSTRUCT, output_dir=str(tmp_path / "out"))
 
 
-def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[..., Path]) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
-    groups = prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 0.0, 1e-3), frozen_dtype=torch.bfloat16)
-    for name, parameter in model.named_parameters():
-        trained = name.startswith("model.multi_modal_projector.")
-        assert parameter.requires_grad == trained, name
-        assert parameter.dtype == (torch.float32 if trained else torch.bfloat16), name
-    listed = [name for group in groups for name in group.parameters]
-    assert sorted(listed) == sorted(name for name, _ in model.named_parameters())
-    table = describe_stage(Stage.ALIGN, groups)
-    assert "bfloat16                frozen" in table
-    assert "0.001" in table
-
-
 @pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
 def test_a_small_step_moves_every_value_in_bfloat16_training(
     composed: Callable[..., Path],
@@ -366,31 +314,3 @@ def test_what_is_no_normllava_is_refused(
     fields = {"stage": "align", "model_name_or_path": str(backbones("qwen2")), "dataset_name": str(data)}
     with pytest.raises(ValueError, match=r"has model_type 'qwen2', 'normllava' is needed. Give it a vision encoder"):
         run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
-
-
-@pytest.mark.parametrize("stage", [Stage.ALIGN, Stage.INSTRUCT])
-def test_a_frozen_encoder_is_run_once_though_layers_are_checkpointed(
-    model: NormLlavaForConditionalGeneration, stage: Stage
-) -> None:
-    inputs = {
-        "input_ids": torch.tensor([[*[model.config.image_token_id] * 4, 5, 6, 7, 8]]),
-        "pixel_values": torch.rand(1, 3, 28, 28),
-        "labels": torch.tensor([[-100] * 5 + [6, 7, 8]]),
-    }
-    prepare_stage(model, stage, LearningRates(1e-3, 2e-4, 1e-3))
-    model.train()
-    gradients, runs = [], 0
-
-    def count(*args: object) -> None:
-        nonlocal runs
-        runs += 1
-
-    for checkpointed in (False, True):
-        if checkpointed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            model.model.vision_tower.encoder.layers[0].self_attn.register_forward_hook(count)
-        model(**inputs).loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        model.zero_grad()
-    assert runs == (1 if stage is Stage.ALIGN else 2)
-    torch.testing.assert_close(gradients[1], gradients[0])

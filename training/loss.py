@@ -23,28 +23,27 @@ from training.stages import base_model
 from training.tokenization import IGNORED
 
 
-@contextmanager
-def head_on_supervised(model: NormLlavaForConditionalGeneration, labels: torch.Tensor) -> Iterator[torch.Tensor]:
-    """For the time of the block the head sees only the hidden states that predict a supervised token.
-
-    TRL does this itself where it has Triton. Elsewhere it scores every position, image tokens included.
-
-    Args:
-        model: The model, without wrappers.
-        labels: `(batch_size, sequence_length)`.
-
-    Yields:
-        The supervised tokens, `(1, num_supervised)`: what to score.
-    """
+def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a next token is supervised, as places in the flattened `(batch_size, sequence_length)`, and these tokens,
+    both `(num_supervised,)`."""
     following = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
     places = (following != IGNORED).nonzero()[:, 0]
+    return places, following[places]
+
+
+@contextmanager
+def head_on_supervised(model: NormLlavaForConditionalGeneration, places: torch.Tensor) -> Iterator[None]:
+    """For the time of the block the head sees only the hidden states at `places`, which predict a supervised token.
+
+    TRL does this itself where it has Triton. Elsewhere it scores every position, image tokens included.
+    """
 
     def keep(module: nn.Module, args: Any, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[places][None]
         return output  # [1, num_supervised, hidden_size]
 
     with model.model.register_forward_hook(keep):
-        yield following[places][None]
+        yield
 
 
 class SupervisedTrainer(SFTTrainer):
@@ -94,8 +93,9 @@ class SupervisedTrainer(SFTTrainer):
         head = base.get_output_embeddings()
         if model.training and isinstance(head, FSDPModule):
             head.unshard()
-        with head_on_supervised(base, inputs["labels"]) as supervised:
-            loss = super().compute_loss(model, {**inputs, "shift_labels": supervised}, *args, **kwargs)
+        places, tokens = supervised(inputs["labels"])
+        with head_on_supervised(base, places):
+            loss = super().compute_loss(model, {**inputs, "shift_labels": tokens[None]}, *args, **kwargs)
         if self._key_alignment is not None and model.training:
             # The mean over the passes of a step, and over processes, whose gradients are averaged.
             penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps

@@ -166,7 +166,11 @@ def test_what_a_user_did_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     }
     for message, options in cases.items():
         failed = subprocess.run(
-            [*script, *options], cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
+            [*script, *options],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
         )
         assert failed.returncode == 1
         assert message in failed.stderr

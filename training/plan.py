@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import Trainer
@@ -80,16 +81,17 @@ def plan_step(
     """
     if run_args.load_in_4bit or not args.optim.value.startswith(("adamw_torch", "sgd")):
         raise ValueError("Not planned: 4-bit weights, and other optimizers than adamw_torch, adamw_torch_fused, sgd.")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with no_init_weights():
-            model = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32)
+    with torch.device("meta"), no_init_weights():
+        model = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32)
         model.tie_weights()
         trained, _ = prepare_model(model, run_args, args)
-        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-        if args.gradient_checkpointing:
-            if trained is not model:
-                model.enable_input_require_grads()
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+    add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+    if args.gradient_checkpointing:
+        if trained is not model:
+            model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _allocate(trained)
         trained.train()
         learned = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, trained)
@@ -107,6 +109,20 @@ def plan_step(
         flops = step_flops(model, Stage(str(run_args.stage)), batch.lengths, batch.pictures, batch.supervised)
     memory = {name: size // devices for name, size in sizes.items()}
     return Plan(memory | {"activations and temporary": peak - sum(sizes.values())}, sum(flops.values()))
+
+
+def _allocate(model: nn.Module) -> None:
+    """Replace tensors on the meta device by fake ones on "the CPU", in a `FakeTensorMode`; tied ones stay tied."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        held: Any
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and tensor not in made:
+                    new = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
+                held[name] = None if tensor is None else made[tensor]
 
 
 def _size(tensors: Iterable[Any]) -> int:

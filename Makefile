@@ -4,6 +4,8 @@ VENV ?= .venv
 EVALUATION_VENV ?= .venv-evaluation
 VLLM_VENV ?= .venv-vllm
 BIN = $(VENV)/bin
+# OpenMP's threads would spin while they wait, and slow training down beside any other process.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: install quickstart emoji test test-slow quality docs
 

@@ -24,6 +24,7 @@ PAGE = Path(__file__).with_name("reference.md")
 COMMANDS = (
     ("compose", "python training/compose.py", "training.compose"),
     ("sft", "accelerate launch training/sft.py --config recipe.yaml", "training.sft"),
+    ("plan", "python training/plan.py", "training.plan"),
     ("add_key_adapters", "python training/add_key_adapters.py", "training.add_key_adapters"),
     ("merge", "python training/merge.py", "training.merge"),
     ("diagnostics", "python -m diagnostics", "diagnostics.__main__"),

@@ -84,7 +84,7 @@ class VisionLanguageCollator:
 
 
 def sample_boundaries(lengths: list[int]) -> Inputs:
-    """What tells the samples of a packed row apart: positions, and the bounds that "varlen" attention takes."""
+    """What tells the samples of a packed row apart: positions, and the bounds that FlashAttention takes."""
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     return {
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],

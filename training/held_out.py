@@ -16,7 +16,6 @@ from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, Row, row_turns
 from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.attention import unpacked
 from training.collator import VisionLanguageCollator
 from training.stages import base_model
 from training.tokenization import IGNORED
@@ -61,7 +60,7 @@ def generating(trained: nn.Module, accelerator: Accelerator) -> Iterator[NormLla
     if isinstance(trained, FSDPModule):  # generating encodes pictures outside of the forward that gathers the weights
         trained.unshard()
     try:
-        with accelerator.autocast(), unpacked(model):
+        with accelerator.autocast():
             yield model
     finally:
         if isinstance(trained, FSDPModule):

@@ -62,9 +62,9 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     if run_args.load_in_4bit:
         from training.adapters import quantization_config  # needs the extra "qlora"
 
-        dtype = torch.bfloat16 if args.bf16 else torch.float32
-        quantization = quantization_config(dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
-        options |= {"dtype": dtype, "quantization_config": quantization, "device_map": {"": args.device}}
+        compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
+        quantization = quantization_config(compute_dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
+        options |= {"dtype": args.frozen_dtype, "quantization_config": quantization, "device_map": {"": args.device}}
     source = {
         "pretrained_model_name_or_path": run_args.model_name_or_path,
         "revision": run_args.model_revision,
@@ -72,7 +72,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     model_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     # Only "align" saves frozen weights, so only there the cast ends up on disk.
-    if args.bf16 and run_args.stage == Stage.ALIGN and config.dtype != torch.bfloat16:
+    if run_args.stage == Stage.ALIGN and torch.bfloat16 == args.frozen_dtype != config.dtype:
         logger.warning(
             "The frozen weights of %s are %s. With bf16 they are held in bfloat16, and saved like that.",
             run_args.model_name_or_path,
@@ -174,5 +174,5 @@ def prepare_model(
         norm=run_args.norm_learning_rate or args.learning_rate,
         projector=run_args.projector_learning_rate,
     )
-    groups = prepare_stage(model, stage, rates, frozen_dtype=torch.bfloat16 if args.bf16 else torch.float32)
+    groups = prepare_stage(model, stage, rates, frozen_dtype=args.frozen_dtype)
     return trained, groups

@@ -2,42 +2,35 @@
 
 import json
 import os
-from collections.abc import Sequence
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from conversations.files import write_whole
 from diagnostics.results import from_json
-from training.environment import Environment
 
-
-if TYPE_CHECKING:  # reading a record doesn't need TRL, which takes seconds to import
-    from training.arguments import RunArguments, TrainingConfig
 
 RUN_FILE = "run.json"
-# Fields that the weights don't depend on. The data is compared by its content, not its path.
-IMMATERIAL = (
-    "output_dir", "dataset_name", "datasets", "image_folder", "bad_rows", "dataset_num_proc", "dataset_config",
-    "probe_steps", "probe_samples", "resume_changed", "resume_from_checkpoint", "logging_strategy",
-    "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_level", "log_level_replica",
-    "log_on_each_node", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id",
-    "trackio_bucket_id", "trackio_static_space_id", "include_num_input_tokens_seen", "skip_memory_metrics",
-    "debug", "save_strategy", "save_steps", "save_total_limit", "enable_jit_checkpoint", "hub_token",
-    "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision",
-    "dataloader_pin_memory", "dataloader_persistent_workers", "dataloader_prefetch_factor",
-    "dataloader_multiprocessing_context", "torch_empty_cache_steps", "local_rank", "ddp_timeout",
-    "per_device_eval_batch_size", "eval_dataset_name", "eval_image_folder", "dataset_test_split", "eval_on_start",
-    "prediction_loss_only", "do_train", "do_eval",
-    "do_predict", "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing",
-    "activation_checkpointing_kwargs", "batch_eval_metrics", "greater_is_better", "include_for_metrics",
-    "eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "label_names",
-    "restore_callback_states_from_checkpoint",
+PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
+# Arguments that the weights depend on: a resumed run must have the same. The data is compared by its content.
+SAME = (
+    "stage", "model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
+    "attn_implementation", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
+    "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length", "max_length",
+    "num_train_epochs", "max_steps", "train_sampling_strategy", "dataset_streaming", "seed", "data_seed", "bf16",
+    "fp16", "learning_rate", "vision_learning_rate", "projector_learning_rate", "norm_learning_rate",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay", "adam_beta1",
+    "adam_beta2", "adam_epsilon", "max_grad_norm", "clip_by_module", "loss_type", "neftune_noise_alpha",
+    "key_mmd_weight", "key_gram_weight", "key_layers", "key_bandwidths",
 )  # fmt: skip
-# Fields that matter only where the best checkpoint is chosen.
-CHOOSING = (
-    "load_best_model_at_end", "metric_for_best_model", "eval_samples", "eval_strategy", "eval_steps", "eval_delay",
-)  # fmt: skip
+# Recorded too: with a stream its workers take turns, and so order the rows.
+WORKERS = "dataloader_num_workers"
 
 
 @dataclass(frozen=True)
@@ -75,13 +68,36 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Environment:
+    """Hardware and software of a run.
+
+    Attributes:
+        device: Name of the GPU, or the kind of CPU.
+        num_processes: How many processes train.
+        resumed: Whether the run was resumed from a checkpoint, so that timings don't cover all of it.
+        commit: Of this code; `None` without a git repository.
+        commit_is_clean: Whether the code was exactly that of the commit.
+        python: Version of Python.
+        packages: Versions of `PACKAGES`.
+    """
+
+    device: str
+    num_processes: int
+    resumed: bool
+    commit: str | None
+    commit_is_clean: bool | None
+    python: str
+    packages: dict[str, str]
+
+
+@dataclass(frozen=True)
 class Run:
     """A run's data, arguments, environment and progress.
 
     Attributes:
         data: Fingerprint of the data.
         num_processes: How many processes share the work.
-        arguments: All arguments except `IMMATERIAL`; a resumed run must have the same.
+        arguments: Those of `SAME`, and the workers of the data loader.
         recipe: The YAML file that the run was started with, if there was one.
         environment: Devices, versions and commit.
         progress: Of a checkpoint; `None` in the folder of a finished run.
@@ -109,11 +125,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Read `run.json` from a folder.
-
-        Raises:
-            ValueError: if it can't be read or lacks a field, as records of older versions do.
-        """
+        """Read `run.json` from a folder. Raises `ValueError` if it can't be read or lacks a field."""
         path = folder / RUN_FILE
         try:
             return from_json(cls, json.loads(path.read_text(encoding="utf-8")), path)
@@ -122,39 +134,28 @@ class Run:
 
 
 def describe_run(
-    run_args: "RunArguments",
-    args: "TrainingConfig",
+    arguments: Mapping[str, Any],
     data: str,
     environment: Environment,
-    held_out: str | None = None,
+    recipe: str | None = None,
     sources: Sequence[Source] = (),
 ) -> Run:
-    """The record of a run that is about to start; `held_out` is the fingerprint of its held-out rows."""
-    values = {**vars(run_args), **args.to_dict(), "model_name_or_path": local_path(str(run_args.model_name_or_path))}
-    # The workers of a stream take turns, so their number affects the order of its rows.
-    immaterial = {*IMMATERIAL, "recipe"} | (set() if run_args.dataset_streaming else {"dataloader_num_workers"})
-    if args.metric_for_best_model is None:
-        immaterial |= {*CHOOSING}
-    else:
-        values["held_out"] = held_out
-    arguments = {name: value for name, value in sorted(values.items()) if name not in immaterial}
+    """The record of a run that is about to start, from all of its arguments by name."""
+    kept = {name: arguments[name] for name in (*SAME, WORKERS) if name in arguments}
+    name = str(kept.get("model_name_or_path"))
+    kept["model_name_or_path"] = os.path.normpath(name) if os.path.exists(name) else name
     return Run(
         data=data,
-        num_processes=args.world_size,
-        arguments=json.loads(json.dumps(arguments, default=str)),  # as it will be read back
-        recipe=None if run_args.recipe is None else str(Path(run_args.recipe).resolve()),
+        num_processes=environment.num_processes,
+        arguments=json.loads(json.dumps(kept, default=str)),  # as it will be read back
+        recipe=None if recipe is None else str(Path(recipe).resolve()),
         environment=environment,
         sources=tuple(sources),
     )
 
 
-def local_path(name: str) -> str:
-    """A folder's normalized path; a Hub repository's id unchanged."""
-    return os.path.normpath(name) if os.path.exists(name) else name
-
-
 def check_same_run(checkpoint: Path, run: Run) -> None:
-    """Compare a run with the record in a checkpoint.
+    """Compare a run with the record in a checkpoint, by what both record: a later version may record more.
 
     Raises:
         ValueError: if they differ; the message lists the differences.
@@ -163,13 +164,41 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
         {"data": made.data, "num_processes": made.num_processes, "weights": made.weights, **made.arguments}
         for made in (Run.read(checkpoint), run)
     )
+    names = ["data", "num_processes", "weights", *SAME, *([WORKERS] if now.get("dataset_streaming") else [])]
     differences = [
-        f"  {name}: {before.get(name)!r} before, {now.get(name)!r} now"
-        for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name)
+        f"  {name}: {before[name]!r} before, {now[name]!r} now"
+        for name in names
+        if name in before and name in now and before[name] != now[name]
     ]
     if differences:
         raise ValueError(
             f"{checkpoint} belongs to a different run:\n" + "\n".join(differences) + "\nRestore these, or resume "
             "anyway with --resume_changed true."
         )
+
+
+def describe_environment(device_type: str, num_processes: int, resumed: bool) -> Environment:
+    """The environment at the start of a run: the commit may have changed by its end. `device_type` is as torch has it,
+    `"cuda"` or `"cpu"`; a run may leave a GPU unused."""
+    # An installed copy may lie in a folder of another project's repository, which doesn't track it.
+    tracked = _git("ls-files", "--error-unmatch", __file__) is not None
+    status = _git("status", "--porcelain") if tracked else None
+    return Environment(
+        device=torch.cuda.get_device_name() if device_type == "cuda" else platform.machine(),
+        num_processes=num_processes,
+        resumed=resumed,
+        commit=_git("rev-parse", "HEAD") if tracked else None,
+        commit_is_clean=None if status is None else not status,
+        python=platform.python_version(),
+        packages={name: version(name) for name in PACKAGES},
+    )
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -6,58 +6,43 @@ Every field of the recipe can be given on the command line too, which wins. The 
 for stage "adapt" it is an adapter, which training/merge.py turns into one.
 """
 
-import json
+import os
+
+
+# Before torch is imported, whose OpenMP reads it then. Threads that spin while they wait make
+# training on a CPU many times slower as soon as another process is busy.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import logging
 import math
-import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from datasets import Dataset
 from transformers import AutoProcessor, LlavaProcessor
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-import training.attention  # noqa: F401 - registers "varlen"
 from conversations.chat_template import plain_template
 from conversations.measured import row_lengths
 from conversations.streams import RowStream
 from diagnostics.loading import Question, take_questions
 from diagnostics.parts import NoVisualTokensError
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
-from training.checkpoints import (
-    STATE_FILE,
-    best_checkpoint,
-    checkpoint_problem,
-    checkpoints,
-    lock,
-    newest_complete,
-    publish_checkpoint,
-    steps_done,
-    supersede,
-)
+from training.checkpoints import checkpoints, find, lock, publish_checkpoint, restore, steps_done
 from training.collator import VisionLanguageCollator
-from training.data import (
-    check_of_stream,
-    deal_held_out,
-    deal_rows,
-    read_held_out,
-    read_rows,
-    sampling_seed,
-)
-from training.environment import describe_environment
+from training.data import check_of_stream, deal_held_out, deal_rows, read_held_out, read_rows, sampling_seed
 from training.flops import MfuMeter, device_peak
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, make_room, prepare_model
-from training.memory import describe_plan, finish_plan, largest_batch, start_plan
 from training.mixture import describe_sources
+from training.monitor import DynamicsCallback
 from training.packing import require_separate_samples
-from training.phases import phase, with_size
-from training.run import Run, check_same_run, describe_run
+from training.run import Run, check_same_run, describe_environment, describe_run
 from training.stages import Stage, describe_stage
 from training.streams import StreamBatches
 from training.tokenization import RowTokenizer
@@ -65,74 +50,26 @@ from training.trainer import NormLlavaTrainer
 
 
 logger = logging.getLogger(__name__)
-
-
-def find_checkpoint(args: TrainingConfig) -> Path | None:
-    """Where to resume from: `resume_from_checkpoint: true` means the newest complete checkpoint, if there is one.
-
-    Raises:
-        ValueError: if the output folder holds a model that is not a run's, or a run that is not to be resumed, or a
-            given checkpoint can't be resumed from.
-    """
-    output_dir, checkpoint = Path(args.output_dir), None
-    holds_run = steps_done(output_dir) > 0 or any(output_dir.glob("checkpoint-*"))
-    if not holds_run and any(output_dir.glob("*config.json")):
-        raise ValueError(
-            f"output_dir {output_dir} holds a model, and no run that could be resumed: choose another folder."
-        )
-    if args.resume_from_checkpoint is True:
-        with args.main_process_first(local=False, desc="looking for a checkpoint"):
-            return newest_complete(output_dir, args.process_index == 0)
-    if args.resume_from_checkpoint is not None:
-        checkpoint = Path(str(args.resume_from_checkpoint))
-        problem = checkpoint_problem(checkpoint)
-        if problem is not None:
-            raise ValueError(f"{checkpoint} can't be resumed from: {problem}.")
-    is_own = checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()
-    if holds_run and not is_own:
-        raise ValueError(
-            f"output_dir {args.output_dir} already holds a run. Resume it with --resume_from_checkpoint true, or "
-            "choose another folder."
-        )
-    return checkpoint
-
-
-def steps_per_epoch(args: TrainingConfig, sampler: BatchRebalanceSampler) -> int:
-    """Optimizer steps of an epoch, as Trainer counts them."""
-    return math.ceil(len(sampler) / args.gradient_accumulation_steps)
+ROOT = Path(__file__).parents[1]
 
 
 def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> int:
     """Optimizer steps of the whole run, as Trainer counts them."""
     if args.max_steps > 0 or sampler is None:
         return args.max_steps
-    return math.ceil(args.num_train_epochs * steps_per_epoch(args, sampler))
+    return math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
 
 
-def check_delay(args: TrainingConfig, num_steps: int, sampler: BatchRebalanceSampler | None) -> None:
-    """Raises `ValueError` if a run ends before `eval_delay`, which would leave it without any evaluation."""
-    unit, end = "steps", float(num_steps)
-    if args.eval_strategy == "epoch" and sampler is not None:  # a stream has no epochs
-        unit, end = "epochs", num_steps / steps_per_epoch(args, sampler)
-    if args.eval_strategy != "no" and args.eval_delay > end:
-        raise ValueError(f"eval_delay {args.eval_delay:g}: the run ends earlier, after {end:g} {unit}.")
-
-
-def finish(
-    run_args: RunArguments,
-    args: TrainingConfig,
-    run: Run,
-    checkpoint: Path | None,
-    num_steps: int,
-    stream: StreamBatches | None = None,
+def is_finished(
+    run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, num_steps: int
 ) -> bool:
-    """Whether a run has taken all of its steps; then its model is published. Otherwise prepares to resume, if asked.
+    """Whether a run has taken all of its steps; if it has, but was stopped before its model was there, this publishes
+    it.
 
     Raises:
-        ValueError: if the folder or the checkpoint is of another run or its place in the stream does not fit, or there
-            is nothing to resume from.
+        ValueError: if the folder or the checkpoint is of another run, or there is nothing to resume from.
     """
-    output_dir, is_main_process = Path(args.output_dir), args.process_index == 0
+    output_dir = Path(args.output_dir)
     # A checkpoint given by path is resumed from, whatever came after it.
     done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
     before = checkpoint or (output_dir if done else None)
@@ -148,18 +85,10 @@ def finish(
             f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {num_steps}. Start "
             "from its model, with another output_dir."
         )
-    state, result = json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8")), checkpoint
-    ends = state["global_step"] >= num_steps
-    if args.load_best_model_at_end and (ends or state["best_global_step"] is not None):
-        result = best_checkpoint(state, output_dir)
-    if not ends:
-        if stream is not None:
-            stream.go_on(checkpoint)
-        if is_main_process:
-            supersede(output_dir, checkpoint)
+    if steps_done(checkpoint) < num_steps:
         return False
-    if is_main_process:
-        publish_checkpoint(result, output_dir, state, Run.read(checkpoint).environment.resumed)
+    if args.process_index == 0:
+        publish_checkpoint(checkpoint, output_dir)
     logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
     return True
 
@@ -169,9 +98,9 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     if run_args.packed_length is not None:
         require_separate_samples(config.text_config)
-    checkpoint = find_checkpoint(args)
+    output_dir, stage = Path(args.output_dir), Stage(str(run_args.stage))
+    checkpoint = find(output_dir, args.resume_from_checkpoint)
     environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)
-    stage = Stage(str(run_args.stage))
     processor: LlavaProcessor = AutoProcessor.from_pretrained(
         run_args.model_name_or_path, revision=run_args.model_revision
     )
@@ -179,8 +108,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
     )
     tokenize = RowTokenizer(processor, template, args.max_length)
-    with phase("Reading and checking " + ", ".join(with_size(source.path) for source in run_args.sources)):
-        rows, data, sources = read_rows(run_args, args, tokenize)
+    logger.info("Reading and checking %s ...", ", ".join(source.path for source in run_args.sources))
+    rows, data, sources = read_rows(run_args, args, tokenize)
     if run_args.datasets is not None and sources:
         logger.info("%s", describe_sources(sources, sampling_seed(args)))
     sampler = deal_rows(run_args, args, rows)
@@ -188,38 +117,30 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     stream = None
     if isinstance(rows, RowStream):
         stream = StreamBatches(
-            rows,
-            check_of_stream(run_args, args, tokenize),
-            collate,
-            args.per_device_train_batch_size,
-            run_args.packed_length,
-            args.process_index,
-            args.world_size,
-            args.dataloader_num_workers,
-        )
-    held_out, held_out_data = read_held_out(run_args, args, tokenize)
-    eval_sampler = None if held_out is None else deal_held_out(run_args, args, row_lengths(held_out).tolist())
-    run = describe_run(run_args, args, data, environment, held_out_data, sources)
-
-    num_steps = count_steps(args, sampler)
-    check_delay(args, num_steps, sampler)
-    if finish(run_args, args, run, checkpoint, num_steps, stream):
+            rows, check_of_stream(run_args, args, tokenize), collate, args.per_device_train_batch_size,
+            run_args.packed_length, args.process_index, args.world_size, args.dataloader_num_workers,
+        )  # fmt: skip
+    held_out, _ = read_held_out(run_args, args, tokenize)
+    run = describe_run({**vars(run_args), **args.to_dict()}, data, environment, run_args.recipe, sources)
+    if is_finished(run_args, args, run, checkpoint, count_steps(args, sampler)):
         return
+    if checkpoint is not None:
+        if stream is not None:
+            stream.go_on(checkpoint)
+        if args.process_index == 0:
+            restore(output_dir, checkpoint)
 
-    planning = None
-    if args.device.type == "cuda" and args.process_index == 0 and sampler is not None and isinstance(rows, Dataset):
-        planning = start_plan(
-            run_args, args, largest_batch(rows, tokenize, sampler, run_args.packed_length is not None)
-        )
     probed = [] if run_args.probe_steps is None else probe_questions(run_args, args, rows, tokenize)
-    with phase("Loading the weights of " + with_size(str(run_args.model_name_or_path), "*.safetensors")):
-        model = load_base(run_args, args)
+    logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
+    model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
     make_room(trained)
-    questions = None
-    if held_out is not None and run_args.eval_samples > 0:
-        rows_to_answer = held_out.select(range(min(run_args.eval_samples, len(held_out))))
-        questions = HeldOutQuestions(rows_to_answer, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
+    questions = eval_sampler = None
+    if held_out is not None:
+        eval_sampler = deal_held_out(run_args, args, row_lengths(held_out).tolist())
+        if run_args.eval_samples > 0:
+            asked = held_out.select(range(min(run_args.eval_samples, len(held_out))))
+            questions = HeldOutQuestions(asked, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
     peak = device_peak(args.device)
     trainer = NormLlavaTrainer(
         trained,
@@ -239,22 +160,15 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         data_collator=collate,
     )
     if run_args.probe_steps is not None:
-        from diagnostics.dynamics import FILE  # needs the extra "diagnostics"
-        from training.dynamics import DynamicsCallback
-
-        path = Path(args.output_dir) / FILE
-        trainer.add_callback(DynamicsCallback(model, processor, probed, run_args.probe_steps, path, trainer.leave_out))
+        trainer.add_callback(
+            DynamicsCallback(model, processor, probed, run_args.probe_steps, output_dir, trainer.leave_out)
+        )
     logger.info("%s", describe_stage(stage, groups))
     del groups  # holds unsharded parameters, which sharding replaces
     logger.info("%s", describe_batch(run_args, args, rows))
-    if planning is not None:
-        available = torch.cuda.get_device_properties(args.device).total_memory
-        logger.info("%s", describe_plan(finish_plan(planning), available))
-    if args.world_size > 1:
-        logger.info("Distributing the model to %d processes ...", args.world_size)
     trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     trainer.save_model()
-    logger.info("Saved to %s", args.output_dir)
+    logger.info("Saved to %s", output_dir)
 
 
 def probe_questions(
@@ -276,7 +190,7 @@ def probe_questions(
 
 
 def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowStream) -> str:
-    """The line that training prints: how many rows there are, and how many a step takes on how many processes."""
+    """What training prints: how many rows a step takes on how many processes, and in which arithmetic."""
     size = "a stream of" if isinstance(rows, RowStream) else f"{len(rows)}"
     steps = args.world_size * args.gradient_accumulation_steps
     if run_args.packed_length is None:
@@ -286,9 +200,11 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset |
         batch = f"1 packed row of up to {run_args.packed_length} tokens"
         samples = run_args.global_batch_size
         total = f"global batch {samples} in {steps} packed rows" if samples else f"{steps} packed rows a step"
+    arithmetic = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    chosen = ", chosen for this CPU or by the record of the run" if args.chose_bf16 else ""
     return (
         f"{size} rows; {args.world_size} processes x {batch} x {args.gradient_accumulation_steps} accumulation steps "
-        f"= {total}"
+        f"= {total}; arithmetic in {arithmetic}{chosen}"
     )
 
 
@@ -324,5 +240,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
+def told(error: Exception) -> bool:
+    """Whether an error needs no traceback, as its message is for the user: if we raised it, or the system."""
+    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    ours = last.is_relative_to(ROOT) and "site-packages" not in last.relative_to(ROOT).parts
+    kinds = (ValueError, MemoryError, FloatingPointError)
+    return isinstance(error, OSError) or (ours and isinstance(error, kinds))
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Exception as error:
+        if not told(error):
+            raise
+        sys.exit("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]))

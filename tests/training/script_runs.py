@@ -25,7 +25,7 @@ FAST = {
     "num_train_epochs": 1,
 }
 INSTRUCT = {"stage": "instruct", "vision_learning_rate": 2e-4}
-PACKED = {"packed_length": 120, "per_device_train_batch_size": 1, "attn_implementation": "varlen"}
+PACKED = {"packed_length": 120, "per_device_train_batch_size": 1}
 NORM = "model.multi_modal_projector.norm"
 
 

@@ -14,15 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.multiprocessing as mp
 import yaml
 from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForImageTextToText
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoProcessor
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved, weights
+from training.checkpoints import write_unsharded
 
 
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
@@ -41,7 +42,7 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
     "fields",
     [
         pytest.param({"stage": "align"}, id="stage 1, padded", marks=pytest.mark.slow),
-        pytest.param({**INSTRUCT, "torch_compile": True}, id="stage 2, padded, compiled", marks=pytest.mark.slow),
+        pytest.param(INSTRUCT, id="stage 2, padded", marks=pytest.mark.slow),
         pytest.param({**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4}, id="stage 2, packed"),
     ],
 )
@@ -53,7 +54,7 @@ def test_two_processes_train_as_one_does(
     if "packed_length" not in fields:
         fields["per_device_train_batch_size"] = 5
     one, two = tmp_path / "one", tmp_path / "two"
-    launch(tmp_path, "--cpu", **{**fields, "torch_compile": False}, output_dir=str(one))
+    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     printed = launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields, output_dir=str(two))
     assert "2 processes x" in printed
     expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
@@ -310,10 +311,9 @@ def fsdp2(tmp_path: Path) -> tuple[str, ...]:
                 "eval_strategy": "steps",
                 "eval_steps": 1,
                 "eval_samples": 4,
-                "torch_compile": True,
                 "gradient_checkpointing": True,
             },
-            id="padded, tied, evaluated, compiled, checkpointed",
+            id="padded, tied, evaluated, checkpointed",
             marks=pytest.mark.slow,
         ),
     ],
@@ -331,7 +331,7 @@ def test_sharded_training_is_that_of_one_process(
     if "eval_strategy" in fields:
         fields["eval_dataset_name"] = str(data)
     one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
-    launch(tmp_path, "--cpu", **{**fields, "torch_compile": False}, output_dir=str(one))
+    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(two))
     expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
     assert len(got) == 3
@@ -356,79 +356,20 @@ def test_sharded_training_is_that_of_one_process(
     assert moved(two, resumed) == set()
 
 
-def sharded_step(rank: int, folder: str, store: str) -> None:
-    """Shard as accelerate does with FSDP2, train a step and save. accelerate itself would fall back to DDP on CPU."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    from accelerate.utils import FullyShardedDataParallelPlugin
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-
-    from training import checkpoints
-    from training.callbacks import total_norm
-    from training.loading import name_sharding_units
-    from training.stages import LearningRates, Stage, prepare_stage
-    from training.trainer import write_class_files
-
-    results: dict[str, Any] = {}
-    checkpoints.BYTES_PER_FILE = 50_000
-    for stage, frozen in ((Stage.ALIGN, torch.bfloat16), (Stage.INSTRUCT, torch.float32)):
-        model = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
-        prepare_stage(model, stage, LearningRates(1e-3, 2e-4, 1e-3), frozen_dtype=frozen)
-        name_sharding_units(model)
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
-        policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
-        assert policy is not None
-        mesh = init_device_mesh("cpu", (2,))
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for module in reversed([module for module in model.modules() if policy(module)]):
-            fully_shard(module, mesh=mesh, mp_policy=precision)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
-        torch.manual_seed(0)
-        inputs = {
-            "input_ids": torch.tensor([[*[model.config.image_token_id] * 4, 5, 6, 7, 8]]),
-            "attention_mask": torch.ones(1, 8, dtype=torch.long),
-            "pixel_values": torch.rand(1, 3, 28, 28),
-            "labels": torch.tensor([[-100] * 5 + [6, 7, 8]]),
-        }
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        assert {parameter.dtype for parameter in trained} == {torch.float32}
-        optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
-        model(**inputs).loss.backward()
-        assert all(parameter.grad is not None for parameter in trained)
-        results[f"{stage} gradient"] = total_norm(trained).item()
-        optimizer.step()
-        saved = Path(store).parent / str(stage)
-        if rank == 0:
-            model.config.save_pretrained(saved)
-            write_class_files(saved)
-        dist.barrier()
-        checkpoints.write_sharded_weights(model, saved, rank == 0)
-        dist.barrier()
-    if rank == 0:
-        torch.save(results, Path(store).parent / "results.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_sharded_models_train_and_their_folders_reload(composed: Callable[..., Path], tmp_path: Path) -> None:
-    mp.spawn(sharded_step, (str(composed()), str(tmp_path / "store")), nprocs=2)
-    results = torch.load(tmp_path / "results.pt")
-    assert all(value > 0 for value in results.values())
-    start = weights(composed())
-    for stage in ("align", "instruct"):
-        folder = tmp_path / stage
-        # In a fresh process and by the class files in the folder, as anyone would.
-        code = (
-            "import sys; from transformers import AutoModelForImageTextToText as A; "
-            f"m = A.from_pretrained({str(folder)!r}, trust_remote_code=True); print(type(m).__name__)"
-        )
-        result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-        assert result.stdout.strip() == "NormLlavaForConditionalGeneration", result.stderr[-2000:]
-        files = list(folder.glob("model-*.safetensors"))
-        assert len(files) >= 3
-        largest = max(tensor.numel() * 4 for tensor in start.values())
-        assert all(file.stat().st_size <= max(50_000, largest) + 5_000 for file in files)
-        model = AutoModelForImageTextToText.from_pretrained(folder)
-        gain = model.model.multi_modal_projector.norm.weight
-        step = (gain - start["model.multi_modal_projector.norm.weight"]).abs()
-        assert step.min() > 5e-4  # a step of 1e-3 moved all of it
+@pytest.mark.parametrize("text", ["qwen2", "gemma3"])
+def test_a_sharded_model_is_saved_as_a_whole_one(composed: Callable[..., Path], tmp_path: Path, text: str) -> None:
+    model: Any = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        for module in (*model.model.language_model.layers, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as accelerate gathers
+        gathered = get_model_state_dict(model, options=options)
+    finally:
+        dist.destroy_process_group()
+    write_unsharded(model, gathered, AutoProcessor.from_pretrained(composed(text=text)), tmp_path / "out")
+    saved, expected = weights(tmp_path / "out"), weights(composed(text=text))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
+    for file in ("config.json", "generation_config.json", "modeling_normllava.py"):
+        assert (tmp_path / "out" / file).read_text() == (composed(text=text) / file).read_text()

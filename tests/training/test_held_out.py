@@ -26,7 +26,6 @@ from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training import sft
 from training.collator import VisionLanguageCollator
 from training.held_out import HeldOutQuestions, normalise
-from training.run import Run
 from training.tokenization import IGNORED, RowTokenizer
 
 
@@ -242,56 +241,6 @@ def test_the_rows_are_checked_as_those_of_training(
     assert len(answers(tmp_path / "out")) == 10
 
 
-WRONG = [
-    ({"eval_strategy": "epoch"}, "set save_strategy to 'epoch', 'best' or 'no'"),
-    ({"eval_strategy": "epoch", "dataset_streaming": True, "max_steps": 2}, "A stream has no epochs"),
-    ({**EVERY_TWO, "loss_type": "dft"}, "loss_type 'dft' can't measure quality"),
-    ({"eval_dataset_name": None, **EVERY_TWO}, "eval_strategy does nothing without eval_dataset_name"),
-    ({"eval_dataset_name": None, "eval_samples": 3}, "eval_samples does nothing without eval_dataset_name"),
-    ({"eval_dataset_name": None, "save_strategy": "best"}, "save_strategy 'best' needs held-out rows"),
-    ({}, "eval_dataset_name does nothing without eval_strategy"),
-    ({"eval_strategy": "epoch", "eval_steps": 3}, "eval_steps does nothing with eval_strategy 'epoch'"),
-    ({**EVERY_TWO, **PACKED, "eval_samples": 0}, "per_device_eval_batch_size does nothing with packed_length"),
-    ({**EVERY_TWO, "eval_steps": 0}, "eval_steps must be above 0"),
-    ({**EVERY_TWO, "eval_samples": -1}, "eval_samples must be at least 0"),
-    ({**EVERY_TWO, "do_eval": True}, "do_eval must stay False, got True: eval_strategy says when"),
-    ({**EVERY_TWO, "include_for_metrics": ["loss"]}, "include_for_metrics must stay"),
-    ({**EVERY_TWO, "greater_is_better": True}, "greater_is_better must stay None, got True: it follows from"),
-    (
-        {**EVERY_TWO, "lr_scheduler_type": "reduce_lr_on_plateau"},
-        "lr_scheduler_type reduce_lr_on_plateau sets the rate",
-    ),
-    ({**EVERY_TWO, "save_strategy": "best"}, "metric_for_best_model must be one of loss, exact_match, got None"),
-    ({**EVERY_TWO, "metric_for_best_model": "loss"}, "metric_for_best_model does nothing without load_best"),
-    ({**EVERY_TWO, "load_best_model_at_end": True, "save_steps": 4}, "needs a checkpoint of every step that is"),
-    (
-        {**EVERY_TWO, "save_strategy": "best", "metric_for_best_model": "exact_match", "eval_samples": 0},
-        "must be one of loss, got 'exact_match'",
-    ),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_options_that_do_nothing_are_refused(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr(sft, "read_rows", lambda *args: pytest.fail("the data was read"))
-    with pytest.raises(ValueError, match=message):
-        run(monkeypatch, tmp_path, **{**fields, **INSTRUCT, **wrong}, output_dir=str(tmp_path / "out"))
-
-
-def test_a_run_that_ends_before_its_first_evaluation_is_refused(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
-    for wrong in ({**EVERY_TWO, "max_steps": 4}, {"eval_strategy": "epoch", "save_strategy": "no"}):
-        with pytest.raises(ValueError, match="eval_delay 50: the run ends earlier"):
-            run(monkeypatch, tmp_path, **fields, **INSTRUCT, **wrong, eval_delay=50, output_dir=str(tmp_path / "out"))
-    part = {"eval_strategy": "epoch", "save_strategy": "no", "num_train_epochs": 60, "max_steps": 1}
-    with pytest.raises(ValueError, match=r"eval_delay 50: the run ends earlier, after 0\.\d+ epochs"):
-        run(monkeypatch, tmp_path, **fields, **INSTRUCT, **part, eval_delay=50, output_dir=str(tmp_path / "out"))
-
-
 def write_questions(path: Path, picture: str, truths: list[str]) -> None:
     rows = [
         {
@@ -339,53 +288,6 @@ def test_a_checkpoints_own_way_of_generating_changes_no_answer(
 
 # A rate at which the loss falls at first, and then rises.
 RISING = {**INSTRUCT, "num_train_epochs": 2, "learning_rate": 0.05, "lr_scheduler_type": "constant"}
-
-
-def test_the_best_checkpoint_is_the_result(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {**fields, **RISING, **EVERY_TWO, "save_steps": 2, "save_total_limit": 1, "eval_samples": 0}
-    settings |= {"load_best_model_at_end": True}
-    out, lost, whole = tmp_path / "out", tmp_path / "lost", tmp_path / "whole"
-    run(monkeypatch, tmp_path, **settings, output_dir=str(out))
-    lines = evaluated(out)
-    best = min(lines, key=lambda line: line["eval/loss"])["step"]
-    assert 0 < best < lines[-1]["step"]
-    kept = {path.name for path in out.glob("checkpoint-*")}
-    assert kept == {f"checkpoint-{best}", f"checkpoint-{lines[-1]['step']}"}
-    assert moved(out / f"checkpoint-{best}", out) == set()
-    assert moved(out / f"checkpoint-{lines[-1]['step']}", out) != set()
-    state = json.loads((out / "trainer_state.json").read_text())
-    assert (state["global_step"], state["best_global_step"]) == (lines[-1]["step"], best)
-    assert Run.read(out).progress is None
-
-    # A run that was killed before the result was there, and one that was killed on its way.
-    for name in kept:
-        shutil.copytree(out / name, lost / name)
-    run(monkeypatch, tmp_path, **settings, output_dir=str(lost), resume_from_checkpoint=True)
-    assert moved(out, lost) == set()
-    assert json.loads((lost / "trainer_state.json").read_text())["global_step"] == lines[-1]["step"]
-    shutil.copytree(out / f"checkpoint-{best}", whole / f"checkpoint-{best}")
-    run(monkeypatch, tmp_path, **settings, output_dir=str(whole), resume_from_checkpoint=True)
-    assert moved(out, whole) == set()
-    assert [Run.read(folder).environment.resumed for folder in (out, whole)] == [False, True]
-
-    # What the choice depends on must be that of before.
-    shutil.rmtree(whole)
-    shutil.copytree(out / f"checkpoint-{best}", whole / f"checkpoint-{best}")
-    rows = json.loads(Path(fields["eval_dataset_name"]).read_text())[1:]
-    (tmp_path / "other.json").write_text(json.dumps(rows))
-    other = {
-        "eval_dataset_name": str(tmp_path / "other.json"),
-        "eval_image_folder": str(Path(fields["dataset_name"]).parent),
-    }
-    for changed, name in (({"load_best_model_at_end": False}, "load_best_model_at_end"), (other, "held_out")):
-        with pytest.raises(ValueError, match=rf"belongs to a different run:(\n.*)*{name}: "):
-            run(monkeypatch, tmp_path, **{**settings, **changed}, output_dir=str(whole), resume_from_checkpoint=True)
-    shutil.rmtree(whole / f"checkpoint-{best}")
-    shutil.copytree(out / f"checkpoint-{lines[-1]['step']}", whole / f"checkpoint-{lines[-1]['step']}")
-    with pytest.raises(ValueError, match=f"best checkpoint of step {best} is not in"):
-        run(monkeypatch, tmp_path, **settings, output_dir=str(whole), resume_from_checkpoint=True)
 
 
 def test_one_checkpoint_is_kept_where_none_is_chosen(

@@ -17,16 +17,12 @@ from transformers import (
     Lfm2Config,
     LlamaConfig,
     PreTrainedConfig,
-    StableLmConfig,
-    StableLmModel,
     set_seed,
 )
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training import attention
-from training.attention import attend_by_sample, varlen_attention_forward
-from training.callbacks import InterfaceMonitor
 from training.collator import VisionLanguageCollator
+from training.monitor import InterfaceMonitor
 from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation, require_separate_samples
 from training.tokenization import RowTokenizer
 
@@ -67,7 +63,7 @@ def backward(model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]) -
     return loss.item()
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "varlen"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("text", ["qwen2", "qwen3", "llama", "gemma3"])
 def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     composed: Callable[..., Path], rows: list[dict[str, Any]], attention: str, text: str
@@ -145,18 +141,6 @@ def test_every_encoder_gives_as_many_features_as_there_are_tokens(
     assert model(**VisionLanguageCollator(tokenize, packed=True)(rows), use_cache=False).loss.isfinite()
 
 
-def test_varlen_takes_queries_and_keys_in_the_dtype_of_values(model: NormLlavaForConditionalGeneration) -> None:
-    layer = model.model.language_model.layers[0].self_attn
-    query, key, value = torch.randn(1, 4, 9, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8).bfloat16()
-    boundaries = torch.tensor([0, 4, 9], dtype=torch.int32)
-    output, _ = varlen_attention_forward(layer, query, key, value, None, cu_seq_lens_q=boundaries, max_length_q=5)
-    assert output.shape == (1, 9, 4, 8)
-    assert output.dtype == torch.bfloat16
-    query, key, value = (states[:, :, 4:].float() for states in (query, key, value))
-    alone = attend_by_sample(layer, query, key, value, torch.tensor([0, 5]), 0.0, None)
-    torch.testing.assert_close(output[:, 4:].float(), alone, rtol=0.02, atol=0.02)
-
-
 @pytest.mark.parametrize("config", [Lfm2Config(full_attn_idxs=[1]), FalconH1Config(), BioGptConfig()])
 def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedConfig) -> None:
     """They read the samples before; the loss was off by hundredths, and nothing was said."""
@@ -164,59 +148,6 @@ def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedCo
         require_separate_samples(config)
     require_separate_samples(Gemma3TextConfig())
     require_separate_samples(LlamaConfig())
-
-
-def test_varlen_refuses_decoders_that_do_not_hand_on_where_samples_begin() -> None:
-    """It attended across the row. Without varlen StableLM masks by positions."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = StableLmModel(StableLmConfig(**sizes, num_key_value_heads=4, attn_implementation="varlen"))
-    boundaries = torch.tensor([0, 4, 9], dtype=torch.int32)
-    positions = torch.cat([torch.arange(4), torch.arange(5)])[None]
-    with pytest.raises(ValueError, match=r"StableLmAttention is not told where samples begin"):
-        model(torch.arange(9)[None], position_ids=positions, cu_seq_lens_q=boundaries, use_cache=False)
-
-
-@pytest.mark.parametrize("option", [{"s_aux": torch.zeros(4)}, {"softcap": 50.0}])
-def test_varlen_refuses_sinks_and_soft_caps(model: NormLlavaForConditionalGeneration, option: dict[str, Any]) -> None:
-    layer, states = model.model.language_model.layers[0].self_attn, torch.randn(1, 4, 9, 8)
-    boundaries = torch.tensor([0, 9], dtype=torch.int32)
-    with pytest.raises(ValueError, match="no attention sinks and no soft caps"):
-        varlen_attention_forward(layer, states, states, states, None, cu_seq_lens_q=boundaries, **option)
-
-
-def test_varlen_calls_what_each_version_of_torch_has(
-    model: NormLlavaForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`enable_gqa` came with torch 2.12, `window_size` and `scale` with 2.11."""
-
-    def kernel(*tensors: Any, scale: float, window_size: tuple[int, int]) -> torch.Tensor:
-        *states, starts, _, longest, _ = tensors
-        assert (window_size, longest) == ((-1, 0), 3)
-        return attend_by_sample(layer, *(each.transpose(0, 1)[None] for each in states), starts, 0.0, scale)[0]
-
-    layer = model.model.language_model.layers[0].self_attn
-    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
-    asked = {"cu_seq_lens_q": torch.tensor([0, 3, 5], dtype=torch.int32), "max_length_q": 3, "scaling": 0.3}
-    expected = varlen_attention_forward(layer, query, key, value, None, **asked)[0]
-    monkeypatch.setattr(attention, "runs_flash", lambda query: True)
-    monkeypatch.setattr(attention, "varlen_attn", kernel, raising=False)
-    monkeypatch.setattr(attention, "VARLEN_OPTIONS", {"scale", "window_size"})
-    assert torch.equal(varlen_attention_forward(layer, query, key, value, None, **asked)[0], expected)
-    monkeypatch.setattr(attention, "VARLEN_OPTIONS", {"scale", "window_size", "enable_gqa"})
-    with pytest.raises(TypeError, match="unexpected keyword argument 'enable_gqa'"):  # it is given where it is known
-        varlen_attention_forward(layer, query, key, value, None, **asked)
-    monkeypatch.setattr(attention, "VARLEN_OPTIONS", {"is_causal"})
-    with pytest.raises(ValueError, match=r'"varlen" needs torch 2.11 on CUDA'):
-        varlen_attention_forward(layer, query, key, value, None, **asked)
-
-
-def test_varlen_refuses_padded_batches(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
-    model = NormLlavaForConditionalGeneration.from_pretrained(
-        composed(), attn_implementation={"text_config": "varlen", "vision_config": "sdpa"}
-    )
-    with pytest.raises(ValueError, match=r"varlen.* is for packed rows"):
-        model(**VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(rows))
 
 
 def test_rows_are_even() -> None:
@@ -299,7 +230,7 @@ def test_flex_attention_masks_by_sample_too(composed: Callable[..., Path], rows:
     processor = AutoProcessor.from_pretrained(composed())
     row = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed=True)(rows)
     logits = []
-    for name in ("flex_attention", "varlen"):
+    for name in ("flex_attention", "sdpa"):
         model = NormLlavaForConditionalGeneration.from_pretrained(
             composed(), attn_implementation={"text_config": name, "vision_config": "sdpa"}
         )

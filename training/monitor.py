@@ -1,4 +1,5 @@
-"""What training measures and reports: norms at the modality interface, gradients by module, files, a table."""
+"""What training measures and reports: norms at the modality interface, gradients by module, turning by layer, files,
+and a table."""
 
 import json
 import logging
@@ -7,7 +8,8 @@ import sys
 import textwrap
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
-from transformers import LlavaProcessor, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import LlavaProcessor, TrainerCallback, TrainerState
+from transformers.trainer_pt_utils import BatchRebalanceSampler
 from typing_extensions import override
 
 from conversations.files import write_whole
@@ -65,9 +68,7 @@ class InterfaceMonitor(TrainerCallback):
         InterfaceHooks(model, self._see_features)
 
     @override
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Become active for a step that will be logged."""
         step = state.global_step + 1
         self.active = step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
@@ -110,9 +111,7 @@ class StepsFile(TrainerCallback):
         self._path = path
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Drop the lines after the step that training resumes from: they will be written again."""
         if state.is_world_process_zero:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,14 +135,7 @@ class MetricsFile(StepsFile):
     """Everything that is logged; names of held-out figures begin with `eval/`, as in trackers."""
 
     @override
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write one line."""
         self.append(state, [{re.sub("^eval_", "eval/", name): value for name, value in (logs or {}).items()}])
 
@@ -166,9 +158,7 @@ class ConsoleTable(TrainerCallback):
         self._started = self._steps_before = 0.0
 
     @override
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write the header."""
         self._started, self._steps_before = time.monotonic(), state.global_step
         if state.is_world_process_zero:
@@ -176,30 +166,22 @@ class ConsoleTable(TrainerCallback):
                 total=state.max_steps, initial=state.global_step, leave=False, unit="step",
                 disable=args.disable_tqdm or None,  # also off without a terminal
             )  # fmt: skip
-            columns = (*self.COLUMNS, "MFU") if self.shows_mfu else self.COLUMNS
-            self._write("".join(f"{name:>15}" for name in columns))
+            self._write((*self.COLUMNS, "MFU") if self.shows_mfu else self.COLUMNS)
 
     @override
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Update the bar."""
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
     @override
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write a line."""
-        if self._bar is not None and logs is not None and "eval_loss" in logs:
+        if self._bar is None or logs is None:
+            return
+        if "eval_loss" in logs:
             self._write_held_out(logs)
-        if self._bar is None or logs is None or "loss" not in logs:
+        if "loss" not in logs:
             return
         seconds = time.monotonic() - self._started - self.seconds_left_out
         left = round(seconds / (state.global_step - self._steps_before) * (state.max_steps - state.global_step))
@@ -212,9 +194,7 @@ class ConsoleTable(TrainerCallback):
             f"{(logs['num_tokens'] - self.tokens_before) / seconds:,.0f}",
             f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
         ]
-        if self.shows_mfu:
-            cells.append(f"{logs['mfu']:.1%}")
-        self._write("".join(f"{cell:>15}" for cell in cells))
+        self._write([*cells, f"{logs['mfu']:.1%}"] if self.shows_mfu else cells)
 
     def _write_held_out(self, logs: dict[str, float]) -> None:
         figures = [f"held out: loss {logs['eval_loss']:.4f}"]
@@ -222,20 +202,96 @@ class ConsoleTable(TrainerCallback):
             figures.append(f"with blank pictures {logs['eval_loss_blank']:.4f}")
         if self.answers:
             figures.append(f"{sum(answer.right for answer in self.answers)} of {len(self.answers)} answers right")
-        self._write("    " + ", ".join(figures))
+        tqdm.write("    " + ", ".join(figures), file=sys.stderr)
         for answer in self.answers[: self.NUM_ANSWERS]:
             cells = (answer.question, f"said: {answer.answer}", f"truth: {answer.truth}")
             line = " | ".join(textwrap.shorten(cell, 60, placeholder=" ...") for cell in cells)
-            self._write("        " + "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line))
+            line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+            tqdm.write(f"        {line}", file=sys.stderr)
 
     @override
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Remove the bar."""
         if self._bar is not None:
             self._bar.close()
 
     @staticmethod
-    def _write(line: str) -> None:
-        tqdm.write(line, file=sys.stderr)
+    def _write(cells: Sequence[str]) -> None:
+        tqdm.write("".join(f"{cell:>15}" for cell in cells), file=sys.stderr)
+
+
+class DynamicsCallback(TrainerCallback):
+    """Measures the model on fixed pictures before the first step, every `steps` steps and after the last one, as the
+    diagnostics do; needs their extra. Every process measures, since a sharded model can't run otherwise.
+
+    Args:
+        model: The model that is trained, with adapters and without wrappers.
+        processor: Its processor.
+        questions: What to measure on, of `diagnostics.loading`.
+        steps: Steps between two measurements.
+        output_dir: Where `dynamics.jsonl` goes.
+        leave_out: Takes the seconds of each measurement, which are not training.
+    """
+
+    def __init__(
+        self, model: Any, processor: Any, questions: Sequence[Any], steps: int, output_dir: Path,
+        leave_out: Callable[[float], None],
+    ) -> None:  # fmt: skip
+        from diagnostics import dynamics, samples
+
+        self._tools, self._path = dynamics, output_dir / dynamics.FILE
+        self._model, self._samples = model, samples.prepare_samples(model, processor, questions)
+        self._questions, self._steps, self._leave_out = questions, steps, leave_out
+
+    @override
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Measure the start; a resumed run must ask the same questions, or `ValueError` is raised."""
+        if state.global_step > 0:
+            self._tools.check_questions(self._tools.read_points(self._path), self._questions, self._path)
+        else:
+            if state.is_world_process_zero:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._path.unlink(missing_ok=True)
+            self._measure(args, state)
+
+    @override
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Measure every `steps` steps and after the last one."""
+        if state.global_step % self._steps == 0 or state.global_step == state.max_steps:
+            self._measure(args, state)
+
+    def _measure(self, args: Any, state: TrainerState) -> None:
+        was_training, started = self._model.training, time.monotonic()
+        self._model.eval()
+        try:
+            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16):
+                point = self._tools.measure_point(self._model, self._samples, state.global_step)
+        finally:
+            self._model.train(was_training)
+        if args.bf16:
+            point = replace(point, dtype="bfloat16 autocast")
+        if state.is_world_process_zero:
+            earlier = [before for before in self._tools.read_points(self._path) if before.step < state.global_step]
+            self._tools.write_points([*earlier, point], self._path)
+        self._leave_out(time.monotonic() - started)
+
+
+class EpochSetter(TrainerCallback):
+    """Sets a sampler's epoch where Trainer does not: when several processes resume in the middle of one."""
+
+    def __init__(self, sampler: BatchRebalanceSampler) -> None:
+        self._sampler = sampler
+
+    @override
+    def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Set the epoch's number, an integer also when a run resumes in the middle of one."""
+        self._sampler.set_epoch(int(state.epoch or 0))
+
+
+class StreamEpoch(TrainerCallback):
+    """Sets how much of a run is done, which Trainer counts from 0 again when it resumes without skipping."""
+
+    @override
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Set the part of the run's steps that is done, as Trainer computes it in an uninterrupted run."""
+        state.epoch = state.global_step / state.max_steps

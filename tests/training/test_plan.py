@@ -1,0 +1,77 @@
+"""The plan of a step against what the same step allocates on a CPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from trl.trainer.utils import add_fused_lm_head
+
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from script_runs import FAST, INSTRUCT
+from training.arguments import parse_arguments
+from training.loading import prepare_model
+from training.loss import head_on_supervised, supervised
+from training.plan import Batch, plan_step
+from training.stages import base_model
+
+
+ROWS, TOKENS, SUPERVISED = 8, 150, 20
+STAGES = {"align": {"stage": "align"}, "instruct": INSTRUCT, "adapt": {"stage": "adapt", "lora_r": 4}}
+
+
+def allocated(config: NormLlavaConfig, run_args: Any, args: Any, folder: Path) -> int:
+    """Bytes at the peak of two steps of two passes, by torch's profiler."""
+    image, per_picture = config.image_token_id, 4
+    input_ids = torch.full((ROWS, TOKENS), 5)
+    input_ids[:, :per_picture] = image
+    labels = torch.full((ROWS, TOKENS), -100)
+    labels[:, -SUPERVISED:] = 5
+    inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
+    places, tokens = supervised(labels)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        model: Any = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32)
+        trained, _ = prepare_model(model, run_args, args)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
+        if args.gradient_checkpointing:
+            if trained is not model:
+                model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        trained.train()
+        learned = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(learned, fused=True)
+        for _ in range(2):
+            for _ in range(2):
+                with head_on_supervised(base_model(trained), places):
+                    output = trained(
+                        **inputs, pixel_values=torch.rand(ROWS, 3, 28, 28), shift_labels=tokens[None],
+                        fused_lm_head=True, use_cache=False,
+                    )  # fmt: skip
+                (-output.log_probs.mean()).backward()
+                del output
+            optimizer.step()
+            optimizer.zero_grad()
+    record.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_plan_is_within_a_tenth_of_the_peak(
+    composed: Callable[..., Path], tmp_path: Path, stage: str, checkpointed: bool
+) -> None:
+    given = {**FAST, **STAGES[stage], "model_name_or_path": str(composed()), "dataset_name": "none"}
+    given |= {"gradient_checkpointing": checkpointed, "output_dir": str(tmp_path)}
+    run_args, args = parse_arguments([f"--{name}={value}" for name, value in given.items()])
+    config = NormLlavaConfig.from_pretrained(composed())
+    batch = Batch([TOKENS] * ROWS, ROWS, ROWS * SUPERVISED, packed=False)
+    plan = plan_step(config, run_args, args, batch)
+    assert plan.total == pytest.approx(allocated(config, run_args, args, tmp_path), rel=0.1)
+    halves = plan_step(config, run_args, args, batch, devices=2)
+    assert halves.memory["weights"] == plan.memory["weights"] // 2
+    assert halves.memory["activations and temporary"] == plan.memory["activations and temporary"]
+    assert halves.flops == plan.flops > 0

@@ -49,6 +49,7 @@ from diagnostics.probe import Probe
 from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.attention import varlen_attention_forward
+from training.batches import Batches
 from training.compiling import compile_layers
 from training.environment import describe_environment
 from training.memory import largest_batch
@@ -187,10 +188,12 @@ def plan_memory(model: str, stage: Stage, steps: int, common: dict[str, Any]) ->
     with tempfile.TemporaryDirectory() as name:
         run_args, args = parse(fields, Path(name))
         rows, tokenize = checked_rows(Path(name), stage, size, steps * size.samples_per_step, processor)
-        sampler = pack(rows, stage, size)
-        samples = largest_batch(rows, tokenize, sampler, packed=True)
+        deal = pack(rows, stage, size, tokenize.tokens_per_image)
+        samples = largest_batch(rows, Batches(deal, 1, 0), packed=True)
     config: Any = synthetic_config(size, processor, ours=True)
-    planned = plan_step(config, run_args, args, samples, accumulation_steps=sampler.grad_accum, cuda=common["bf16"])
+    planned = plan_step(
+        config, run_args, args, samples, accumulation_steps=deal.accumulation_steps, cuda=common["bf16"]
+    )
     return planned.total / GIB
 
 

@@ -27,10 +27,11 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaProcessor, set_seed
 
 from benchmarks.synthetic import SIZES, checked_rows, synthetic_config, synthetic_processor
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
+from training.batches import deal_rows
 from training.collator import VisionLanguageCollator
-from training.data import deal_rows
 from training.environment import describe_environment
 from training.key_alignment import KeyAlignment
 from training.loading import name_sharding_units, prepare_model
@@ -38,7 +39,6 @@ from training.memory import largest_batch
 from training.plan import Optimizer, Sample, arm, fake_processes, forward, make_batch, plan_step, shard
 from training.run import Run
 from training.stages import ModuleGroup, Stage
-from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
 
 
@@ -102,7 +102,7 @@ def train(
     model, trained, groups = prepared
     run_args, args = parse(fields, folder)
     rows, tokenize = make_rows(fields, folder, processor)
-    sampler = deal_rows(run_args, args, rows)
+    sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
     assert sampler is not None  # since it is not a stream
     key_alignment = None
     if run_args.key_losses:
@@ -120,7 +120,7 @@ def train(
         processing_class=processor,
         data_collator=VisionLanguageCollator(tokenize, packed),
     ).train()
-    return largest_batch(rows, tokenize, sampler, packed)
+    return largest_batch(rows, sampler, packed)
 
 
 def step_sharded(fields: dict[str, Any], folder: Path, model: Any, trained: Any) -> list[list[Sample]]:

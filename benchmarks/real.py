@@ -91,8 +91,9 @@ def make_trainer(options: argparse.Namespace, stage: Stage, arm: str, folder: st
         trainer.remove_callback(PrinterCallback)
     else:
         run = sft.describe_run(run_args, args, data, sft.describe_environment("cpu", 1, resumed=False))
+        sampler, args.gradient_accumulation_steps = sft.deal_rows(run_args, args, rows, tokenize.tokens_per_image)
         trainer = sft.NormLlavaTrainer(
-            model, groups, run, sampler=sft.deal_rows(run_args, args, rows), args=args, train_dataset=rows,
+            model, groups, run, sampler=sampler, args=args, train_dataset=rows,
             processing_class=processor, data_collator=sft.VisionLanguageCollator(tokenize, packed),
         )  # fmt: skip
         model, _ = sft.prepare_model(sft.load_base(run_args, args), run_args, args)

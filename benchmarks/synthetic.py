@@ -28,12 +28,11 @@ from transformers import (
 )
 
 from conversations.chat_template import chat_template, plain_template
-from conversations.checks import control_tokens
 from conversations.loading import load_rows
-from conversations.measured import keep_good_rows, measure_rows
+from conversations.measured import RowCheck, keep_good_rows, tokenize_rows
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.stages import Stage
-from training.tokenization import RowTokenizer
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,8 @@ def checked_rows(
     plain = plain_template(processor.tokenizer, processor.image_token)
     tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template)
     rows = load_rows(str(write_rows(folder, stage, size, count)))
-    tokens = control_tokens(processor.tokenizer, processor.image_token)
-    measured = measure_rows(rows, tokens, tokenize, open_pictures=False)
-    return keep_good_rows(rows, measured, "error", report_file=None)[0], tokenize
+    tokens = tokenize_rows(rows, RowCheck(tokenize, open_pictures=False))
+    return keep_good_rows(rows, tokens, "error", report_file=None)[0], tokenize
 
 
 def synthetic_processor(size: Size) -> LlavaProcessor:

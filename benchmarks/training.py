@@ -37,17 +37,16 @@ from trl import SFTConfig, SFTTrainer
 import training.attention  # noqa: F401 - registers "varlen"
 from benchmarks.memory import process_memory
 from benchmarks.synthetic import SIZES, Size, checked_rows, synthetic_config, synthetic_processor
-from conversations.measured import row_lengths
 from conversations.rows import picture_path, row_images, row_turns
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import TrainingConfig
+from training.batches import Batches, PackedBatches, RowSizes, plan_packing
 from training.collator import VisionLanguageCollator
 from training.environment import describe_environment
 from training.flops import device_peak, step_flops
-from training.packing import PackedBatchSampler, plan_accumulation
 from training.run import Run
 from training.stages import LearningRates, Stage, prepare_stage
-from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
 
 
@@ -71,11 +70,10 @@ class StepTimes(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def pack(rows: Dataset, stage: Stage, size: Size) -> PackedBatchSampler:
+def pack(rows: Dataset, stage: Stage, size: Size, blank: int) -> PackedBatches:
     """The packed rows of one process."""
-    lengths = row_lengths(rows)
-    accumulation = plan_accumulation(lengths, size.samples_per_step, 1, SEED, 1, size.packed_length[stage])
-    return PackedBatchSampler(lengths, size.samples_per_step, 1, 0, accumulation, SEED)
+    sizes = RowSizes.of(rows, blank)
+    return plan_packing(sizes, size.samples_per_step, 1, SEED, 1, size.packed_length[stage])
 
 
 def our_trainer(
@@ -87,15 +85,17 @@ def our_trainer(
     common: dict[str, Any],
 ) -> SFTTrainer:
     """NormLlavaTrainer on packed rows."""
-    sampler = pack(rows, stage, size)
+    deal = pack(rows, stage, size, tokenize.tokens_per_image)
     frozen_dtype = torch.bfloat16 if common["bf16"] else torch.float32
     groups = prepare_stage(model, stage, LearningRates(1e-5, 2e-6, 1e-5), frozen_dtype)
     return NormLlavaTrainer(
         model,
         groups,
         Run("synthetic", 1, {}, None, describe_environment(model.device.type, 1, resumed=False)),
-        sampler=sampler,
-        args=TrainingConfig(**common, per_device_train_batch_size=1, gradient_accumulation_steps=sampler.grad_accum),
+        sampler=Batches(deal, 1, 0),
+        args=TrainingConfig(
+            **common, per_device_train_batch_size=1, gradient_accumulation_steps=deal.accumulation_steps
+        ),
         train_dataset=rows,
         processing_class=tokenize.processor,
         data_collator=VisionLanguageCollator(tokenize, packed=True),
@@ -150,7 +150,7 @@ def run_arm(arm: str, stage: Stage, size_name: str, steps: int, common: dict[str
     with tempfile.TemporaryDirectory() as name:
         processor = synthetic_processor(size)
         rows, tokenize = checked_rows(Path(name), stage, size, steps * size.samples_per_step, processor)
-        supervised = sum(label != -100 for row in rows for label in tokenize(row)[1])
+        supervised = sum(label != -100 for row in rows for label in row["labels"])
         num_images = sum(len(row_images(row)) for row in rows)
 
         ours = arm == "ours"

@@ -21,10 +21,18 @@ from transformers import (
 )
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
-from conversations.checks import check_question
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import IMAGE_MARK, BadRowError, Row, picture_path, row_images, row_turns, to_messages
+from conversations.rows import (
+    IMAGE_MARK,
+    BadRowError,
+    Row,
+    check_row,
+    picture_path,
+    row_images,
+    row_turns,
+    to_messages,
+)
 from diagnostics.parts import (
     ENCODERS,
     PROJECTORS,
@@ -318,7 +326,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
     for row in rows:
         if len(taken) == num_samples:
             break
-        check_question(row)
+        check_row(row, needs_answer=False)
         files = _files(row)
         if not files:
             passed_over += 1

@@ -15,11 +15,10 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from conversations.checks import check_question
 from conversations.files import sha256
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import IMAGE_MARK, row_images, row_turns
+from conversations.rows import IMAGE_MARK, check_row, row_images, row_turns
 from diagnostics.plots import draw_attention, draw_layers, save
 from diagnostics.results import ModelReport
 from hub_cards.card import Widget, check_origins, read_prose, render_card
@@ -255,7 +254,7 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
             break
         turns = row_turns(row) or []
         if turns:
-            check_question(row)
+            check_row(row, needs_answer=False)
         questions = [turn["value"] for turn in turns if turn["from"] == "human"]
         if len(row_images(row)) != 1 or not questions:
             continue

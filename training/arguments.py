@@ -186,6 +186,9 @@ class RunArguments(DatasetArguments, ModelConfig):
     bad_rows: Literal["error", "skip"] = field(
         default="error", metadata={"help": "Stop at a bad row, or skip bad rows and list them in a file."}
     )
+    open_pictures: bool = field(
+        default=True, metadata={"help": "Open every picture once before training, to find broken ones."}
+    )
     probe_steps: int | None = field(
         default=None,
         metadata={"help": "Measure norms and turning by layer every N steps, into dynamics.jsonl."},
@@ -581,20 +584,3 @@ def _check_best(run_args: RunArguments, args: TrainingConfig) -> None:
         )
     if not chooses and args.metric_for_best_model is not None:
         raise ValueError("metric_for_best_model does nothing without load_best_model_at_end or save_strategy 'best'.")
-
-
-def set_accumulation(args: TrainingConfig, global_batch_size: int | None) -> None:
-    """Choose the accumulation steps that give the global batch on this many devices, for padded batches.
-
-    Raises:
-        ValueError: if it can't be met.
-    """
-    if global_batch_size is None:
-        return
-    per_pass = args.per_device_train_batch_size * args.world_size
-    if global_batch_size % per_pass:
-        raise ValueError(
-            f"global_batch_size {global_batch_size} is not a multiple of per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
-        )
-    args.gradient_accumulation_steps = global_batch_size // per_pass

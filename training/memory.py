@@ -14,11 +14,11 @@ from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from conversations.rows import row_images
+from conversations.measured import row_lengths
+from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig
 from training.plan import GIB, Sample, as_zero3, plan_step, zero3_problem
-from training.tokenization import IGNORED, RowTokenizer
 
 
 # Share of a device's memory that a plan may take: the rest goes to CUDA and fragmentation.
@@ -29,21 +29,18 @@ NOT_HANDED_ON = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "ACCELERATE_", "
 RESULT = b"\nmemory plan:\n"
 
 
-def largest_batch(
-    rows: Dataset, tokenize: RowTokenizer, sampler: BatchRebalanceSampler, packed: bool
-) -> list[list[Sample]]:
+def largest_batch(rows: Dataset, sampler: BatchRebalanceSampler, packed: bool) -> list[list[Sample]]:
     """The samples of this process's largest batch in the first epoch, by tokens including padding."""
-    lengths = sampler.lengths
+    lengths = row_lengths(rows)
 
     def size(batch: list[int]) -> int:
         counts = [lengths[row] for row in batch]
         return sum(counts) if packed else len(counts) * max(counts, default=0)
 
     samples = []
-    for row in max(sampler, key=size):
-        input_ids, labels = tokenize(rows[row])
-        supervised = sum(label != IGNORED for label in labels)
-        samples.append(Sample(len(input_ids), len(row_images(rows[row])), supervised))
+    for row in map(rows.__getitem__, max(sampler, key=size)):
+        supervised = sum(label != IGNORED for label in row["labels"])
+        samples.append(Sample(row["length"], row["num_images"], supervised))
     return [samples] if packed else [[sample] for sample in samples]
 
 

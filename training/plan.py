@@ -32,6 +32,7 @@ from transformers.initialization import no_init_weights
 from trl.kernels import chunked_logprob
 from trl.trainer.utils import add_fused_lm_head
 
+from conversations.tokens import IGNORED
 from diagnostics.tokens import token_ids
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training import attention
@@ -40,7 +41,6 @@ from training.collator import sample_boundaries
 from training.key_alignment import KeyAlignment
 from training.loading import name_sharding_units, prepare_model
 from training.stages import ModuleGroup, base_model
-from training.tokenization import IGNORED
 from training.trainer import gather_head, supervised_positions
 
 

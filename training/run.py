@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # reading a record doesn't need TRL, which takes seconds to i
 RUN_FILE = "run.json"
 # Fields that the weights don't depend on. The data is compared by its content, not its path.
 IMMATERIAL = (
-    "output_dir", "dataset_name", "datasets", "image_folder", "bad_rows", "dataset_num_proc", "dataset_config",
+    "output_dir", "dataset_name", "datasets", "image_folder", "bad_rows", "open_pictures", "dataset_num_proc",
+    "dataset_config",
     "probe_steps", "probe_samples", "resume_changed", "resume_from_checkpoint", "logging_strategy",
     "logging_steps", "logging_first_step", "logging_nan_inf_filter", "log_level", "log_level_replica",
     "log_on_each_node", "disable_tqdm", "report_to", "run_name", "project", "trackio_space_id",

@@ -22,7 +22,7 @@ from trl import SFTTrainer
 from typing_extensions import override
 
 from conversations.files import fresh_folder
-from conversations.rows import row_images
+from conversations.tokens import IGNORED
 from diagnostics.tokens import attended_tokens
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, modeling_normllava
 from training.callbacks import ConsoleTable, InterfaceMonitor, MetricsFile, StepsFile, total_norm
@@ -46,7 +46,6 @@ from training.overrides import checks_overrides
 from training.run import Progress, Run
 from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
-from training.tokenization import IGNORED
 
 
 # What wrappers put into parameter names.
@@ -146,7 +145,7 @@ class NormLlavaTrainer(SFTTrainer):
         self._clip_by_module, self._mfu = clip_by_module, mfu
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())
         held_out = kwargs.get("eval_dataset")
-        self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
+        self._eval_has_pictures = held_out is not None and any(held_out["num_images"])
         self._scored: torch.Tensor | None = None
         # Sum of the losses of all steps, and tokens trained on: of this process, and of all before this start.
         self._seen, self._seen_before = torch.zeros(2, dtype=torch.float64), Progress(num_tokens=0, loss_sum=0.0)

@@ -18,9 +18,9 @@ from conversations.checks import control_tokens
 from conversations.loading import load_rows
 from conversations.measured import _picture_references
 from conversations.rows import BadRowError
+from conversations.tokens import RowTokenizer
 from row_files import GOOD_ROWS, NO_TOKENS, check_rows, check_stream, one_token, turns, write_json
 from training.collator import VisionLanguageCollator
-from training.tokenization import RowTokenizer
 
 
 BAD_ROWS = {

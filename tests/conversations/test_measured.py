@@ -21,8 +21,8 @@ from conversations import measured
 from conversations.loading import load_rows
 from conversations.measured import MeasuredRows, keep_good_rows, measure_rows, row_lengths
 from conversations.rows import BadRowError, Row
+from conversations.tokens import RowTokenizer
 from row_files import NO_TOKENS, one_token, turns, write_json
-from training.tokenization import RowTokenizer
 
 
 class Counting:

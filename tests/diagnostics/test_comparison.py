@@ -102,7 +102,7 @@ def test_rows_and_what_is_wrong_with_them(composed: Composed, pictures: list[Ima
         measure(model, processor, [{"images": pictures[:2], "conversations": turns}])
     with pytest.raises(ValueError, match="has no pictures"):
         measure(model, processor, [])
-    with pytest.raises(ValueError, match="Entry 0 is neither a picture nor a row: str"):
+    with pytest.raises(ValueError, match="entry 0: neither a picture nor a row: str"):
         measure(model, processor, ["0.png"])
     with pytest.raises(ValueError, match=r"a kind of models or checkpoints; got 1 and 'checkpoint'"):
         measure(model, processor, pictures, kind="checkpoint")

@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from conversations.rows import Row
+from conversations.tokens import RowTokenizer
 from diagnostics.gradients import measure_gradients
 from diagnostics.loading import Question, load_model, load_questions
 from diagnostics.model_report import record_samples
@@ -18,7 +19,6 @@ from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
 from diagnostics.samples import Sample, prepare_samples
 from training.collator import VisionLanguageCollator
-from training.tokenization import RowTokenizer
 
 
 TURNS = [
@@ -56,7 +56,8 @@ def test_the_loss_is_that_of_training(
     sample = prepare(loaded, tmp_path, picture, TURNS)
     assert scored(loaded, sample) == "seven<|im_end|>red<|im_end|>"
     row: Row = {"images": [str(tmp_path / "0.png")], "conversations": TURNS, "source": "row"}  # type: ignore[typeddict-item]
-    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))([row])
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    batch = VisionLanguageCollator(tokenize)([tokenize(row)])
     measured = measure_gradients(model, [sample.answered] if sample.answered else [])
     assert measured is not None
     with torch.no_grad():

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoProcessor
 
 from conversations.loading import load_rows
+from conversations.tokens import RowTokenizer
 from diagnostics.embeddings import vocabulary_norms
 from diagnostics.interface import measure_interface
 from diagnostics.probe import Probe
@@ -18,7 +19,6 @@ from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, logged, run
 from training.collator import VisionLanguageCollator
-from training.tokenization import RowTokenizer
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def measure_rows(folder: Path, rows: str) -> list[Interface]:
     collate = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))
     measured = []
     for row in load_rows(rows):
-        inputs = collate([row])
+        inputs = collate([collate.tokenize(row)])
         del inputs["labels"]
         with Probe(model, inputs, classify_sample(inputs, token_ids(model, processor))) as probe:
             model.model(**inputs)

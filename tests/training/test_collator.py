@@ -11,10 +11,10 @@ from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
 from conversations.rows import BadRowError
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.collator import VisionLanguageCollator
 from training.stages import LearningRates, Stage, prepare_stage
-from training.tokenization import RowTokenizer
 
 
 def make_row(folder: Path, answer: str, *more: str, num_images: int = 1) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from transformers import (
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from conversations.chat_template import chat_template
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.compose import (
@@ -61,7 +62,6 @@ from training.compose import (
     measure_target,
 )
 from training.model_type import require_model_type
-from training.tokenization import RowTokenizer
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -18,12 +18,12 @@ from transformers.utils.notebook import NotebookProgressCallback
 
 from conversations.loading import load_rows
 from conversations.rows import row_images
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, run
 from training import flops, sft
 from training.flops import step_flops
 from training.stages import LearningRates, Stage, prepare_stage
-from training.tokenization import RowTokenizer
 
 
 def test_the_console_shows_a_table(

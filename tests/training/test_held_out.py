@@ -21,13 +21,13 @@ from transformers import AutoProcessor
 from conversations.chat_template import plain_template
 from conversations.loading import load_rows
 from conversations.pictures import open_images
+from conversations.tokens import IGNORED, RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training import sft
 from training.collator import VisionLanguageCollator
 from training.held_out import HeldOutQuestions, normalise
 from training.run import Run
-from training.tokenization import IGNORED, RowTokenizer
 
 
 EVERY_TWO = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}

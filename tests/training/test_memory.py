@@ -12,12 +12,13 @@ import yaml
 from transformers import AutoProcessor
 
 from conversations.measured import row_lengths
+from conversations.tokens import RowTokenizer
 from script_runs import FAST, INSTRUCT, PACKED, ROOT
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
-from training.data import deal_rows, read_rows
+from training.batches import deal_rows
+from training.data import read_rows
 from training.memory import describe_plan, finish_plan, largest_batch, start_plan
 from training.plan import GIB, Sample
-from training.tokenization import RowTokenizer
 
 
 def parse(folder: Path, **fields: Any) -> tuple[RunArguments, TrainingConfig]:
@@ -36,8 +37,8 @@ def test_the_largest_batch_is_planned(
     processor = AutoProcessor.from_pretrained(composed())
     tokenize = RowTokenizer(processor, processor.chat_template)
     rows, *_ = read_rows(run_args, args, tokenize)
-    sampler = deal_rows(run_args, args, rows)
-    samples = largest_batch(rows, tokenize, sampler, packed=bool(packing))
+    sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
+    samples = largest_batch(rows, sampler, packed=bool(packing))
     lengths = row_lengths(rows)
     tokens = [[sample.tokens for sample in row] for row in samples]
     if packing:

@@ -22,13 +22,13 @@ from transformers import (
     set_seed,
 )
 
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training import attention
 from training.attention import attend_by_sample, varlen_attention_forward
+from training.batches import PackedBatchSampler, pack_window, partition, plan_accumulation, require_separate_samples
 from training.callbacks import InterfaceMonitor
 from training.collator import VisionLanguageCollator
-from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation, require_separate_samples
-from training.tokenization import RowTokenizer
 
 
 NUM_IMAGES = [1, 0, 2, 1, 0]

@@ -6,7 +6,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,17 @@ import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from conversations.loading import load_rows
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
+from training.batches import Batches
 from training.collator import VisionLanguageCollator
 from training.environment import describe_environment
 from training.loading import load_base
-from training.packing import PackedBatchSampler
 from training.run import Run
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
-from training.tokenization import RowTokenizer
 
 
 def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
@@ -218,7 +218,8 @@ def test_the_loss_is_the_one_that_transformers_computes(
     )
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(composed())
-    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(list(load_rows(str(data))))
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    batch = VisionLanguageCollator(tokenize)([tokenize(row) for row in load_rows(str(data))])
     assert logged(tmp_path / "out")[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
@@ -265,15 +266,13 @@ def test_resuming_a_packed_run_in_its_second_epoch(
     fields |= {"num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6}
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     epochs: list[int] = []
-    steps = PackedBatchSampler.steps
+    iterate = Batches.__iter__
 
-    def noting_the_epoch(sampler: PackedBatchSampler) -> list[list[int]]:
-        epochs.append(sampler.epoch)
-        return steps(sampler)
+    def noting_the_epoch(batches: Batches) -> Iterator[list[int]]:
+        epochs.append(batches.epoch)
+        return iterate(batches)
 
-    monkeypatch.setattr(PackedBatchSampler, "__iter__", lambda sampler: iter(
-        [row for step in noting_the_epoch(sampler) for row in sampler.rows(step)]
-    ))  # fmt: skip
+    monkeypatch.setattr(Batches, "__iter__", noting_the_epoch)
     run(monkeypatch, tmp_path, **fields, output_dir=str(unbroken))
     assert logged(unbroken)[-1]["step"] == 8
     assert epochs == [0, 1]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from datasets import (
 from datasets.exceptions import DatasetGenerationError
 from datasets.packaged_modules.webdataset.webdataset import WebDataset
 from huggingface_hub.constants import HF_HUB_CACHE
-from huggingface_hub.file_download import repo_folder_name
 from pyarrow import ArrowInvalid
 
 from conversations.files import sha256
@@ -81,12 +81,12 @@ def load_rows(
             rows = _open_json(path, image_folder, split)
         elif _is_saved(path):
             rows = _standardise(_load_saved(name, split), name, image_folder)
+        elif streaming:
+            rows = _stream(name, config, split, image_folder)
         else:
-            rows = _load_dataset(name, config, split, streaming)
-            if isinstance(rows, Dataset):
-                rows = _standardise(rows, name, image_folder)
-            elif "__key__" not in next(iter(rows), {}):
-                rows = _standardise_stream(rows, name, image_folder)
+            with _naming(name):
+                rows = load_dataset(**_source(name, config), split=split)
+            rows = _standardise(rows, name, image_folder)
         first = next(iter(rows), None)
     except (DatasetGenerationError, ArrowInvalid) as error:
         raise ValueError(f"{name} can't be read: {error.__cause__ or error}") from error
@@ -120,11 +120,7 @@ def _own_folder(name: str) -> str:
     """The folder that picture paths are relative to where none is given."""
     if _is_json(Path(name)) or _is_glob(name):
         return os.path.dirname(name)
-    return (
-        name
-        if Path(name).exists()
-        else os.path.join(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"))
-    )
+    return name if Path(name).exists() else os.path.join(HF_HUB_CACHE, f"datasets--{name.replace('/', '--')}")
 
 
 def _open_json(path: Path, image_folder: str, split: str) -> Dataset:
@@ -200,19 +196,12 @@ def _source(name: str, config: str | None) -> dict[str, Any]:
     return {"path": kind, "data_files": {"train": name}}
 
 
-def _load_dataset(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """A `with` block whose errors name the dataset: an unknown configuration or split, with those there are."""
     try:
-        if not streaming:
-            return load_dataset(**_source(name, config), split=split)
-        builder = load_dataset_builder(**_source(name, config))
-        if isinstance(builder, WebDataset):
-            # Any features keep it from taking those of the first samples, which may have fewer pictures than others.
-            builder.info.features = Features({"json": Value("string")})
-            tars = builder.as_streaming_dataset(split=split)
-            tars.info.features = None
-            return tars.map(_row_of_sample)
-        return builder.as_streaming_dataset(split=split)
-    except ValueError as error:  # unknown configuration or split; the message lists the known ones
+        yield
+    except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
@@ -274,7 +263,18 @@ def _names(name: str, image_folder: str, count: int) -> Iterator[Row]:
         yield {"image_folder": image_folder, "source": f"{name}, row {number}"}
 
 
-def _standardise_stream(rows: IterableDataset, name: str, image_folder: str) -> IterableDataset:
+def _stream(name: str, config: str | None, split: str, image_folder: str) -> IterableDataset:
+    """A stream of a dataset's rows with our columns, pictures undecoded."""
+    with _naming(name):
+        builder = load_dataset_builder(**_source(name, config))
+        is_of_tars = isinstance(builder, WebDataset)
+        if is_of_tars:
+            # Any features keep it from taking those of the first samples, which may have fewer pictures than others.
+            builder.info.features = Features({"json": Value("string")})
+        rows = builder.as_streaming_dataset(split=split)
+    if is_of_tars:
+        rows.info.features = None
+        return rows.map(_row_of_sample)
     features = rows.info.features or rows._resolve_features().info.features
     wanted = _undecoded(features, name)
     wanted |= {"id": features["id"]} if "id" in features else {}

@@ -43,7 +43,7 @@ FEATURES = Features(
 BAD: Row = {"input_ids": [], "labels": [], "num_images": 0, "length": 0, "checksum": 0}
 
 
-@dataclass(frozen=True)
+@dataclass
 class RowCheck:
     """Checks a row and tokenizes it.
 
@@ -58,7 +58,7 @@ class RowCheck:
 
     def __post_init__(self) -> None:
         processor = self.tokenize.processor
-        object.__setattr__(self, "control_tokens", control_tokens(processor.tokenizer, processor.image_token))
+        self.control_tokens = control_tokens(processor.tokenizer, processor.image_token)
 
     def __call__(self, row: Row) -> Row:
         """The row with its tokens. Raises `BadRowError` if it can't be trained on."""
@@ -91,7 +91,7 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
         check: Checks a row.
         num_proc: Processes that share the work; in each, threads open the pictures.
     """
-    code = [sha256(Path(str(module.__file__))) for module in (pictures, rows, tokens)]
+    code = [sha256(Path(file)) for file in (__file__, pictures.__file__, rows.__file__, tokens.__file__)]
     identity = [check.tokenize.identity(), sorted(check.control_tokens), check.open_pictures, code]
     pieces = []
     for start in range(0, len(dataset), PIECE):
@@ -221,9 +221,8 @@ def _file_states(piece: Dataset) -> str:
         return states
 
     seen = hashlib.sha256()
-    columns = [name for name in piece.column_names if name != "conversations"]
     with ThreadPoolExecutor() as threads:
-        for table in piece.select_columns(columns).with_format("arrow").iter(1000):
+        for table in piece.remove_columns("conversations").with_format("arrow").iter(1000):
             seen.update(json.dumps(list(threads.map(state, _to_rows(table, with_bytes=False)))).encode())
     return seen.hexdigest()
 

@@ -115,7 +115,7 @@ def test_a_broken_picture_stops_the_run_before_it_begins_unless_told_not_to(
 def test_that_no_row_is_left_is_said(tmp_path: Path, tokenize: RowTokenizer) -> None:
     path = write(tmp_path, " ", "  ")
     for bad_rows in ("error", "skip"):
-        with pytest.raises(BadRowError, match=r"row 0: no assistant turn.* 2 of 2 rows are bad; fix the data") as error:
+        with pytest.raises(BadRowError, match=r"row 0: no assistant turn.* 2 of 2 rows are bad; fix") as error:
             check_rows(rows_of(path), RowCheck(tokenize), tmp_path / "bad.jsonl", bad_rows)
         assert "leave" not in error.value.problem
 

@@ -71,7 +71,9 @@ def plain_figures(folder: Path, held_out: Path, align: bool) -> tuple[float, flo
     model = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     sums, num_tokens, said = torch.zeros(2, dtype=torch.float64), 0, []
     for row in load_rows(str(held_out)):
-        input_ids, labels = (torch.tensor([tokens]) for tokens in tokenize(row))
+        row = tokenize(row)
+        tokens, labels = row["input_ids"], tokenize.expand_pictures(row["input_ids"], row["labels"])
+        input_ids, labels = torch.tensor([tokenize.expand_pictures(tokens)]), torch.tensor([labels])
         images = open_images(row)
         num_tokens += int((labels != IGNORED).sum())
         for kind in range(2):
@@ -232,7 +234,7 @@ def test_the_rows_are_checked_as_those_of_training(
         run(monkeypatch, tmp_path, **settings)
     with pytest.raises(ValueError, match=r"eval_dataset_name: .* has one split, train, so there is no 'validation'"):
         run(monkeypatch, tmp_path, **settings, dataset_test_split="validation")
-    with pytest.raises(ValueError, match=r"longest row of eval_dataset_name has .* tokens, a packed row 60"):
+    with pytest.raises(ValueError, match=r"longest row of eval_dataset_name takes .* tokens, a packed row 60"):
         run(monkeypatch, tmp_path, **{**settings, **PACKED, "bad_rows": "skip", "packed_length": 60})
     monkeypatch.undo()
     run(monkeypatch, tmp_path, **settings, bad_rows="skip")
@@ -439,8 +441,8 @@ def answer_sharded(rank: int, folder: str, held_out: str, store: str) -> None:
 
     accelerator, processor = Accelerator(cpu=True), AutoProcessor.from_pretrained(folder)
     assert accelerator.num_processes == 2
-    collate = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))
-    rows = load_rows(held_out).select(range(5))
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    collate, rows = VisionLanguageCollator(tokenize), [tokenize(row) for row in load_rows(held_out).select(range(5))]
     questions = HeldOutQuestions(rows, collate, 2, one_line=False)
     for adapted in (False, True):
         base = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)

@@ -8,7 +8,7 @@ from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from typing_extensions import override
 
-from training.batching import PaddedBatchSampler
+from training.batches import Batches, PaddedBatches
 from training.overrides import checks_overrides
 
 
@@ -18,12 +18,10 @@ LENGTHS = (37 * np.arange(30)) % 23 + 2
 @pytest.mark.parametrize("strategy", ["random", "group_by_length", "sequential"])
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_size", [1, 4, 7])
-@pytest.mark.parametrize("count", [30, 29, 25, 9, 2])
+@pytest.mark.parametrize("count", [30, 25, 9, 2])
 def test_every_row_is_seen_once(strategy: str, num_processes: int, batch_size: int, count: int) -> None:
-    samplers = [
-        PaddedBatchSampler(LENGTHS[:count], batch_size, num_processes, rank, 42, strategy)
-        for rank in range(num_processes)
-    ]
+    deal = PaddedBatches(LENGTHS[:count], batch_size, num_processes, 42, strategy)
+    samplers = [Batches(deal, num_processes, rank) for rank in range(num_processes)]
     epochs = []
     for epoch in range(2):
         dealt = []
@@ -51,9 +49,8 @@ def test_one_process_gets_the_batches_of_torch_and_transformers() -> None:
         "sequential": SequentialSampler(LENGTHS),
     }
     for strategy, order in orders.items():
-        sampler = PaddedBatchSampler(LENGTHS, 4, 1, 0, 42, strategy, accumulation_steps=2)
-        sampler.set_epoch(3)
-        assert list(sampler) == list(BatchSampler(order, 4, drop_last=False))
+        deal = PaddedBatches(LENGTHS, 4, 1, 42, strategy, accumulation_steps=2)
+        assert deal(3) == list(BatchSampler(order, 4, drop_last=False))
 
 
 def test_a_method_that_upstream_has_renamed_is_noticed() -> None:

@@ -307,16 +307,11 @@ def stream_fingerprint(name: str, config: str | None, split: str) -> str:
     configuration and the split. Of a JSON file, which is read completely anyway, the content."""
     path = Path(name)
     if _is_json(path):
-        files: Any = [sha256(path)]
+        read: Any = sha256(path)
+    elif path.is_dir() or _is_glob(name):
+        folder = path if path.is_dir() else path.parent
+        files = sorted(map(Path, glob.glob(name)) if _is_glob(name) else path.rglob("*"))
+        read = [(str(file.relative_to(folder)), file.stat().st_size) for file in files if file.is_file()]
     else:
-        if _is_saved(path):
-            folder = path / split if (path / "dataset_dict.json").exists() else path
-            found = [str(file) for file in sorted(folder.glob("data-*.arrow"))]
-        else:
-            builder = load_dataset_builder(**_source(name, config))
-            data_files = builder.config.data_files or {split: [builder.hash]}
-            found = data_files.get(split) or [file for files in data_files.values() for file in files]
-        files = [
-            [os.path.relpath(file, path), os.path.getsize(file)] if os.path.exists(file) else file for file in found
-        ]
-    return hashlib.sha256(json.dumps([config, split, files]).encode()).hexdigest()
+        read = load_dataset_builder(name, config).hash
+    return hashlib.sha256(json.dumps([config, split, read]).encode()).hexdigest()

@@ -13,13 +13,12 @@ from typing import Any, Literal
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 
 from conversations import pictures, rows, tokens
 from conversations.files import sha256
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, Row, check_row, control_tokens, is_embedded, picture_path, row_images
+from conversations.rows import BadRowError, Row, check_row, control_tokens, picture_path, row_images, row_turns
 from conversations.tokens import RowTokenizer
 
 
@@ -40,7 +39,7 @@ FEATURES = Features(
         "problem": Value("string"),
     }
 )
-BAD: Row = {"input_ids": [], "labels": [], "num_images": 0, "length": 0, "checksum": 0}
+BAD: Row = {"conversations": "", "input_ids": [], "labels": [], "num_images": 0, "length": 0, "checksum": 0}
 
 
 @dataclass
@@ -103,22 +102,20 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
 def _tokenize_piece(piece: Dataset, check: RowCheck, identity: list[Any], num_proc: int | None) -> Dataset:
     """[`tokenize_rows`] for the rows of a cache file."""
 
-    def tokenize(table: pa.Table) -> dict[str, list[Any]]:
-        batch = _to_rows(table, with_bytes=check.open_pictures)
+    def tokenize(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         with ThreadPoolExecutor() as threads:
-            looks = [threads.submit(check.look, row) for row in batch]
-        found: dict[str, list[Any]] = {name: [] for name in FEATURES}
-        for row, look in zip(batch, looks, strict=True):
+            looks = [threads.submit(check.look, row) for row in rows]
+        found = []
+        for row, look in zip(rows, looks, strict=True):
             try:
                 look.result()
-                result = {**check.tokenize(row), "problem": ""}
-                result["conversations"] = json.dumps(rows.row_turns(row), default=str)
-                result["checksum"] = _checksum(result)
+                text = json.dumps(row_turns(row), default=str)
+                tokens = check.tokenize(row)
+                found.append({**tokens, "conversations": text, "checksum": _checksum(row, text), "problem": ""})
             except BadRowError as error:
-                result = {**BAD, "conversations": "", "problem": error.problem}
-            for name, values in found.items():
-                values.append(result[name])
-        return found
+                found.append({**BAD, "problem": error.problem})
+        return {name: [row[name] for row in found] for name in FEATURES}
 
     key = json.dumps([piece._fingerprint, _file_states(piece), identity])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "normllava"
@@ -126,11 +123,11 @@ def _tokenize_piece(piece: Dataset, check: RowCheck, identity: list[Any], num_pr
     name = folder / f"rows-{hashlib.sha256(key.encode()).hexdigest()}.arrow"
     is_kept = any(folder.glob(f"{name.stem}*"))
     for load_from_cache_file in (True, False):
-        found = piece.with_format("arrow").map(
+        found = piece.map(
             tokenize, batched=True, batch_size=BATCH, num_proc=num_proc, remove_columns=piece.column_names,
             features=FEATURES, cache_file_name=str(name), load_from_cache_file=load_from_cache_file,
             new_fingerprint=name.stem[-64:], desc=f"Checking {len(piece):,} rows",
-        ).with_format(None)  # fmt: skip
+        )  # fmt: skip
         # A bad row is looked at again at the next start: the cause may have been the disk.
         problems = _problems(found) if is_kept else {}
         if all(check.problem(piece[number]) == problem for number, problem in problems.items()):
@@ -176,65 +173,34 @@ def _problems(tokens: Dataset) -> dict[int, str]:
     return {number: problem for number, problem in enumerate(tokens["problem"]) if problem}
 
 
-def _to_rows(table: pa.Table, with_bytes: bool) -> list[Row]:
-    """Rows of an Arrow table; pictures inside have a `size` in place of their bytes, which are read only
-    `with_bytes`."""
-    columns = {
-        name: table[name].to_pylist() if with_bytes or name not in ("image", "images") else _references(table[name])
-        for name in table.column_names
-    }
-    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-
-
-def _references(column: pa.ChunkedArray) -> list[Any]:
-    references: list[Any] = []
-    for chunk in column.chunks:
-        is_list = pa.types.is_list(chunk.type)
-        pictures = chunk.flatten() if is_list else chunk
-        sizes, paths = pc.binary_length(pictures.field("bytes")).to_pylist(), pictures.field("path").to_pylist()
-        leaves = [
-            {"bytes": None, "path": path, "size": size} if there else None
-            for there, path, size in zip(pictures.is_valid().to_pylist(), paths, sizes, strict=True)
-        ]
-        if is_list:
-            remaining = iter(leaves)
-            counts = chunk.value_lengths().fill_null(0).to_pylist()
-            references += [[next(remaining) for _ in range(count)] for count in counts]
-        else:
-            references += leaves
-    return references
-
-
 def _file_states(piece: Dataset) -> str:
     """Hash of the paths, sizes and modification times of all picture files, which `datasets` doesn't see."""
 
-    def state(row: Row) -> list[tuple[str, int, int]]:
-        states = []
-        for image in row_images(row):
-            try:
-                path = picture_path(row, image)
-                found = None if path is None else os.stat(path)
-            except (OSError, ValueError):
-                continue
-            if found is not None:
-                states.append((str(path), found.st_size, found.st_mtime_ns))
-        return states
+    def state(path: str | None) -> tuple[str | None, int, int]:
+        try:
+            found = os.stat(os.path.join(folder, path or ""))
+        except (OSError, ValueError):
+            return path, 0, 0
+        return path, found.st_size, found.st_mtime_ns
 
-    seen = hashlib.sha256()
+    seen, column = hashlib.sha256(), "images" if "images" in piece.column_names else "image"
     with ThreadPoolExecutor() as threads:
-        for table in piece.remove_columns("conversations").with_format("arrow").iter(1000):
-            seen.update(json.dumps(list(threads.map(state, _to_rows(table, with_bytes=False)))).encode())
+        for table in piece.select_columns([column, "image_folder"]).with_format("arrow").iter(1000):
+            folder = table["image_folder"][0].as_py()
+            for chunk in table[column].chunks:  # in Arrow, since Python would read pictures inside too
+                pictures = chunk if pa.types.is_struct(chunk.type) else chunk.flatten()
+                paths = pictures.field("path").filter(pictures.field("bytes").is_null()).to_pylist()
+                seen.update(json.dumps(list(threads.map(state, paths))).encode())
     return seen.hexdigest()
 
 
-def _checksum(row: Row) -> int:
+def _checksum(row: Row, text: str) -> int:
     """Of a row's conversation, and its pictures' names and sizes; independent of where the folder is."""
     described = []
     for image in row_images(row):
-        if isinstance(image, dict) and is_embedded(image):
-            size = image["size"] if image["bytes"] is None else len(image["bytes"])
-            described.append((image["path"], size))
-        else:
-            path = str(picture_path(row, image))
+        path = picture_path(row, image)
+        if path is not None:
             described.append((path.removeprefix(row["image_folder"]), os.path.getsize(path)))
-    return zlib.crc32(json.dumps([row["conversations"], described]).encode())
+        elif isinstance(image, dict):
+            described.append((image["path"], len(image["bytes"])))
+    return zlib.crc32(json.dumps([text, described]).encode())

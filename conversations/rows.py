@@ -50,18 +50,13 @@ def row_images(row: Row) -> list[Picture]:
     return [image for image in (images if isinstance(images, list) else [images]) if image is not None]
 
 
-def is_embedded(image: Picture) -> bool:
-    """Whether a picture's bytes are in its row, or were before only their number was kept, as `size`."""
-    return isinstance(image, dict) and (image["bytes"] is not None or image.get("size") is not None)
-
-
 def picture_path(row: Row, image: Picture) -> str | None:
     """Path of a row's picture; `None` if it is embedded in the row. Links are followed.
 
     Raises:
         BadRowError: if it has no path, or one that leaves the row's folder: downloaded rows must not name any file.
     """
-    if is_embedded(image):
+    if isinstance(image, dict) and image["bytes"] is not None:
         return None
     name = image["path"] if isinstance(image, dict) else image
     if name is None:

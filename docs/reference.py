@@ -34,8 +34,8 @@ COMMANDS = (
     ("serve", "python -m hub_cards.serve", "hub_cards.serve"),
     *(
         (f"benchmarks {name}", f"python -m benchmarks.{name}", f"benchmarks.{name}")
-        for name in ("plan", "plan_check", "gpu", "training", "real", "norm", "diagnostics", "key_alignment", "data",
-                     "stream", "loading")
+        for name in ("plan", "plan_check", "gpu", "training", "real", "norm", "diagnostics", "key_alignment",
+                     "loading")
     ),
 )  # fmt: skip
 INTRODUCTION = """# Reference

@@ -78,17 +78,19 @@ class StreamBatches(IterableDataset):
         reader = self.next_reader if worker is None else (worker.id + self.next_reader) % num_readers
         if worker is not None:
             fsspec.asyn.reset_lock()  # files of the Hub would wait for a thread that only the parent process has
-        number = self.process_index * num_readers + reader
-        share = split_dataset_by_node(self.rows.repeat(None), number, self.num_processes * num_readers)
+        number, count = self.process_index * num_readers + reader, self.num_processes * num_readers
+        share = split_dataset_by_node(self.rows.repeat(None), number, count)
         begin, given = self.places[reader]["rows"], self.places[reader]["batches"]
         if begin is not None:
             share.load_state_dict(begin)
         rows = self.good_rows(share)
         while True:
             window = list(islice(rows, self.batch_size if self.packed_length is None else PACKING_WINDOW))
+            if not window:
+                raise ValueError(f"A shard is empty, so one of {count} readers has no row: write the shards anew.")
             batches, end = self._deal(window), share.state_dict()
-            for count, batch in enumerate(batches[given:], given + 1):
-                place = {"rows": end, "batches": 0} if count == len(batches) else {"rows": begin, "batches": count}
+            for dealt, batch in enumerate(batches[given:], given + 1):
+                place = {"rows": end, "batches": 0} if dealt == len(batches) else {"rows": begin, "batches": dealt}
                 yield {**self.collate(batch), PLACE: {"reader": reader, **place}}
             begin, given = end, 0
 

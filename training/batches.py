@@ -125,7 +125,7 @@ class RowSizes:
         longest = int((self.lengths + self.blank * (self.num_images == 0)).max())
         if longest > packed_length:
             raise ValueError(
-                f"The longest {name} takes {longest} tokens, a packed row {packed_length}: raise it, or set "
+                f"The longest {name} has {longest} tokens, a packed row {packed_length}: raise it, or set "
                 "max_length and leave longer ones out with bad_rows: skip. (Text alone gets a blank picture of "
                 f"{self.blank} tokens.)"
             )

@@ -234,7 +234,7 @@ def test_the_rows_are_checked_as_those_of_training(
         run(monkeypatch, tmp_path, **settings)
     with pytest.raises(ValueError, match=r"eval_dataset_name: .* has one split, train, so there is no 'validation'"):
         run(monkeypatch, tmp_path, **settings, dataset_test_split="validation")
-    with pytest.raises(ValueError, match=r"longest row of eval_dataset_name takes .* tokens, a packed row 60"):
+    with pytest.raises(ValueError, match=r"longest row of eval_dataset_name has .* tokens, a packed row 60"):
         run(monkeypatch, tmp_path, **{**settings, **PACKED, "bad_rows": "skip", "packed_length": 60})
     monkeypatch.undo()
     run(monkeypatch, tmp_path, **settings, bad_rows="skip")

@@ -288,9 +288,9 @@ def test_plans_that_cannot_be_met() -> None:
         sizes = RowSizes(np.array(lengths), np.zeros(len(lengths), dtype=int), blank)
         plan_packing(sizes, samples, processes, 42, 1, packed_length)
 
-    with pytest.raises(ValueError, match="longest sample takes 900 tokens, a packed row 800"):
+    with pytest.raises(ValueError, match="longest sample has 900 tokens, a packed row 800"):
         plan([100, 900], 2, 1, 800)
-    with pytest.raises(ValueError, match=r"longest sample takes 829 tokens.*Text alone gets a blank picture of 729"):
+    with pytest.raises(ValueError, match=r"longest sample has 829 tokens.*Text alone gets a blank picture of 729"):
         plan([100, 50], 2, 1, 800, blank=729)
     with pytest.raises(ValueError, match="2 samples a step can't be shared by 4 processes"):
         plan([100] * 4, 2, 4, 800)

@@ -141,7 +141,7 @@ def test_a_stream_goes_on_at_any_batch_as_if_it_had_never_stopped(
     assert max(counts.values()) > 1  # it has gone round
     assert (len({len(batch["asked"]) for batch in unbroken}) > 1) == (packed_length is not None)
     every = kind == "parquet" and num_workers == 0  # the others take their time to open, and workers to start
-    for stop in range(24) if every else (0, 1, 4, 13):
+    for stop in range(24) if every else (1, 13):
         broken = batches_of(path, packed_length, **readers)
         trained = list(islice(read(broken), stop))  # and workers have read ahead
         for batch in trained:
@@ -149,7 +149,8 @@ def test_a_stream_goes_on_at_any_batch_as_if_it_had_never_stopped(
         resumed = batches_of(path, packed_length, **readers)
         resumed.places = json.loads(json.dumps(broken.places))  # as a checkpoint keeps them
         resumed.next_reader = broken.next_reader
-        assert trained + list(islice(read(resumed), 24 - stop)) == unbroken
+        read_on = islice(read(resumed), 24 - stop)  # at places that datasets may write in other words
+        assert [batch["asked"] for batch in (*trained, *read_on)] == [batch["asked"] for batch in unbroken]
 
 
 def test_the_place_is_small_and_read_back(tmp_path: Path) -> None:

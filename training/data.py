@@ -40,11 +40,11 @@ def read_rows(
     checked, counts = [], []
     for number, source in enumerate(run_args.sources):
         with nullcontext() if run_args.datasets is None else _named(f"datasets, entry {number + 1}"):
-            rows, *good = _check(
+            rows, good, fingerprint = _check(
                 run_args, args, tokenize, report_file, source.path, source.image_folder, source.name, source.split
             )
         counts.append(len(rows))
-        checked.append(good)
+        checked.append((good, fingerprint))
     return mix(run_args.sources, counts, checked, args.seed if args.data_seed is None else args.data_seed)
 
 

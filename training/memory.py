@@ -38,7 +38,8 @@ def largest_batch(rows: Dataset, sampler: BatchRebalanceSampler, packed: bool) -
         return sum(counts) if packed else len(counts) * max(counts, default=0)
 
     samples = []
-    for row in map(rows.__getitem__, max(sampler, key=size)):
+    for number in max(sampler, key=size):
+        row = rows[number]
         supervised = sum(label != IGNORED for label in row["labels"])
         samples.append(Sample(row["length"], row["num_images"], supervised))
     return [samples] if packed else [[sample] for sample in samples]

@@ -176,7 +176,7 @@ def test_a_place_among_other_readers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_reader_without_a_row_is_no_endless_one(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows", [5, 0])
+    path = write_tars(tmp_path / "rows", [5, 0])
     with pytest.raises(ValueError, match="one of 2 readers has no row"):
         next(read(batches_of(path, process_index=1, num_processes=2)))
 

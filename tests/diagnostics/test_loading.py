@@ -46,7 +46,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     before = pictures._open_image
 
     def see(image: Any, row: Any, number: int) -> Image.Image:
-        names.append(Path(image).name)
+        names.append(Path(image["path"] if isinstance(image, dict) else image).name)
         return before(image, row, number)
 
     monkeypatch.setattr(pictures, "_open_image", see)

@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from typing_extensions import override
 
-from training.batches import Batches, PaddedBatches
+from training.arguments import RunArguments, TrainingConfig
+from training.batches import Batches, PaddedBatches, deal_rows
 from training.overrides import checks_overrides
 
 
@@ -51,6 +53,21 @@ def test_one_process_gets_the_batches_of_torch_and_transformers() -> None:
     for strategy, order in orders.items():
         deal = PaddedBatches(LENGTHS, 4, 1, 42, strategy, accumulation_steps=2)
         assert deal(3) == list(BatchSampler(order, 4, drop_last=False))
+
+
+def test_the_accumulation_steps_are_returned_and_nothing_is_changed() -> None:
+    rows = Dataset.from_dict({"length": LENGTHS, "num_images": [1] * 30})
+    args = TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_train_batch_size=2)
+    before = args.to_dict()
+    for fields, expected in (({"global_batch_size": 6}, 3), ({"global_batch_size": 30, "packed_length": 200}, 2)):
+        run_args = RunArguments(dataset_name="", stage="align", **fields)
+        batches, steps = deal_rows(run_args, args, rows, blank=4)
+        assert batches is not None
+        assert steps == expected
+        assert sorted(row for batch in batches for row in batch) == list(range(30))
+    with pytest.raises(ValueError, match="global_batch_size 5 is not a multiple of per_device_train_batch_size 2"):
+        deal_rows(RunArguments(dataset_name="", stage="align", global_batch_size=5), args, rows, blank=4)
+    assert args.to_dict() == before
 
 
 def test_a_method_that_upstream_has_renamed_is_noticed() -> None:

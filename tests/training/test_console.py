@@ -89,9 +89,9 @@ def test_the_share_of_the_peak_is_that_of_the_tokens_trained_on(
         processor = AutoProcessor.from_pretrained(composed())
         rows = load_rows(str(data))
         read = [RowTokenizer(processor, processor.chat_template)(row) for row in rows]
-        supervised = sum(label != -100 for _, labels in read for label in labels)
+        supervised = sum(label != -100 for row in read for label in row["labels"])
         pictures = sum(len(row_images(row)) for row in rows)
-        lengths = [len(input_ids) for input_ids, _ in read]
+        lengths = [row["length"] for row in read]
         expected = sum(step_flops(model, Stage.INSTRUCT, lengths, pictures, supervised).values())
         # Batches without a picture get a blank one, which is computed too.
         assert mfu * 1e9 == pytest.approx(expected, rel=0.02)

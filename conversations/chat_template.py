@@ -135,22 +135,6 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
     )
 
 
-def differs_from_own(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer's own chat template writes a user's turn in another way than [`chat_format`]'s.
-
-    Raises:
-        ValueError: as [`chat_format`] does.
-    """
-    if not tokenizer.chat_template:
-        return False
-    style, text = chat_format(tokenizer), "What is this?"
-    try:
-        own = tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
-    except Exception:  # templates are code
-        return True
-    return style.user[0] + text + style.user[1].rstrip() not in str(own)
-
-
 def chat_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
     """Jinja template of the tokenizer's own chat format, for messages with text and `{"type": "image"}` parts."""
     style = chat_format(tokenizer)

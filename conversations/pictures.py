@@ -18,7 +18,7 @@ def open_images(row: Row) -> list[PILImage.Image]:
     first frame is taken. The content decides the format, not the file's name.
 
     Raises:
-        BadRowError: if one can't be read, or is outside the row's folder.
+        BadRowError: if one can't be read, or its path leaves the row's folder.
     """
     return [_open_image(image, row, number) for number, image in enumerate(row_images(row), 1)]
 
@@ -54,4 +54,4 @@ def _open_image(image: Picture, row: Row, number: int) -> PILImage.Image:
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         name = image["path"] if isinstance(image, dict) else path
         reason = re.sub(r" <_io.\w+ .*>", "", str(error))
-        raise BadRowError(f"{row['source']}: image {name or number} can't be read ({reason}).") from error
+        raise BadRowError(row["source"], f"image {name or number} can't be read ({reason})") from error

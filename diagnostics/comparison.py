@@ -130,7 +130,7 @@ def find_questions(data: Data, question: str, num_samples: int) -> Questions:
         if isinstance(entry, Mapping):
             row = {"source": f"row {number}", "images": entry.get("image"), **entry}
         elif not isinstance(entry, Image.Image):
-            raise BadRowError(f"Entry {number} is neither a picture nor a row: {type(entry).__name__}.")
+            raise BadRowError(f"entry {number}", f"neither a picture nor a row: {type(entry).__name__}")
         return {**row, "images": [_embed(image, row["source"]) for image in row_images(row)]}
 
     rows = (to_row(number, entry) for number, entry in enumerate(data))
@@ -145,7 +145,7 @@ def _embed(image: Any, source: str) -> Any:
     try:
         to_rgb(image).save(file, format="PNG")
     except OSError as error:
-        raise BadRowError(f"{source}: its picture can't be read ({error}).") from error
+        raise BadRowError(source, f"its picture can't be read ({error})") from error
     return {"bytes": file.getvalue(), "path": None}
 
 

@@ -21,10 +21,9 @@ from transformers import (
 )
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
-from conversations.checks import check_question
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, Row, row_images, row_turns, to_messages
+from conversations.rows import BadRowError, Row, check_row, row_images, row_turns, to_messages
 from diagnostics.parts import (
     ENCODERS,
     PROJECTORS,
@@ -251,7 +250,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
         if len(taken) == num_samples or (not taken and len(unreadable) == MAX_UNREADABLE):
             break
         try:
-            check_question(row)
+            check_row(row, needs_answer=False)
             files = hash(repr(row_images(row)))
             question = None if files in seen else _to_question(row)
         except BadRowError as error:

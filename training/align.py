@@ -47,7 +47,7 @@ def encode_pictures(
             for row in rows.select(range(start, min(start + ENCODER_BATCH, len(rows)))):
                 of_row = open_images(row)
                 if len(of_row) != 1:
-                    raise BadRowError(f"{row['source']}: {len(of_row)} pictures; aligning needs one with its caption.")
+                    raise BadRowError(row["source"], f"{len(of_row)} pictures; aligning needs one with its caption")
                 pictures += of_row
             inputs = processor.image_processor(pictures, return_tensors="pt").to(model.device, model.dtype)
             model.model.get_image_features(inputs["pixel_values"])

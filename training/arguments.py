@@ -87,6 +87,7 @@ class RunArguments(DatasetArguments, ModelConfig):
     bad_rows: Literal["error", "skip"] = option(
         "error", "Stop at a bad row, or skip bad rows and list them in a file."
     )
+    open_pictures: bool = option(True, "Open every picture once before training, to find broken ones.")
     probe_steps: int | None = option(None, "Measure norms and turning by layer every N steps, into dynamics.jsonl.")
     probe_samples: int = option(16, "Number of pictures to measure on, the data's first.")
     resume_changed: bool = option(False, "Resume even if data, batch or learning rate have changed.")
@@ -313,20 +314,3 @@ def _shards_as_known() -> bool:
     """Whether FSDP is of version 2 (accelerate's default is 1) and saves what can be resumed from."""
     sharded = "SHARDED_STATE_DICT"
     return os.environ.get("FSDP_VERSION") == "2" and os.environ.get("FSDP_STATE_DICT_TYPE", sharded) == sharded
-
-
-def set_accumulation(args: TrainingConfig, global_batch_size: int | None) -> None:
-    """Choose the accumulation steps that give the global batch on this many devices, for padded batches.
-
-    Raises:
-        ValueError: if it can't be met.
-    """
-    if global_batch_size is None:
-        return
-    per_pass = args.per_device_train_batch_size * args.world_size
-    if global_batch_size < 1 or global_batch_size % per_pass:
-        raise ValueError(
-            f"global_batch_size {global_batch_size} is not a multiple of per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
-        )
-    args.gradient_accumulation_steps = global_batch_size // per_pass

@@ -8,13 +8,13 @@ from PIL import Image
 
 from conversations.pictures import open_images
 from conversations.rows import Row
+from conversations.tokens import IGNORED, RowTokenizer
 from diagnostics.tokens import Inputs
-from training.tokenization import IGNORED, RowTokenizer
 
 
 @dataclass
 class VisionLanguageCollator:
-    """Collates rows of `conversations.rows` into what the model and TRL's loss take.
+    """Collates tokenized rows into what the model and TRL's loss take.
 
     Padded, it returns `input_ids`, `attention_mask` and `labels`, each `(batch_size, sequence_length)`. Packed, all
     samples are in one row: `input_ids`, `labels` and `position_ids`, which restart at each sample, are
@@ -27,7 +27,7 @@ class VisionLanguageCollator:
     nothing else would get no gradient, and parallel processes would deadlock.
 
     Args:
-        tokenize: Turns a row into token ids and labels.
+        tokenize: What the rows were tokenized with.
         packed: Whether to join the rows of a batch into one.
     """
 
@@ -35,8 +35,9 @@ class VisionLanguageCollator:
     packed: bool = False
 
     def __call__(self, rows: list[Row]) -> Inputs:
-        """Collate `rows`. Raises `BadRowError` if one has an unreadable picture, is too long or has no loss."""
-        samples = [self.tokenize(row) for row in rows]
+        """Collate `rows`. Raises `BadRowError` if one has an unreadable picture."""
+        expand = self.tokenize.expand_pictures
+        samples = [(expand(row["input_ids"]), expand(row["input_ids"], row["labels"])) for row in rows]
         images = [image for row in rows for image in open_images(row)]
         batch = self._pack(samples, not images) if self.packed else self._pad(samples, not images)
         batch["pixel_values"] = self.pixels(images)

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 from trl.trainer.utils import get_peak_flops
 
+from conversations.tokens import IGNORED
 from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.stages import Stage, trained_projector, unread_parameters
-from training.tokenization import IGNORED
 
 
 # What FLOPs are proportional to.

@@ -14,11 +14,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, Row, row_turns
+from conversations.tokens import IGNORED
 from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.collator import VisionLanguageCollator
 from training.stages import base_model
-from training.tokenization import IGNORED
 
 
 # Overrides the checkpoint's generation config, which may set penalties.
@@ -74,7 +74,7 @@ class HeldOutQuestions:
     training. So questions work alike in every stage and chat format.
 
     Args:
-        rows: The rows.
+        rows: The rows, tokenized.
         collate: The collator of training.
         batch_size: Questions that are answered at once.
         one_line: Whether a line break ends an answer, as in the rows of stage "align"; nothing else does there.
@@ -85,7 +85,7 @@ class HeldOutQuestions:
         self._prompts: list[list[int]] = []
         self._truths: list[list[int]] = []
         for row in rows:
-            input_ids, labels = collate.tokenize(row)
+            input_ids, labels = row["input_ids"], row["labels"]
             start = next(place for place, label in enumerate(labels) if label != IGNORED)
             end = next((place for place in range(start, len(labels)) if labels[place] == IGNORED), len(labels))
             self._prompts.append(input_ids[:start])
@@ -129,14 +129,13 @@ class HeldOutQuestions:
         collate, processor = self._collate, self._collate.tokenize.processor
         images = []
         for number in numbers:
-            num_images = self._prompts[number].count(processor.image_token_id) // collate.tokenize.tokens_per_image
-            images += open_images(self._rows[number])[:num_images]
+            images += open_images(self._rows[number])[: self._prompts[number].count(processor.image_token_id)]
+        prompts = [collate.tokenize.expand_pictures(self._prompts[number]) for number in numbers]
         num_blank = 0 if images else collate.tokenize.tokens_per_image
-        longest = max(len(self._prompts[number]) for number in numbers) + num_blank
+        longest = max(map(len, prompts)) + num_blank
         input_ids = torch.full((len(numbers), longest), processor.tokenizer.pad_token_id)
         attention_mask = torch.zeros_like(input_ids)
-        for place, number in enumerate(numbers):
-            prompt = self._prompts[number]
+        for place, prompt in enumerate(prompts):
             input_ids[place, longest - len(prompt) :] = torch.tensor(prompt)
             attention_mask[place, longest - len(prompt) :] = 1
         input_ids[0, :num_blank] = processor.image_token_id

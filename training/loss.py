@@ -15,12 +15,11 @@ from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from typing_extensions import override
 
-from conversations.rows import row_images
+from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.held_out import Answer, HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.stages import base_model
-from training.tokenization import IGNORED
 
 
 def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,7 +65,7 @@ class SupervisedTrainer(SFTTrainer):
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())
         self._eval_sampler, self._questions = eval_sampler, questions
         held_out = kwargs.get("eval_dataset")
-        self._eval_has_pictures = held_out is not None and any(map(row_images, held_out.select_columns("images")))
+        self._eval_has_pictures = held_out is not None and any(held_out["num_images"])
         super().__init__(**kwargs)
 
     def _unwrapped(self) -> Any:

@@ -6,13 +6,10 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-from datasets import Dataset
+from datasets import Dataset, concatenate_datasets
 
-from conversations.measured import row_lengths
 from training.run import Source
 
 
@@ -59,58 +56,30 @@ def mix(
     Args:
         entries: The sources.
         counts: Rows of each, bad ones included.
-        checked: Good rows of each, with their `length`, and a fingerprint of them.
+        checked: Good rows of each with their tokens, and a fingerprint of them.
         seed: Seed of the draw.
 
     Raises:
         ValueError: if no row of a source is drawn.
     """
-    numbers, sources = [], []
+    parts, sources = [], []
     for place, (entry, count, (rows, fingerprint)) in enumerate(zip(entries, counts, checked, strict=True)):
-        numbers.append(draw(len(rows), entry.weight, (seed, place)))
-        if not len(numbers[-1]):
+        drawn = draw(len(rows), entry.weight, (seed, place))
+        if not len(drawn):
             raise ValueError(
                 f"datasets, entry {place + 1} ({entry.path}): a weight of {entry.weight:g} draws none of its "
                 f"{len(rows)} rows; raise it, or leave the entry out."
             )
+        parts.append(rows if entry.weight == 1 else rows.select(drawn))
         is_local = os.path.exists(entry.path)
         sources.append(
-            Source(entry.path, entry.name, entry.split, is_local, count, len(rows), entry.weight, len(numbers[-1]),
+            Source(entry.path, entry.name, entry.split, is_local, count, len(rows), entry.weight, len(drawn),
                    fingerprint)
         )  # fmt: skip
     if [entry.weight for entry in entries] == [1]:
         return *checked[0], sources
     fingerprint = hashlib.sha256(json.dumps([[s.fingerprint, s.weight] for s in sources]).encode()).hexdigest()
-    return _join([rows for rows, _ in checked], numbers), fingerprint, sources
-
-
-def _join(parts: Sequence[Dataset], numbers: Sequence[np.ndarray]) -> Dataset:
-    """Rows of several datasets, which are not concatenated: their columns may have different types.
-
-    Only a row's location and `length` are stored here; the rest is fetched on access.
-    """
-    places = np.repeat(np.arange(len(parts), dtype=np.int16), [len(rows) for rows in numbers])
-    lengths = [row_lengths(part) for part in parts]
-    table = pa.table(
-        {
-            "part": places,
-            "row": np.concatenate(numbers),
-            "length": np.concatenate([of_part[rows] for of_part, rows in zip(lengths, numbers, strict=True)]),
-        }
-    )
-    return Dataset(table).with_transform(_Fetch(parts))
-
-
-class _Fetch:
-    """Fetches rows by dataset index and row index."""
-
-    def __init__(self, parts: Sequence[Dataset]) -> None:
-        self._parts = parts
-
-    def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        rows = [self._parts[part][row] for part, row in zip(batch["part"], batch["row"], strict=True)]
-        # No rows at all where other processes have the epoch's last ones; datasets counts them by a column.
-        return {name: [row[name] for row in rows] for name in (rows[0] if rows else ("source",))}
+    return concatenate_datasets(parts), fingerprint, sources
 
 
 def describe_sources(sources: Sequence[Source], seed: int) -> str:

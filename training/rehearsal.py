@@ -3,17 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import nn
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 
-def largest_batch(sampler: BatchRebalanceSampler, packed: bool) -> list[int]:
-    """The rows of a sampler's largest batch in its epoch, by tokens, padding included."""
+def largest_batch(sampler: BatchRebalanceSampler, lengths: np.ndarray, packed: bool) -> list[int]:
+    """The rows of a sampler's largest batch in its epoch, by tokens, padding included; `lengths` are the rows'."""
 
     def size(batch: list[int]) -> int:
-        lengths = sampler.lengths[batch]
-        return int(lengths.sum() if packed else len(batch) * lengths.max(initial=0))
+        chosen = lengths[batch]
+        return int(chosen.sum() if packed else len(batch) * chosen.max(initial=0))
 
     return max(sampler, key=size)
 

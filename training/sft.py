@@ -18,34 +18,33 @@ import math
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, LlavaProcessor
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from conversations.chat_template import plain_template
-from conversations.measured import row_lengths
-from conversations.streams import RowStream
+from conversations.measured import RowCheck
+from conversations.tokens import RowTokenizer
 from diagnostics.loading import Question, take_questions
 from diagnostics.parts import NoVisualTokensError
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
+from training.batches import deal_held_out, deal_rows, require_separate_samples
 from training.checkpoints import checkpoints, find, lock, publish_checkpoint, restore, steps_done
 from training.collator import VisionLanguageCollator
-from training.data import check_of_stream, deal_held_out, deal_rows, read_held_out, read_rows, sampling_seed
+from training.data import BAD_ROWS_FILE, read_held_out, read_rows
 from training.flops import MfuMeter, device_peak
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, make_room, prepare_model
 from training.mixture import describe_sources
 from training.monitor import DynamicsCallback
-from training.packing import require_separate_samples
 from training.run import Run, check_same_run, describe_environment, describe_run
 from training.stages import Stage, describe_stage
 from training.streams import StreamBatches
-from training.tokenization import RowTokenizer
 from training.trainer import NormLlavaTrainer
 
 
@@ -111,14 +110,15 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     logger.info("Reading and checking %s ...", ", ".join(source.path for source in run_args.sources))
     rows, data, sources = read_rows(run_args, args, tokenize)
     if run_args.datasets is not None and sources:
-        logger.info("%s", describe_sources(sources, sampling_seed(args)))
-    sampler = deal_rows(run_args, args, rows)
+        logger.info("%s", describe_sources(sources, args.seed if args.data_seed is None else args.data_seed))
+    sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
     collate = VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None)
     stream = None
-    if isinstance(rows, RowStream):
+    if isinstance(rows, IterableDataset):
         stream = StreamBatches(
-            rows, check_of_stream(run_args, args, tokenize), collate, args.per_device_train_batch_size,
-            run_args.packed_length, args.process_index, args.world_size, args.dataloader_num_workers,
+            rows, RowCheck(tokenize, run_args.open_pictures), collate, args.per_device_train_batch_size,
+            run_args.packed_length, run_args.bad_rows, output_dir / BAD_ROWS_FILE, args.process_index,
+            args.world_size, args.dataloader_num_workers,
         )  # fmt: skip
     held_out, _ = read_held_out(run_args, args, tokenize)
     run = describe_run({**vars(run_args), **args.to_dict()}, data, environment, run_args.recipe, sources)
@@ -130,14 +130,16 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         if args.process_index == 0:
             restore(output_dir, checkpoint)
 
-    probed = [] if run_args.probe_steps is None else probe_questions(run_args, args, rows, tokenize)
+    probed = []
+    if run_args.probe_steps is not None:
+        probed = probe_questions(run_args, rows if stream is None else stream.good_rows(stream.rows))
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
     make_room(trained)
     questions = eval_sampler = None
     if held_out is not None:
-        eval_sampler = deal_held_out(run_args, args, row_lengths(held_out).tolist())
+        eval_sampler = deal_held_out(run_args, args, held_out, tokenize.tokens_per_image)
         if run_args.eval_samples > 0:
             asked = held_out.select(range(min(run_args.eval_samples, len(held_out))))
             questions = HeldOutQuestions(asked, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
@@ -154,7 +156,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         mfu=None if peak is None else MfuMeter(model, stage, peak),
         clip_by_module=run_args.clip_by_module,
         args=args,
-        train_dataset=rows.dataset if isinstance(rows, RowStream) else rows,
+        train_dataset=rows,
         eval_dataset=held_out,
         processing_class=processor,
         data_collator=collate,
@@ -171,27 +173,22 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     logger.info("Saved to %s", output_dir)
 
 
-def probe_questions(
-    run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowStream, tokenize: RowTokenizer
-) -> list[Question]:
+def probe_questions(run_args: RunArguments, rows: Iterable[Any]) -> list[Question]:
     """The first different pictures of the good rows with their questions, for `probe_steps`.
 
     Raises:
         ValueError: if the rows have no pictures.
     """
-    good: Any = rows
-    if isinstance(rows, RowStream):
-        good = filter(None, map(check_of_stream(run_args, args, tokenize), rows))
     names = ", ".join(source.path for source in run_args.sources)
     try:
-        return take_questions(good, run_args.probe_samples, names).questions
+        return take_questions(rows, run_args.probe_samples, names).questions
     except NoVisualTokensError as error:
         raise ValueError(f"probe_steps: {error}") from error
 
 
-def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | RowStream) -> str:
+def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:
     """What training prints: how many rows a step takes on how many processes, and in which arithmetic."""
-    size = "a stream of" if isinstance(rows, RowStream) else f"{len(rows)}"
+    size = "a stream of" if isinstance(rows, IterableDataset) else f"{len(rows)}"
     steps = args.world_size * args.gradient_accumulation_steps
     if run_args.packed_length is None:
         batch = f"{args.per_device_train_batch_size} rows"

@@ -1,31 +1,30 @@
-"""Batches of a stream, each with its place there: a run resumes where it was, at once, however far it had come.
+"""Batches of a stream, each with its place there: a run resumes where it was, to the row.
 
-A stream is read by one reader in each worker of each process. Whole shards are dealt out evenly to the readers; of the
-shards that are left over, each of n readers reads every n-th row. Each reads its share repeatedly. So a row is read
-once in each round of its reader, whatever the numbers of shards, processes and workers.
+`datasets` reads, splits and repeats the stream without end, and knows its place. Each worker of each process is a
+reader with its own share, which it checks and tokenizes. Rows keep their order: a shuffle buffer can't be resumed.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import datasets
 import fsspec.asyn
+import numpy as np
 import torch
 from accelerate.utils import gather_object
+from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
-from conversations.checks import StreamCheck
 from conversations.files import write_whole
-from conversations.rows import Row
-from conversations.streams import RowStream
-from diagnostics.results import from_json
+from conversations.measured import RowCheck
+from conversations.rows import BadRowError, Row
 from training.arguments import TrainingConfig
-from training.packing import pack_window
+from training.batches import RowSizes, partition_fitting
 
 
 STREAM_FILE = "stream.json"
@@ -33,80 +32,8 @@ STREAM_FILE = "stream.json"
 PACKING_WINDOW = 512
 # Key of a batch's place.
 PLACE = "place"
-
-
-@dataclass(frozen=True)
-class Place:
-    """How far a reader of a stream is."""
-
-    epoch: int = 0
-    """Rounds of its share that it has finished."""
-    shard: int = 0
-    """Shards of the share that it has finished in this round."""
-    row: int = 0
-    """Rows of the next shard that it has read."""
-    packs: int = 0
-    """Packed rows that it has yielded from the window that begins there."""
-
-
-@dataclass
-class ProcessPlace:
-    """How far the readers of a process are."""
-
-    readers: list[Place]
-    next_reader: int = 0
-    """The reader whose batch comes next; they take turns."""
-
-
-@dataclass(frozen=True)
-class StreamPlace:
-    """How far a run is in its stream, stored as `stream.json` in a checkpoint."""
-
-    num_shards: int
-    processes: list[ProcessPlace]
-
-    def write(self, folder: Path) -> None:
-        """Write `stream.json` into a folder."""
-        write_whole(folder / STREAM_FILE, json.dumps(dataclasses.asdict(self)) + "\n")
-
-    @classmethod
-    def read(cls, checkpoint: Path, num_shards: int, num_processes: int, num_readers: int) -> "StreamPlace":
-        """Read `stream.json` of a checkpoint, to resume from it with `num_readers` readers in each process.
-
-        Raises:
-            ValueError: if there is none, or other numbers of shards, processes or readers wrote it.
-        """
-        way_on = (
-            f"Or continue training its model: give --model_name_or_path {checkpoint} (for an adapter, the output of "
-            "training/merge.py) and another output_dir, which reads the stream from its start."
-        )
-        path = checkpoint / STREAM_FILE
-        if not path.exists():
-            raise ValueError(
-                f"{checkpoint} has no {STREAM_FILE}, its place in the stream: an older version wrote it, or its run "
-                f"read no stream. Resume the way it was written. {way_on}"
-            )
-        place = from_json(cls, json.loads(path.read_text(encoding="utf-8")), path)
-        before = {
-            "shards": place.num_shards,
-            "processes": len(place.processes),
-            "dataloader workers a process": len(place.processes[0].readers),
-        }
-        now = dict(zip(before, (num_shards, num_processes, num_readers), strict=True))
-        if before != now:
-            differences = ", ".join(f"{before[name]} {name} before, {now[name]} now" for name in before)
-            raise ValueError(
-                f"{path} was written with other readers: {differences}. Their places can't be redistributed: resume "
-                f"with the numbers of before. {way_on}"
-            )
-        return place
-
-
-def deal_shards(num_shards: int, reader: int, num_readers: int) -> list[tuple[int, bool]]:
-    """The shards that a reader reads, and for each whether it reads all of it or every `num_readers`-th row."""
-    num_whole = num_shards - num_shards % num_readers
-    whole = [(shard, True) for shard in range(reader, num_whole, num_readers)]
-    return whole + [(shard, False) for shard in range(num_whole, num_shards)]
+# A reader stops after this many bad rows on end.
+MOST_BAD = 1000
 
 
 @dataclass(eq=False)
@@ -115,48 +42,93 @@ class StreamBatches(IterableDataset):
 
     Args:
         rows: The rows, unchecked.
-        check: Checks a row and gives a good one its length.
+        check: Checks and tokenizes a row.
         collate: Makes a batch of rows.
         batch_size: Rows of a batch; one packed row where rows are packed.
         packed_length: Longest packed row, in tokens; `None` pads.
+        bad_rows: `"error"` raises `BadRowError` at a bad row, `"skip"` only after `MOST_BAD` of them on end.
+        report_file: Where bad rows are listed as they are found.
         process_index, num_processes: This process's index, and the number of processes that share the stream.
         num_workers: Workers of this process's data loader; with 0 the process itself reads.
     """
 
-    rows: RowStream
-    check: StreamCheck
+    rows: datasets.IterableDataset
+    check: RowCheck
     collate: Callable[[list[Row]], dict[str, Any]]
     batch_size: int
     packed_length: int | None
+    bad_rows: Literal["error", "skip"]
+    report_file: Path
     process_index: int = 0
     num_processes: int = 1
     num_workers: int = 0
-    place: ProcessPlace = field(init=False)
+    # For each reader datasets' state, and the batches that it has given of the window that begins there.
+    places: list[dict[str, Any]] = field(init=False)
+    # The reader whose batch comes next; they take turns.
+    next_reader: int = 0
+    _listed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.place = ProcessPlace([Place()] * self.num_readers)
+        self.places = [{"rows": None, "batches": 0} for _ in range(max(self.num_workers, 1))]
 
-    @property
-    def num_readers(self) -> int:
-        """Readers of this process."""
-        return max(self.num_workers, 1)
+    @override
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        worker, num_readers = get_worker_info(), len(self.places)
+        # A data loader begins with its first worker, which acts as the reader whose turn it is.
+        reader = self.next_reader if worker is None else (worker.id + self.next_reader) % num_readers
+        if worker is not None:
+            fsspec.asyn.reset_lock()  # files of the Hub would wait for a thread that only the parent process has
+        number, count = self.process_index * num_readers + reader, self.num_processes * num_readers
+        share = split_dataset_by_node(self.rows.repeat(None), number, count)
+        begin, given = self.places[reader]["rows"], self.places[reader]["batches"]
+        if begin is not None:
+            share.load_state_dict(begin)
+        rows = self.good_rows(share)
+        while True:
+            window = list(islice(rows, self.batch_size if self.packed_length is None else PACKING_WINDOW))
+            if not window:
+                raise ValueError(f"A shard is empty, so one of {count} readers has no row: write the shards anew.")
+            batches, end = self._deal(window), share.state_dict()
+            for dealt, batch in enumerate(batches[given:], given + 1):
+                place = {"rows": end, "batches": 0} if dealt == len(batches) else {"rows": begin, "batches": dealt}
+                yield {**self.collate(batch), PLACE: {"reader": reader, **place}}
+            begin, given = end, 0
 
-    def go_on(self, checkpoint: Path) -> None:
-        """Resume at a checkpoint's place. Raises `ValueError` as `StreamPlace.read` does."""
-        place = StreamPlace.read(checkpoint, self.rows.num_shards, self.num_processes, self.num_readers)
-        self.place = place.processes[self.process_index]
+    def good_rows(self, share: datasets.IterableDataset) -> Iterator[Row]:
+        """The good rows of a share with their tokens; bad ones are listed.
 
-    def trained_on(self, place: dict[str, int]) -> None:
-        """Record that a batch was trained on, by its place."""
-        reader = place["reader"]
-        self.place.readers[reader] = Place(**{name: place[name] for name in place if name != "reader"})
-        self.place.next_reader = (reader + 1) % self.num_readers
+        Raises:
+            BadRowError: at a bad row, or at many on end.
+        """
+        num_bad = 0
+        for row in share.iter(batch_size=1):  # iterating itself would split it among a data loader's workers again
+            try:
+                good = self.check({name: values[0] for name, values in row.items()})
+            except BadRowError as error:
+                num_bad += 1
+                if self.bad_rows == "error":
+                    raise
+                if num_bad == MOST_BAD:
+                    raise BadRowError(error.source, f"{error.problem}. {MOST_BAD} rows on end are bad") from error
+                self._list(error)
+            else:
+                num_bad = 0
+                yield good
 
-    def write_place(self, folder: Path, is_main_process: bool) -> None:
-        """Write how far all processes are into a folder. Every process must call this."""
-        processes = [self.place] if self.num_processes == 1 else gather_object([self.place])
-        if is_main_process:
-            StreamPlace(self.rows.num_shards, processes).write(folder)
+    def _list(self, error: BadRowError) -> None:
+        if error.source not in self._listed:
+            self._listed.add(error.source)
+            self.report_file.parent.mkdir(parents=True, exist_ok=True)
+            with self.report_file.open("a", encoding="utf-8") as file:  # a line is written whole
+                file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
+
+    def _deal(self, window: list[Row]) -> list[list[Row]]:
+        if self.packed_length is None:
+            return [window]
+        lengths, num_images = (np.array([row[name] for row in window]) for name in ("length", "num_images"))
+        sizes = RowSizes(lengths, num_images, self.check.tokenize.tokens_per_image)
+        packs = partition_fitting(sizes, self.packed_length, f"row up to {window[-1]['source']}")
+        return [[window[member] for member in pack] for pack in packs]
 
     def loader(self, args: TrainingConfig) -> DataLoader:
         """The batches, read ahead by workers if there are any."""
@@ -171,60 +143,37 @@ class StreamBatches(IterableDataset):
             generator=torch.Generator(),  # otherwise it takes one of training's random numbers
         )
 
-    @override
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        worker = get_worker_info()
-        # A data loader begins with its first worker, which acts as the reader whose turn it is.
-        reader = self.place.next_reader if worker is None else (worker.id + self.place.next_reader) % self.num_readers
-        if worker is not None:
-            fsspec.asyn.reset_lock()  # files of the Hub would wait for a thread that only the parent process has
-        batches = self._pad if self.packed_length is None else self._pack
-        for rows, place in batches(reader, self.place.readers[reader]):
-            yield {**self.collate(rows), PLACE: {"reader": reader, **dataclasses.asdict(place)}}
+    def trained_on(self, place: dict[str, Any]) -> None:
+        """Record that a batch was trained on, by its place."""
+        reader = place.pop("reader")
+        self.places[reader], self.next_reader = place, (reader + 1) % len(self.places)
 
-    def _pad(self, reader: int, place: Place) -> Iterator[tuple[list[Row], Place]]:
-        rows = self._read(reader, place)
-        while True:
-            batch = list(islice(rows, self.batch_size))
-            yield [row for row, _ in batch], batch[-1][1]
+    def write_place(self, folder: Path, is_main_process: bool) -> None:
+        """Write how far all processes are into a folder. Every process must call this."""
+        own = {"readers": self.places, "next_reader": self.next_reader}
+        processes = [own] if self.num_processes == 1 else gather_object([own])
+        if is_main_process:
+            write_whole(folder / STREAM_FILE, json.dumps(processes) + "\n")
 
-    def _pack(self, reader: int, place: Place) -> Iterator[tuple[list[Row], Place]]:
-        assert self.packed_length is not None
-        given = place.packs
-        begin = dataclasses.replace(place, packs=0)
-        rows = self._read(reader, begin)
-        while True:
-            window = list(islice(rows, PACKING_WINDOW))
-            packs = pack_window([row for row, _ in window], self.packed_length)
-            end = window[-1][1]
-            for number, pack in enumerate(packs[given:], given + 1):
-                yield pack, end if number == len(packs) else dataclasses.replace(begin, packs=number)
-            begin, given = end, 0
-
-    def _read(self, reader: int, place: Place) -> Iterator[tuple[Row, Place]]:
-        """Good rows from a place on, each with the place after it; never ends.
+    def go_on(self, checkpoint: Path) -> None:
+        """Resume at a checkpoint's place.
 
         Raises:
-            BadRowError: as `check` does.
-            ValueError: if there is no row for this reader.
+            ValueError: if it has none, or one of other numbers of processes or workers.
         """
-        num_readers = self.num_processes * self.num_readers
-        position = self.process_index * self.num_readers + reader
-        shards = deal_shards(self.rows.num_shards, position, num_readers)
-        while True:
-            begin, num_read = place, 0
-            for number in range(place.shard, len(shards)):
-                shard, whole = shards[number]
-                start = begin.row if number == begin.shard else 0
-                for row_number, row in enumerate(self.rows.read(shard, start), start):
-                    if whole or row_number % num_readers == position:
-                        num_read += 1
-                        good = self.check(row)
-                        if good is not None:
-                            yield good, Place(begin.epoch, number, row_number + 1)
-            if not num_read and begin == Place(begin.epoch):
-                raise ValueError(
-                    f"{self.rows.name} has no row for one of {num_readers} readers, {self.num_readers} in each of "
-                    f"{self.num_processes} processes: use fewer processes or dataloader workers."
-                )
-            place = Place(begin.epoch + 1)
+        path = checkpoint / STREAM_FILE
+        way_on = "Or train its model with another output_dir, from the stream's first row."
+        if not path.exists():
+            raise ValueError(f"{checkpoint} has no {STREAM_FILE}, its place in the stream. {way_on}")
+        processes = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            before = len(processes), len(processes[0]["readers"])
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"{path} is of another version and can't be read. {way_on}") from error
+        if before != (self.num_processes, len(self.places)):
+            raise ValueError(
+                f"{path} was written by {before[0]} processes with {before[1]} readers each, now there are "
+                f"{self.num_processes} with {len(self.places)}: resume with the numbers of before. {way_on}"
+            )
+        own = processes[self.process_index]
+        self.places, self.next_reader = own["readers"], own["next_reader"]

@@ -14,6 +14,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import rotate_checkpoints
 from typing_extensions import override
 
+from conversations.measured import row_lengths
+from conversations.tokens import IGNORED
 from diagnostics.tokens import attended_tokens
 from training.checkpoints import STATE_FILE, check_weights, publish, save, write_aside, write_unsharded
 from training.flops import MfuMeter
@@ -32,7 +34,6 @@ from training.rehearsal import largest_batch, rehearsal
 from training.run import Progress, Run
 from training.stages import ModuleGroup
 from training.streams import PLACE, StreamBatches
-from training.tokenization import IGNORED
 
 
 # What wrappers put into parameter names: PEFT, and FSDP's activation checkpointing.
@@ -132,7 +133,8 @@ class NormLlavaTrainer(SupervisedTrainer):
         """As Trainer does it; then rehearse, with the weights and states of a resumed run in their places."""
         model, dataloader = super()._prepare_for_training(*args, **kwargs)
         if self._sampler is not None and not self.is_deepspeed_enabled:
-            self._rehearse(model, largest_batch(self._sampler, self.data_collator.packed))
+            lengths = row_lengths(self.train_dataset)
+            self._rehearse(model, largest_batch(self._sampler, lengths, self.data_collator.packed))
         return model, dataloader
 
     def _rehearse(self, model: nn.Module, rows: list[int]) -> None:

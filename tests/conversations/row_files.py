@@ -1,15 +1,15 @@
 """Files of rows for tests, good ones and helpers that check them."""
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from datasets import Dataset
 from PIL import Image as PILImage
+from transformers import AutoProcessor
 
-from conversations.checks import BadRowList, StreamCheck
-from conversations.measured import keep_good_rows, measure_rows
+from conversations.measured import RowCheck, keep_good_rows, tokenize_rows
+from conversations.tokens import RowTokenizer
 
 
 def turns(*values: str) -> list[dict[str, str]]:
@@ -25,37 +25,21 @@ def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json"
     return folder / name
 
 
-def one_token(row: dict[str, Any]) -> tuple[list[int], list[int]]:
-    return [0], [0]
+def tokenizer_of(model: Path, **options: Any) -> RowTokenizer:
+    processor = AutoProcessor.from_pretrained(model)
+    return RowTokenizer(processor, options.pop("template", processor.chat_template), **options)
 
 
 def check_rows(
     rows: Dataset,
-    control_tokens: frozenset[str],
-    tokenize: Any,
-    bad_rows: Literal["error", "skip"],
+    check: RowCheck,
     report_file: Path,
+    bad_rows: Literal["error", "skip"] = "error",
     num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
-    measured = measure_rows(rows, control_tokens, tokenize, bad_rows == "skip", num_proc)
-    return keep_good_rows(rows, measured, bad_rows, report_file)
+    return keep_good_rows(rows, tokenize_rows(rows, check, num_proc), bad_rows, report_file)
 
 
-def check_stream(
-    rows: Iterable[dict[str, Any]],
-    control_tokens: frozenset[str],
-    tokenize: Any,
-    bad_rows: Literal["error", "skip"],
-    report_file: Path,
-    epochs: int = 1,
-) -> Iterator[dict[str, Any]]:
-    """The good rows of a stream, which is read that many times."""
-    check = StreamCheck(control_tokens, tokenize, bad_rows, BadRowList(report_file))
-    for _ in range(epochs):
-        yield from (row for row in map(check, rows) if row is not None)
-
-
-NO_TOKENS: frozenset[str] = frozenset()
 GOOD_ROWS = [
     {"id": 1, "image": "a.png", "conversations": turns("<image>\nWhat?", "A dog.")},
     {"id": "two", "conversations": turns("Hello.", "Hello to you.")},

@@ -1,41 +1,24 @@
-"""What is kept of the check of rows, and what is looked at anew."""
+"""Every row is checked and tokenized once: what is found, what is kept of it, and what is looked at anew."""
 
-import hashlib
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import datasets
-import numpy as np
 import pytest
 from datasets import Dataset, Image
 from PIL import Image as PILImage
-from transformers import AutoProcessor
 
 from conversations import measured
 from conversations.loading import load_rows
-from conversations.measured import MeasuredRows, keep_good_rows, measure_rows, row_lengths
+from conversations.measured import FEATURES, RowCheck, row_lengths, tokenize_rows
 from conversations.rows import BadRowError, Row
-from row_files import NO_TOKENS, one_token, turns, write_json
-from training.tokenization import RowTokenizer
-
-
-class Counting:
-    """A tokenizer with a token a character, which notes the conversations that it is asked for."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def __call__(self, row: Row) -> tuple[list[int], list[int]]:
-        self.seen.append(row["conversations"])
-        if "long" in row["conversations"]:
-            raise BadRowError(f"{row['source']}: too long.")
-        return [0] * len(row["conversations"]), []
+from conversations.tokens import RowTokenizer
+from row_files import GOOD_ROWS, check_rows, tokenizer_of, turns, write_json
 
 
 @pytest.fixture(autouse=True)
@@ -45,182 +28,222 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def write(folder: Path, *answers: str) -> Path:
-    rows = [{"image": "a.png", "conversations": turns("<image>\nWhat?", answer)} for answer in answers]
-    return write_json(folder, rows)
-
-
-def look(path: Path, tokenize: Any, open_pictures: bool = False, **options: Any) -> MeasuredRows:
-    rows = load_rows(str(path), str(path.parent / "pictures"))
-    return measure_rows(rows, options.pop("tokens", NO_TOKENS), tokenize, open_pictures, **options)
-
-
-def as_before(path: Path, found: MeasuredRows) -> str:
-    """The fingerprint of rows whose picture is "a.png", written out."""
-    size = (path.parent / "pictures" / "a.png").stat().st_size
-    content = []
-    for number, row in enumerate(load_rows(str(path), str(path.parent / "pictures"))):
-        if number not in found.problems:
-            checksum = zlib.crc32(json.dumps([row["conversations"], [("/a.png", size)]]).encode())
-            content.append((len(row["conversations"]), checksum))
-    return hashlib.sha256(np.array(content, dtype=np.int64).tobytes()).hexdigest()
-
-
-def test_text_is_read_once_and_what_is_found_stays_the_same(tmp_path: Path) -> None:
-    answers = [f"answer {number}" for number in range(10)]
-    answers[3], answers[7] = "   ", "long"
-    path, tokenize = write(tmp_path, *answers), Counting()
-    found = look(path, tokenize, identity="x")
-    assert len(tokenize.seen) == 9
-    assert found.problems == {3: "no assistant turn (`gpt`) with text, so there is nothing to learn", 7: "too long"}
-    assert found.lengths[[3, 7]].tolist() == found.checksums[[3, 7]].tolist() == [0, 0]
-    again, kept = look(path, tokenize, identity="x"), len(tokenize.seen)
-    assert kept == 9
-    fresh = look(path, Counting(), num_proc=2)
-    for other in (again, fresh):
-        assert other.problems == found.problems
-        assert (other.lengths == found.lengths).all()
-        assert (other.checksums == found.checksums).all()
-    rows = load_rows(str(path), str(tmp_path / "pictures"))
-    good, fingerprint = keep_good_rows(rows, found, "skip", None)
-    assert fingerprint == as_before(path, found)
-    assert row_lengths(good).tolist() == [len(row["conversations"]) for row in good]
-    assert [row["source"][-1] for row in good] == list("01245689")
-
-
-def test_what_a_result_depends_on_is_not_taken_for_another(tmp_path: Path) -> None:
-    path, tokenize = write(tmp_path, "One.", "Two."), Counting()
-    look(path, tokenize, identity="x")
-    for options in ({"identity": "y"}, {"identity": "x", "tokens": frozenset({"<s>"})}, {}):
-        before = len(tokenize.seen)
-        look(path, tokenize, **options)
-        assert len(tokenize.seen) == before + 2
-    # Of a file that has changed only the pieces that did.
-    path, tokenize = write(tmp_path, *"abcdefgh"), Counting()
-    look(path, tokenize, identity="x")
-    write(tmp_path, *"abcdefgX")
-    tokenize.seen.clear()
-    found = look(path, tokenize, identity="x")
-    assert len(tokenize.seen) == 4
-    assert (found.checksums == look(path, Counting()).checksums).all()
-
-
-def test_a_run_that_is_stopped_goes_on_and_a_torn_file_is_made_anew(tmp_path: Path, cache: Path) -> None:
-    path = write(tmp_path, *"abcdefgh")
-
-    class Stopped(Counting):
-        def __call__(self, row: Row) -> tuple[list[int], list[int]]:
-            if '"g"' in row["conversations"]:
-                raise KeyboardInterrupt
-            return super().__call__(row)
-
-    with pytest.raises(KeyboardInterrupt):
-        look(path, Stopped(), identity="x")
-    tokenize = Counting()
-    expected = look(path, tokenize, identity="x")
-    assert [json.loads(text)[1]["value"] for text in tokenize.seen] == list("efgh")
-    for file in (cache / "normllava").glob("text-*.parquet"):
-        file.write_bytes(file.read_bytes()[:100])
-    found = look(path, tokenize, identity="x")
-    assert len(tokenize.seen) == 12
-    assert (found.lengths == expected.lengths).all()
-
-
-def test_files_are_looked_at_in_every_run(tmp_path: Path) -> None:
-    path, tokenize = write(tmp_path, "One.", "Two."), Counting()
-    before = look(path, tokenize, identity="x")
-    picture = tmp_path / "pictures" / "a.png"
-    picture.write_bytes(picture.read_bytes() + b"more")
-    assert (look(path, tokenize, identity="x").checksums != before.checksums).all()
-    picture.unlink()
-    found = look(path, tokenize, identity="x")
-    assert found.problems == dict.fromkeys((0, 1), f"image file {picture} is missing")
-    picture.symlink_to(tmp_path / "data.json")
-    with pytest.raises(BadRowError, match=r"row 0: image a\.png is outside the image folder"):
-        look(path, tokenize, identity="x")
-    assert len(tokenize.seen) == 2
+@pytest.fixture
+def tokenize(composed: Callable[..., Path]) -> RowTokenizer:
+    return tokenizer_of(composed(), max_length=200)
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The sources of the rows whose pictures are opened."""
-    sources: list[str] = []
-    open_images = measured.open_images
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The numbers of the rows that are tokenized, and with a "p" those whose pictures are opened."""
+    numbers: list[str] = []
+    call, open_images = RowTokenizer.__call__, measured.open_images
 
-    def noted(row: Row) -> Any:
-        sources.append(row["source"][-1])
+    def noted(tokenize: RowTokenizer, row: Row) -> Row:
+        numbers.append(row["source"].rpartition(" ")[2])
+        return call(tokenize, row)
+
+    def opened(row: Row) -> Any:
+        numbers.append("p" + row["source"].rpartition(" ")[2])
         return open_images(row)
 
-    monkeypatch.setattr(measured, "open_images", noted)
-    return sources
+    monkeypatch.setattr(RowTokenizer, "__call__", noted)
+    monkeypatch.setattr(measured, "open_images", opened)
+    return numbers
 
 
-def test_a_turn_may_have_fields_that_json_lacks(tmp_path: Path) -> None:
-    """A bare TypeError without file and row was the answer."""
+def write(folder: Path, *answers: str) -> Path:
+    rows = [
+        {"image": f"{number}.png", "conversations": turns("<image>\nWhat?", answer)}
+        for number, answer in enumerate(answers)
+    ]
+    path = write_json(folder, rows)
+    for number in range(len(answers)):
+        shutil.copy(folder / "pictures" / "a.png", folder / "pictures" / f"{number}.png")
+    return path
+
+
+def rows_of(path: Path) -> Any:
+    return load_rows(str(path), str(path.parent / "pictures"))
+
+
+def look(path: Path, check: RowCheck, num_proc: int | None = None) -> Dataset:
+    return tokenize_rows(rows_of(path), check, num_proc)
+
+
+def bad(tokens: Dataset) -> dict[int, str]:
+    return {number: problem for number, problem in enumerate(tokens["problem"]) if problem}
+
+
+def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, tokenize: RowTokenizer) -> None:
+    answers = [f"answer {number}" for number in range(10)]
+    answers[3], answers[6], answers[7] = "   ", "half a \ud800 pair", "long " * 100
+    path, report = write(tmp_path, *answers), tmp_path / "out" / "bad.jsonl"
+    broken = tmp_path / "pictures" / "5.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    good, fingerprint = check_rows(rows_of(path), RowCheck(tokenize), report, "skip")
+    assert [row["source"][-1] for row in good] == list("012489")
+    for row in good:
+        assert row["input_ids"].count(tokenize.processor.image_token_id) == row["num_images"] == 1
+        assert row["length"] == len(tokenize.expand_pictures(row["input_ids"]))
+        assert len(row["labels"]) == len(row["input_ids"])
+        assert json.loads(row["conversations"])[1]["value"].startswith("answer")
+    assert row_lengths(good).tolist() == [row["length"] for row in good]
+    listed = {line["source"][-1]: line["problem"] for line in map(json.loads, report.read_text().splitlines())}
+    assert list(listed) == ["3", "5", "6", "7"]
+    assert "no assistant turn" in listed["3"]
+    assert "5.png can't be read" in listed["5"]  # before training, not in the middle of an epoch
+    assert "can't be tokenized" in listed["6"]
+    assert "more than max_length 200. Rows are never cut" in listed["7"]
+    with pytest.raises(BadRowError, match=r"row 3: no assistant turn.* 4 of 10 rows are bad; fix the data, or leave"):
+        check_rows(rows_of(path), RowCheck(tokenize), report)
+    again = check_rows(rows_of(path), RowCheck(tokenize), tmp_path / "again.jsonl", "skip", num_proc=2)
+    assert again[1] == fingerprint
+
+
+def test_a_broken_picture_stops_the_run_before_it_begins_unless_told_not_to(
+    tmp_path: Path, tokenize: RowTokenizer
+) -> None:
+    """With default options a worker raised mid-epoch."""
+    path = write(tmp_path, "One.", "Two.")
+    (tmp_path / "pictures" / "1.png").write_bytes(b"no picture")
+    with pytest.raises(BadRowError, match=r"row 1: image .*1.png can't be read.* 1 of 2 rows are bad"):
+        check_rows(rows_of(path), RowCheck(tokenize), tmp_path / "bad.jsonl")
+    assert len(check_rows(rows_of(path), RowCheck(tokenize, open_pictures=False), tmp_path / "bad.jsonl")[0]) == 2
+
+
+def test_that_no_row_is_left_is_said(tmp_path: Path, tokenize: RowTokenizer) -> None:
+    path = write(tmp_path, " ", "  ")
+    for bad_rows in ("error", "skip"):
+        with pytest.raises(BadRowError, match=r"row 0: no assistant turn.* 2 of 2 rows are bad; fix") as error:
+            check_rows(rows_of(path), RowCheck(tokenize), tmp_path / "bad.jsonl", bad_rows)
+        assert "leave" not in error.value.problem
+
+
+def test_rows_are_tokenized_once(tmp_path: Path, tokenize: RowTokenizer, seen: list[str]) -> None:
+    path = write(tmp_path, *"abcdef")
+    first = look(path, RowCheck(tokenize))
+    assert sorted(seen) == [*"012345", *(f"p{number}" for number in range(6))]
+    assert first.features == FEATURES
+    seen.clear()
+    assert look(path, RowCheck(tokenize)).to_list() == first.to_list()
+    assert seen == []
+    # What the result depends on: the tokenizer, the template, whether pictures are opened, and the file.
+    tokenize.max_length = 150
+    look(path, RowCheck(tokenize))
+    look(path, RowCheck(tokenize, open_pictures=False))
+    assert len(seen) == 12 + 6
+    seen.clear()
+    look(write(tmp_path, *"abcdeX"), RowCheck(tokenize))
+    assert len(seen) == 12
+
+
+def test_pictures_are_looked_at_again_where_their_file_has_changed(
+    tmp_path: Path, tokenize: RowTokenizer, seen: list[str]
+) -> None:
+    path, check = write(tmp_path, *"abcdef"), RowCheck(tokenize)
+    whole = (tmp_path / "pictures" / "a.png").read_bytes()
+    (tmp_path / "pictures" / "5.png").write_bytes(whole[:40])
+    assert list(bad(look(path, check))) == [5]
+    seen.clear()
+    assert list(bad(look(path, check))) == [5]
+    assert seen == ["p5"]  # which may have been the disk's fault
+    (tmp_path / "pictures" / "1.png").write_bytes(whole[:40] + b"\0" * (len(whole) - 40))  # of the same size
+    os.utime(tmp_path / "pictures" / "1.png", (1, 1))
+    seen.clear()
+    assert list(bad(look(path, check))) == [1, 5]
+    assert sorted(seen) == [*"023", "p0", "p1", "p2", "p3", "p5"]  # the rows of its cache file
+    (tmp_path / "pictures" / "1.png").unlink()
+    assert bad(look(path, check))[1].endswith("1.png is missing")
+
+
+def test_a_row_that_was_bad_for_a_while_is_taken_again(
+    tmp_path: Path, tokenize: RowTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, check, open_images = write(tmp_path, *"ab"), RowCheck(tokenize), measured.open_images
+
+    def fail(row: Row) -> None:
+        raise BadRowError(row["source"], "Input/output error")
+
+    monkeypatch.setattr(measured, "open_images", fail)
+    assert set(bad(look(path, check)).values()) == {"Input/output error"}
+    monkeypatch.setattr(measured, "open_images", open_images)
+    assert not bad(look(path, check))
+    assert not bad(look(path, check))
+
+
+def test_a_check_that_is_stopped_goes_on(
+    tmp_path: Path, tokenize: RowTokenizer, seen: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, call = write(tmp_path, *"abcdefgh"), RowTokenizer.__call__
+
+    def stop(tokenize: RowTokenizer, row: Row) -> Row:
+        if row["source"].endswith("6"):
+            raise KeyboardInterrupt
+        return call(tokenize, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowTokenizer, "__call__", stop)
+        with pytest.raises(KeyboardInterrupt):
+            look(path, RowCheck(tokenize))
+    seen.clear()
+    assert len(look(path, RowCheck(tokenize))) == 8
+    assert [number for number in seen if number[0] != "p"] == list("4567")
+
+
+def test_the_fingerprint_is_of_text_and_pictures(tmp_path: Path, tokenize: RowTokenizer) -> None:
+    def fingerprint(folder: Path) -> str:
+        path = folder / "data.json"
+        return check_rows(rows_of(path), RowCheck(tokenize), tmp_path / "bad.jsonl")[1]
+
+    here = tmp_path / "here"
+    here.mkdir()
+    write_json(here, GOOD_ROWS)
+    prints = [fingerprint(here)]
+    shutil.copytree(here, tmp_path / "there")
+    assert fingerprint(tmp_path / "there") == prints[0]
+    whole = (here / "pictures" / "a.png").read_bytes()
+    (here / "pictures" / "a.png").write_bytes(whole + b" ")
+    prints.append(fingerprint(here))
+    write_json(here, [{**GOOD_ROWS[0], "image": "b.png"}, *GOOD_ROWS[1:]])
+    prints.append(fingerprint(here))
+    write_json(here, [{**GOOD_ROWS[0], "conversations": turns("<image>\nWhat?", "A cat.")}, *GOOD_ROWS[1:]])
+    prints.append(fingerprint(here))
+    assert len(set(prints)) == 4
+
+
+@pytest.mark.parametrize("open_pictures", [True, False])
+def test_pictures_inside_a_dataset_are_measured_too(
+    tmp_path: Path, tokenize: RowTokenizer, open_pictures: bool
+) -> None:
+    write_json(tmp_path, [])
+    picture = (tmp_path / "pictures" / "a.png").read_bytes()
+    prints = []
+    for number, (encoded, name) in enumerate(((picture, "a"), (picture, "a"), (picture + b" ", "a"), (picture, "b"))):
+        columns = {"image": [{"bytes": encoded, "path": name}, None]}
+        columns["conversations"] = [turns("<image>", "A dog."), turns("Hello.", "Hi.")]
+        Dataset.from_dict(columns).cast_column("image", Image()).save_to_disk(tmp_path / str(number))
+        rows, check = load_rows(str(tmp_path / str(number))), RowCheck(tokenize, open_pictures)
+        good, fingerprint = check_rows(rows, check, tmp_path / "bad.jsonl")
+        assert good["num_images"][:] == [1, 0]
+        prints.append(fingerprint)
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_a_turn_may_have_fields_that_json_lacks(tmp_path: Path, tokenize: RowTokenizer) -> None:
     stored = [[{**turn, "at": datetime(2026, 11, 23)} for turn in turns("<image>What?", "A dog.")]]
     Dataset.from_dict({"images": [["a.png"]], "conversations": stored}).save_to_disk(tmp_path / "stored")
     PILImage.new("RGB", (4, 4)).save(tmp_path / "stored" / "a.png")
-    rows = load_rows(str(tmp_path / "stored"))
-    assert not measure_rows(rows, NO_TOKENS, one_token, False, identity="x").problems
-
-
-def test_pictures_are_opened_again_where_their_file_has_changed(tmp_path: Path, opened: list[str]) -> None:
-    path = write_json(
-        tmp_path,
-        [
-            {"image": f"{n}.png", "conversations": turns("<image>\nWhat?", "long" if n == 4 else "A.")}
-            for n in range(6)
-        ],
-    )
-    pictures = tmp_path / "pictures"
-    for number in range(6):
-        shutil.copy(pictures / "a.png", pictures / f"{number}.png")
-    whole = (pictures / "a.png").read_bytes()
-    (pictures / "5.png").write_bytes(whole[:40])
-    first = look(path, Counting(), open_pictures=True, identity="x")
-    assert opened == list("012345")
-    assert set(first.problems) == {4, 5}
-    assert "can't be read" in first.problems[5]
-    opened.clear()
-    assert look(path, Counting(), open_pictures=True, identity="x").problems == first.problems
-    assert opened == ["5"]  # which may have been the disk's fault
-    opened.clear()
-    (pictures / "1.png").write_bytes(whole[:40] + b"\0" * (len(whole) - 40))  # of the same size
-    os.utime(pictures / "1.png", (1, 1))
-    (pictures / "5.png").write_bytes(whole)
-    found = look(path, Counting(), open_pictures=True, identity="x")
-    assert opened == ["1", "5"]
-    assert set(found.problems) == {1, 4}
-    assert found.problems == look(path, Counting(), open_pictures=True).problems
-
-
-def test_pictures_inside_a_dataset_are_opened_again_where_their_bytes_have_changed(
-    tmp_path: Path, opened: list[str]
-) -> None:
-    path = write(tmp_path, "One.")
-    whole = (tmp_path / "pictures" / "a.png").read_bytes()
-    torn = whole[:40] + b"\0" * (len(whole) - 40)
-    for pictures, bad in (([whole, whole], []), ([whole, torn], [1]), ([whole, torn], [1])):
-        shutil.rmtree(tmp_path / "stored", ignore_errors=True)
-        columns = {"image": [{"bytes": picture, "path": None} for picture in pictures]}
-        dataset = Dataset.from_dict({**columns, "conversations": [turns("<image>", "A dog.")] * 2})
-        dataset.cast_column("image", Image()).save_to_disk(tmp_path / "stored")
-        rows = load_rows(str(tmp_path / "stored"))
-        assert list(measure_rows(rows, NO_TOKENS, one_token, True, identity="x").problems) == bad
-    assert opened == ["0", "1", "1", "1"]
-    assert path.exists()
+    assert not bad(tokenize_rows(load_rows(str(tmp_path / "stored")), RowCheck(tokenize)))
 
 
 def test_the_identity_of_a_tokenizer_is_that_of_all_it_depends_on(composed: Callable[..., Path]) -> None:
-    def tokenizer(**options: Any) -> RowTokenizer:
-        processor = AutoProcessor.from_pretrained(composed())
-        return RowTokenizer(processor, options.pop("template", processor.chat_template), **options)
-
-    same = tokenizer()
+    same = tokenizer_of(composed())
     before = same.identity()
     same({"conversations": turns("What?", "A dog."), "images": [], "source": ""})
-    assert before == same.identity() == tokenizer().identity()
-    longer = tokenizer()
+    assert before == same.identity() == tokenizer_of(composed()).identity()
+    longer = tokenizer_of(composed())
     longer.processor.tokenizer.add_tokens(["dog"])
-    others = [longer, tokenizer(max_length=5), tokenizer(template="{{ messages }}")]
+    others = [longer, tokenizer_of(composed(), max_length=5), tokenizer_of(composed(), template="{{ messages }}")]
     assert len({before, *(other.identity() for other in others)}) == 4

@@ -7,22 +7,8 @@ import pytest
 from PIL import Image as PILImage
 from PIL.PngImagePlugin import PngInfo
 
-from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import BadRowError
-from row_files import NO_TOKENS, check_rows, one_token, turns, write_json
-
-
-def test_pictures_are_opened_when_needed(tmp_path: Path) -> None:
-    path = write_json(tmp_path, [{"image": "torn.png", "conversations": turns("<image>\nWhat?", "A dog.")}])
-    (tmp_path / "pictures" / "torn.png").write_bytes(b"no picture")
-    rows = check_rows(
-        load_rows(str(path), str(tmp_path / "pictures")), NO_TOKENS, one_token, "error", tmp_path / "bad.jsonl"
-    )[0]
-    with pytest.raises(BadRowError, match=r"data.json, row 0: image .*torn.png can't be read"):
-        open_images(rows[0])
-    with pytest.raises(BadRowError, match="1 of 1 rows are bad"):
-        check_rows(rows, NO_TOKENS, one_token, "skip", tmp_path / "bad.jsonl")
 
 
 def open_one(path: Path) -> PILImage.Image:

@@ -1,10 +1,25 @@
-"""What a row says: its turns as messages."""
+"""What a row says, and telling people which row is bad and why."""
 
+import os
+import pickle
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image as PILImage
+from torch._utils import ExceptionWrapper
+from transformers import AutoProcessor
 
 from conversations.loading import load_rows
-from conversations.rows import to_messages
-from row_files import GOOD_ROWS, write_json
+from conversations.pictures import open_images
+from conversations.rows import BadRowError, check_row, control_tokens, to_messages
+from row_files import GOOD_ROWS, turns, write_json
+
+
+ASKED = turns("<image>\nWhat?", "A dog.")
+LONG = "x" * 5000
 
 
 def test_marks_become_parts_in_their_place(tmp_path: Path) -> None:
@@ -12,3 +27,109 @@ def test_marks_become_parts_in_their_place(tmp_path: Path) -> None:
     image = {"type": "image"}
     assert to_messages(rows[0])[0]["content"] == [image, {"type": "text", "text": "What?"}]
     assert to_messages(rows[2])[0]["content"] == [image, {"type": "text", "text": " and"}, image]
+
+
+BAD_ROWS: dict[str, dict[str, Any]] = {
+    "image file .* is missing": {"image": "gone.png"},
+    "1 <image> marks but 0 images": {"image": None},
+    "0 <image> marks but 1 images": {"image": "a.png", "conversations": turns("What?", "A dog.")},
+    "no assistant turn": {"image": "a.png", "conversations": turns("<image>\nWhat?")},
+    "no assistant turn .*text": {"conversations": turns("What?", "  \n ")},
+    "empty or not a list": {"conversations": []},
+    "empty or not a list of turns": {"conversations": None},
+    "empty or not a list of turns, .from": {"conversations": {"from": "human"}},
+    "turn 0 is not": {"conversations": [{"from": "robot", "value": "Hi."}]},
+    r"turn 0 is not .*'from': \['human'\]": {"conversations": [{"from": ["human"], "value": "Hi."}]},
+    "turn 1 is not .*'value': None": {"conversations": [*turns("Hi."), {"from": "gpt", "value": None}]},
+    r"turn 0 is not .*: \[\]": {"conversations": [[]]},
+    r"turn 0 is not .{1,2000}$": {"conversations": [{"from": "human", "value": [LONG] * 50, LONG: 1}]},
+    "an assistant turn contains <image>": {"conversations": turns("What?", "<image>")},
+    r"turn 1 contains <\|image_pad\|>": {"conversations": turns("What?", "I say <|image_pad|>.")},
+    r"image file .*xxx\.\.\.xxx.* can't be read \(File name too long\)": {"image": LONG},
+    r"image file .*\?\.png is missing": {"image": "\ud800.png"},
+    r'image file .*"" \(not a path\) is missing': {"image": ""},
+    r"image file .* can't be read \(.*null byte": {"image": "a.png\0.jpg"},
+    r"image file .*/7 \(not a path\) is missing": {"image": 7},
+    r'image file .*\{"path": "a.png"\} \(not a path\) is missing': {"image": {"path": "a.png"}},
+    r"image file .*/null \(not a path\) is missing": {"images": [None]},
+    "image file .*folder is not a regular file": {"image": "folder"},
+    "image file .*a.png/b.png is missing": {"image": "a.png/b.png"},
+    "image file .*loop.png can't be read .Too many levels of symbolic links": {"image": "loop.png"},
+    "image https://example.com/a.png is a web address; download it": {"image": "https://example.com/a.png"},
+    "image file .*pipe is not a regular file": {"image": "pipe"},
+}
+
+
+@pytest.mark.parametrize("message", BAD_ROWS)
+def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> None:
+    (tmp_path / "pictures" / "folder").mkdir(parents=True)
+    (tmp_path / "pictures" / "loop.png").symlink_to("loop.png")
+    os.mkfifo(tmp_path / "pictures" / "pipe")
+    path = write_json(tmp_path, [GOOD_ROWS[1], {"conversations": ASKED, **BAD_ROWS[message]}])
+    good, row = load_rows(str(path), str(tmp_path / "pictures"))
+    check_row(good)
+    with pytest.raises(BadRowError) as error:
+        check_row(row, frozenset({"<|image_pad|>"}))
+    assert error.value.source == f"{path}, row 1"
+    assert re.search(message.partition(", .from")[0], error.value.problem)
+    assert str(error.value) == f"{error.value.source}: {error.value.problem}."
+
+
+def test_a_bad_row_is_one_too_where_another_process_found_it() -> None:
+    error = BadRowError("data.json, row 1", "broken")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error) == "data.json, row 1: broken."
+    try:
+        raise error
+    except BadRowError:
+        wrapped = ExceptionWrapper(where="in a worker")  # as a data loader hands it over
+    with pytest.raises(BadRowError, match=r"data.json, row 1: broken\."):
+        wrapped.reraise()
+
+
+def test_a_row_that_is_only_asked_about_needs_no_answer() -> None:
+    row = {"images": [], "conversations": turns("What?"), "source": "row"}
+    check_row(row, needs_answer=False)
+    with pytest.raises(BadRowError, match="no assistant turn"):
+        check_row(row)
+
+
+@pytest.mark.parametrize("text", ["qwen2", "llama", "gemma3", "vicuna"])
+def test_text_that_would_become_a_control_token_is_refused(text: str, composed: Callable[..., Path]) -> None:
+    processor = AutoProcessor.from_pretrained(composed(text=text))
+    tokenizer = processor.tokenizer
+    tokens = control_tokens(tokenizer, processor.image_token)
+    special = set(tokenizer.all_special_ids) | {processor.image_token_id}
+    known = {tokenizer.convert_tokens_to_ids(token) for token in tokens}
+    assert known >= special - {tokenizer.convert_tokens_to_ids("<image>")}
+    for token in tokens:
+        for number, said in enumerate((turns(f"Say {token}.", "No."), turns("Say it.", f"It is{token}"))):
+            message = rf"turn {number} contains {re.escape(token)}, which this model's tokenizer reads as a control"
+            with pytest.raises(BadRowError, match=message):
+                check_row({"images": [], "conversations": said, "source": "row"}, tokens)
+    harmless = "if a < b: print('<b>|end|</b>', im_end, '</ s>', '<|im_end>', '< image_pad>')"
+    check_row({"images": [], "conversations": turns(harmless, harmless), "source": "row"}, tokens)
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "a/../../secret.png", "../pictures2/secret.png"])
+def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path, name: str) -> None:
+    path = write_json(tmp_path, [{"image": name, "conversations": ASKED}])
+    (row,) = load_rows(str(path), str(tmp_path / "pictures"))
+    for look in (check_row, open_images):
+        with pytest.raises(BadRowError, match=r"row 0: image .* is outside the image folder .*pictures; set one that"):
+            look(row)
+
+
+def test_paths_inside_the_folder_may_be_links_to_other_disks(tmp_path: Path) -> None:
+    """`ln -s /disk2/coco data/coco` stopped every row, and no option helped."""
+    (tmp_path / "disk2" / "coco").mkdir(parents=True)
+    PILImage.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "disk2" / "coco" / "a.png")
+    names = ["coco/a.png", "link.png", "b/../a.png", str(tmp_path / "pictures" / "a.png")]
+    path = write_json(tmp_path, [{"image": name, "conversations": ASKED} for name in names])
+    (tmp_path / "pictures" / "coco").symlink_to(tmp_path / "disk2" / "coco")
+    (tmp_path / "pictures" / "link.png").symlink_to("../disk2/coco/a.png")
+    rows = load_rows(str(path), str(tmp_path / "pictures"))
+    for row in rows:
+        check_row(row)
+    assert [open_images(row)[0].getpixel((0, 0))[0] for row in rows] == [9, 9, 1, 1]
+    (row,) = load_rows(str(write_json(tmp_path, [{"image": "/" + str(path), "conversations": ASKED}])), "/")
+    check_row(row)  # with the folder / an absolute path may be any

@@ -91,7 +91,7 @@ def test_rows_and_what_is_wrong_with_them(composed: Composed, pictures: list[Ima
         measure(model, processor, [{"images": pictures[:2], "conversations": turns}])
     with pytest.raises(ValueError, match="has no pictures"):
         measure(model, processor, [])
-    with pytest.raises(ValueError, match="Entry 0 is neither a picture nor a row: str"):
+    with pytest.raises(ValueError, match="entry 0: neither a picture nor a row: str"):
         measure(model, processor, ["0.png"])
     with pytest.raises(DiagnosticsError, match=r"^mine: It has layers 0 to 1, got --layers 9"):
         measure(model, processor, pictures, name="mine", layers=[9])

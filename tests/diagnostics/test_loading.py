@@ -44,7 +44,7 @@ def test_pictures_are_different(colours: Path, monkeypatch: pytest.MonkeyPatch) 
     before = pictures._open_image
 
     def see(image: Any, row: Any, number: int) -> Image.Image:
-        opened.append(Path(image).name)
+        opened.append(Path(image["path"] if isinstance(image, dict) else image).name)
         return before(image, row, number)
 
     monkeypatch.setattr(pictures, "_open_image", see)

@@ -17,13 +17,13 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndByte
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
+from conversations.tokens import RowTokenizer  # noqa: E402
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import INSTRUCT, ROOT, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
 from training.merge import main as merge_main  # noqa: E402
 from training.merge import merge  # noqa: E402
-from training.tokenization import RowTokenizer  # noqa: E402
 
 
 QLORA = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
@@ -130,7 +130,8 @@ def test_a_run_learns_saves_reloads_and_merges(
         "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "number 7"}],
         "source": "row",
     }
-    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))([row])
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    batch = VisionLanguageCollator(tokenize)([tokenize(row)])
     base = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     for name, tensor in peft.get_peft_model_state_dict(adapted).items():

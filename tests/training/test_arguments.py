@@ -98,13 +98,6 @@ def test_a_recipes_values_are_checked_as_the_command_lines_are(
     assert f"error: argument --{name}" in line
 
 
-def test_a_global_batch_that_no_number_of_steps_gives(recipe: Path) -> None:
-    _, args = parse_arguments(["--config", str(recipe)])
-    for size in (5, 0):
-        with pytest.raises(ValueError, match=f"global_batch_size {size} is not a multiple of per_device_train_batch"):
-            arguments.set_accumulation(args, size)
-
-
 def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--config", str(recipe), "--bf16", "false"]
     run_args, args = parse_arguments(given)

@@ -9,12 +9,12 @@ import torch
 from transformers import AutoProcessor
 
 from conversations.loading import load_rows
+from conversations.tokens import RowTokenizer
 from diagnostics.probe import Probe, Record
 from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, logged, run
 from training.collator import VisionLanguageCollator
-from training.tokenization import RowTokenizer
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def record_rows(folder: Path, rows: str) -> list[Record]:
     collate = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))
     records = []
     for row in load_rows(rows):
-        inputs = collate([row])
+        inputs = collate([collate.tokenize(row)])
         del inputs["labels"]
         with Probe(model, inputs, classify_sample(inputs, token_ids(model, processor))) as probe:
             model.model(**inputs)

@@ -11,10 +11,10 @@ from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
 from conversations.rows import BadRowError
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.collator import VisionLanguageCollator
 from training.stages import LearningRates, Stage, prepare_stage
-from training.tokenization import RowTokenizer
 
 
 def make_row(folder: Path, answer: str, *more: str, num_images: int = 1) -> dict[str, Any]:
@@ -38,7 +38,8 @@ def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
         make_row(tmp_path, "Text alone.", num_images=0),
         make_row(tmp_path, "Two.", num_images=2),
     ]
-    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(rows)
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    batch = VisionLanguageCollator(tokenize)(list(map(tokenize, rows)))
     end = processor.tokenizer.eos_token
     space = " " if end == "</s>" else ""  # Vicuna's answers start with one
     expected = [f"{space}A dog.{end}{space}Yes, a dog.{end}", f"{space}Text alone.{end}", f"{space}Two.{end}"]
@@ -63,9 +64,9 @@ def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
 
 def test_plain_rows_are_picture_caption_and_line_break(processor: Any, tmp_path: Path) -> None:
     template = plain_template(processor.tokenizer, processor.image_token)
-    batch = VisionLanguageCollator(RowTokenizer(processor, template))(
-        [make_row(tmp_path, "A dog."), make_row(tmp_path, "A black cat.")]
-    )
+    tokenize = RowTokenizer(processor, template)
+    rows = [make_row(tmp_path, "A dog."), make_row(tmp_path, "A black cat.")]
+    batch = VisionLanguageCollator(tokenize)(list(map(tokenize, rows)))
     bos = processor.tokenizer.bos_token or ""
     rendered = processor.tokenizer.decode(batch["input_ids"][1])
     assert rendered == f"{bos}{processor.image_token * 4}A black cat.\n"
@@ -86,7 +87,8 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
     rows = [make_row(tmp_path, answer, num_images=0) for answer in ("Short.", "A longer answer, of more words.")]
-    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(rows)
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    batch = VisionLanguageCollator(tokenize)(list(map(tokenize, rows)))
     length = int(batch["attention_mask"].sum(1).max())
     without = {name: batch[name][:, :length] for name in ("input_ids", "attention_mask", "labels")}
 
@@ -109,15 +111,14 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
 
 def test_long_rows_are_refused_not_cut(composed: Callable[..., Path], tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(composed())
-    rows = [make_row(tmp_path, "Short."), make_row(tmp_path, "long " * 40)]
-    collator = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template, max_length=100))
-    collator(rows[:1])
+    tokenize = RowTokenizer(processor, processor.chat_template, max_length=100)
+    assert tokenize(make_row(tmp_path, "Short."))["length"] <= 100
     with pytest.raises(BadRowError, match=r"rows.json, row long.* more than max_length 100. Rows are never cut"):
-        collator(rows)
+        tokenize(make_row(tmp_path, "long " * 40))
 
 
 def test_a_row_without_trained_tokens_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     template = "{{ '<|image_pad|>' }}{% for message in messages %}{{ message['role'] }}{% endfor %}"
     with pytest.raises(BadRowError, match=r"rows.json, row A dog.*: no supervised token"):
-        VisionLanguageCollator(RowTokenizer(processor, template))([make_row(tmp_path, "A dog.")])
+        RowTokenizer(processor, template)(make_row(tmp_path, "A dog."))

@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from conversations.chat_template import chat_template
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.backbones import load_text_model, load_vision_model
 from training.compose import (
@@ -48,7 +49,6 @@ from training.compose import (
     interface_norms,
 )
 from training.loading import load_config
-from training.tokenization import RowTokenizer
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

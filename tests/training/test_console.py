@@ -18,12 +18,12 @@ from transformers.utils.notebook import NotebookProgressCallback
 
 from conversations.loading import load_rows
 from conversations.rows import row_images
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, run
 from training import flops, sft
 from training.flops import step_flops
 from training.stages import LearningRates, Stage, prepare_stage
-from training.tokenization import RowTokenizer
 
 
 def test_the_console_shows_a_table(
@@ -87,9 +87,9 @@ def test_the_share_of_the_peak_is_that_of_the_tokens_trained_on(
         processor = AutoProcessor.from_pretrained(composed())
         rows = load_rows(str(data))
         read = [RowTokenizer(processor, processor.chat_template)(row) for row in rows]
-        supervised = sum(label != -100 for _, labels in read for label in labels)
+        supervised = sum(label != -100 for row in read for label in row["labels"])
         pictures = sum(len(row_images(row)) for row in rows)
-        lengths = [len(input_ids) for input_ids, _ in read]
+        lengths = [row["length"] for row in read]
         expected = sum(step_flops(model, Stage.INSTRUCT, lengths, pictures, supervised).values())
         # Batches without a picture get a blank one, which is computed too.
         assert mfu * 1e9 == pytest.approx(expected, rel=0.02)

@@ -21,12 +21,12 @@ from transformers import AutoProcessor
 from conversations.chat_template import plain_template
 from conversations.loading import load_rows
 from conversations.pictures import open_images
+from conversations.tokens import IGNORED, RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training import sft
 from training.collator import VisionLanguageCollator
 from training.held_out import HeldOutQuestions, normalise
-from training.tokenization import IGNORED, RowTokenizer
 
 
 EVERY_TWO = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
@@ -70,7 +70,9 @@ def plain_figures(folder: Path, held_out: Path, align: bool) -> tuple[float, flo
     model = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     sums, num_tokens, said = torch.zeros(2, dtype=torch.float64), 0, []
     for row in load_rows(str(held_out)):
-        input_ids, labels = (torch.tensor([tokens]) for tokens in tokenize(row))
+        row = tokenize(row)
+        tokens, labels = row["input_ids"], tokenize.expand_pictures(row["input_ids"], row["labels"])
+        input_ids, labels = torch.tensor([tokenize.expand_pictures(tokens)]), torch.tensor([labels])
         images = open_images(row)
         num_tokens += int((labels != IGNORED).sum())
         for kind in range(2):
@@ -341,8 +343,8 @@ def answer_sharded(rank: int, folder: str, held_out: str, store: str) -> None:
 
     accelerator, processor = Accelerator(cpu=True), AutoProcessor.from_pretrained(folder)
     assert accelerator.num_processes == 2
-    collate = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))
-    rows = load_rows(held_out).select(range(5))
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    collate, rows = VisionLanguageCollator(tokenize), [tokenize(row) for row in load_rows(held_out).select(range(5))]
     questions = HeldOutQuestions(rows, collate, 2, one_line=False)
     for adapted in (False, True):
         base = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)

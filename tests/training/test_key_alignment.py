@@ -20,6 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 peft = pytest.importorskip("peft")
 
+from conversations.tokens import RowTokenizer  # noqa: E402
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted  # noqa: E402
 from script_runs import PACKED, logged, run  # noqa: E402
@@ -30,7 +31,6 @@ from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E40
 from training.loading import load_base, prepare_model  # noqa: E402
 from training.merge import merge  # noqa: E402
 from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
-from training.tokenization import RowTokenizer  # noqa: E402
 
 
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -100,7 +100,10 @@ class Batch:
         turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": "something much longer than that"}]
         rows.append({"images": [], "source": "row", "conversations": turns})
         tokenize = RowTokenizer(self.processor, self.processor.chat_template)
-        self.inputs = {**VisionLanguageCollator(tokenize, packed=packed)(rows), "use_cache": False}
+        self.inputs = {
+            **VisionLanguageCollator(tokenize, packed=packed)(list(map(tokenize, rows))),
+            "use_cache": False,
+        }
         ids, tokenizer = self.inputs["input_ids"], self.processor.tokenizer
         special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))  # padding, BOS, delimiters
         self.visual = (ids == self.processor.image_token_id) if pictures else torch.zeros_like(special)

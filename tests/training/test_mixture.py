@@ -13,14 +13,16 @@ import pytest
 import yaml
 from datasets import Dataset, Image
 from torch.utils.data import DataLoader
+from transformers import AutoProcessor
 
 from conversations.loading import load_rows
-from conversations.measured import row_lengths
+from conversations.measured import RowCheck, keep_good_rows, row_lengths, tokenize_rows
 from conversations.pictures import open_images
+from conversations.tokens import RowTokenizer
 from script_runs import FAST, INSTRUCT, PACKED, logged, moved, run
 from training import sft
 from training.arguments import SourceArguments, parse_arguments
-from training.batching import PaddedBatchSampler
+from training.batches import Batches, PaddedBatches
 from training.mixture import draw, mix
 from training.run import Run
 
@@ -35,11 +37,10 @@ def test_a_weight_is_how_often_a_row_comes(weight: float, total: int) -> None:
 
 
 def test_sources_of_one_size_have_draws_of_their_own(tmp_path: Path) -> None:
-    rows = Dataset.from_dict({"conversations": ["a"] * 100, "length": np.ones(100, dtype=np.int32)})
+    rows = Dataset.from_dict({"number": range(100)})
     entries = [SourceArguments(name, weight=0.5) for name in ("one", "another")]
     mixed, _, _ = mix(entries, [100, 100], [(rows, "same"), (rows, "same")], seed=0)
-    drawn = mixed.with_format("numpy")[:]
-    one, another = (drawn["row"][drawn["part"] == part].tolist() for part in (0, 1))
+    one, another = mixed["number"][:50], mixed["number"][50:]
     assert len(one) == len(another) == 50
     assert one != another
 
@@ -64,13 +65,17 @@ def stored(data: Path, tmp_path: Path) -> Path:
     return tmp_path / "stored"
 
 
-def checked(path: Path) -> tuple[Dataset, str]:
+def checked(path: Path, tokenize: RowTokenizer) -> tuple[Dataset, str]:
     rows = load_rows(str(path))
-    return rows.add_column("length", np.arange(len(rows)) + 10), str(path)
+    return keep_good_rows(rows, tokenize_rows(rows, RowCheck(tokenize)), "error", None)
 
 
-def test_rows_of_sources_of_other_types_stay_as_they_are(data: Path, stored: Path) -> None:
-    parts = [checked(data), checked(stored)]
+def test_rows_of_sources_of_other_types_stay_as_they_are(
+    composed: Callable[..., Path], data: Path, stored: Path
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    parts = [checked(data, tokenize), checked(stored, tokenize)]
     entries = [SourceArguments(str(data)), SourceArguments(str(stored), weight=1.5)]
     rows, fingerprint, sources = mix(entries, [30, 9], parts, seed=42)
     assert [(source.rows, source.good_rows, source.drawn) for source in sources] == [(30, 30, 30), (9, 8, 12)]
@@ -78,18 +83,18 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(data: Path, stored: Pat
     lengths = row_lengths(rows)
     for number in (*range(42), -1):
         row = rows[number]
-        part = parts[0 if row["source"].startswith(str(data)) else 1][0]
-        assert row == part[int(row["source"].rpartition(" ")[2])]
+        whole = parts[0 if row["source"].startswith(str(data)) else 1][0][int(row["source"].rpartition(" ")[2])]
+        assert {name: row[name] for name in whole} == whole
         assert row["length"] == lengths[number]
+        assert len(open_images(row)) == row["num_images"]
     (picture,) = open_images(rows[35])
     assert picture.size == (30, 20)
-    assert [row["source"] for row in rows.__getitems__([0, 41])] == [rows[0]["source"], rows[41]["source"]]
     # Every row of a weight of 1 exactly once an epoch.
-    seen = Counter(rows[n]["source"] for batch in PaddedBatchSampler(lengths, 4, 1, 0, 42) for n in batch)
+    seen = Counter(rows[n]["source"] for batch in PaddedBatches(lengths, 4, 1, 42)(0) for n in batch)
     assert all(seen[source] == 1 for source in load_rows(str(data))["source"])
     assert sorted(seen[source] for source in load_rows(str(stored))["source"]) == [1, 1, 1, 1, 2, 2, 2, 2]
     # A row is left in the end for the first of two processes, and none for the second.
-    dealt = PaddedBatchSampler(lengths[:41], 5, 2, 1, 42)
+    dealt = Batches(PaddedBatches(lengths[:41], 5, 2, 42), 2, 1)
     assert [len(batch) for batch in DataLoader(rows, batch_sampler=dealt, collate_fn=list)] == [5, 5, 5, 5, 0]
     for changed in (entries[::-1], [entries[0], SourceArguments(str(stored), weight=1.6)]):
         ordered = parts if changed[0] is entries[0] else parts[::-1]
@@ -215,14 +220,15 @@ def test_what_is_wrong_with_a_source_names_its_entry(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
-    (tmp_path / "out.json").write_text(json.dumps([{"image": "../a.png", "conversations": []}]))
+    turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "A dog."}]
+    (tmp_path / "out.json").write_text(json.dumps([{"image": "../a.png", "conversations": turns}]))
     fields = {"stage": "align", "model_name_or_path": str(composed()), "output_dir": str(tmp_path / "out")}
     for entry, message in (
         ({"path": str(tmp_path / "gone.json")}, r"datasets, entry 2: .*No such file.*gone.json"),
         ({"path": str(data), "split": "dev"}, "datasets, entry 2: .*has one split, train, so there is no 'dev'"),
         ({"path": str(data), "name": "large"}, "datasets, entry 2: .*has no configurations, so there is no 'large'"),
-        ({"path": str(data), "image_folder": "gone"}, "entry 2: .* gone does not exist; fix the entry's"),
-        ({"path": str(tmp_path / "out.json")}, "datasets, entry 2: .* is outside .*; set the entry's image_folder"),
+        ({"path": str(data), "image_folder": "gone"}, "datasets, entry 2: .* gone does not exist"),
+        ({"path": str(tmp_path / "out.json")}, "datasets, entry 2: .* is outside the image folder"),
     ):
         with pytest.raises(ValueError, match=message):
             run(monkeypatch, tmp_path, **fields, datasets=[{"path": str(data)}, entry])

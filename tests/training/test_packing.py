@@ -1,6 +1,5 @@
 """Packed rows: the same training as padded ones, nothing lost, rows even and within their limit."""
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,19 @@ from transformers import (
     set_seed,
 )
 
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.batches import (
+    Batches,
+    PackedBatches,
+    RowSizes,
+    partition,
+    partition_fitting,
+    plan_packing,
+    require_separate_samples,
+)
 from training.collator import VisionLanguageCollator
 from training.monitor import InterfaceMonitor
-from training.packing import PackedBatchSampler, pack_window, partition, plan_accumulation, require_separate_samples
-from training.tokenization import RowTokenizer
 
 
 NUM_IMAGES = [1, 0, 2, 1, 0]
@@ -44,6 +51,18 @@ def rows(tmp_path: Path) -> list[dict[str, Any]]:
         ]
         rows.append({"images": paths, "conversations": turns, "source": f"row {number}"})
     return rows
+
+
+def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> dict[str, Any]:
+    """A batch of rows, tokenized with a model's processor."""
+    processor = AutoProcessor.from_pretrained(folder)
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    return VisionLanguageCollator(tokenize, packed)(list(map(tokenize, rows)))
+
+
+def sizes_of(count: int, blank: int = 0) -> RowSizes:
+    """Sizes of samples, every third of them without pictures."""
+    return RowSizes(lengths_of(count), np.arange(count) % 3, blank)
 
 
 def lengths_of(count: int, seed: int = 0) -> np.ndarray:
@@ -69,14 +88,12 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     composed: Callable[..., Path], rows: list[dict[str, Any]], attention: str, text: str
 ) -> None:
     folder = composed(text=text)
-    tokenize = RowTokenizer(*(lambda p: (p, p.chat_template))(AutoProcessor.from_pretrained(folder)))
     set_seed(0)
     padded = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
     packed = NormLlavaForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float64, attn_implementation={"text_config": attention, "vision_config": "sdpa"}
     )
-    batch = VisionLanguageCollator(tokenize)(rows)
-    row = VisionLanguageCollator(tokenize, packed=True)(rows)
+    batch, row = collate(folder, rows), collate(folder, rows, packed=True)
     assert "attention_mask" not in row
     assert row["input_ids"].shape == (1, batch["attention_mask"].sum())
     losses = [backward(model, inputs) for model, inputs in ((padded, batch), (packed, row))]
@@ -98,7 +115,7 @@ def test_a_blank_picture_changes_nothing_in_a_packed_row(
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float64)
-    row = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed=True)([rows[1], rows[4]])
+    row = collate(composed(), [rows[1], rows[4]], packed=True)
     texts = int((row["input_ids"] != processor.image_token_id).sum())
     without = {name: row[name][:, :texts] for name in ("input_ids", "position_ids", "labels")}
 
@@ -120,12 +137,15 @@ def test_a_blank_picture_is_not_measured(
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).train()
-    collator = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed)
     monitor = InterfaceMonitor(model, processor)
     monitor.active = True
-    model.model(**{name: value for name, value in collator([rows[1]]).items() if name != "labels"}, use_cache=False)
+    inputs = collate(composed(), [rows[1]], packed)
+    del inputs["labels"]
+    model.model(**inputs, use_cache=False)
     assert "norm/visual" not in monitor.collect(lambda sums: sums)
-    model.model(**{name: value for name, value in collator(rows).items() if name != "labels"}, use_cache=False)
+    inputs = collate(composed(), rows, packed)
+    del inputs["labels"]
+    model.model(**inputs, use_cache=False)
     metrics = monitor.collect(lambda sums: sums)
     target = model.model.multi_modal_projector.norm.weight.norm().item()
     assert metrics["norm/visual"] == pytest.approx(target, rel=0.05)
@@ -135,10 +155,8 @@ def test_a_blank_picture_is_not_measured(
 def test_every_encoder_gives_as_many_features_as_there_are_tokens(
     composed: Callable[..., Path], rows: list[dict[str, Any]], vision: str
 ) -> None:
-    processor = AutoProcessor.from_pretrained(composed(vision=vision))
-    tokenize = RowTokenizer(processor, processor.chat_template)
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision))
-    assert model(**VisionLanguageCollator(tokenize, packed=True)(rows), use_cache=False).loss.isfinite()
+    assert model(**collate(composed(vision=vision), rows, packed=True), use_cache=False).loss.isfinite()
 
 
 @pytest.mark.parametrize("config", [Lfm2Config(full_attn_idxs=[1]), FalconH1Config(), BioGptConfig()])
@@ -165,71 +183,83 @@ def test_rows_are_even() -> None:
 def test_every_sample_once_in_an_epoch_and_the_same_steps_on_any_number_of_processes(
     num_processes: int, count: int
 ) -> None:
-    lengths = lengths_of(count)
-    accumulation_steps = plan_accumulation(lengths, 16, num_processes, 42, 1, 4000)
-    samplers = [
-        PackedBatchSampler(lengths, 16, num_processes, rank, accumulation_steps, 42) for rank in range(num_processes)
-    ]
+    sizes = sizes_of(count, blank=729)
+    deal = plan_packing(sizes, 16, num_processes, 42, 1, 5000)
+    samplers = [Batches(deal, num_processes, rank) for rank in range(num_processes)]
     rows = [list(sampler) for sampler in samplers]
     assert all(len(of_process) == len(samplers[0]) for of_process in rows)
     assert sorted(sample for of_process in rows for row in of_process for sample in row) == list(range(count))
-    assert all(sum(lengths[sample] for sample in row) <= 4000 for of_process in rows for row in of_process)
+    assert all(sizes.packed(row) <= 5000 for of_process in rows for row in of_process)
     # The samples of a step don't depend on who shares it.
-    single = PackedBatchSampler(lengths, 16, 1, 0, 16, 42).steps()
+    single = PackedBatches(sizes, 16, 1, 16, 42).steps(0)
     for number, step in enumerate(single[: count // 16 - 1]):
-        window = slice(number * accumulation_steps, (number + 1) * accumulation_steps)
+        window = slice(number * deal.accumulation_steps, (number + 1) * deal.accumulation_steps)
         assert sorted(sample for of_process in rows for row in of_process[window] for sample in row) == sorted(step)
 
 
 def test_epochs_are_shuffled_anew_and_repeatably() -> None:
-    sampler = PackedBatchSampler(lengths_of(64), 16, 1, 0, 4, 42)
+    sampler = Batches(PackedBatches(sizes_of(64), 16, 1, 4, 42), 1, 0)
     first = list(sampler)
     assert list(sampler) == first
     sampler.set_epoch(1)
-    second = list(sampler)
-    assert second != first
-    again = PackedBatchSampler(lengths_of(64), 16, 1, 0, 4, 42)
-    again.set_epoch(1)
-    assert list(again) == second
+    assert list(sampler) != first
 
 
 def test_the_fewest_accumulation_steps_that_fit() -> None:
-    lengths = lengths_of(512)
+    sizes = sizes_of(512)
     for packed_length in (4000, 6000, 16000):
-        steps = plan_accumulation(lengths, 64, 2, 42, 2, packed_length)
-        fewer = PackedBatchSampler(lengths, 64, 2, 0, steps - 1, 42) if steps > 1 else None
-        assert PackedBatchSampler(lengths, 64, 2, 0, steps, 42).fits(packed_length)
-        if fewer is not None:
-            fits = [fewer.set_epoch(epoch) or fewer.fits(packed_length) for epoch in range(2)]
-            assert not all(fits)
+        deal = plan_packing(sizes, 64, 2, 42, 2, packed_length)
+        assert all(sizes.packed(row) <= packed_length for epoch in range(2) for row in deal(epoch))
+        if deal.accumulation_steps > 1:
+            fewer = PackedBatches(sizes, 64, 2, deal.accumulation_steps - 1, 42)
+            assert any(sizes.packed(row) > packed_length for epoch in range(2) for row in fewer(epoch))
 
 
 def test_plans_that_cannot_be_met() -> None:
+    def plan(lengths: list[int], samples: int, processes: int, packed_length: int, blank: int = 0) -> None:
+        sizes = RowSizes(np.array(lengths), np.zeros(len(lengths), dtype=int), blank)
+        plan_packing(sizes, samples, processes, 42, 1, packed_length)
+
     with pytest.raises(ValueError, match="longest sample has 900 tokens, a packed row 800"):
-        plan_accumulation(np.array([100, 900]), 2, 1, 42, 1, 800)
+        plan([100, 900], 2, 1, 800)
+    with pytest.raises(ValueError, match=r"longest sample has 829 tokens.*Text alone gets a blank picture of 729"):
+        plan([100, 50], 2, 1, 800, blank=729)
     with pytest.raises(ValueError, match="2 samples a step can't be shared by 4 processes"):
-        plan_accumulation(np.full(4, 100), 2, 4, 42, 1, 800)
+        plan([100] * 4, 2, 4, 800)
     with pytest.raises(ValueError, match="fits the last samples of an epoch"):
-        plan_accumulation(np.full(9, 400), 4, 4, 42, 1, 700)
+        plan([400] * 9, 4, 4, 700)
 
 
-def test_a_window_of_a_stream_loses_nothing() -> None:
-    rows = [{"length": length, "images": [], "source": f"row {n}"} for n, length in enumerate(lengths_of(50).tolist())]
-    packs = pack_window(copy.deepcopy(rows), 4000)
-    assert sorted(row["source"] for pack in packs for row in pack) == sorted(row["source"] for row in rows)
-    totals = [sum(row["length"] for row in pack) for pack in packs]
-    assert max(totals) <= 4000
-    assert sum(totals) / (4000 * len(totals)) > 0.85
-    with pytest.raises(ValueError, match=r"row 0: .* more than packed_length 10"):
-        pack_window([{"length": 11, "source": "row 0"}, *({"length": 1, "source": "row"} for _ in range(49))], 10)
+def test_a_packed_row_without_pictures_leaves_room_for_the_blank_one(
+    composed: Callable[..., Path], rows: list[dict[str, Any]]
+) -> None:
+    """4,096 tokens became 4,825."""
+    texts = [rows[1], rows[4]] * 3
+    processor = AutoProcessor.from_pretrained(composed())
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    tokenized = list(map(tokenize, texts))
+    lengths = np.array([row["length"] for row in tokenized])
+    sizes = RowSizes(lengths, np.zeros(6, dtype=int), tokenize.tokens_per_image)
+    packed_length = int(lengths[0] + lengths[1]) + 2  # two texts fit only without the blank picture
+    for packs in (partition_fitting(sizes, packed_length, "row"), plan_packing(sizes, 6, 1, 0, 1, packed_length)(0)):
+        assert sorted(member for pack in packs for member in pack) == list(range(6))
+        for pack in packs:
+            batch = VisionLanguageCollator(tokenize, packed=True)([tokenized[member] for member in pack])
+            assert batch["input_ids"].shape[1] == sizes.packed(pack) <= packed_length
+
+
+def test_held_out_rows_and_windows_of_a_stream_are_packed_tightly_without_a_loss() -> None:
+    sizes = sizes_of(50)
+    packs = partition_fitting(sizes, 4000, "row")
+    assert sorted(member for pack in packs for member in pack) == list(range(50))
+    assert all(sizes.packed(pack) <= 4000 for pack in packs)
+    assert sizes.lengths.sum() / (4000 * len(packs)) > 0.85
 
 
 @pytest.mark.slow
 def test_flex_attention_masks_by_sample_too(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
     # On CPU it has no backward pass.
-    processor = AutoProcessor.from_pretrained(composed())
-    row = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template), packed=True)(rows)
-    logits = []
+    row, logits = collate(composed(), rows, packed=True), []
     for name in ("flex_attention", "sdpa"):
         model = NormLlavaForConditionalGeneration.from_pretrained(
             composed(), attn_implementation={"text_config": name, "vision_config": "sdpa"}

@@ -16,12 +16,12 @@ import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from conversations.loading import load_rows
+from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
 from training import sft
 from training.collator import VisionLanguageCollator
 from training.run import Run, describe_environment
-from training.tokenization import RowTokenizer
 
 
 def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
@@ -172,7 +172,8 @@ def test_the_loss_is_the_one_that_transformers_computes(
     )
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(composed())
-    batch = VisionLanguageCollator(RowTokenizer(processor, processor.chat_template))(list(load_rows(str(data))))
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    batch = VisionLanguageCollator(tokenize)([tokenize(row) for row in load_rows(str(data))])
     assert logged(tmp_path / "out")[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 

@@ -1,10 +1,13 @@
 """Streams in training: who reads which rows, and going on at the place where a run was."""
 
+import io
 import json
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -12,14 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
-from test_tars import picture, write_tar
+from datasets.distributed import split_dataset_by_node
+from PIL import Image
 
-from conversations.checks import BadRowList, StreamCheck
 from conversations.loading import load_rows
+from conversations.rows import BadRowError, Row, row_turns
 from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training import streams
 from training.arguments import TrainingConfig
-from training.streams import Place, StreamBatches, deal_shards
+from training.streams import StreamBatches
 
 
 Turns = list[dict[str, str]]
@@ -29,6 +33,16 @@ def said(shard: int, number: int) -> Turns:
     """Turns of a length of their own; every fifth row has no answer, which makes it a bad one."""
     answer = "" if number % 5 == 4 else "x" * ((7 * shard + 3 * number) % 11 + 1)
     return [{"from": "human", "value": f"{shard}.{number}"}, {"from": "gpt", "value": answer}]
+
+
+def write_tar(path: Path, members: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, content in members.items():
+            data = content if isinstance(content, bytes) else json.dumps(content).encode()
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
 
 
 def write_parquet(folder: Path, sizes: list[int], row_group_size: int = 4) -> Path:
@@ -69,21 +83,26 @@ KINDS: dict[str, Callable[[Path, list[int]], Path]] = {
 }  # fmt: skip
 
 
-def letters(row: dict[str, Any]) -> tuple[list[int], list[int]]:
-    turns = row["conversations"]
-    turns = json.loads(turns) if isinstance(turns, str) else turns
-    return [0] * len(turns[1]["value"]), []
+class Letters:
+    """A check with a token a letter of the answer; a row without one is bad."""
+
+    tokenize = SimpleNamespace(tokens_per_image=0)
+
+    def __call__(self, row: Row) -> Row:
+        answer = row_turns(row)[1]["value"]
+        if not answer:
+            raise BadRowError(row["source"], "no answer")
+        return {**row, "length": len(answer), "num_images": 0}
 
 
-def asked(rows: list[dict[str, Any]]) -> dict[str, Any]:
+def asked(rows: list[Row]) -> dict[str, Any]:
     """Instead of a batch, what its rows ask, which is their shard and number."""
-    turns = [json.loads(turns) if isinstance(turns := row["conversations"], str) else turns for row in rows]
-    return {"asked": [turn[0]["value"] for turn in turns]}
+    return {"asked": [row_turns(row)[0]["value"] for row in rows]}
 
 
-def batches_of(path: Path, packed_length: int | None = None, **readers: int) -> StreamBatches:
-    check = StreamCheck(frozenset(), letters, "skip", BadRowList(path.parent / "bad.jsonl"))
-    return StreamBatches(load_rows(str(path), streaming=True), check, asked, 2, packed_length, **readers)
+def batches_of(path: Path, packed_length: int | None = None, bad_rows: Any = "skip", **readers: int) -> StreamBatches:
+    rows, report = load_rows(str(path), streaming=True), path.parent / "bad.jsonl"
+    return StreamBatches(rows, Letters(), asked, 2, packed_length, bad_rows, report, **readers)
 
 
 def read(batches: StreamBatches) -> Iterator[dict[str, Any]]:
@@ -95,34 +114,17 @@ def good(sizes: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_readers", [1, 2, 3, 5, 7])
-def test_each_row_is_read_once_a_round_by_one_of_the_readers(tmp_path: Path, kind: str, num_readers: int) -> None:
+@pytest.mark.parametrize("num_processes", [1, 2, 5, 7])
+def test_each_row_is_read_as_often_as_any_other_and_by_one_reader(
+    tmp_path: Path, kind: str, num_processes: int
+) -> None:
     sizes = [19, 14, 17, 16, 18]
-    path = KINDS[kind](tmp_path / "rows", sizes)
-    counts: Counter[str] = Counter()
-    for reader in range(num_readers):
-        batches = batches_of(path, process_index=reader, num_processes=num_readers)
-        first = [asked([row])["asked"][0] for row, place in rounds(batches, 2)]
-        again = first[: len(first) // 2]
-        assert first == again * 2
-        counts.update(again)
+    path, counts = KINDS[kind](tmp_path / "rows", sizes), Counter[str]()
+    for process in range(num_processes):
+        batches = batches_of(path, process_index=process, num_processes=num_processes)
+        share = split_dataset_by_node(batches.rows, process, num_processes)
+        counts.update(asked(list(batches.good_rows(share)))["asked"])
     assert counts == Counter(good(sizes))
-
-
-def rounds(batches: StreamBatches, number: int) -> Iterator[tuple[dict[str, Any], Place]]:
-    for row, place in batches._read(0, Place()):
-        if place.epoch == number:
-            return
-        yield row, place
-
-
-def test_shards_are_dealt_out_evenly_and_the_rest_of_them_by_rows() -> None:
-    assert deal_shards(5, 0, 1) == [(shard, True) for shard in range(5)]
-    assert [deal_shards(5, reader, 2) for reader in range(2)] == [
-        [(0, True), (2, True), (4, False)],
-        [(1, True), (3, True), (4, False)],
-    ]
-    assert deal_shards(2, 3, 4) == [(0, False), (1, False)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,52 +137,61 @@ def test_a_stream_goes_on_at_any_batch_as_if_it_had_never_stopped(
     path = KINDS[kind](tmp_path / "rows", [9, 4, 7])
     readers = {"num_workers": num_workers, "process_index": 1, "num_processes": 2}
     unbroken = list(islice(read(batches_of(path, packed_length, **readers)), 24))
-    assert max(batch["place"]["epoch"] for batch in unbroken) >= 1
+    counts = Counter(question for batch in unbroken for question in batch["asked"])
+    assert max(counts.values()) > 1  # it has gone round
     assert (len({len(batch["asked"]) for batch in unbroken}) > 1) == (packed_length is not None)
     every = kind == "parquet" and num_workers == 0  # the others take their time to open, and workers to start
-    stops = range(24) if every else (0, 1, 4, 7, 13)
-    for stop in stops:
+    for stop in range(24) if every else (1, 13):
         broken = batches_of(path, packed_length, **readers)
         trained = list(islice(read(broken), stop))  # and workers have read ahead
         for batch in trained:
-            broken.trained_on(batch["place"])
+            broken.trained_on(dict(batch["place"]))
         resumed = batches_of(path, packed_length, **readers)
-        resumed.place = broken.place
-        assert trained + list(islice(read(resumed), 24 - stop)) == unbroken
+        resumed.places = json.loads(json.dumps(broken.places))  # as a checkpoint keeps them
+        resumed.next_reader = broken.next_reader
+        read_on = islice(read(resumed), 24 - stop)  # at places that datasets may write in other words
+        assert [batch["asked"] for batch in (*trained, *read_on)] == [batch["asked"] for batch in unbroken]
 
 
 def test_the_place_is_small_and_read_back(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows", [5] * 40)
-    batches = batches_of(path, num_workers=2)
+    batches = batches_of(write_parquet(tmp_path / "rows", [5] * 40), num_workers=2)
     for batch in islice(read(batches), 5):
         batches.trained_on(batch["place"])
     batches.write_place(tmp_path, is_main_process=True)
-    assert (tmp_path / "stream.json").stat().st_size < 400
-    again = batches_of(path, num_workers=2)
+    assert (tmp_path / "stream.json").stat().st_size < 2000
+    again = batches_of(tmp_path / "rows", num_workers=2)
     again.go_on(tmp_path)
-    assert again.place == batches.place
-    assert again.place.next_reader == 1
-    assert again.place.readers[0] == Place(epoch=0, shard=1, row=2)
+    assert (again.places, again.next_reader) == (batches.places, 1)
 
 
 def test_a_place_among_other_readers_is_refused(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "rows", [5] * 3)
-    for readers, difference in (
-        ({"num_workers": 2}, "1 dataloader workers a process before, 2 now"),
-        ({"num_processes": 2}, "1 processes before, 2 now"),
-    ):
-        batches_of(path).write_place(tmp_path, is_main_process=True)
-        with pytest.raises(ValueError, match=rf"stream.json was written with other readers: .*{difference}.*Their"):
+    batches_of(path).write_place(tmp_path, is_main_process=True)
+    for readers, now in (({"num_workers": 2}, "1 with 2"), ({"num_processes": 2}, "2 with 1")):
+        with pytest.raises(ValueError, match=rf"written by 1 processes with 1 readers each, now there are {now}: res"):
             batches_of(path, **readers).go_on(tmp_path)
-    write_parquet(tmp_path / "more", [5] * 4)
-    with pytest.raises(ValueError, match="3 shards before, 4 now"):
-        batches_of(tmp_path / "more").go_on(tmp_path)
+    (tmp_path / "stream.json").write_text('{"num_shards": 3, "processes": []}')
+    with pytest.raises(ValueError, match=r"stream.json is of another version"):
+        batches_of(path).go_on(tmp_path)
 
 
-def test_more_readers_than_rows_are_refused(tmp_path: Path) -> None:
-    path = write_json(tmp_path / "rows", [3])
-    with pytest.raises(ValueError, match=r"no row for one of 4 readers, 1 in each of 4 processes: use fewer"):
-        next(read(batches_of(path, process_index=3, num_processes=4)))
+def test_a_reader_without_a_row_is_no_endless_one(tmp_path: Path) -> None:
+    path = write_tars(tmp_path / "rows", [5, 0])
+    with pytest.raises(ValueError, match="one of 2 readers has no row"):
+        next(read(batches_of(path, process_index=1, num_processes=2)))
+
+
+def test_bad_rows_of_a_stream_are_listed_once_or_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_json(tmp_path / "rows", [5, 5])
+    assert len(list(islice(read(batches_of(path)), 12))) == 12  # three rounds
+    listed = [json.loads(line) for line in (path.parent / "bad.jsonl").read_text().splitlines()]
+    assert listed == [{"source": f"{path}, row {number}", "problem": "no answer"} for number in (4, 9)]
+    with pytest.raises(BadRowError, match=r"row 4: no answer\.$"):
+        list(islice(read(batches_of(path, bad_rows="error")), 12))
+    path.write_text(json.dumps([{"conversations": said(0, 4)}] * 3))
+    monkeypatch.setattr(streams, "MOST_BAD", 10)
+    with pytest.raises(BadRowError, match=r"no answer\. 10 rows on end are bad"):
+        next(read(batches_of(path)))
 
 
 def test_reading_ahead_takes_none_of_the_random_numbers_of_training(tmp_path: Path) -> None:
@@ -202,13 +213,19 @@ def test_a_checkpoint_without_a_place_in_the_stream_is_not_gone_on_from(
     fields |= {"resume_from_checkpoint": str(out / "checkpoint-1")}
     left = sorted(path.name for path in out.iterdir())
     with pytest.raises(
-        ValueError, match=r"checkpoint-1 has no stream.json, .* Resume the way it was written. Or continue training"
+        ValueError, match=r"checkpoint-1 has no stream.json, its place in the stream. Or train its model"
     ):
         run(monkeypatch, tmp_path, **fields)
     assert sorted(path.name for path in out.iterdir()) == left  # nothing was moved aside
     fields |= {"resume_from_checkpoint": str(out / "checkpoint-2"), "max_steps": 3, "resume_changed": True}
-    with pytest.raises(ValueError, match="1 dataloader workers a process before, 2 now"):
+    with pytest.raises(ValueError, match="1 readers each, now there are 1 with 2"):
         run(monkeypatch, tmp_path, **fields, dataloader_num_workers=2)
+
+
+def picture_of(shade: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (4, 4), shade).save(file, "PNG")
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
@@ -218,7 +235,7 @@ def test_tars_train_as_the_same_rows_of_parquet_do(
     members: dict[str, Any] = {}
     images, conversations = [], []
     for number in range(12):
-        pictures = [picture(20 * number + shade) for shade in range(number % 3)]
+        pictures = [picture_of(20 * number + shade) for shade in range(number % 3)]
         asks = {"from": "human", "value": "<image>" * len(pictures) + "What?"}
         turns = [asks, {"from": "gpt", "value": f"number {number}"}]
         members |= {f"{number}.{place}.png": data for place, data in enumerate(pictures)} | {f"{number}.json": turns}

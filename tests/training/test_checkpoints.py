@@ -287,9 +287,9 @@ def test_the_rehearsal_leaves_no_trace(
 def test_what_does_not_fit_fails_before_the_first_step(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(NormLlavaTrainer, "_rehearse", full)
+    monkeypatch.setattr(NormLlavaTrainer, "compute_loss", full)
     with pytest.raises(MemoryError, match="largest batch does not fit into memory: lower packed_length or per_device"):
         run(monkeypatch, tmp_path, **{**finished, "output_dir": str(tmp_path / "out")})

@@ -108,7 +108,7 @@ def load_model(
         name: Folder or Hub id.
         dtype: `"auto"` for the checkpoint's own, or torch's name of one.
         device_map: As in `from_pretrained`; `"auto"` spreads a model over the available devices.
-        load_in_4bit: Load the decoder in NF4, encoder and projector unquantized; needs the extra "qlora".
+        load_in_4bit: Load the decoder in NF4, encoder and projector unquantized; needs the extra "train".
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
 
     Raises:

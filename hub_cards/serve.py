@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000, help="loopback port (default: 8000)")
     args = parser.parse_args(arguments)
     if not is_serve_available():
-        raise SystemExit("transformers' server is not installed: pip install -e '.[serve]'")
+        raise SystemExit("transformers' server is not installed: pip install -e '.[release]'")
     import uvicorn
 
     try:

@@ -60,7 +60,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         "attn_implementation": {"text_config": run_args.attn_implementation, "vision_config": "sdpa"},
     }
     if run_args.load_in_4bit:
-        from training.adapters import quantization_config  # needs the extra "qlora"
+        from training.adapters import quantization_config  # needs the extra "train"
 
         compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         quantization = quantization_config(compute_dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
@@ -156,7 +156,7 @@ def prepare_model(
     trained: Any = model
     stage = Stage(str(run_args.stage))
     if stage is Stage.ADAPT:
-        from training.adapters import add_adapters  # needs the extra "qlora"
+        from training.adapters import add_adapters  # needs the extra "train"
 
         torch.manual_seed(args.seed)
         trained = add_adapters(

@@ -5,12 +5,10 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterable
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -39,11 +37,6 @@ SERVED = {
 }
 # What no file of ours imports: transformers reads pictures and loads quantized weights, a harness has a command.
 INDIRECT = {"": {"pillow"}, "train": {"bitsandbytes"}, "evaluation": {"lm-eval"}}
-
-
-def known(names: Iterable[str], faulty: str) -> list[Any]:
-    """Parameters, of which one is known to fail; once it doesn't, this goes."""
-    return [pytest.param(name, marks=pytest.mark.xfail(strict=True) if name == faulty else ()) for name in names]
 
 
 @cache
@@ -77,7 +70,7 @@ def test_packages_import_those_below() -> None:
     assert {path.split("/")[0] for path in tracked.splitlines()} - LEVEL.keys() == {"tests"}
 
 
-@pytest.mark.parametrize("package", known(LEVEL, "training"))
+@pytest.mark.parametrize("package", LEVEL)
 def test_modules_import_in_no_circle(package: str) -> None:
     modules = imports(package)
     TopologicalSorter({name: names & modules.keys() - {name} for name, names in modules.items()}).prepare()
@@ -100,7 +93,7 @@ def brought(extra: str) -> set[str]:
     return stated("") | stated(extra) | {name for other in included for name in brought(other)}
 
 
-@pytest.mark.parametrize("extra", known(SERVED, "release"))
+@pytest.mark.parametrize("extra", SERVED)
 def test_what_is_imported_is_stated_and_nothing_else(extra: str) -> None:
     distributions = packages_distributions()
     names = {

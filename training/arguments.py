@@ -5,6 +5,7 @@
 import argparse
 import difflib
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -223,10 +224,13 @@ def read_source(place: str, entry: Any) -> SourceArguments:
     if isinstance(entry, SourceArguments):
         return entry
     try:
-        return SourceArguments(**{**entry, "weight": float(entry.get("weight", 1))})
+        source = SourceArguments(**{**entry, "weight": float(entry.get("weight", 1))})
     except (TypeError, ValueError, AttributeError) as error:
         fields = ", ".join(SourceArguments.__dataclass_fields__)
         raise ValueError(f"{place} must be a mapping of {fields}, got {entry!r} ({error}).") from error
+    if not 0 < source.weight < math.inf:
+        raise ValueError(f"{place}: weight must be a finite number above 0, got {source.weight}.")
+    return source
 
 
 def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
@@ -244,6 +248,10 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     twice = [name for name in ONE_SOURCE if getattr(run_args, name) != getattr(RunArguments, name)]
     refused = (
         (run_args.datasets is not None and twice, f"Give either {', '.join(twice)} or datasets, not both."),
+        (
+            streaming and [source.weight for source in run_args.sources] != [1],
+            "dataset_streaming reads a single source of weight 1: remove it. Without it rows are not held in memory either.",
+        ),
         (
             stage is Stage.INSTRUCT and run_args.vision_learning_rate is None,
             "Stage 'instruct' trains the vision encoder too: give vision_learning_rate.",

@@ -121,6 +121,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
             args.world_size, args.dataloader_num_workers,
         )  # fmt: skip
     held_out, _ = read_held_out(run_args, args, tokenize)
+    eval_sampler = None if held_out is None else deal_held_out(run_args, args, held_out, tokenize.tokens_per_image)
     run = describe_run({**vars(run_args), **args.to_dict()}, data, environment, run_args.recipe, sources)
     if is_finished(run_args, args, run, checkpoint, count_steps(args, sampler)):
         return
@@ -137,12 +138,10 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
     make_room(trained)
-    questions = eval_sampler = None
-    if held_out is not None:
-        eval_sampler = deal_held_out(run_args, args, held_out, tokenize.tokens_per_image)
-        if run_args.eval_samples > 0:
-            asked = held_out.select(range(min(run_args.eval_samples, len(held_out))))
-            questions = HeldOutQuestions(asked, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
+    questions = None
+    if held_out is not None and run_args.eval_samples > 0:
+        asked = held_out.select(range(min(run_args.eval_samples, len(held_out))))
+        questions = HeldOutQuestions(asked, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
     peak = device_peak(args.device)
     trainer = NormLlavaTrainer(
         trained,

@@ -29,10 +29,15 @@ PACKED = {"packed_length": 120, "per_device_train_batch_size": 1}
 NORM = "model.multi_modal_projector.norm"
 
 
+def dump_recipe(**fields: Any) -> str:
+    """A recipe's text; fields of `None` are left out."""
+    return yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+
+
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> None:
     """Run the script in this process with a recipe of these fields."""
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**FAST, **fields}))
+    recipe.write_text(dump_recipe(**FAST | fields))
     sft.main(["--config", str(recipe)])
 
 

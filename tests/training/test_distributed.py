@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoProcessor
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved, weights
+from script_runs import FAST, INSTRUCT, PACKED, ROOT, dump_recipe, logged, moved, weights
 from training.checkpoints import write_unsharded
 
 
@@ -31,7 +31,7 @@ FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
 
 def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fields: Any) -> str:
     recipe = folder / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**FAST, "logging_steps": 1, **fields}))
+    recipe.write_text(dump_recipe(**{**FAST, "logging_steps": 1, **fields}))
     command = [sys.executable, "-m", "accelerate.commands.launch", *arguments, script, "--config", recipe]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -251,7 +251,7 @@ def test_two_processes_that_are_killed_go_on_in_the_stream(
     assert listed(unbroken) == sorted(bad)
 
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump({**FAST, **fields, "output_dir": str(broken)}))
+    recipe.write_text(dump_recipe(**{**FAST, **fields, "output_dir": str(broken)}))
     command = [sys.executable, "-m", "accelerate.commands.launch", *TWO, "training/sft.py", "--config", str(recipe)]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as killed:
         while not (broken / "checkpoint-5").exists():

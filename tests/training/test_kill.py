@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, moved
+from script_runs import FAST, INSTRUCT, PACKED, ROOT, dump_recipe, logged, moved
 
 
 pytest.importorskip("bitsandbytes")
@@ -40,7 +39,7 @@ def drive(
     start = composed(key_adapter_rank=4 if "key_mmd_weight" in KINDS[kind] else 0)
     fields = {**FAST, **KINDS[kind], "model_name_or_path": str(start), "dataset_name": str(data)}
     recipe.write_text(
-        yaml.safe_dump({**fields, "save_steps": save_steps, "logging_steps": 1, "output_dir": "given below"})
+        dump_recipe(**{**fields, "save_steps": save_steps, "logging_steps": 1, "output_dir": "given below"})
     )
     result = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("kill_driver.py")), str(recipe), str(folder), *points],

@@ -12,13 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from conversations.loading import load_rows
 from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, logged, moved, run, weights
+from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, dump_recipe, logged, moved, run, weights
 from training import sft
 from training.collator import VisionLanguageCollator
 from training.run import Run, describe_environment
@@ -32,7 +31,7 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
         {"stage": "align", "model_name_or_path": str(composed()), "output_dir": str(stage1)},
         {**INSTRUCT, "model_name_or_path": str(stage1), "output_dir": str(stage2)},
     ):
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**FAST, "dataset_name": str(data), **fields}))
+        (tmp_path / "recipe.yaml").write_text(dump_recipe(**{**FAST, "dataset_name": str(data), **fields}))
         launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "training/sft.py"]
         result = subprocess.run(
             [*launch, "--config", str(tmp_path / "recipe.yaml")], cwd=ROOT, capture_output=True, text=True

@@ -250,7 +250,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         (run_args.datasets is not None and twice, f"Give either {', '.join(twice)} or datasets, not both."),
         (
             streaming and [source.weight for source in run_args.sources] != [1],
-            "dataset_streaming reads a single source of weight 1: remove it. Rows are not held in memory without it either.",
+            "dataset_streaming reads a single source of weight 1: remove it. Rows are not held in memory either way.",
         ),
         (
             stage is Stage.INSTRUCT and run_args.vision_learning_rate is None,

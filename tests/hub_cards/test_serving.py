@@ -119,7 +119,7 @@ def test_the_handler_refuses(data: dict[str, Any], message: str, handler: Any) -
 def test_a_server_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "is_serve_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["serve", "me/x"])
-    with pytest.raises(SystemExit, match=r"pip install -e '.\[serve\]'"):
+    with pytest.raises(SystemExit, match=r"pip install -e '.\[release\]'"):
         serve.main()
 
 

@@ -73,5 +73,7 @@ def test_a_plan_is_within_a_tenth_of_the_peak(
     assert plan.total == pytest.approx(allocated(config, run_args, args, tmp_path), rel=0.1)
     halves = plan_step(config, run_args, args, batch, devices=2)
     assert halves.memory["weights"] == plan.memory["weights"] // 2
-    assert halves.memory["activations and temporary"] == plan.memory["activations and temporary"]
+    # Almost: when Python frees a tensor may differ.
+    activations = plan.memory["activations and temporary"]
+    assert halves.memory["activations and temporary"] == pytest.approx(activations, rel=0.01)
     assert halves.flops == plan.flops > 0

@@ -161,9 +161,8 @@ def measure(options: argparse.Namespace, arm: str) -> dict[str, Any]:
             return {"arm": arm, "out_of_memory": str(error).split(". ")[0]}
         finally:
             transformers.trainer.DEFAULT_CALLBACKS.remove(bare)
-    clocks = (
-        torch.tensor(bare.clocks, dtype=torch.float64).diff(dim=0).unflatten(0, (-1, 2))[1:]
-    )  # [steps, arm, clock]
+    # [steps, arm, clock]
+    clocks = torch.tensor(bare.clocks, dtype=torch.float64).diff(dim=0).unflatten(0, (-1, 2))[1:]
     (seconds, _), (bare_seconds, _) = clocks.quantile(0.5, dim=0).tolist()
     ratio, cpu_ratio = (clocks[:, 0] / clocks[:, 1]).quantile(0.5, dim=0).tolist()
     timed = bare.batches[len(bare.batches) // options.steps :]
@@ -210,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")}, "arms": [],
     }  # fmt: skip
-    sys.stdout.write(f"{json.dumps(results)}\n{'':16}" + "".join(f"{name:>18}" for name in COLUMNS) + "\n")
+    sys.stdout.write(f"{'':16}" + "".join(f"{name:>18}" for name in COLUMNS) + "\n")
     for arm in ARMS:
         results["arms"].append(report := measure(options, arm))
         cells = "".join(f"{report[name]:18.3f}" if name in report else f"{'':18}" for name in COLUMNS)

@@ -13,6 +13,8 @@ from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
 # A conversation of one turn, as chat templates take it.
 Prompt = list[dict[str, Any]]
 BATCH_SIZE = 50
+# Overrides the checkpoint's generation config, which may set penalties.
+GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 # Answers that `likeliest` scores together.
 CHUNK = 8
 
@@ -45,7 +47,7 @@ def answer(
     answers: list[str] = []
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
         inputs = encode(processor, prompts[start : start + BATCH_SIZE]).to(model.device)
-        generated = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        generated = model.generate(**inputs, **GREEDY, max_new_tokens=max_new_tokens)
         answers += processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     return [text.strip() for text in answers]
 

@@ -43,11 +43,7 @@ class Asked(Exception):
 
 
 def parser_of(module: str) -> argparse.ArgumentParser:
-    """The parser that a command makes: its `main` is stopped where it would read its arguments.
-
-    Raises:
-        RuntimeError: if it reads none.
-    """
+    """The parser that a command makes: its `main` is stopped where it would read its arguments."""
     read, argv = argparse.ArgumentParser.parse_known_args, sys.argv
 
     def ask(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.utils import validate_repo_id
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
@@ -15,8 +14,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
+from diagnostics.answers import answer, ask
 from hub_cards.card import Widget, read_prose, render_card
-from hub_cards.check import ask, find_model_faults
+from hub_cards.check import find_model_faults
 from hub_cards.contents import ASSETS, CARD, INDEX, OTHERS, PLOTS, SERVING, SETTINGS, class_files
 from hub_cards.facts import Facts, collect_facts, hub_id, read_json
 from hub_cards.licences import APACHE, Licence, licence_of
@@ -24,8 +24,6 @@ from hub_cards.weights import read_weights
 
 
 APACHE_TEXT = ASSETS / "LICENSE-APACHE"
-# Overrides the checkpoint's generation config, which may set penalties.
-GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 # Tags that git and the Hub accept and that are not like a branch or a commit, which pins nothing.
 TAG = re.compile(r"(?!.*(?:\.\.|\.$|\.lock$)|(?i:main|master|head|[0-9a-f]{7,64})$)[A-Za-z0-9][\w.+-]*")
 MAX_WIDGETS = 3
@@ -150,7 +148,6 @@ def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
     return text
 
 
-@torch.no_grad()
 def make_widgets(stage: Path, data: Path) -> list[Widget]:
     """The data's first pictures, saved, with the model's own greedy answers to their first questions."""
     model = AutoModelForImageTextToText.from_pretrained(stage).eval()
@@ -164,11 +161,9 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
         (picture,) = open_images(row)
         name = f"images/example{len(widgets) + 1}.png"
         save_picture(picture, stage / name)
-        inputs = ask(processor, picture, question)
-        generated = model.generate(**inputs, **GREEDY, max_new_tokens=64)
-        reply = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        (reply,) = answer(model, processor, [ask(question, picture)], f"Example {len(widgets) + 1}", 64)
         content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": question}]
-        widgets.append({"messages": [{"role": "user", "content": content}], "output": {"text": reply.strip()}})
+        widgets.append({"messages": [{"role": "user", "content": content}], "output": {"text": reply}})
         if len(widgets) == MAX_WIDGETS:
             break
     if not widgets:

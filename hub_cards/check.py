@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
 
+from diagnostics.answers import ask, encode
 from hub_cards.contents import CARD, NEEDED, SETTINGS, class_files, is_listed
 from hub_cards.facts import read_json
 from hub_cards.weights import Weights, listed, read_weights
@@ -31,13 +32,6 @@ MACHINE_PATH = re.compile(
 )
 # What the card's snippet loads: where a push goes, and under which tag.
 PIN = re.compile(r'^repository, revision = "(.+)", "(.+)"$', re.MULTILINE)
-
-
-def ask(processor: Any, picture: Image.Image, question: str) -> Any:
-    """Inputs for a picture and a question, as any user would prepare them."""
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    return processor.apply_chat_template([{"role": "user", "content": content}], **options)
 
 
 def check(stage: Path) -> list[str]:
@@ -123,7 +117,7 @@ def find_code_faults(folder: Path) -> Iterator[str]:
 def find_processor_faults(folder: Path, model: Any) -> Iterator[str]:
     """A processor whose tokens or pictures don't fit the model, which is on the meta device."""
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    inputs = ask(processor, Image.new("RGB", (64, 48)), QUESTION)
+    inputs = encode(processor, [ask(QUESTION, Image.new("RGB", (64, 48)))])
     (features,) = model.get_image_features(inputs["pixel_values"].to("meta", model.dtype)).pooler_output
     count = int((inputs["input_ids"] == model.config.image_token_id).sum())
     if count != len(features):

@@ -25,7 +25,7 @@ def build_app(model: str, revision: str) -> Any:
     Only the chat routes of `transformers serve` are offered. The others load any repository that a request names,
     with its code, and read any file that one names as audio.
     """
-    # Here, since they need the extra "serve".
+    # Here, since they need the extra "release".
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException

@@ -184,7 +184,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     given = [] if known.config is None else read_recipe(Path(known.config), parser)
     try:
         run_args, args, unknown = parser.parse_args_into_dataclasses([*given, *rest], return_remaining_strings=True)
-    except ValueError as error:  # transformers' and TRL's own checks
+    except ValueError as error:  # from transformers or TRL: raised here, it is told in one line as ours are
         raise ValueError(str(error)) from error
     if unknown:
         name = unknown[0].partition("=")[0].removeprefix("--")

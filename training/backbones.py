@@ -1,5 +1,7 @@
 """Loads what a NormLlava is composed of, and refuses what would answer otherwise in it."""
 
+import os
+
 import torch
 from tokenizers import AddedToken
 from transformers import (
@@ -20,6 +22,11 @@ from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneratio
 IMAGE_TOKEN_CANDIDATES = ("<image>", "<|image_pad|>", "<|reserved_special_token_0|>", "<unused0>")
 PAD_TOKEN_CANDIDATES = ("<|finetune_right_pad_id|>", "<|endoftext|>", "<pad>")
 EXPERT_FIELDS = ("output_router_logits", "n_routed_experts", "moe_num_experts")
+
+
+def plain_name(name: str) -> str:
+    """A folder's absolute path, since the config records it and `a/b` would be taken for a Hub id; an id unchanged."""
+    return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:

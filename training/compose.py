@@ -9,7 +9,6 @@ interface before and after the norm, and write a complete checkpoint folder.
 """
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from training.backbones import (
     generation_config,
     load_text_model,
     load_vision_model,
+    plain_name,
     require_reloadable,
     require_same_answers,
     require_unquantized,
@@ -94,11 +94,6 @@ class ComposeArguments:
                 "--scale_projector, --captions and --vision_feature_layer are for a new projector, and --llava_model "
                 "has one: leave them out."
             )
-
-
-def plain_name(name: str) -> str:
-    """A folder's absolute path, since the config records it and `a/b` would be taken for a Hub id; an id unchanged."""
-    return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:

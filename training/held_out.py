@@ -15,14 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, Row, row_turns
 from conversations.tokens import IGNORED
+from diagnostics.answers import GREEDY
 from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.collator import VisionLanguageCollator
 from training.stages import base_model
-
-
-# Overrides the checkpoint's generation config, which may set penalties.
-GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
 @dataclass(frozen=True)

@@ -159,12 +159,10 @@ class StreamBatches(IterableDataset):
         """Resume at a checkpoint's place.
 
         Raises:
-            ValueError: if it has none, or one of other numbers of processes or workers.
+            ValueError: if it is of another version, or of other numbers of processes or workers.
         """
         path = checkpoint / STREAM_FILE
         way_on = "Or train its model with another output_dir, from the stream's first row."
-        if not path.exists():
-            raise ValueError(f"{checkpoint} has no {STREAM_FILE}, its place in the stream. {way_on}")
         processes = json.loads(path.read_text(encoding="utf-8"))
         try:
             before = len(processes), len(processes[0]["readers"])

@@ -65,7 +65,10 @@ def open_picture(record: Record) -> Image.Image:
 
 def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: list[str]) -> list[str]:
     """The likeliest of all names for each picture."""
-    answers = [processor.tokenizer(f"{name}<|im_end|>", add_special_tokens=False).input_ids for name in names]
+    answers = [
+        processor.tokenizer(f"{name}{processor.tokenizer.eos_token}", add_special_tokens=False).input_ids
+        for name in names
+    ]
     prompts = tqdm([ask(NAME, image) for image in images], desc="Naming")
     return [names[likeliest(model, encode(processor, [prompt]), answers)] for prompt in prompts]
 

@@ -3,7 +3,6 @@
 import io
 import json
 import shutil
-import tarfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from PIL import Image as PILImage
 from conversations.loading import has_splits, load_rows, stream_fingerprint
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, check_row, row_images, row_turns, to_messages
-from row_files import GOOD_ROWS, turns, write_json
+from row_files import GOOD_ROWS, turns, write_json, write_tar
 
 
 @pytest.mark.parametrize("name", ["data.json", "data.jsonl"])
@@ -297,18 +296,6 @@ def test_an_unknown_split_or_configuration_is_an_error_with_those_there_are(tmp_
 def test_a_picture_is_not_lost_to_an_empty_list_of_pictures(tmp_path: Path) -> None:
     path = write_json(tmp_path, [{"image": "a.png", "images": None, "conversations": ASKED}])
     assert len(read_whole(load_rows(str(path), str(tmp_path / "pictures")))) == 1
-
-
-def write_tar(path: Path, members: dict[str, Any]) -> Path:
-    """A tar of bytes, or of what is written as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return path
 
 
 def picture(shade: int) -> bytes:

@@ -20,7 +20,7 @@ from mkdocs.config import load_config
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 # Why a block is not run here: its first line says so to the reader.
-NOT_HERE = ("# needs the Hub", "# needs a GPU", "# takes hours", "# two terminals")
+NOT_HERE = ("# needs the Hub", "# needs a GPU", "# takes hours", "# after make emoji", "# two terminals")
 # Lines that are not run as part of a block: by CI, or because they would change this environment.
 ELSEWHERE = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
 # What a fragment takes for granted.

@@ -14,9 +14,11 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
+from diagnostics.answers import answer as ask_model
+from diagnostics.answers import ask
 from hub_cards.assets.handler import EndpointHandler
 from hub_cards.build import build
-from hub_cards.check import ask, check, find_model_faults
+from hub_cards.check import check, find_model_faults
 from hub_cards.facts import collect_facts
 from hub_cards.weights import read_weights
 from hub_server import NAME
@@ -62,9 +64,8 @@ def answer(release: Path) -> str:
     """The model's own greedy answer about the fixed picture."""
     model = Adapted.from_pretrained(release).eval()
     processor = AutoProcessor.from_pretrained(release)
-    inputs = ask(processor, PICTURE, QUESTION)
-    tokens = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    return processor.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    (text,) = ask_model(model, processor, [ask(QUESTION, PICTURE)], "answer", MAX_NEW_TOKENS)
+    return text
 
 
 def test_the_card_says_what_the_config_and_the_weights_say(release: Path, adapted: Path) -> None:

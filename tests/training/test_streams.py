@@ -2,7 +2,6 @@
 
 import io
 import json
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -20,6 +19,7 @@ from PIL import Image
 
 from conversations.loading import load_rows
 from conversations.rows import BadRowError, Row, row_turns
+from row_files import write_tar
 from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training import streams
 from training.arguments import TrainingConfig
@@ -33,16 +33,6 @@ def said(shard: int, number: int) -> Turns:
     """Turns of a length of their own; every fifth row has no answer, which makes it a bad one."""
     answer = "" if number % 5 == 4 else "x" * ((7 * shard + 3 * number) % 11 + 1)
     return [{"from": "human", "value": f"{shard}.{number}"}, {"from": "gpt", "value": answer}]
-
-
-def write_tar(path: Path, members: dict[str, Any]) -> None:
-    path.parent.mkdir(exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
 
 
 def write_parquet(folder: Path, sizes: list[int], row_group_size: int = 4) -> Path:

@@ -31,6 +31,7 @@ from diagnostics.plots import draw_overview, save
 from diagnostics.results import to_json
 from diagnostics.samples import prepare_samples
 from evaluation.record import Evaluation, write_evaluations
+from examples.figures import draw_answers
 
 
 logger = logging.getLogger(__name__)
@@ -154,22 +155,14 @@ def measure(run_dir: Path, probe: Path) -> dict[str, DynamicsPoint]:
     return measured
 
 
-def draw_answers(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
+def draw_some(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
     """A few pictures with question and answer, including a wrong one if there is one."""
     wrong = [number for number, row in enumerate(questions) if answers[number] != row.answer]
     chosen = [*range(0, 28, 4), *(wrong[:1] or [28])]
-    figure, axes = plt.subplots(2, 4, figsize=(11, 6.4))
-    for axis, number in zip(axes.flat, chosen, strict=True):
-        row = questions[number]
-        right = answers[number] == row.answer
-        axis.imshow(Image.open(row.image))
-        axis.set_title(f"{row.question}\n{answers[number]}", color="black" if right else "firebrick", fontsize=11)
-        if not right:
-            axis.set_xlabel(f"right: {row.answer}", color="firebrick")
-        axis.set(xticks=[], yticks=[])
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    images = [Image.open(questions[number].image) for number in chosen]
+    titles = [f"{questions[number].question}\n{answers[number]}" for number in chosen]
+    mistakes = [f"right: {questions[number].answer}" if number in wrong else "" for number in chosen]
+    draw_answers(images, titles, mistakes, path)
 
 
 def render_table(scores: dict[str, dict[str, float]], measured: dict[str, DynamicsPoint], count: int) -> str:
@@ -211,7 +204,7 @@ def main() -> None:
     write_probe(questions, probe)
     measured = measure(run_dir, probe)
     record_scores(scores, len(questions), run_dir / "stage2")
-    draw_answers(questions, answers, run_dir / "answers.png")
+    draw_some(questions, answers, run_dir / "answers.png")
     drawn = {label: point.summary for label, point in measured.items() if label != "after stage 1"}
     save(draw_overview(drawn), run_dir / "norms.png")
     report = {"questions": len(questions), "accuracy": scores, "dynamics": to_json(measured)}

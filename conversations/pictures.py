@@ -2,13 +2,12 @@
 
 import re
 from io import BytesIO
-from typing import Any
 
 import numpy as np
 from PIL import ExifTags, ImageOps
 from PIL import Image as PILImage
 
-from conversations.rows import BadRowError, Picture, Row, picture_path, row_images
+from conversations.rows import BadRowError, Row, picture_path, row_images
 
 
 def open_images(row: Row) -> list[PILImage.Image]:
@@ -17,17 +16,26 @@ def open_images(row: Row) -> list[PILImage.Image]:
     The EXIF orientation is applied, 16-bit grey is scaled to 8 bits, transparency is dropped, and of an animation the
     first frame is taken. The content decides the format, not the file's name.
 
-    Raises:
-        BadRowError: if one can't be read, or its path leaves the row's folder.
+    Raises `BadRowError` if one can't be read, or its path leaves the row's folder.
     """
-    return [_open_image(image, row, number) for number, image in enumerate(row_images(row), 1)]
+    images = []
+    for number, image in enumerate(row_images(row), 1):
+        path = picture_path(row, image)
+        try:
+            # Opened here: Pillow maps an uncompressed file that is given by its path, and does not turn a TIFF then.
+            with BytesIO(image["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
+                images.append(to_rgb(opened))
+        except Exception as error:  # Pillow's decoders raise errors of many types on broken files
+            name = image["path"] if isinstance(image, dict) else path
+            reason = re.sub(r" <_io.\w+ .*>", "", str(error))
+            raise BadRowError(row["source"], f"image {name or number} can't be read ({reason})") from error
+    return images
 
 
 def to_rgb(opened: PILImage.Image) -> PILImage.Image:
     """A picture's pixels in RGB, turned as its EXIF says, with nothing else of it.
 
-    Raises:
-        OSError: if the pixels can't be read, or have no known range.
+    Raises `OSError` if they can't be read, or have no known range.
     """
     # Pixels first, since a PNG's EXIF may stand behind them.
     if opened.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
@@ -42,16 +50,3 @@ def to_rgb(opened: PILImage.Image) -> PILImage.Image:
         pixels.getexif()[ExifTags.Base.Orientation] = orientation
         ImageOps.exif_transpose(pixels, in_place=True)
     return pixels
-
-
-def _open_image(image: Picture, row: Row, number: int) -> PILImage.Image:
-    path = picture_path(row, image)
-    embedded: Any = image
-    try:
-        # Opened here, since Pillow maps an uncompressed file that is given by its path, and does not turn a TIFF then.
-        with BytesIO(embedded["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
-            return to_rgb(opened)
-    except Exception as error:  # Pillow's decoders raise errors of many types on broken files
-        name = image["path"] if isinstance(image, dict) else path
-        reason = re.sub(r" <_io.\w+ .*>", "", str(error))
-        raise BadRowError(row["source"], f"image {name or number} can't be read ({reason})") from error

@@ -84,7 +84,9 @@ def _open(name: str, config: str | None, split: str) -> Dataset:
     if kind == "dataset":
         return datasets.load_dataset(name, config, split=split)
     if split != "train" and kind != "splits":
-        raise ValueError(f"there is one split, train, and no {split!r}.")
+        raise ValueError(f"it has one split, train, so there is no {split!r}.")
+    if config is not None:
+        raise ValueError(f"it has no configurations, so there is no {config!r}; leave it out.")
     if kind == "json":
         features = Features({"images": List(Image(decode=False)), "conversations": Value("string")})
         # The first process parses the file. The key is its content and this code.

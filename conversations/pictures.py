@@ -2,6 +2,7 @@
 
 import re
 from io import BytesIO
+from typing import Any
 
 import numpy as np
 from PIL import ExifTags, ImageOps
@@ -18,18 +19,7 @@ def open_images(row: Row) -> list[PILImage.Image]:
 
     Raises `BadRowError` if one can't be read, or its path leaves the row's folder.
     """
-    images = []
-    for number, image in enumerate(row_images(row), 1):
-        path = picture_path(row, image)
-        try:
-            # Opened here: Pillow maps an uncompressed file that is given by its path, and does not turn a TIFF then.
-            with BytesIO(image["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
-                images.append(to_rgb(opened))
-        except Exception as error:  # Pillow's decoders raise errors of many types on broken files
-            name = image["path"] if isinstance(image, dict) else path
-            reason = re.sub(r" <_io.\w+ .*>", "", str(error))
-            raise BadRowError(row["source"], f"image {name or number} can't be read ({reason})") from error
-    return images
+    return [_open_image(image, row, number) for number, image in enumerate(row_images(row), 1)]
 
 
 def to_rgb(opened: PILImage.Image) -> PILImage.Image:
@@ -50,3 +40,15 @@ def to_rgb(opened: PILImage.Image) -> PILImage.Image:
         pixels.getexif()[ExifTags.Base.Orientation] = orientation
         ImageOps.exif_transpose(pixels, in_place=True)
     return pixels
+
+
+def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
+    path = picture_path(row, image)
+    try:
+        # Opened here, since Pillow maps an uncompressed file that is given by its path, and does not turn a TIFF then.
+        with BytesIO(image["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
+            return to_rgb(opened)
+    except Exception as error:  # Pillow's decoders raise errors of many types on broken files
+        name = image["path"] if isinstance(image, dict) else path
+        reason = re.sub(r" <_io.\w+ .*>", "", str(error))
+        raise BadRowError(row["source"], f"image {name or number} can't be read ({reason})") from error

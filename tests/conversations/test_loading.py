@@ -211,8 +211,8 @@ def test_an_unknown_split_or_configuration_is_an_error_with_those_there_are(tmp_
     (tmp_path / "parquet").mkdir()
     one.to_parquet(tmp_path / "parquet" / "train.parquet")
     for name, message in (
-        (path, "data.json: there is one split, train, and no 'dev'"),
-        (str(tmp_path / "one"), "one: there is one split, train, and no 'dev'"),
+        (path, "data.json: it has one split, train, so there is no 'dev'"),
+        (str(tmp_path / "one"), "one: it has one split, train, so there is no 'dev'"),
         (str(tmp_path / "two"), "two: there is no split 'dev'; give one of train, test"),
         (str(tmp_path / "parquet"), r"parquet: .*split.*dev.*\['train'\]"),
     ):
@@ -220,8 +220,9 @@ def test_an_unknown_split_or_configuration_is_an_error_with_those_there_are(tmp_
             with pytest.raises(ValueError, match=message):
                 load_rows(name, split="dev", streaming=streaming)
     assert len(load_rows(str(tmp_path / "two"), split="test")) == 1
-    with pytest.raises(ValueError, match=r"parquet: .*'other' not found. Available: \['default'\]"):
-        load_rows(str(tmp_path / "parquet"), config="other")
+    for name, message in ((path, "no configurations"), (str(tmp_path / "parquet"), r"Available: \['default'\]")):
+        with pytest.raises(ValueError, match=f"{name}: .*{message}"):
+            load_rows(name, config="other")
 
 
 def picture(shade: int) -> bytes:

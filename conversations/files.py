@@ -1,7 +1,6 @@
 """File helpers: write atomically, hash, empty a folder."""
 
 import hashlib
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +13,8 @@ WEIGHT_FILES = "model*.safetensors"
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically."""
     aside = path.with_suffix(".tmp")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    aside.write_text(text, encoding="utf-8")
+    aside.replace(path)
 
 
 def sha256(path: Path) -> str:
@@ -47,7 +43,6 @@ def weights_fingerprint(folder: Path) -> str | None:
 
 def fresh_folder(path: Path) -> Path:
     """Create an empty folder; what was there is deleted."""
-    if path.exists():
-        shutil.rmtree(path)
+    shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path

@@ -5,27 +5,28 @@ import json
 import logging
 import os
 import zlib
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import numpy as np
 import pyarrow as pa
+import tokenizers
+import transformers
 from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets.fingerprint import Hasher
 
-from conversations import pictures, rows, tokens
-from conversations.files import sha256
+from conversations.files import hash_files
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, Row, check_row, control_tokens, picture_path, row_images, row_turns
+from conversations.rows import BadRowError, Row, check_row, picture_path, row_images, row_turns
 from conversations.tokens import RowTokenizer
 
 
 logger = logging.getLogger(__name__)
 
-# Rows of a cache file: what a killed check, or a repaired picture, has to repeat.
-PIECE = 50_000
 # Rows whose pictures are in memory at a time.
 BATCH = 100
 FEATURES = Features(
@@ -39,25 +40,14 @@ FEATURES = Features(
         "problem": Value("string"),
     }
 )
-BAD: Row = {"conversations": "", "input_ids": [], "labels": [], "num_images": 0, "length": 0, "checksum": 0}
 
 
 @dataclass
 class RowCheck:
-    """Checks a row and tokenizes it.
-
-    Args:
-        tokenize: Tokenizes a good row.
-        open_pictures: Whether to open its pictures too.
-    """
+    """Checks a row, opens its pictures unless told not to, and tokenizes it."""
 
     tokenize: RowTokenizer
     open_pictures: bool = True
-    control_tokens: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        processor = self.tokenize.processor
-        self.control_tokens = control_tokens(processor.tokenizer, processor.image_token)
 
     def __call__(self, row: Row) -> Row:
         """The row with its tokens. Raises `BadRowError` if it can't be trained on."""
@@ -66,102 +56,74 @@ class RowCheck:
 
     def look(self, row: Row) -> None:
         """Look at text and pictures. Raises `BadRowError` if the row can't be trained on."""
-        check_row(row, self.control_tokens)
+        check_row(row, self.tokenize.control_tokens)
         if self.open_pictures:
             open_images(row)
 
-    def problem(self, row: Row) -> str:
-        """Why a row can't be trained on; an empty text for a good one."""
-        try:
-            self(row)
-        except BadRowError as error:
-            return error.problem
-        return ""
-
 
 def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None) -> Dataset:
-    """Check and tokenize every row; the result has the columns of `FEATURES`.
+    """Check and tokenize every row, in `num_proc` processes; the result has the columns of `FEATURES`.
 
     It is kept in datasets' cache folder for the next run. The key is the rows, the paths, sizes and times of picture
-    files, and all that `check` depends on.
-
-    Args:
-        dataset: Rows of `conversations.rows`.
-        check: Checks a row.
-        num_proc: Processes that share the work; in each, threads open the pictures.
+    files, and all that the check depends on. Raises `BadRowError` if the disk, not the row, is at fault.
     """
-    code = [sha256(Path(file)) for file in (__file__, pictures.__file__, rows.__file__, tokens.__file__)]
-    identity = [check.tokenize.identity(), sorted(check.control_tokens), check.open_pictures, code]
-    pieces = []
-    for start in range(0, len(dataset), PIECE):
-        piece = dataset.select(range(start, min(start + PIECE, len(dataset))))
-        pieces.append(_tokenize_piece(piece, check, identity, num_proc))
-    return concatenate_datasets(pieces)
-
-
-def _tokenize_piece(piece: Dataset, check: RowCheck, identity: list[Any], num_proc: int | None) -> Dataset:
-    """[`tokenize_rows`] for the rows of a cache file."""
-
-    def tokenize(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        with ThreadPoolExecutor() as threads:
-            looks = [threads.submit(check.look, row) for row in rows]
-        found = []
-        for row, look in zip(rows, looks, strict=True):
-            try:
-                look.result()
-                text = json.dumps(row_turns(row), default=str)
-                tokens = check.tokenize(row)
-                found.append({**tokens, "conversations": text, "checksum": _checksum(row, text), "problem": ""})
-            except BadRowError as error:
-                found.append({**BAD, "problem": error.problem})
-        return {name: [row[name] for row in found] for name in FEATURES}
-
-    key = json.dumps([piece._fingerprint, _file_states(piece), identity])
+    tokenize, code = check.tokenize, hash_files(Path(__file__).parent, "*.py")
+    fingerprint = Hasher.hash([
+        dataset._fingerprint, _file_states(dataset), tokenize.processor.tokenizer, tokenize.chat_template,
+        tokenize.processor.image_token, tokenize.tokens_per_image, tokenize.max_length, check.open_pictures, code,
+        transformers.__version__, tokenizers.__version__,
+    ])  # fmt: skip
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "normllava"
     folder.mkdir(parents=True, exist_ok=True)
-    name = folder / f"rows-{hashlib.sha256(key.encode()).hexdigest()}.arrow"
-    is_kept = any(folder.glob(f"{name.stem}*"))
-    for load_from_cache_file in (True, False):
-        found = piece.map(
-            tokenize, batched=True, batch_size=BATCH, num_proc=num_proc, remove_columns=piece.column_names,
-            features=FEATURES, cache_file_name=str(name), load_from_cache_file=load_from_cache_file,
-            new_fingerprint=name.stem[-64:], desc=f"Checking {len(piece):,} rows",
-        )  # fmt: skip
-        # A bad row is looked at again at the next start: the cause may have been the disk.
-        problems = _problems(found) if is_kept else {}
-        if all(check.problem(piece[number]) == problem for number, problem in problems.items()):
-            break
-    return found
+    return dataset.map(
+        partial(_tokenize_batch, check=check), batched=True, batch_size=BATCH, num_proc=num_proc, features=FEATURES,
+        remove_columns=dataset.column_names, cache_file_name=str(folder / f"rows-{fingerprint}.arrow"),
+        new_fingerprint=fingerprint, load_from_cache_file=True, desc=f"Checking {len(dataset):,} rows",
+    )  # fmt: skip
+
+
+def _tokenize_batch(batch: dict[str, list[Any]], check: RowCheck) -> dict[str, list[Any]]:
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    with ThreadPoolExecutor() as threads:
+        looks = [threads.submit(check.look, row) for row in rows]
+    found = [_tokens_or_problem(row, look, check) for row, look in zip(rows, looks, strict=True)]
+    return {name: [row[name] for row in found] for name in FEATURES}
+
+
+def _tokens_or_problem(row: Row, look: Future[None], check: RowCheck) -> Row:
+    try:
+        look.result()
+        text, tokens = json.dumps(row_turns(row), default=str), check.tokenize(row)
+    except BadRowError as error:
+        if getattr(error.__cause__, "errno", None) is not None:
+            raise  # by the disk's fault: what is kept would outlast it
+        return {**dict.fromkeys(FEATURES), "problem": error.problem}
+    return {**tokens, "conversations": text, "checksum": _checksum(row, text), "problem": ""}
 
 
 def keep_good_rows(
     dataset: Dataset, tokens: Dataset, bad_rows: Literal["error", "skip"], report_file: Path | None
 ) -> tuple[Dataset, str]:
-    """The good rows with their tokens, and a fingerprint of their content.
+    """The good rows with their tokens, and a fingerprint of their content; `report_file`, if any, lists bad ones.
 
-    Bad rows are added to `report_file`, a line of JSON each; `None` for a process that should not write it.
-
-    Raises:
-        BadRowError: with `"error"`, if there is a bad row; with `"skip"`, if all are bad.
+    Raises `BadRowError` with `"error"` if there is a bad row, with `"skip"` if all are bad.
     """
-    problems, count = _problems(tokens), len(dataset)
-    sources = dataset.select_columns("source")
-    if problems and (bad_rows == "error" or len(problems) == count):
-        number, problem = next(iter(problems.items()))
-        advice = "fix the data" if len(problems) == count else "fix the data, or leave them out with bad_rows: skip"
-        raise BadRowError(sources[number]["source"], f"{problem}. {len(problems)} of {count} rows are bad; {advice}")
-    if problems and report_file is not None:
+    is_bad = np.array([problem != "" for problem in tokens["problem"]])
+    columns = [dataset.select_columns("source"), tokens.select_columns("problem")]
+    bad = concatenate_datasets(columns, axis=1).select(np.flatnonzero(is_bad))
+    if len(bad) and (bad_rows == "error" or is_bad.all()):
+        advice = "fix the data" if is_bad.all() else "fix the data, or leave them out with bad_rows: skip"
+        first, counts = bad[0], f"{len(bad)} of {len(is_bad)} rows are bad"
+        raise BadRowError(first["source"], f"{first['problem']}. {counts}; {advice}")
+    if len(bad) and report_file is not None:
         report_file.parent.mkdir(parents=True, exist_ok=True)
         with report_file.open("a", encoding="utf-8") as file:
-            for number, problem in problems.items():
-                file.write(json.dumps({"source": sources[number]["source"], "problem": problem}) + "\n")
-        logger.warning("Left out %d of %d rows; listed with reasons in %s", len(problems), count, report_file)
-    good = [number for number in range(count) if number not in problems]
-    checksums = tokens.with_format("numpy", columns=["checksum"])["checksum"][:][good]
+            file.writelines(json.dumps(row) + "\n" for row in bad)
+        logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(is_bad), report_file)
     columns = [dataset.remove_columns("conversations"), tokens.remove_columns(["problem", "checksum"])]
-    joined = concatenate_datasets(columns, axis=1)
-    return (joined.select(good) if problems else joined), hashlib.sha256(checksums.tobytes()).hexdigest()
+    joined, good = concatenate_datasets(columns, axis=1), np.flatnonzero(~is_bad)
+    checksums = row_lengths(tokens.select(good), "checksum")
+    return (joined.select(good) if len(bad) else joined), hashlib.sha256(checksums.tobytes()).hexdigest()
 
 
 def row_lengths(dataset: Dataset, column: str = "length") -> np.ndarray:
@@ -169,11 +131,7 @@ def row_lengths(dataset: Dataset, column: str = "length") -> np.ndarray:
     return dataset.with_format("numpy", columns=[column])[column][:]
 
 
-def _problems(tokens: Dataset) -> dict[int, str]:
-    return {number: problem for number, problem in enumerate(tokens["problem"]) if problem}
-
-
-def _file_states(piece: Dataset) -> str:
+def _file_states(dataset: Dataset) -> str:
     """Hash of the paths, sizes and modification times of all picture files, which `datasets` doesn't see."""
 
     def state(path: str | None) -> tuple[str | None, int, int]:
@@ -183,11 +141,11 @@ def _file_states(piece: Dataset) -> str:
             return path, 0, 0
         return path, found.st_size, found.st_mtime_ns
 
-    seen, column = hashlib.sha256(), "images" if "images" in piece.column_names else "image"
+    seen, folder = hashlib.sha256(), dataset[0]["image_folder"]
+    column = dataset.select_columns("images" if "images" in dataset.column_names else "image")
     with ThreadPoolExecutor() as threads:
-        for table in piece.select_columns([column, "image_folder"]).with_format("arrow").iter(1000):
-            folder = table["image_folder"][0].as_py()
-            for chunk in table[column].chunks:  # in Arrow, since Python would read pictures inside too
+        for table in column.with_format("arrow").iter(1000):
+            for chunk in table[0].chunks:  # in Arrow, since Python would read pictures inside too
                 pictures = chunk if pa.types.is_struct(chunk.type) else chunk.flatten()
                 paths = pictures.field("path").filter(pictures.field("bytes").is_null()).to_pylist()
                 seen.update(json.dumps(list(threads.map(state, paths))).encode())
@@ -199,8 +157,8 @@ def _checksum(row: Row, text: str) -> int:
     described = []
     for image in row_images(row):
         path = picture_path(row, image)
-        if path is not None:
-            described.append((path.removeprefix(row["image_folder"]), os.path.getsize(path)))
-        elif isinstance(image, dict):
+        if path is None:
             described.append((image["path"], len(image["bytes"])))
+        else:
+            described.append((path.removeprefix(row["image_folder"]), os.path.getsize(path)))
     return zlib.crc32(json.dumps([text, described]).encode())

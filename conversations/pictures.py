@@ -8,7 +8,7 @@ import numpy as np
 from PIL import ExifTags, ImageOps
 from PIL import Image as PILImage
 
-from conversations.rows import BadRowError, Picture, Row, picture_path, row_images
+from conversations.rows import BadRowError, Row, picture_path, row_images
 
 
 def open_images(row: Row) -> list[PILImage.Image]:
@@ -17,8 +17,7 @@ def open_images(row: Row) -> list[PILImage.Image]:
     The EXIF orientation is applied, 16-bit grey is scaled to 8 bits, transparency is dropped, and of an animation the
     first frame is taken. The content decides the format, not the file's name.
 
-    Raises:
-        BadRowError: if one can't be read, or its path leaves the row's folder.
+    Raises `BadRowError` if one can't be read, or its path leaves the row's folder.
     """
     return [_open_image(image, row, number) for number, image in enumerate(row_images(row), 1)]
 
@@ -26,8 +25,7 @@ def open_images(row: Row) -> list[PILImage.Image]:
 def to_rgb(opened: PILImage.Image) -> PILImage.Image:
     """A picture's pixels in RGB, turned as its EXIF says, with nothing else of it.
 
-    Raises:
-        OSError: if the pixels can't be read, or have no known range.
+    Raises `OSError` if they can't be read, or have no known range.
     """
     # Pixels first, since a PNG's EXIF may stand behind them.
     if opened.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
@@ -44,12 +42,11 @@ def to_rgb(opened: PILImage.Image) -> PILImage.Image:
     return pixels
 
 
-def _open_image(image: Picture, row: Row, number: int) -> PILImage.Image:
+def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
     path = picture_path(row, image)
-    embedded: Any = image
     try:
         # Opened here, since Pillow maps an uncompressed file that is given by its path, and does not turn a TIFF then.
-        with BytesIO(embedded["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
+        with BytesIO(image["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
             return to_rgb(opened)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         name = image["path"] if isinstance(image, dict) else path

@@ -1,14 +1,7 @@
 """The NormLlava model class. Importing it registers the classes, so `trust_remote_code` is not needed here."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
-    AutoProcessor,
-    LlavaProcessor,
-)
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, LlavaProcessor
 
 from .configuration_normllava import NormLlavaConfig
 from .key_adapters import (
@@ -16,23 +9,18 @@ from .key_adapters import (
     NormLlavaKeyAdapterForConditionalGeneration,
     NormLlavaKeyAdapterModel,
 )
-from .modeling_normllava import (
-    GlobalWeightCompensatedLayerNorm,
-    NormLlavaForConditionalGeneration,
-    NormLlavaModel,
-    NormLlavaPreTrainedModel,
-)
+from .modeling_normllava import GlobalWeightCompensatedLayerNorm, NormLlavaForConditionalGeneration, NormLlavaModel
 
 
 for config, base, whole in (
     (NormLlavaConfig, NormLlavaModel, NormLlavaForConditionalGeneration),
     (NormLlavaKeyAdapterConfig, NormLlavaKeyAdapterModel, NormLlavaKeyAdapterForConditionalGeneration),
 ):
-    AutoConfig.register(config.model_type, config)
-    AutoModel.register(config, base)
+    transformers.AutoConfig.register(config.model_type, config)
+    transformers.AutoModel.register(config, base)
     for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
         auto_class.register(config, whole)  # the first for text-only tools
-    AutoProcessor.register(config, LlavaProcessor)
+    transformers.AutoProcessor.register(config, LlavaProcessor)
 
 __all__ = [
     "GlobalWeightCompensatedLayerNorm",
@@ -41,5 +29,4 @@ __all__ = [
     "NormLlavaKeyAdapterConfig",
     "NormLlavaKeyAdapterForConditionalGeneration",
     "NormLlavaModel",
-    "NormLlavaPreTrainedModel",
 ]

@@ -19,7 +19,7 @@ class NormLlavaConfig(LlavaConfig):
     Args:
         projector_norm (`str`, *optional*, defaults to `"gwc"`):
             `"gwc"`: LayerNorm with global weight compensation in its backward pass (arXiv 2512.08374, eq. 12);
-            `"layernorm"`: the same forward with LayerNorm's own gradient; `"none"`: no norm, which is plain Llava.
+            `"layernorm"`: the same with LayerNorm's own gradient; `"none"`: no norm, which is plain Llava.
         projector_norm_target (`float`, *optional*):
             T, the L2 norm that visual tokens start at (eq. 11). A new norm gets the gain `T / sqrt(hidden_size)`.
             `None` leaves the gain at 1, the default-initialised arm of the paper's Table 5.
@@ -30,9 +30,6 @@ class NormLlavaConfig(LlavaConfig):
             that visual tokens started at T, and whether it was first pointed at captions' embeddings.
         llava_name_or_path (`str`, *optional*):
             Also a record: Hub id or folder of the Llava checkpoint that this model was converted from.
-
-    Raises:
-        huggingface_hub.errors.StrictDataclassError: if a field has a value that is not allowed.
     """
 
     model_type = "normllava"
@@ -79,11 +76,7 @@ class NormLlavaConfig(LlavaConfig):
                 "This checkpoint has key adapters and was saved by an earlier version, where they were part of "
                 "this class. Load it with NormLlavaKeyAdapterForConditionalGeneration and save it again."
             )
-        # What that version wrote for models without.
-        fields = {k: v for k, v in config_dict.items() if not k.startswith("key_adapter_") or hasattr(cls, k)}
-        return super().from_dict(fields, **kwargs)
+        return super().from_dict(config_dict, **kwargs)
 
 
 NormLlavaConfig.register_for_auto_class()
-
-__all__ = ["NormLlavaConfig"]

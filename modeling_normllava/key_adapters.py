@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import nn
-from transformers import PreTrainedModel
 
 from .configuration_normllava import NormLlavaConfig
 from .modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaModel
@@ -17,17 +16,7 @@ from .modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaMode
 
 @strict
 class NormLlavaKeyAdapterConfig(NormLlavaConfig):
-    r"""
-    Configuration of a NormLlava model with key adapters: [`NormLlavaConfig`] and three fields.
-
-    Args:
-        key_adapter_rank (`int`, *optional*, defaults to 16):
-            Rank of the gated updates of the keys, in every layer one of visual and one of text tokens.
-        key_adapter_alpha (`float`, *optional*, defaults to 32):
-            The updates are scaled by `key_adapter_alpha / key_adapter_rank`.
-        key_adapter_dropout (`float`, *optional*, defaults to 0.05):
-            Dropout in front of the updates, in training.
-    """
+    """[`NormLlavaConfig`] with the rank of the keys' updates, which are scaled by alpha / rank, and their dropout."""
 
     model_type = "normllava_key_adapters"
 
@@ -46,10 +35,7 @@ class NormLlavaKeyAdapterConfig(NormLlavaConfig):
     def validate_key_adapters(self) -> None:
         """Part of `@strict`-powered validation."""
         if self.key_adapter_rank < 1 or not 0 <= self.key_adapter_dropout < 1:
-            raise ValueError(
-                "key_adapter_rank must be 1 or more and key_adapter_dropout at least 0 and below 1, got "
-                f"{self.key_adapter_rank} and {self.key_adapter_dropout}."
-            )
+            raise ValueError("key_adapter_rank must be 1 or more, and key_adapter_dropout at least 0 and below 1.")
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -63,10 +49,8 @@ class KeyAdapter(nn.Module):
     """Gated low-rank updates of a layer's keys, one of text tokens and one of visual tokens.
 
     `(alpha / rank) * g_m * B_m A_m h` of a token with hidden state `h` and modality `m`, where
-    `g_m = sigmoid(w_m . h + c_m)`. B, w and c start at 0, so the update does too.
-
-    These are plain parameters (first index: 0 for text, 1 for visual tokens), so that tools which quantize or adapt
-    every `nn.Linear` of a decoder skip them.
+    `g_m = sigmoid(w_m . h + c_m)`. B, w and c start at 0, so the update does too. Parameters have two rows, for text
+    and for visual tokens; no `nn.Linear` holds them, so that tools which quantize or adapt those skip them.
     """
 
     def __init__(self, base: nn.Linear, config: NormLlavaKeyAdapterConfig) -> None:
@@ -101,11 +85,7 @@ class AdaptedKeyProjection(nn.Module):
         self.key_adapter = KeyAdapter(base, config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Keys, before rotary embedding, of normed `hidden_states` `(batch_size, sequence_length, hidden_size)`.
-
-        Raises:
-            ValueError: if `hidden_states` has no `visual_token_mask` for these tokens.
-        """
+        """Keys, before rotary embedding, of normed `hidden_states` `(batch_size, sequence_length, hidden_size)`."""
         is_visual = getattr(hidden_states, "visual_token_mask", None)
         if is_visual is None or is_visual.shape != hidden_states.shape[:-1]:
             raise ValueError(
@@ -138,28 +118,20 @@ def add_visual_token_mask(model: Any, args: Any, kwargs: dict[str, Any]) -> tupl
     input_ids = named.get("input_ids")
     if input_ids is not None and "visual_token_mask" not in kwargs:
         encoded = (named.get("mm_encoder_outputs") or {}).get("image")
-        has_picture = encoded is not None or named.get("pixel_values") is not None
+        has_picture = not (encoded is None and named.get("pixel_values") is None)
         kwargs["visual_token_mask"] = (input_ids == model.config.image_token_id) & has_picture
     return args, kwargs
 
 
 def wrap_key_projections(model: NormLlavaModel, config: NormLlavaKeyAdapterConfig) -> None:
-    """Put adapters around `k_proj` of every layer of the decoder.
-
-    Raises:
-        ValueError: if a layer has no linear `self_attn.k_proj`, or the decoder is to run in vLLM.
-    """
+    """Put adapters around `k_proj` of every layer of the decoder. Raises `ValueError` if it can't have them."""
     decoder: Any = model.language_model
     if decoder.config._attn_implementation == "vllm":
-        raise ValueError(
-            "vLLM can't run key adapters: it never says which tokens are visual. Serve with transformers."
-        )
+        raise ValueError("vLLM can't run key adapters: it hides which tokens are visual. Serve with transformers")
     attentions: list[Any] = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", [None])]
     if not all(isinstance(getattr(attention, "k_proj", None), nn.Linear) for attention in attentions):
-        raise ValueError(
-            "Key adapters need a decoder whose layers have a linear self_attn.k_proj; those of "
-            f"{type(decoder).__name__} have none."
-        )
+        found = f"those of {type(decoder).__name__} have none"
+        raise ValueError(f"Key adapters need a decoder whose layers have a linear self_attn.k_proj; {found}.")
     for attention in attentions:
         attention.k_proj = AdaptedKeyProjection(attention.k_proj, config)
         attention.register_forward_pre_hook(hand_over_visual_mask, with_kwargs=True)
@@ -171,7 +143,7 @@ class NormLlavaKeyAdapterModel(NormLlavaModel):
 
     config: NormLlavaKeyAdapterConfig
 
-    def __init__(self, config: NormLlavaKeyAdapterConfig, *parts: PreTrainedModel | None) -> None:
+    def __init__(self, config: NormLlavaKeyAdapterConfig, *parts: nn.Module | None) -> None:
         super().__init__(config, *parts)
         wrap_key_projections(self, config)
 
@@ -181,7 +153,7 @@ class NormLlavaKeyAdapterForConditionalGeneration(NormLlavaForConditionalGenerat
 
     config: NormLlavaKeyAdapterConfig
 
-    def __init__(self, config: NormLlavaKeyAdapterConfig, *parts: Any) -> None:
+    def __init__(self, config: NormLlavaKeyAdapterConfig, *parts: nn.Module | None) -> None:
         super().__init__(config, *parts)
         wrap_key_projections(self.model, config)
 
@@ -189,9 +161,3 @@ class NormLlavaKeyAdapterForConditionalGeneration(NormLlavaForConditionalGenerat
 NormLlavaKeyAdapterConfig.register_for_auto_class()
 NormLlavaKeyAdapterModel.register_for_auto_class("AutoModel")
 NormLlavaKeyAdapterForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")
-
-__all__ = [
-    "NormLlavaKeyAdapterConfig",
-    "NormLlavaKeyAdapterForConditionalGeneration",
-    "NormLlavaKeyAdapterModel",
-]

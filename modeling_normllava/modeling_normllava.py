@@ -9,14 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModel,
-    GenerationMixin,
-    LlavaForConditionalGeneration,
-    LlavaModel,
-    LlavaPreTrainedModel,
-    PreTrainedModel,
-)
+from transformers import AutoModel, GenerationMixin, LlavaForConditionalGeneration, LlavaModel, LlavaPreTrainedModel
 from transformers import initialization as init
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from transformers.utils.versions import require_version
@@ -32,6 +25,8 @@ MIN_MEAN_GAIN = 1e-3
 # Checkpoint weights that may stay unused: the head (by the base model) and the norm (where it is switched off).
 # Not in the class's `_keys_to_ignore_on_load_unexpected`: vLLM drops such weights from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
+# A part that is built from the config where none is given.
+Part = nn.Module | None
 
 
 class _CompensatedLayerNormFunction(torch.autograd.Function):
@@ -68,10 +63,9 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
 
 
 class Float32LayerNorm(nn.LayerNorm):
-    """LayerNorm (eq. 22, 23) whose parameters stay at least float32, whatever the dtype of the model around it.
+    """`nn.LayerNorm` (eq. 22, 23), computed in float32, whose parameters stay float32 whatever the model's dtype.
 
-    A bfloat16 gain of 0.0134 moves in steps of 6e-5, so the updates of training would be rounded away. Statistics
-    and affine are computed in float32 too; the output has the input's dtype. Arguments are `nn.LayerNorm`'s.
+    A bfloat16 gain of 0.0134 moves in steps of 6e-5, so the updates of training would be rounded away.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -87,7 +81,7 @@ class Float32LayerNorm(nn.LayerNorm):
         return super()._apply(keep_float32, recurse)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalise `hidden_states` of shape `(..., *normalized_shape)`; same shape and dtype out."""
+        """Normalise `hidden_states`; same shape and dtype out."""
         # Sharded training may pass the parameters in its compute dtype, hence all three.
         dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, self.weight.dtype), torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -144,19 +138,14 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """`False`, though the class is outside of transformers: for custom code transformers leaves modules without
-        weights of their own as they are on loading, and the buffers that they fill (Falcon-H1's) hold anything."""
+        """`False`: on loading custom code transformers fills no buffers of modules without weights (Falcon-H1)."""
         return False
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """[`PreTrainedModel.from_pretrained`], but raises where weights would be initialised at random or dropped.
-
-        Raises:
-            ValueError: if the checkpoint's weights don't match this model, for example a plain Llava checkpoint's.
-        """
+        """`PreTrainedModel.from_pretrained`, but raises `ValueError` where weights are missing or would be dropped."""
         load = super().from_pretrained
         model, report = load(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         base_report = report
@@ -169,42 +158,29 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         unexpected = [key for key in base_report["unexpected_keys"] if not MAY_STAY_UNUSED.search(key)]
         for problem, found in (("missing", base_report["missing_keys"]), ("unexpected", unexpected)):
             if found:
-                keys = sorted(found)
-                parts = sorted({next(name for name in key.split(".") if name != "model") for key in keys})
+                parts = sorted({key.removeprefix("model.").partition(".")[0] for key in found})
                 raise ValueError(
                     f"The checkpoint {model.name_or_path!r} does not fit {cls.__name__}. Weights {problem}: "
-                    f"{len(keys)} of {', '.join(parts)}, first {keys[0]!r}. Load the folder that composing or "
-                    "training wrote; a Llava checkpoint is converted first: python training/compose.py --llava_model "
-                    "<folder or Hub id> --output_dir <folder>"
+                    f"{len(found)} of {', '.join(parts)}, first {min(found)!r}. Load what was composed or trained; "
+                    "convert a Llava first: python training/compose.py --llava_model <folder> --output_dir <folder>"
                 )
         return (model, report) if output_loading_info else model
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """[`PreTrainedModel.load_adapter`], but raises `ValueError` where a weight of the adapter is missing."""
+        """`PreTrainedModel.load_adapter`, but raises `ValueError` where a weight of the adapter is missing."""
         report = super().load_adapter(*args, **kwargs)
         # Of what is trained in full, quantized weights have a state that an adapter does not hold.
-        missing = sorted(
-            key
-            for key in report.missing_keys
-            if ".lora_" in key or (".modules_to_save." in key and key.endswith((".weight", ".bias")))
-        )
+        of_adapter = re.compile(r"\.lora_|\.modules_to_save\..*\.(weight|bias)$")
+        missing = [key for key in report.missing_keys if of_adapter.search(key)]
         if missing:
-            raise ValueError(f"The adapter does not fit. Weights missing: {len(missing)}, first {missing[0]!r}.")
+            raise ValueError(f"The adapter does not fit. Weights missing: {len(missing)}, first {min(missing)!r}.")
         return report
 
 
 class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
-    """Vision tower, projector with norm, and language model without its head.
+    """Vision tower, projector with norm, and language model without its head."""
 
-    Parts (`vision_tower`, `language_model`) that are given are used as they are; others are built from `config`.
-    """
-
-    def __init__(
-        self,
-        config: NormLlavaConfig,
-        vision_tower: PreTrainedModel | None = None,
-        language_model: PreTrainedModel | None = None,
-    ) -> None:
+    def __init__(self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None) -> None:
         super(LlavaModel, self).__init__(config)  # skips LlavaModel's, which builds the parts itself
         self.vision_tower = vision_tower or AutoModel.from_config(config.vision_config)
         self.multi_modal_projector = NormLlavaMultiModalProjector(config)
@@ -213,15 +189,10 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
 
 
 class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForConditionalGeneration, GenerationMixin):
-    """NormLlava with the language-modelling head; forward and generation are Llava's. Parts as in [`NormLlavaModel`],
-    and `lm_head`."""
+    """NormLlava with the language-modelling head; forward and generation are Llava's."""
 
     def __init__(
-        self,
-        config: NormLlavaConfig,
-        vision_tower: PreTrainedModel | None = None,
-        language_model: PreTrainedModel | None = None,
-        lm_head: nn.Linear | None = None,
+        self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None, lm_head: Any = None
     ) -> None:
         super(LlavaForConditionalGeneration, self).__init__(config)  # skips Llava's, which builds the parts itself
         self.model = NormLlavaModel(config, vision_tower, language_model)
@@ -232,5 +203,3 @@ class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForCondit
 # Saving copies the class files of registered classes only.
 NormLlavaModel.register_for_auto_class("AutoModel")
 NormLlavaForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")
-
-__all__ = ["NormLlavaForConditionalGeneration", "NormLlavaModel", "NormLlavaPreTrainedModel"]

@@ -26,6 +26,7 @@ from transformers import (
 from modeling_normllava import (
     NormLlavaConfig,
     NormLlavaForConditionalGeneration,
+    NormLlavaKeyAdapterConfig,
     NormLlavaKeyAdapterForConditionalGeneration,
     NormLlavaModel,
 )
@@ -55,11 +56,14 @@ def prompt(processor: AutoProcessor, num_images: int, text: str = "What is it?")
         ({"projector_norm_target": float("nan")}, "None or a finite number above 0"),
         ({"projector_norm_target": "1.0"}, "expected float"),
         ({"projector_norm_eps": 0.0}, "finite number above 0"),
+        ({"key_adapter_rank": 0}, "key_adapter_rank must be 1 or more"),
+        ({"key_adapter_dropout": 1.0}, "key_adapter_dropout at least 0 and below 1"),
     ],
 )
 def test_wrong_config_values_fail_at_construction(wrong: dict[str, object], message: str) -> None:
+    config_class = NormLlavaKeyAdapterConfig if "key" in message else NormLlavaConfig
     with pytest.raises(StrictDataclassError, match=message):
-        NormLlavaConfig(**wrong)
+        config_class(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +121,6 @@ def test_loading_never_touches_the_gain(model: NormLlavaForConditionalGeneration
         norm = loaded.model.multi_modal_projector.norm
         assert norm.weight.dtype == torch.float32
         assert torch.equal(norm.weight, trained)
-
-
-def test_low_precision_model_keeps_the_norm_in_float32_when_saved(
-    model: NormLlavaForConditionalGeneration, tmp_path: Path
-) -> None:
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as weights:
         assert weights.get_tensor(f"{NORM}.weight").dtype == torch.float32
@@ -357,10 +356,3 @@ def test_no_private_method_of_transformers_is_overridden() -> None:
         private = {name for cls in ours for name in vars(cls) if name.startswith("_") and not name.endswith("__")}
         overridden = {name for name in private & theirs if callable(getattr(base, name))}
         assert overridden == {"_init_weights"}
-
-
-def test_auto_model_gives_the_base_model(composed: Callable[..., Path]) -> None:
-    base = NormLlavaModel.from_pretrained(composed())
-    whole = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    for name, parameter in base.named_parameters():
-        assert torch.equal(parameter, whole.get_parameter(f"model.{name}")), name

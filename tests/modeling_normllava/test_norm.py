@@ -11,7 +11,6 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from modeling_normllava import GlobalWeightCompensatedLayerNorm
 
@@ -56,6 +55,8 @@ def test_gradients_are_the_papers(gain: float) -> None:
     output = norm(x)
     output.backward(grad_output)
 
+    (frozen,) = torch.autograd.grad(norm.requires_grad_(False)(x), x, grad_output)
+    assert torch.equal(frozen, x.grad)
     reference = nn.functional.layer_norm(x, (HIDDEN_SIZE,), norm.weight, norm.bias, EPS)
     torch.testing.assert_close(output, reference, rtol=0, atol=0)
     for actual, expected in zip(
@@ -98,29 +99,12 @@ def test_autocast() -> None:
     assert relative_error(projected.grad, expected) < 5e-3
 
 
-def test_frozen_norm_passes_the_gradient_on() -> None:
-    norm = make_norm().requires_grad_(False)
-    x, grad_output = torch.randn(8, HIDDEN_SIZE, requires_grad=True), torch.randn(8, HIDDEN_SIZE)
-    norm(x).backward(grad_output)
-    assert relative_error(x.grad, paper_gradients(x, norm.weight, norm.bias, grad_output)[0]) < 1e-5
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiles_into_one_graph(backend: str) -> None:
     norm = make_norm()
     x, grad_output = torch.randn(8, HIDDEN_SIZE, requires_grad=True), torch.randn(8, HIDDEN_SIZE)
     torch.compile(norm, fullgraph=True, backend=backend)(x).backward(grad_output)
     assert relative_error(x.grad, paper_gradients(x, norm.weight, norm.bias, grad_output)[0]) < 1e-5
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_gradient_checkpointing(use_reentrant: bool) -> None:
-    norm = make_norm()
-    x, grad_output = torch.randn(8, HIDDEN_SIZE, requires_grad=True), torch.randn(8, HIDDEN_SIZE)
-    checkpoint(norm, x, use_reentrant=use_reentrant).backward(grad_output)
-    expected, expected_gain, _ = paper_gradients(x, norm.weight, norm.bias, grad_output)
-    assert relative_error(x.grad, expected) < 1e-5
-    assert relative_error(norm.weight.grad, expected_gain) < 1e-5
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,7 @@ def find_norm(model: PreTrainedModel) -> Any:
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that holds the decoder's layers.
-
-    Raises:
-        DiagnosticsError: if there is none, or pictures reach it only by cross-attention.
-    """
+    """The module that holds the decoder's layers. Raises `DiagnosticsError` if pictures reach none as tokens."""
     named = [
         (name.count("."), module)
         for name, module in model.get_decoder().named_modules()
@@ -110,11 +106,7 @@ def has_learned_queries(model: PreTrainedModel) -> bool:
 
 
 def image_token_id(model: PreTrainedModel) -> int:
-    """The id that stands for a picture's features in `input_ids`.
-
-    Raises:
-        NoVisualTokensError: if the model's config names none.
-    """
+    """The id that stands for a picture's features in `input_ids`."""
     for name in ("image_token_id", "image_token_index"):
         token = getattr(model.config, name, None)
         if token is not None:

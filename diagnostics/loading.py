@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
-    BitsAndBytesConfig,
     PreTrainedModel,
 )
 
@@ -24,8 +23,6 @@ from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, Row, check_row, row_images, row_turns, to_messages
 from diagnostics.parts import (
-    ENCODERS,
-    PROJECTORS,
     NoVisualTokensError,
     decoder_layers,
     image_token_id,
@@ -84,7 +81,6 @@ def load_model(
     name: str,
     dtype: str = "auto",
     device_map: str | None = None,
-    load_in_4bit: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its processor, from a folder or the Hub.
@@ -93,7 +89,6 @@ def load_model(
         name: Folder or Hub id.
         dtype: `"auto"` for the checkpoint's own, or torch's name of one.
         device_map: As in `from_pretrained`; `"auto"` spreads a model over the available devices.
-        load_in_4bit: Load the decoder in NF4, encoder and projector unquantized; needs the extra "train".
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
 
     Raises:
@@ -101,17 +96,9 @@ def load_model(
         OSError, ValueError, ImportError: if it can't be loaded, or needs a package that is missing.
     """
     processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
-    options: dict[str, Any] = {}
-    if load_in_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype),
-            llm_int8_skip_modules=[rf"(.*\.)?{name}" for name in (*ENCODERS, *PROJECTORS, "lm_head")],
-        )
     try:
         model = AutoModelForImageTextToText.from_pretrained(
-            name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, **options
+            name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
         )
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
@@ -135,13 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
     add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
-    add("--load_in_4bit", action="store_true", help="load the decoder in NF4")
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of [`load_model`] from the command line."""
-    return {name: getattr(args, name) for name in ("dtype", "device_map", "load_in_4bit", "trust_remote_code")}
+    return {name: getattr(args, name) for name in ("dtype", "device_map", "trust_remote_code")}
 
 
 def read_questions(args: argparse.Namespace) -> Questions:

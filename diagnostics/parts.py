@@ -7,8 +7,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-# Names of the vision encoder, as in `PreTrainedModel.get_encoder`.
-ENCODERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
 # Names of the module that projects the vision encoder's features to the decoder's width.
 PROJECTORS = (
     "multi_modal_projector",

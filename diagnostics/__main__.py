@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from conversations.files import weights_fingerprint
 from diagnostics.comparison import measure_models
-from diagnostics.loading import add_arguments, load_model, load_processor, model_options, read_questions
+from diagnostics.loading import add_arguments, load_model, model_options, read_questions
 from diagnostics.model_report import check_layers
 from diagnostics.parts import DiagnosticsError
 
@@ -64,7 +64,7 @@ def check_models(args: argparse.Namespace) -> None:
     """Exit, before weights are loaded, if a model is not there or lacks a requested layer."""
     for path in args.model:
         with naming(path):
-            load_processor(path, args.trust_remote_code)
+            AutoProcessor.from_pretrained(path, trust_remote_code=args.trust_remote_code)
             config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
             count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
             if args.layers is not None and isinstance(count, int):

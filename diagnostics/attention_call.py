@@ -17,8 +17,8 @@ RECORDED = "recorded_sdpa"
 NO_MODULE = "the layer has no module k_norm, k_layernorm or k_proj"
 OTHER_KEYS = "what its k_norm or k_proj returns is not what its attention rotates"
 NO_CALL = "the layer never calls attention over the sample"
-# The recorders of an attention module, of which the last one is told.
-_RECORDERS: "WeakKeyDictionary[nn.Module, list[AttentionCalls]]" = WeakKeyDictionary()
+# Who is told of the calls of an attention module.
+_RECORDERS: "WeakKeyDictionary[nn.Module, AttentionCalls]" = WeakKeyDictionary()
 
 
 class AttentionCalls:
@@ -57,14 +57,14 @@ class AttentionCalls:
         self._projected: dict[nn.Module, torch.Tensor] = {}  # keys of an attention module before its call
         self._handles: list[RemovableHandle] = []
         self._before = decoder.config._attn_implementation
-        self._is_recorded = bool(layers) and self._before in ("sdpa", RECORDED)
+        self._is_recorded = bool(layers) and self._before == "sdpa"
         if not self._is_recorded:
             return
         for module in self._numbers:
             source = find_keys_module(module)
             if source is not None:
                 self._handles.append(source.register_forward_hook(self._see_keys(module)))
-            _RECORDERS.setdefault(module, []).append(self)
+            _RECORDERS[module] = self
         decoder.set_attn_implementation(RECORDED)
 
     def remove(self) -> None:
@@ -74,7 +74,7 @@ class AttentionCalls:
         self._handles.clear()
         if self._is_recorded:
             for module in self._numbers:
-                _RECORDERS[module].remove(self)
+                _RECORDERS.pop(module, None)
             self._decoder.set_attn_implementation(self._before)
 
     def notes(self) -> list[str]:
@@ -128,9 +128,9 @@ def recorded_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> Any:
-    """transformers' sdpa, of which a module's recorder is told; only the one that was added last."""
-    for recorder in _RECORDERS.get(module, [])[-1:]:
-        recorder.see(module, query, key, value, attention_mask, **kwargs)
+    """transformers' sdpa, of which a module's recorder is told."""
+    if module in _RECORDERS:
+        _RECORDERS[module].see(module, query, key, value, attention_mask, **kwargs)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -183,7 +183,6 @@ def attention_rows(
         query: `(1, num_heads, S, head_dim)`, `key` with `num_key_value_heads`.
         mask: `None`, or a boolean or additive mask `(1, 1 or num_heads, S, S)`.
         rows: Positions of the queries, `(num_queries,)`.
-        module: The attention module; its `is_causal` is the default for the argument.
 
     Returns:
         Probabilities `(num_heads, num_queries, S)`, and which keys the mask allows, `(num_queries, S)`.

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from conversations.files import write_whole
 from conversations.pictures import to_rgb
 from conversations.rows import BadRowError, Row, row_images
-from diagnostics.loading import QUESTION, Questions, load_questions, take_questions
+from diagnostics.loading import QUESTION, Questions, load_questions, picture_row, take_questions
 from diagnostics.model_report import ModelReport, Pictures, measure_model
 from diagnostics.parts import DiagnosticsError
 from diagnostics.plots import FIGURES, draw_figures
@@ -123,13 +123,13 @@ def find_questions(data: Data, question: str, num_samples: int) -> Questions:
     """The questions to ask; see [`compare`]."""
     if isinstance(data, str | Path):
         return load_questions(str(data), num_samples, question=question)
-    turns = [{"from": "human", "value": f"<image>\n{question}"}]
 
     def to_row(number: int, entry: Any) -> Any:
-        row = {"images": entry, "conversations": turns, "source": f"picture {number}"}
-        if isinstance(entry, Mapping):
+        if isinstance(entry, Image.Image):
+            row = picture_row(entry, question, f"picture {number}")
+        elif isinstance(entry, Mapping):
             row = {"source": f"row {number}", "images": entry.get("image"), **entry}
-        elif not isinstance(entry, Image.Image):
+        else:
             raise BadRowError(f"entry {number}", f"neither a picture nor a row: {type(entry).__name__}")
         return {**row, "images": [_embed(image, row["source"]) for image in row_images(row)]}
 
@@ -156,14 +156,9 @@ def measure_models(
     layers: Sequence[int] | None = None,
     command: str = "diagnostics.compare",
 ) -> Comparison:
-    """Measure models one after the other, so that only one has to be in memory.
+    """Measure models, given as name, model and processor, one after the other, so that only one has to be in memory.
 
-    Args:
-        models: Name, model and processor.
-        questions: What is asked.
-        data: Name of the data in the report.
-        layers: As in [`compare`].
-        command: Command shown in the report.
+    `data` and `command` are shown in the report.
     """
     measured: list[ModelReport] = []
     of_models: list[pd.DataFrame] = []

@@ -88,23 +88,15 @@ def measure_point(model: PreTrainedModel, samples: Sequence[Sample], step: int) 
 
 
 def read_points(path: Path) -> list[DynamicsPoint]:
-    """The points of a file by step; an incomplete last line, of a killed run, is left out.
-
-    Raises:
-        ValueError: if a line is not JSON or lacks a field, as in files of earlier versions; the message names it.
-    """
+    """The points of a file by step; an incomplete last line, of a killed run, is left out."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     points = []
-    for number, line in enumerate(lines, 1):
-        place = f"{path}, line {number}"
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
         try:
-            points.append(from_json(DynamicsPoint, json.loads(line), place))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{place} is not valid JSON ({error}). Move the file away to measure again.") from error
-        except ValueError as error:
-            raise ValueError(f"{error} Move the file away to measure again with this version.") from error
+            points.append(from_json(DynamicsPoint, json.loads(line), "point"))
+        except ValueError as error:  # no JSON, or of another version
+            raise ValueError(f"{path}, line {number}: {error} Move the file away to measure again.") from error
     return sorted(points, key=lambda point: point.step)
 
 
@@ -116,19 +108,13 @@ def write_points(points: Sequence[DynamicsPoint], path: Path) -> None:
 def measure_run(
     run: Path, questions: Sequence[Question], start: str | None = None, **options: Any
 ) -> list[DynamicsPoint]:
-    """Measure every checkpoint of a run that is not in its `dynamics.jsonl` yet, and add it there.
+    """Measure every checkpoint of a run that is not in its `dynamics.jsonl` yet, and add it there; all points by step.
 
     Args:
         run: Its `output_dir`.
         questions: What to measure on.
         start: The model that the run started from, measured as step 0.
         options: As for [`load_model`].
-
-    Returns:
-        All points, by step.
-
-    Raises:
-        ValueError: if there are no checkpoints, or the file holds points on other questions.
     """
     folders = [path for path in run.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.split("-")[-1].isdigit()]
     if not folders:
@@ -175,7 +161,7 @@ def main() -> None:
     questions = read_questions(args).questions
     try:
         points = measure_run(args.run, questions, args.start, **model_options(args))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         raise SystemExit(str(error)) from error
     save(draw_dynamics({point.step: point.summary for point in points}), args.run / "dynamics.png")
     frames = pd.concat([point.summary.frame.assign(step=point.step) for point in points])

@@ -146,11 +146,10 @@ def kernel(points: np.ndarray) -> np.ndarray:
 
 
 def unbiased_mmd(matrix: np.ndarray, groups: np.ndarray, pictures: np.ndarray, split: Split) -> np.ndarray:
-    """MMD² between the two sets of each split, `(num_ways,)`.
+    """MMD² between the two sets of each split, `(num_ways,)`; NaN if no pairs are left.
 
     The U-statistic of Gretton et al. (2012, eq. 3) over pictures: only pairs of tokens of different pictures count,
-    since tokens of one picture are correlated, which would raise it above 0 for equal distributions. NaN if no pairs
-    are left.
+    since tokens of one picture are correlated, which would raise it above 0 for equal distributions.
 
     Args:
         matrix: Kernel matrix `(N, N)`.
@@ -185,27 +184,16 @@ def js_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -> np.nd
 
 
 def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> float:
-    """Cross-validated accuracy of telling the modalities apart; each picture's tokens are in one fold.
-
-    Args:
-        points: `(N, head_dim)`.
-        groups: Group of each token, `(N,)`.
-        num_pictures: How many; two at least must have tokens.
-    """
+    """Cross-validated accuracy of telling the modalities of `points`, `(N, head_dim)`, apart by their groups, `(N,)`;
+    each picture's tokens are in one fold. Two pictures at least must have tokens."""
     pictures = groups % num_pictures
     model, folds = LogisticRegression(max_iter=1000), GroupKFold(min(5, len(np.unique(pictures))))
     return float(cross_val_score(model, points, groups < num_pictures, groups=pictures, cv=folds).mean())
 
 
 def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.DataFrame | None:
-    """Rows of the numbers of `DEFINITIONS` by layer, such as `keys.mmd`; `None` if nothing was recorded, or if fewer
-    than 8 tokens of each modality, or those of a single picture, are left to compare.
-
-    Args:
-        name: `"keys"` or `"values"`.
-        records: One for each picture.
-        seed: Of swaps and halves.
-    """
+    """Rows of the numbers of `DEFINITIONS` by layer, such as `keys.mmd`, of `"keys"` or `"values"`, from a record for
+    each picture; `None` if fewer than 8 tokens of each modality, or those of a single picture, are left to compare."""
     layers = sorted(set.intersection(*(set(getattr(record, name)) for record in records)))
     points = [take_points(name, layer, records) for layer in layers]
     if not points or len(points[0].pictures) < 8 or len(np.unique(points[0].pictures)) < 2:
@@ -263,11 +251,8 @@ def _by_picture(values: np.ndarray, points: Points) -> np.ndarray:
 
 
 def project(records: Sequence[Record], layer: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """t-SNE of a layer's keys, all heads concatenated, for plotting only: distances in it mean nothing.
-
-    Returns:
-        Visual and text tokens, `(n, 2)` each.
-    """
+    """t-SNE of a layer's visual and text keys, all heads concatenated, `(n, 2)` each, for plotting only: distances in
+    it mean nothing."""
     points = take_points("keys", layer, records)
     count = len(points.visual)
     scaled = points.scaled.reshape(2 * count, -1)

@@ -4,7 +4,6 @@ import argparse
 import hashlib
 import itertools
 import logging
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
     AutoProcessor,
-    BitsAndBytesConfig,
     PreTrainedModel,
 )
 
@@ -25,9 +23,6 @@ from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, Row, check_row, row_images, row_turns, to_messages
 from diagnostics.parts import (
-    ENCODERS,
-    PROJECTORS,
-    DiagnosticsError,
     NoVisualTokensError,
     decoder_layers,
     image_token_id,
@@ -82,24 +77,10 @@ class Questions:
     unreadable: list[str]
 
 
-def load_processor(name: str, trust_remote_code: bool = False) -> Any:
-    """A model's processor, as [`load_model`] loads it first, since it is fast.
-
-    Raises:
-        DiagnosticsError: if a package is missing that it needs.
-        OSError, ValueError: if it can't be loaded.
-    """
-    try:
-        return AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except ImportError as error:
-        raise DiagnosticsError(_missing_package(error)) from error
-
-
 def load_model(
     name: str,
     dtype: str = "auto",
     device_map: str | None = None,
-    load_in_4bit: bool = False,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its processor, from a folder or the Hub.
@@ -108,29 +89,17 @@ def load_model(
         name: Folder or Hub id.
         dtype: `"auto"` for the checkpoint's own, or torch's name of one.
         device_map: As in `from_pretrained`; `"auto"` spreads a model over the available devices.
-        load_in_4bit: Load the decoder in NF4, encoder and projector unquantized; needs the extra "train".
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
 
     Raises:
         NoVisualTokensError: if the model has no visual tokens.
-        DiagnosticsError: if a package is missing that its vision encoder or processor needs.
-        OSError, ValueError: if it can't be loaded.
+        OSError, ValueError, ImportError: if it can't be loaded, or needs a package that is missing.
     """
-    processor = load_processor(name, trust_remote_code)
-    options: dict[str, Any] = {}
-    if load_in_4bit:
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else getattr(torch, dtype),
-            llm_int8_skip_modules=[rf"(.*\.)?{name}" for name in (*ENCODERS, *PROJECTORS, "lm_head")],
-        )
+    processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
     try:
         model = AutoModelForImageTextToText.from_pretrained(
-            name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code, **options
+            name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
         )
-    except ImportError as error:
-        raise DiagnosticsError(_missing_package(error)) from error
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
@@ -143,15 +112,6 @@ def load_model(
     return model.eval(), processor
 
 
-def _missing_package(error: ImportError) -> str:
-    """transformers' error in one line: what needs which package, and how to install it."""
-    needed = re.search(r"(\w+) requires the (\w+) library", str(error))
-    if needed is None:
-        return " ".join(str(error).split())
-    package = needed[2].lower()
-    return f"{needed[1]} needs the package {package}, which is not installed: run `pip install {package}`."
-
-
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     """Options of every command that measures: the data, and how a model is loaded."""
     add = parser.add_argument
@@ -162,13 +122,12 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
     add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
-    add("--load_in_4bit", action="store_true", help="load the decoder in NF4")
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of [`load_model`] from the command line."""
-    return {name: getattr(args, name) for name in ("dtype", "device_map", "load_in_4bit", "trust_remote_code")}
+    return {name: getattr(args, name) for name in ("dtype", "device_map", "trust_remote_code")}
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
@@ -197,30 +156,25 @@ def read_questions(args: argparse.Namespace) -> Questions:
 def load_questions(
     data: str, num_samples: int, image_folder: str | None = None, split: str = "train", question: str = ""
 ) -> Questions:
-    """The first different pictures with a question each.
+    """What [`take_questions`] takes of rows as training reads them, or of a folder of pictures, all asked `question`.
 
-    Args:
-        data: Rows as training takes them (LLaVA's JSON or JSONL, a dataset on disk or on the Hub), or a folder of
-            pictures, those in its subfolders too; hidden files are left out.
-        num_samples: How many at most.
-        image_folder: Base folder of a JSON file's picture paths.
-        split: Of a dataset.
-        question: Asked about the pictures of a folder.
-
-    Returns:
-        The result of [`take_questions`].
+    Pictures in subfolders count too, hidden files don't.
     """
     if not _is_of_pictures(Path(data)):
         return take_questions(load_rows(data, image_folder, split=split), num_samples, data)
-    turns = [{"from": "human", "value": f"<image>\n{question}"}]
     paths = sorted(
         path
         for path in Path(data).rglob("*")
         if path.suffix.lower() in PICTURE_SUFFIXES
         and not any(part.startswith(".") for part in path.relative_to(data).parts)
     )
-    rows: Any = [{"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths]
-    return take_questions(rows, num_samples, data)
+    return take_questions([picture_row(str(path), question, str(path)) for path in paths], num_samples, data)
+
+
+def picture_row(image: Any, question: str, source: str) -> Any:
+    """The row that asks a question about a picture."""
+    turns = [{"from": "human", "value": f"<image>\n{question}"}]
+    return {"images": [image], "conversations": turns, "source": source}
 
 
 def _is_of_pictures(path: Path) -> bool:
@@ -231,18 +185,10 @@ def _is_of_pictures(path: Path) -> bool:
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
     """The first rows that have a new picture before their first answer, at most `num_samples`.
 
-    Rows with a picture that was taken already are left out. Rows that can't be read, malformed or with a broken or
-    missing picture, are skipped with a warning.
-
-    Args:
-        rows: With `source`.
-        num_samples: How many at most.
-        data: Name of the rows in messages.
-
-    Raises:
-        NoVisualTokensError: if there is none.
+    Rows that can't be read, malformed or with a broken or missing picture, are skipped with a warning. Raises
+    `NoVisualTokensError`, which names the rows as `data`, if none is left.
     """
-    taken: dict[str, Question] = {}
+    taken: dict[str, Question] = {}  # by fingerprint of the picture
     seen: set[int] = set()  # hashes of the pictures' paths or bytes, so that none is opened twice
     unreadable: list[str] = []
     passed_over = 0

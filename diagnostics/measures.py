@@ -60,15 +60,11 @@ def measure_all(model: PreTrainedModel, records: Sequence[Record]) -> pd.DataFra
 
 
 def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd.DataFrame:
-    """Rows of the mean norm at each place up to the decoder, and of the ratio of visual to text norms.
-
-    Args:
-        records: One for each picture.
-        vocabulary: Norms of the embedding layer's output by token id, `(vocab_size,)`.
-    """
+    """Rows of the mean norm at each place up to the decoder, and of the ratio of visual to text norms; `vocabulary` is
+    norms of the embedding layer's output by token id, `(vocab_size,)`."""
 
     def means(samples: Sequence[torch.Tensor]) -> np.ndarray:
-        return np.array([norms.double().mean().item() for norms in samples])
+        return np.array([norms.double().mean().item() for norms in samples])  # [num_pictures]
 
     entering = [record.layer_norms[0, record.tokens.text] for record in records]
     in_prompt = [vocabulary[record.input_ids[record.tokens.text]] for record in records]
@@ -95,11 +91,7 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
 
 def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
     """What a decoder multiplies its input by: 1 unless it is the same for every one of several text tokens. Positions
-    that are added give them factors of their own.
-
-    Args:
-        entering: Norms of the text tokens that enter the first layer, `(num_tokens,)`.
-        embedded: Norms of their embeddings, `(num_tokens,)`.
+    that are added give them factors of their own. Norms at the first layer and of the embeddings are `(num_tokens,)`.
     """
     factors = (entering / embedded)[embedded > 0]
     if len(factors) < 2:
@@ -150,23 +142,19 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
 
 
 def attention_share(attention: torch.Tensor, visual: torch.Tensor, counted: torch.Tensor) -> float:
-    """Share of the attention on the counted keys that falls on visual ones, mean over heads and queries.
-
-    Args:
-        attention: `(num_heads, num_queries, S)`, of any scale.
-        visual: Visual tokens, `(S,)`.
-        counted: Keys to count, `(S,)`.
-    """
+    """Share of the attention on the counted keys that falls on visual ones, mean over heads and queries; attention is
+    `(num_heads, num_queries, S)`, of any scale, and the masks are `(S,)`."""
     weights = attention.double() * counted
     return (weights[..., visual].sum(-1) / weights.sum(-1).clamp(min=1e-30)).mean().item()
 
 
-def attention_map(record: Record, layer: int) -> torch.Tensor | None:
-    """Attention over the picture, `(height, width)`, of the position that the answer begins from, mean over heads;
-    `None` where the picture's layout is not known."""
+def attention_maps(record: Record) -> dict[int, torch.Tensor]:
+    """By layer, attention over the picture, `(height, width)`, of the position that the answer begins from, mean over
+    heads; empty where the picture's layout is not known."""
     if record.grid is None:
-        return None
-    return record.attention[layer][:, -1, record.with_sinks.visual].mean(0).reshape(record.grid)
+        return {}
+    of_answer = {layer: rows[:, -1, record.with_sinks.visual].mean(0) for layer, rows in record.attention.items()}
+    return {layer: of_answer[layer].reshape(record.grid) for layer in sorted(of_answer)}
 
 
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:

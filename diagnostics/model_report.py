@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
 from diagnostics.loading import Question
-from diagnostics.measures import attention_map, measure_all
-from diagnostics.parts import DiagnosticsError, decoder_layers, layer_groups
+from diagnostics.measures import attention_maps, measure_all
+from diagnostics.parts import DiagnosticsError, decoder_layers
 from diagnostics.probe import Probe, Record
 from diagnostics.samples import Sample, naming_source, prepare_samples
 from diagnostics.table import Summary
@@ -52,11 +52,6 @@ class ModelReport:
     summary: Summary
     weights: str | None = None
 
-    @property
-    def thirds(self) -> list[str]:
-        """Names of the thirds of its layers, as in the names of measures such as "gap, first third"."""
-        return list(layer_groups(self.num_layers))
-
 
 @dataclass(frozen=True)
 class Pictures:
@@ -82,14 +77,8 @@ def measure_model(
 ) -> tuple[ModelReport, pd.DataFrame, Pictures]:
     """Every measure of one model: its report, its rows, and what to draw.
 
-    Args:
-        model, processor: As [`~diagnostics.loading.load_model`] returns them.
-        questions: The same for every model that is to be compared.
-        name: The model's name in the report.
-        layers: Layers whose attention and keys are measured; six evenly spread ones by default.
-
-    Raises:
-        DiagnosticsError: if a layer does not exist, or a question can't be measured.
+    Attention and keys are measured in `layers`, by default in six that are evenly spread. Raises `DiagnosticsError` if
+    one does not exist, or a question can't be measured.
     """
     num_layers = len(decoder_layers(model))
     chosen = spread_layers(num_layers) if layers is None else sorted(set(layers))
@@ -108,14 +97,8 @@ def measure_model(
         num_layers=num_layers,
         hidden_size=model.config.get_text_config().hidden_size,
         num_pictures=len(records),
-        num_tokens={
-            modality: sum(int(getattr(record.tokens, modality).sum()) for record in records)
-            for modality in ("visual", "text")
-        },
-        excluded={
-            reason: sum(int(record.tokens.excluded[reason].sum()) for record in records)
-            for reason in records[0].tokens.excluded
-        },
+        num_tokens=count_tokens([{"visual": of.tokens.visual, "text": of.tokens.text} for of in records]),
+        excluded=count_tokens([record.tokens.excluded for record in records]),
         notes=sorted({note for record in records for note in record.notes}),
         summary=Summary.of(rows),
     )
@@ -125,8 +108,12 @@ def measure_model(
         middle = with_keys[len(with_keys) // 2]
         placed = (middle, *project(records, middle))
     seen = [(sample.picture, sample.question.text) for sample in samples[:NUM_MAPS]]
-    drawn = Pictures(seen, [take_maps(record) for record in records[:NUM_MAPS]], placed)
-    return report, rows, drawn
+    return report, rows, Pictures(seen, [attention_maps(record) for record in records[:NUM_MAPS]], placed)
+
+
+def count_tokens(masks: Sequence[dict[str, torch.Tensor]]) -> dict[str, int]:
+    """Number of tokens of all samples by the names of their masks."""
+    return {name: sum(int(of[name].sum()) for of in masks) for name in masks[0]}
 
 
 def spread_layers(count: int, chosen: int = 6) -> list[int]:
@@ -140,22 +127,13 @@ def check_layers(layers: Sequence[int], count: int) -> None:
         raise DiagnosticsError(f"It has layers 0 to {count - 1}, got --layers {' '.join(map(str, layers))}.")
 
 
-def take_maps(record: Record) -> dict[int, torch.Tensor]:
-    """Attention over the picture by layer; empty where its layout is not known."""
-    maps = {layer: attention_map(record, layer) for layer in sorted(record.attention)}
-    return {layer: values for layer, values in maps.items() if values is not None}
-
-
 @torch.no_grad()
 def record_samples(
     model: PreTrainedModel, samples: Sequence[Sample], layers: Sequence[int], title: str | None = None
 ) -> list[Record]:
-    """A record for each sample, with attention, keys and values of `layers`.
+    """A record for each sample, with attention, keys and values of `layers`; with a `title`, progress is shown.
 
-    With a `title`, progress is shown. The head is not run: nothing after the decoder is measured.
-
-    Raises:
-        DiagnosticsError: if a sample can't be measured; the message names its question.
+    The head is not run: nothing after the decoder is measured.
     """
     count = max(1, MAX_TOKENS // len(samples))
     records = []

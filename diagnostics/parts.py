@@ -7,8 +7,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-# Names of the vision encoder, as in `PreTrainedModel.get_encoder`.
-ENCODERS = ("vision_tower", "visual", "vision_model", "vision_encoder", "image_tower")
 # Names of the module that projects the vision encoder's features to the decoder's width.
 PROJECTORS = (
     "multi_modal_projector",
@@ -62,11 +60,7 @@ def find_norm(model: PreTrainedModel) -> Any:
 
 
 def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
-    """The module that holds the decoder's layers.
-
-    Raises:
-        DiagnosticsError: if there is none, or pictures reach it only by cross-attention.
-    """
+    """The module that holds the decoder's layers. Raises `DiagnosticsError` if pictures reach none as tokens."""
     named = [
         (name.count("."), module)
         for name, module in model.get_decoder().named_modules()
@@ -110,11 +104,7 @@ def has_learned_queries(model: PreTrainedModel) -> bool:
 
 
 def image_token_id(model: PreTrainedModel) -> int:
-    """The id that stands for a picture's features in `input_ids`.
-
-    Raises:
-        NoVisualTokensError: if the model's config names none.
-    """
+    """The id that stands for a picture's features in `input_ids`."""
     for name in ("image_token_id", "image_token_index"):
         token = getattr(model.config, name, None)
         if token is not None:

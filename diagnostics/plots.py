@@ -36,18 +36,11 @@ MODELS: list[dict[str, Any]] = [
     for colour, dash, marker in zip((GREEN, PURPLE, YELLOW, SKY), DASHES, "os^D", strict=True)
 ]
 STYLE: Any = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 8,
+    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "legend.fontsize"), 8),
+    **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 7),
     "legend.frameon": False,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+    **dict.fromkeys(("axes.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),
     "lines.linewidth": 1.3,
     "lines.markersize": 2.4,
     "text.parse_math": False,  # names and questions hold dollars
@@ -164,36 +157,32 @@ def draw_tsne(models: Mapping[str, tuple[int, np.ndarray, np.ndarray]]) -> Figur
 def draw_maps(models: Mapping[str, Pictures]) -> Figure:
     """Attention over different pictures, as the model sees them, if their layout is known; a row for each picture and
     model. Colours show attention relative to an even share."""
-    rows = _rows_of_maps(models)
+    count = max(len(of.seen) for of in models.values())
+    drawn = [(n, name, of) for n in range(count) for name, of in models.items() if n < len(of.seen) and of.maps[n]]
+    rows = [(name, *of.seen[n], of.maps[n]) for n, name, of in drawn]
     columns = 1 + max(len(maps) for *_, maps in rows)
-    relative = [{layer: of.numpy() / max(float(of.mean()), 1e-12) for layer, of in maps.items()} for *_, maps in rows]
-    everything = np.concatenate([values.ravel() for maps in relative for values in maps.values()])
-    scale = Normalize(0, max(1.0, float(np.quantile(everything, 0.995))))
+    shares = [of.flatten() / of.mean().clamp(min=1e-12) for *_, maps in rows for of in maps.values()]
+    scale = Normalize(0, max(1.0, float(np.quantile(np.concatenate(shares), 0.995))))
     side = (WIDTH - 0.7) / columns
     figure, axes = plt.subplots(
         len(rows), columns, figsize=(WIDTH, (side + 0.36) * len(rows)), squeeze=False, layout="constrained"
     )
     for axis in axes.flat:
         axis.axis("off")
-    for line, (name, image, question, maps), shown in zip(axes, rows, relative, strict=True):
+    for line, (name, image, question, maps) in zip(axes, rows, strict=True):
         line[0].imshow(image)
         _set_title(line[0], f"{plain(name, 30)}: {plain(question, 60)}", weight="normal")
-        for axis, (layer, values) in zip(line[1:], shown.items(), strict=False):
+        for axis, (layer, values) in zip(line[1:], maps.items(), strict=False):
             axis.imshow(image.convert("L"), cmap="gray")
             extent = (-0.5, image.width - 0.5, image.height - 0.5, -0.5)
-            axis.imshow(values, extent=extent, alpha=0.65, cmap="inferno", norm=scale)
-            label = f"layer {layer}: {maps[layer].sum():.0%}"
+            relative = values / values.mean().clamp(min=1e-12)
+            axis.imshow(relative, extent=extent, alpha=0.65, cmap="inferno", norm=scale)
+            label = f"layer {layer}: {values.sum():.0%}"
             axis.text(0.5, -0.04, label, fontsize=7, ha="center", va="top", transform=axis.transAxes)
     colours = ScalarMappable(scale, "inferno")
     bar = figure.colorbar(colours, ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5)
     bar.set_label("attention relative to an even share")
     return figure
-
-
-def _rows_of_maps(models: Mapping[str, Pictures]) -> list[tuple[str, Any, str, Any]]:
-    """Name, picture, question and maps, by picture and model."""
-    drawn = [(n, name, of) for name, of in models.items() for n in range(len(of.seen)) if of.maps[n]]
-    return [(name, *of.seen[n], of.maps[n]) for n, name, of in sorted(drawn, key=lambda row: row[0])]
 
 
 @styled
@@ -227,19 +216,14 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
 
 
 def draw_figures(models: Mapping[str, Summary], pictures: Sequence[Pictures]) -> dict[str, Figure]:
-    """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them.
-
-    Args:
-        models: By name.
-        pictures: Of each of them.
-    """
+    """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them."""
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
     drawn = dict(zip(models, pictures, strict=True))
     placed = {name: of.keys for name, of in drawn.items() if of.keys is not None}
     if placed:
         figures["keys"] = draw_keys({name: models[name] for name in placed})
         figures["tsne"] = draw_tsne(placed)
-    if _rows_of_maps(drawn):
+    if any(maps for of in pictures for maps in of.maps):
         figures["attention_maps"] = draw_maps(drawn)
     return figures
 
@@ -299,7 +283,6 @@ def _choose_ticks(axis: Axes) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     if axis.get_yscale() == "log":
         low, high = axis.get_ylim()
-        powers = LogLocator(subs=(1, 2, 5) if high < 500 * low else (1,))
-        axis.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else powers)
+        axis.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else LogLocator())
         axis.yaxis.set_minor_locator(NullLocator())
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -115,7 +115,8 @@ class Probe:
         key_positions: torch.Tensor | None = None,
         num_images: int = 1,
     ) -> None:
-        self._model, self._inputs, self._tokens, self._num_images = model, inputs, tokens, num_images
+        self._model, self._inputs, self._tokens = model, inputs, tokens
+        self._has_grid = num_images == 1 and not has_learned_queries(model)
         self._decoder_layers = decoder_layers(model)
         self._layers = set(range(len(self._decoder_layers)) if layers is None else layers)
         self._queries = choose_queries(tokens)
@@ -127,14 +128,6 @@ class Probe:
         self._notes: list[str] = []
 
     def __enter__(self) -> Self:
-        try:
-            self._watch()
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def _watch(self) -> None:
         interface = InterfaceHooks(self._model, self._see_interface)
         self._hooks.append(interface)
         self._notes += interface.notes
@@ -148,6 +141,7 @@ class Probe:
             len(self._tokens.text),
         )
         self._hooks.append(self._calls)
+        return self
 
     def __exit__(self, *exception: object) -> None:
         for hook in self._hooks:
@@ -194,20 +188,14 @@ class Probe:
         return see
 
     def record(self) -> Record:
-        """The record of the forward pass.
-
-        Raises:
-            RuntimeError: if the forward pass was not run, or not through all layers.
-            DiagnosticsError: if the hidden states overflowed.
-        """
+        """The record of the forward pass. Raises `DiagnosticsError` if the hidden states overflowed."""
         count = len(self._decoder_layers)
         calls = self._calls
         if calls is None or len(self._turns) != count:
             raise RuntimeError(f"{len(self._turns)} of {count} decoder layers were run; run the model inside `with`.")
         turns = torch.stack([self._turns[number] for number in range(count)], dim=1)  # [5, L, S]
         entering, leaving, cosines, update_ratios, update_cosines = turns
-        layer_norms = torch.cat([entering, leaving[-1:]])
-        tokens = self._tokens
+        layer_norms, tokens = torch.cat([entering, leaving[-1:]]), self._tokens
         if not layer_norms[:, tokens.visual | tokens.text].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
@@ -228,14 +216,9 @@ class Probe:
             keys=calls.keys,
             values=calls.values,
             key_positions=self._key_positions,
-            grid=self._grid(),
+            grid=find_grid(self._inputs, tokens.visual, merge_size(self._model)) if self._has_grid else None,
             notes=[*self._notes, *calls.notes()],
         )
-
-    def _grid(self) -> tuple[int, int] | None:
-        if self._num_images != 1 or has_learned_queries(self._model):
-            return None
-        return find_grid(self._inputs, self._tokens.visual, merge_size(self._model))
 
     def _note_added_features(self, entering: torch.Tensor, leaving: torch.Tensor) -> None:
         visual = self._tokens.visual

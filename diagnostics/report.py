@@ -13,6 +13,7 @@ from scipy.special import stdtrit
 
 from diagnostics import keys, measures
 from diagnostics.model_report import ModelReport
+from diagnostics.parts import layer_groups
 from diagnostics.plots import FIGURES
 from diagnostics.table import LEVEL, Estimate, Summary, subtract, summarize, with_means
 from diagnostics.tokens import SINK_FACTOR
@@ -53,35 +54,32 @@ class Report:
     models: list[ModelReport]
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float, digits: int = 3) -> str:
     """Three significant digits, and none after the point from 1,000 on; a dash for a missing value."""
-    if value is None or math.isnan(value):
+    if math.isnan(value):
         return "–"
-    whole = isinstance(value, int) or abs(float(f"{value:.{digits}g}")) >= 1000
-    shown = f"{value:,.0f}" if whole else f"{value:.{digits}g}"
-    return shown.replace("-", "−", 1) if value < 0 else shown
+    is_whole = abs(float(f"{value:.{digits}g}")) >= 1000
+    return re.sub(r"^-", "−", f"{value:,.0f}" if is_whole else f"{value:.{digits}g}")
 
 
 def with_interval(estimate: Estimate) -> str:
     """A mean with its 95% interval, to two significant digits of the interval's width, five digits at most."""
-    values, width = tuple(estimate), estimate.high - estimate.low
-    if not all(map(math.isfinite, values)):
+    width = estimate.high - estimate.low
+    if not math.isfinite(width):
         return number(estimate.mean)
-    if width <= 1e-4 * max(map(abs, values)):
+    if width <= 1e-4 * max(map(abs, estimate)):
         return f"{number(estimate.mean, 5)} (± {width / 2:.1g})"
-    places = 1 - math.floor(math.log10(width))
-    if places > 6:
-        shown = [f"{value:.1e}" for value in values]
-    else:
-        places = max(0, places)
-        shown = [f"{round(value, places) + 0.0:,.{places}f}" for value in values]  # no "-0"
+    places = max(0, 1 - math.floor(math.log10(width)))
+    shown = (f"{round(value, places) + 0.0:,.{places}f}" for value in estimate)  # no "-0"
     mean, low, high = (re.sub(r"^-", "−", text) for text in shown)
     return f"{mean} ({low} to {high})"
 
 
 def sentences(model: ModelReport) -> list[str]:
     """One model's main results."""
-    text = _template("sentences.jinja").render(model=model, summary=model.summary, largest_gap=largest_gap)
+    thirds = list(layer_groups(model.num_layers))
+    template = _template("sentences.jinja")
+    text = template.render(model=model, summary=model.summary, thirds=thirds, largest_gap=largest_gap)
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
@@ -104,11 +102,7 @@ def largest_gap(summary: Summary) -> tuple[int, Estimate]:
 
 def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """By chapter, a row for each measure and modality, and a column for each model; of two models also their paired
-    difference. Means over layers. Keys and values of two models share no scale, so these have no difference.
-
-    Args:
-        models: The models.
-        rows: All their rows.
+    difference, from all their `rows`. Means over layers. Keys and values of two models share no scale, so have none.
     """
     columns = [model.name for model in models]
     cells: dict[tuple[str, str], dict[str, str]] = {}
@@ -132,18 +126,9 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
 
 
 def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
-    """The report as one self-contained page.
-
-    Args:
-        report: What was measured.
-        rows: All rows of its models.
-        figures: Folder of PNG files by the names of `FIGURES`; missing ones are left out.
-    """
-    images = {
-        name: base64.b64encode((figures / f"{name}.png").read_bytes()).decode()
-        for name in FIGURES
-        if (figures / f"{name}.png").exists()
-    }
+    """The report as one self-contained page, of all rows of its models, and a folder of PNG files by the names of
+    `FIGURES`, some of which may be missing."""
+    images = {path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures.glob("*.png")}
     return _template("report.html.jinja").render(
         report=report,
         measured_on=measured_on(report),

@@ -82,13 +82,8 @@ def jackknife_rows(
     modality: str = "",
     layers: Sequence[int] | None = None,
 ) -> pd.DataFrame:
-    """Rows of any statistic of pictures.
-
-    Args:
-        measure, modality, layers: As in [`make_rows`].
-        whole: Of all pictures, a number or `(num_layers,)`.
-        without: With each picture left out once, `(num_pictures,)` or `(num_pictures, num_layers)`.
-    """
+    """Rows of any statistic: `whole` of all pictures, a number or `(num_layers,)`, and `without` each picture once,
+    `(num_pictures,)` or `(num_pictures, num_layers)`."""
     count = np.sum(~np.isnan(without.reshape(len(without), -1)).all(axis=1))  # pictures with a value
     pseudo = whole[None] if len(without) == 1 else count * whole - (count - 1) * without
     return make_rows(measure, pseudo, modality, layers, whole)
@@ -102,25 +97,15 @@ def over_layers(rows: pd.DataFrame) -> pd.DataFrame:
     return means.assign(layer=pd.array([pd.NA] * len(means), dtype="Int64"))[list(rows.columns)]
 
 
-def by_third(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the means over the first, middle and last third of one model's layers, for `BY_THIRD`."""
-    chosen = rows[rows["measure"].isin(BY_THIRD)]
-    layers = chosen.loc[chosen["measure"] == "gap", "layer"]
-    if layers.empty:
-        return chosen[:0]
-    return pd.concat(
-        [
-            over_layers(chosen[chosen["layer"].isin(numbers)]).assign(
-                measure=lambda means, name=name: means["measure"] + ", " + name
-            )
-            for name, numbers in layer_groups(int(layers.max()) + 1).items()
-        ]
-    )
-
-
 def with_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one model with those of the means over its layers and over thirds of them."""
-    return pd.concat([rows, over_layers(rows), by_third(rows)], ignore_index=True)
+    """The rows of one model with those of the means over its layers, and for `BY_THIRD` over thirds of them."""
+    found = [rows, over_layers(rows)]
+    chosen = rows[rows["measure"].isin(BY_THIRD)]
+    count = chosen.loc[chosen["measure"] == "gap", "layer"].max() + 1
+    for name, numbers in ({} if pd.isna(count) else layer_groups(int(count))).items():
+        means = over_layers(chosen[chosen["layer"].isin(numbers)])
+        found.append(means.assign(measure=means["measure"] + ", " + name))
+    return pd.concat(found, ignore_index=True)
 
 
 def summarize(rows: pd.DataFrame) -> pd.DataFrame:

@@ -54,9 +54,6 @@ def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
 
     Special are those with a role in the config (BOS, delimiters of pictures, other media), and those that the
     tokenizer marks as special, even without a role: Llama 3 delimits turns with such tokens.
-
-    Raises:
-        NoVisualTokensError: if the config names no token for pictures.
     """
     special: set[int] = set()
     for config in (model.config, model.config.get_text_config()):
@@ -101,12 +98,7 @@ def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
 
 
 def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
-    """What [`classify`] does, of one sample with a picture and a question: masks `(S,)`, on the CPU.
-
-    Raises:
-        NoVisualTokensError: if there is nothing visual.
-        DiagnosticsError: if there is more than one sample, or no ordinary text.
-    """
+    """What [`classify`] does, of one sample with a picture and a question: masks `(S,)`, on the CPU."""
     count, length = inputs["input_ids"].shape
     if count != 1:
         raise DiagnosticsError(f"A probe watches one sample at a time, got {count}.")
@@ -124,13 +116,8 @@ def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
 
 
 def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Tokens) -> Tokens:
-    """The tokens without the learned newline features with which LLaVA-NeXT ends each row of a picture.
-
-    Args:
-        model: The model.
-        embeddings: What enters its decoder, `(S, hidden_size)`.
-        tokens: Type of each position.
-    """
+    """The tokens without the learned newline features with which LLaVA-NeXT ends each row of a picture, among the
+    `embeddings` that enter the decoder, `(S, hidden_size)`."""
     for name, parameter in model.named_parameters():
         # HunYuan-VL's comes before the projector, and can't be told from a feature after it.
         if name.split(".")[-1] == "image_newline" and parameter.shape[-1] == embeddings.shape[-1]:
@@ -145,11 +132,7 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Tokens with massive norms after the first layer, which attract attention whatever their content, `(S,)`.
 
     A token is one if its norm at some layer is over `SINK_FACTOR` times the median of its modality (compare the
-    massive activations of arXiv 2402.17762). The input of the first layer doesn't count.
-
-    Args:
-        layer_norms: `(L + 1, S)`.
-        tokens: Type of each position.
+    massive activations of arXiv 2402.17762). The input of the first layer doesn't count; norms are `(L + 1, S)`.
     """
     sinks = torch.zeros_like(tokens.visual)
     for mask in (tokens.visual, tokens.text):
@@ -171,8 +154,8 @@ def single_picture(inputs: Inputs) -> torch.Tensor | None:
 def find_grid(inputs: Inputs, visual: torch.Tensor, merge_size: int) -> tuple[int, int] | None:
     """Height and width of a sample's only picture in visual tokens.
 
-    Known from `image_grid_thw`. If the picture is not cut into tiles, from its rows, which are runs of equal length
-    with one token between them, or from its aspect ratio if the tokens form a single run. Otherwise `None`.
+    Known from `image_grid_thw`, or if the picture is not cut into tiles, from its aspect ratio where the tokens form a
+    single run. Otherwise `None`.
     """
     count = int(visual.sum())
     grids, shapes, picture = inputs.get("image_grid_thw"), inputs.get("spatial_shapes"), single_picture(inputs)
@@ -185,17 +168,8 @@ def find_grid(inputs: Inputs, visual: torch.Tensor, merge_size: int) -> tuple[in
         size = shapes[0].tolist()
     elif picture is not None:
         size = picture.shape[-2:]
-    elif "image_patches" in inputs:  # Fuyu's, which always stand in rows
-        size = None
     else:
         return None
-    positions = visual.nonzero()[:, 0]
-    starts = torch.cat([positions[:1], positions[1:][positions.diff() > 1]])
-    gaps = positions.diff()[positions.diff() > 1]
-    if len(starts) == 1 and size is not None:
-        height, width = (round((count * side * side / (size[0] * size[1])) ** 0.5) for side in size)
-        return (height, width) if height * width == count and height * size[1] == width * size[0] else None
-    height = len(starts)
-    if height > 1 and count % height == 0 and (gaps == 2).all() and (starts.diff() == count // height + 1).all():
-        return height, count // height
-    return None
+    height, width = (round((count * side * side / (size[0] * size[1])) ** 0.5) for side in size)
+    is_run = (visual.nonzero()[:, 0].diff() == 1).all()
+    return (height, width) if is_run and height * width == count and height * size[1] == width * size[0] else None

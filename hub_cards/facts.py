@@ -209,7 +209,7 @@ def read_evaluations(path: Path, of_weights: str) -> list[dict[str, Any]]:
 
 def read_diagnostics(path: Path, of_weights: str) -> dict[str, str]:
     """What a report says of its only model. Raises `ValueError` if it can't be read, or is of other weights."""
-    again = "Run python -m diagnostics on this model alone, without --load_in_4bit."
+    again = "Run python -m diagnostics on this model alone, not quantized."
     try:
         (model,) = read_json(path)["models"]
         rows = {(row["measure"], row["modality"]): row for row in model["summary"]["rows"] if row["layer"] is None}

@@ -61,6 +61,7 @@ def test_rows_and_their_summary(composed: Composed, pictures: list[Image.Image])
     models = {name: load_model(str(composed(projector_norm=name))) for name in ("gwc", "none")}
     measured = compare(models, pictures, num_samples=3)
     assert list(measured.rows.columns) == ["model", *COLUMNS]
+    assert {"overview", "layers", "attention_maps"} <= set(measured.figures())
     frame = measured.frame()
     assert not frame.duplicated(["model", "measure", "modality", "layer"]).any()
     for name in models:
@@ -76,12 +77,6 @@ def test_rows_and_their_summary(composed: Composed, pictures: list[Image.Image])
     for name in models:
         of = [rows[rows["model"] == name].reset_index(drop=True) for rows in (measured.rows, turned)]
         pd.testing.assert_frame_equal(*of)
-
-
-def test_figures_are_there_by_name(composed: Composed, pictures: list[Image.Image]) -> None:
-    figures = measure(*load_model(str(composed())), pictures, num_samples=2).figures()
-    assert {"overview", "layers", "attention_maps"} <= set(figures)
-    assert all(figure.axes for figure in figures.values())
 
 
 def test_rows_and_what_is_wrong_with_them(composed: Composed, pictures: list[Image.Image]) -> None:

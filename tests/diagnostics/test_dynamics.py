@@ -82,7 +82,7 @@ def test_the_callback_and_the_checkpoints_tell_the_same(
     (tmp_path / "plain" / FILE).write_text(json.dumps(to_json(kept)) + "\n" + lines[1][:40])
     assert measure_run(tmp_path / "plain", questions) == [kept, after[1]]
     (tmp_path / "plain" / FILE).write_text(lines[0] + lines[1].replace('"summary"', '"other"'))
-    with pytest.raises(ValueError, match=r"plain/dynamics\.jsonl, line 2: no summary\. Move the file"):
+    with pytest.raises(ValueError, match=r"plain/dynamics\.jsonl, line 2: point: no summary\. Move the file"):
         measure_run(tmp_path / "plain", questions)
     (tmp_path / "plain" / FILE).write_text("".join(lines))
     # Pictures and words count, not where they lie.

@@ -29,13 +29,9 @@ from families import build, inputs, record_sample
 TWO_SETS = (np.array([[True, False]]), np.array([[False, True]]))
 
 
-def between(measure: object, x: np.ndarray, y: np.ndarray) -> float:
-    """A measure between two sets of points."""
-    points, groups = np.concatenate([x, y]), np.repeat([0, 1], [len(x), len(y)])
-    if measure is unbiased_mmd:
-        tokens = np.arange(len(points))  # each a picture of its own
-        return float(unbiased_mmd(kernel(points), tokens, tokens, (tokens[None] < len(x), tokens[None] >= len(x)))[0])
-    return float(js_divergence(points, groups, TWO_SETS)[0])
+def js_between(x: np.ndarray, y: np.ndarray) -> float:
+    """The divergence between two sets of points."""
+    return float(js_divergence(np.concatenate([x, y]), np.repeat([0, 1], [len(x), len(y)]), TWO_SETS)[0])
 
 
 def test_mmd_is_the_double_sum_of_its_definition() -> None:
@@ -51,7 +47,9 @@ def test_mmd_is_the_double_sum_of_its_definition() -> None:
     expected = np.mean([k(a, b) for a, b in itertools.permutations(x, 2)])
     expected += np.mean([k(a, b) for a, b in itertools.permutations(y, 2)])
     expected -= 2 * np.mean([k(a, b) for a, b in itertools.product(x, y)])
-    assert between(unbiased_mmd, x, y) == pytest.approx(expected)
+    tokens = np.arange(12)  # each a picture of its own
+    found = unbiased_mmd(kernel(points), tokens, tokens, (tokens[None] < 5, tokens[None] >= 5))
+    assert found == pytest.approx([expected])
 
 
 def test_only_tokens_of_different_pictures_are_compared() -> None:
@@ -68,24 +66,15 @@ def test_only_tokens_of_different_pictures_are_compared() -> None:
     assert unbiased_mmd(matrix, groups, pictures, (visual, text)) == pytest.approx([expected])
 
 
-def test_mmd_is_unbiased() -> None:
-    rng = np.random.default_rng(1)
-    values = [between(unbiased_mmd, rng.normal(size=(60, 4)), rng.normal(size=(60, 4))) for _ in range(40)]
-    assert abs(np.mean(values)) < 3 * np.std(values) / 40**0.5
-    assert min(values) < 0
-    assert between(unbiased_mmd, rng.normal(size=(60, 4)), rng.normal(2, 1, size=(60, 4))) > 10 * max(values)
-
-
 def test_js_is_one_bit_apart_and_falls_with_n_where_there_is_no_difference() -> None:
     rng = np.random.default_rng(2)
     x = rng.uniform(0, 1, size=(50, 1))
-    assert between(js_divergence, x, x + 10) == pytest.approx(1)
-    assert between(js_divergence, x, x) == 0
-    half = between(js_divergence, np.array([[0.0], [1.0]]), np.array([[1.0], [1.0]]))
+    assert js_between(x, x + 10) == pytest.approx(1)
+    assert js_between(x, x) == 0
+    half = js_between(np.array([[0.0], [1.0]]), np.array([[1.0], [1.0]]))
     assert half == pytest.approx(0.311278, abs=1e-6)  # of (½, ½) and (0, 1), on paper
     few, many = (
-        np.mean([between(js_divergence, rng.normal(size=(n, 2)), rng.normal(size=(n, 2))) for _ in range(20)])
-        for n in (100, 3000)
+        np.mean([js_between(rng.normal(size=(n, 2)), rng.normal(size=(n, 2))) for _ in range(20)]) for n in (100, 3000)
     )
     assert 0.03 < few < 0.2
     assert many < few / 10
@@ -142,15 +131,14 @@ def measured(records: list[Record]) -> dict[str, Estimate]:
     }
 
 
-def test_keys_apart_and_alike_and_behind_an_outlier(record: Record) -> None:
+def test_keys_apart_and_alike(record: Record) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> torch.Tensor:
         return torch.randn(count, 8, generator=generator)
 
     alike = measured([fabricate(record, draw(16), draw(12)) for _ in range(8)])
-    apart_records = [fabricate(record, draw(16) + 3, draw(12)) for _ in range(8)]
-    apart = measured(apart_records)
+    apart = measured([fabricate(record, draw(16) + 3, draw(12)) for _ in range(8)])
     assert alike["tokens"].mean == 96  # all text tokens, and as many visual ones
     assert abs(alike["mmd"].mean) < 0.02 < 0.2 < apart["mmd"].mean
     assert alike["p_value"].mean > 0.05
@@ -159,16 +147,6 @@ def test_keys_apart_and_alike_and_behind_an_outlier(record: Record) -> None:
     assert abs(alike["js"].mean - alike["js_halves"].mean) < 0.1
     assert apart["probe"].mean == 1
     assert 0.3 < alike["probe"].mean < 0.7
-
-    # One token far out stretches every scale, and the gap is gone; as a sink it is left out.
-    for outlier in apart_records:
-        outlier.keys[0][0, int(record.tokens.visual.nonzero()[0, 0])] = 1e4
-    hidden = measured(apart_records)
-    marked = torch.zeros_like(record.tokens.visual)
-    marked[record.tokens.visual.nonzero()[0, 0]] = True
-    found = measured([dataclasses.replace(r, tokens=r.tokens.without("sink", marked)) for r in apart_records])
-    assert hidden["mmd"].mean < 0.1 * apart["mmd"].mean
-    assert found["mmd"].mean == pytest.approx(apart["mmd"].mean, rel=0.2)
 
 
 def of_pictures(record: Record, num_pictures: int, generator: torch.Generator) -> list[Record]:
@@ -201,12 +179,6 @@ def test_the_same_words_in_every_picture_give_no_p_and_one_picture_says_nothing(
     assert "p_value" not in measured(same)
     assert "p_value" in measured(records)
     assert measure_space("keys", records[:1]) is None
-
-
-def test_many_pictures_are_measured(record: Record) -> None:
-    """From 64 on, whole numbers of numpy ran over, and all ways to exchange them were listed without an end."""
-    space = measured(of_pictures(record, 66, torch.Generator().manual_seed(0)))
-    assert space["smallest_p"].mean == 1 / (1 + PERMUTATIONS)
 
 
 def test_a_picture_without_tokens_keeps_its_place(record: Record) -> None:

@@ -4,20 +4,13 @@ import io
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset
 from PIL import Image
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import is_torchvision_available
 
-from conversations import pictures
-from diagnostics.loading import MAX_UNREADABLE, load_model, load_questions
-from diagnostics.parts import DiagnosticsError, NoVisualTokensError
-from families import FAMILIES
+from diagnostics.loading import MAX_UNREADABLE, load_questions
+from diagnostics.parts import NoVisualTokensError
 
 
 TURNS = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": "a colour"}]
@@ -38,21 +31,12 @@ def colours(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_pictures_are_different(colours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By content: the same picture in another file is no other picture. None is opened twice."""
-    opened: list[str] = []
-    before = pictures._open_image
-
-    def see(image: Any, row: Any, number: int) -> Image.Image:
-        opened.append(Path(image["path"] if isinstance(image, dict) else image).name)
-        return before(image, row, number)
-
-    monkeypatch.setattr(pictures, "_open_image", see)
+def test_pictures_are_different(colours: Path) -> None:
+    """By content: the same picture in another file is no other picture."""
     data = write_rows(colours, "red.png", "red.png", "same.png", "red.png", "blue.png", "green.png")
     chosen = load_questions(data, 3).questions
     assert [question.source.split()[-1] for question in chosen] == ["0", "4", "5"]
     assert len({question.picture for question in chosen}) == 3
-    assert opened == ["red.png", "same.png", "blue.png", "green.png"]
     assert len(load_questions(data, 9).questions) == 3
 
 
@@ -104,17 +88,6 @@ def test_subfolders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
     chosen = load_questions(str(tmp_path), 9, question="what is it?")
     found = [str(Path(question.source).relative_to(tmp_path)) for question in chosen.questions]
     assert found == ["a/b/c.jpg", "a/z.png", "b.png"]
-
-
-@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
-def test_a_missing_package_is_one_line_with_the_command(tmp_path: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "?": 1}, unk_token="?")))
-    tokenizer.save_pretrained(tmp_path)
-    FAMILIES["qwen2_vl"].config().save_pretrained(tmp_path)
-    processor = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
-    with pytest.raises(DiagnosticsError, match=r"\AQwen2VLVideoProcessor needs the package torchvision, which is not"):
-        load_model(str(tmp_path))
 
 
 def test_pictures_beside_a_datasets_files_are_not_what_is_asked_about(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from accelerate import cpu_offload
 from hand_made import TEXT_NORMS, UPDATE, VISUAL_NORM, set_by_hand
 from transformers import AutoModel, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -17,7 +16,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from diagnostics.hooks import InterfaceHooks
-from diagnostics.keys import measure_space
 from diagnostics.measures import input_scale, measure_attention, measure_interface, measure_layers
 from diagnostics.norms import vocabulary_norms
 from diagnostics.parts import DiagnosticsError, NoVisualTokensError, decoder_layers
@@ -55,9 +53,8 @@ def decoder_outputs(model: PreTrainedModel, sample: Inputs, **options: bool) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_family_is_measured_and_its_logits_stay(name: str, family_table: dict[str, str]) -> None:
-    padding = 3
-    model, sample = build(name), inputs(name, padding)
+def test_a_family_is_measured_and_its_logits_stay(name: str) -> None:
+    model, sample = build(name), inputs(name, padding=3)
     with torch.no_grad():
         logits = model(**sample).logits
         with Probe(model, sample, tokens_of(model, sample)) as probe:
@@ -70,7 +67,7 @@ def test_a_family_is_measured_and_its_logits_stay(name: str, family_table: dict[
     assert newlines == (4 if name in ("llava_next", "llava_onevision") else 0)
     assert record.tokens.visual.sum() == (ids == IMAGE).sum() - newlines
     assert record.tokens.text.sum() == 12
-    assert record.tokens.excluded["padding"].sum() == padding
+    assert record.tokens.excluded["padding"].sum() == 3
     assert record.tokens.excluded["special"].sum() == 1 + 2 * FAMILIES[name].boundaries
     count = FAMILIES[name].image_tokens
     square = None if name in WITHOUT_GRID else (count**0.5, count**0.5)
@@ -84,29 +81,10 @@ def test_a_family_is_measured_and_its_logits_stay(name: str, family_table: dict[
         after, before = record.interface["projector_output"], record.layer_norms[0, record.tokens.visual]
         assert torch.allclose(after.sort().values, before.sort().values, rtol=1e-5)
 
-    summary = Summary.of(
-        pd.concat(
-            [
-                measure_interface([record], vocabulary_norms(model)),
-                measure_layers([record]),
-                measure_attention([record]),
-            ]
-        )
-    )
-    entering, prompt, ratio = (
-        summary.look(*of).mean for of in (("at_decoder", "text"), ("in_prompt", "text"), ("ratio",))
-    )
     if name not in ("blip-2", "instructblip"):  # their positions are added
+        summary = Summary.of(measure_interface([record], vocabulary_norms(model)))
+        entering, prompt = (summary.look(place, "text").mean for place in ("at_decoder", "in_prompt"))
         assert entering == pytest.approx(prompt, rel=1e-5)
-    keys = measure_space("keys", [record] * 2)
-    mmd = "no keys" if keys is None else f"{keys[keys['measure'] == 'keys.mmd']['value'].iloc[0]:.3f}"
-    turning = (summary.look("turning", modality).mean for modality in ("visual", "text"))
-    left_out = {reason: int(mask.sum()) for reason, mask in record.tokens.excluded.items() if mask.any()}
-    family_table[name] = (
-        f"{name:17}{entering * ratio:8.3f}{entering:6.2f}{ratio:9.3f}"
-        + "".join(f"{of:9.4f}" for of in turning)
-        + f"{summary.look('attention').mean:7.2f}{mmd:>12}  {left_out} {'; '.join(record.notes)}"
-    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -250,16 +228,6 @@ def test_a_model_set_by_hand_gives_the_numbers_on_paper(hand_made: tuple[PreTrai
     assert summary.look("gap, last third") == pytest.approx([gaps[2]] * 3, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", ["llava-clip", "llava_next", "qwen3_vl", "gemma3"])
-def test_offloaded_weights_give_the_same(name: str) -> None:
-    sample = inputs(name)
-    expected = record_sample(build(name), sample)
-    offloaded = record_sample(cpu_offload(build(name), execution_device="cpu"), sample)
-    assert torch.equal(offloaded.cosines, expected.cosines)
-    assert torch.equal(offloaded.tokens.visual, expected.tokens.visual)
-    assert all(torch.equal(offloaded.keys[number], keys) for number, keys in expected.keys.items())
-
-
 def test_one_sink_is_left_out_and_named(hand_made: tuple[PreTrainedModel, Inputs]) -> None:
     model, sample = hand_made
     expected = Summary.of(measure_layers([record_sample(model, sample)]))
@@ -327,32 +295,11 @@ def test_what_enters_the_decoder_can_be_changed() -> None:
     assert torch.equal(record_sample(model, sample).cosines, before.cosines)
 
 
-def test_two_pictures_are_no_grid() -> None:
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
-    picture = torch.full((16,), IMAGE)
-    ids = torch.cat([torch.tensor([1, 20]), picture, torch.tensor([21]), picture, torch.tensor([22, 23])])[None]
-    both = {"input_ids": ids, "pixel_values": sample["pixel_values"].repeat(2, 1, 1, 1)}
-    assert record_sample(model, both, num_images=2).grid is None
-
-
 def test_hooks_are_gone_after_a_failure() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
     with pytest.raises(RuntimeError, match="stop"), Probe(model, sample, tokens_of(model, sample)):
         raise RuntimeError("stop")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert model.get_decoder().config._attn_implementation == "sdpa"
-
-
-def test_a_probe_inside_of_another_leaves_it_in_place() -> None:
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
-    other = {**sample, "pixel_values": -sample["pixel_values"]}
-    tokens = tokens_of(model, sample)
-    with Probe(model, other, tokens) as outer, torch.no_grad():
-        with Probe(model, sample, tokens) as inner:
-            model(**sample)
-        model(**other)
-    assert torch.equal(inner.record().attention[0], record_sample(model, sample).attention[0])
-    assert torch.equal(outer.record().attention[0], record_sample(model, other).attention[0])
     assert model.get_decoder().config._attn_implementation == "sdpa"
 
 
@@ -386,15 +333,8 @@ def test_an_overflow_is_said() -> None:
         record_sample(model, sample)
 
 
-def test_a_record_needs_a_pass() -> None:
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
-    tokens = tokens_of(model, sample)
-    with pytest.raises(RuntimeError, match="0 of 3 decoder layers were run"), Probe(model, sample, tokens) as probe:
-        probe.record()
-
-
 def test_another_attention_is_said_and_not_measured() -> None:
-    config = FAMILIES["llava-siglip"].config()
+    config = copy.deepcopy(FAMILIES["llava-siglip"].config)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     record: Record = record_sample(model, inputs("llava-siglip"))
     assert record.attention == {}

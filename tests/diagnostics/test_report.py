@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -121,7 +121,6 @@ def test_what_was_measured_is_said_beside_what_it_is_compared_with() -> None:
         (1.5103, (1.5073, 1.5133), "1.5103 (1.5073 to 1.5133)"),
         (12345.6, (12000.0, 12691.0), "12,346 (12,000 to 12,691)"),
         (-0.0041, (-0.08, 0.07), "0.00 (−0.08 to 0.07)"),
-        (2e-9, (1e-9, 3e-9), "2.0e-09 (1.0e-09 to 3.0e-09)"),
         (1.5, (1.5, 1.5), "1.5 (± 0)"),
         (0.99999100, (0.99999057, 0.99999142), "0.99999 (± 4e-07)"),
         (1.23456, (), "1.23"),
@@ -132,8 +131,8 @@ def test_digits_keep_the_interval(mean: float, interval: tuple[float, ...], show
 
 
 def test_numbers() -> None:
-    assert [number(value) for value in (None, float("nan"), -0.01234, 999.7, 12345.6, 1024)] == [
-        "–", "–", "−0.0123", "1,000", "12,346", "1,024",
+    assert [number(value) for value in (float("nan"), -0.01234, 999.7, 12345.6, 1024)] == [
+        "–", "−0.0123", "1,000", "12,346", "1,024",
     ]  # fmt: skip
 
 
@@ -158,24 +157,6 @@ def test_another_measure_has_its_row() -> None:
     assert tables["Other measures"].index.tolist() == ["depth, text"]
 
 
-class Page(HTMLParser):
-    """Collects tags, sources and text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def make_pictures(name: str) -> Pictures:
     seen = [(Image.new("RGB", (28, 28), (90 * n, 0, 0)), f"{name}?") for n in range(3)]
     points = np.random.default_rng(0).normal(size=(2, 9, 2))
@@ -194,14 +175,17 @@ def test_the_page_needs_nothing_else_and_text_is_only_text(tmp_path: Path) -> No
     for name, figure in figures.items():
         save(figure, tmp_path / f"{name}.png")
     rows = pd.concat([rows.assign(model=name) for name, rows in named])
-    page = Page(render_html(report, rows, tmp_path))
-    assert "script" not in page.tags
-    assert page.tags.count("img") == len(FIGURES)
-    assert all(link.startswith("data:image/png;base64,") for link in page.links)
-    assert page.text.count(HOSTILE) > 6
-    assert not re.search(r"\bnan\b|\bNone\b", page.text)
+    page = render_html(report, rows, tmp_path)
+    assert "<script" not in page
+    assert page.count("<img") == len(FIGURES)
+    links = re.findall(r'(?:src|href)="([^"]*)', page)
+    assert len(links) == len(FIGURES)
+    assert all(link.startswith("data:image/png;base64,") for link in links)
+    text = unescape(re.sub(r"<[^>]+>", " ", page))
+    assert text.count(HOSTILE) > 6
+    assert not re.search(r"\bnan\b|\bNone\b", text)
     (tmp_path / "tsne.png").unlink()
-    assert Page(render_html(report, rows, tmp_path)).tags.count("figure") == len(FIGURES) - 1
+    assert render_html(report, rows, tmp_path).count("<figure>") == len(FIGURES) - 1
 
 
 def test_a_report_reads_as_it_was_written_and_what_it_lacks_is_named() -> None:

@@ -17,9 +17,9 @@ MAX_NEW_TOKENS = 256
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 CAPTION = (
     "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
-    "last, of the last layer's output. Turning: between a layer's input and output. Dashed: {}."
+    "last, of the last layer's output. Turning: between a layer's input and output. "
+    "Dashed: the same weights with the norm after the projector removed; this is not a model trained without it."
 )
-TAKEN_OUT = "the same weights with the norm after the projector removed; this is not a model trained without it"
 
 
 def variable(name: str) -> str:
@@ -38,12 +38,9 @@ def load(repository: str, revision: str) -> tuple[Any, Any]:
     return model.eval(), AutoProcessor.from_pretrained(repository, revision=revision, trust_remote_code=True)
 
 
-MODEL, REVISION, BASELINE = variable("MODEL"), variable("REVISION"), os.environ.get("BASELINE")
+MODEL, REVISION = variable("MODEL"), variable("REVISION")
 NAME = MODEL.rstrip("/").split("/")[-1]
 model, processor = load(MODEL, REVISION)
-baseline = load(BASELINE, variable("BASELINE_REVISION")) if BASELINE else None
-if baseline is not None and getattr(baseline[0].config, "projector_norm", "none") != "none":
-    raise SystemExit(f"BASELINE={BASELINE} has a norm after its projector: use a model without one, or unset it.")
 
 
 def read_examples() -> list[list[str]]:
@@ -64,10 +61,8 @@ def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> 
     return inputs.to(model.device, dtype=model.dtype)
 
 
-def measure_without_norm(inputs: Any, picture: Image.Image, question: str) -> Measured | None:
-    """Measures of the baseline; without one, of the model with its norm, if it has one, removed for one pass."""
-    if baseline is not None:
-        return measure(*baseline, prepare(*baseline, picture, question))
+def measure_without_norm(inputs: Any) -> Measured | None:
+    """Measures of the model with its norm, if it has one, removed for one pass."""
     if model.config.projector_norm == "none":
         return None
     norm = model.base_model.multi_modal_projector.norm
@@ -86,8 +81,7 @@ def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
         raise gr.Error(f"The question can't be asked: {error}") from error
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
     text = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    measured, without_norm = measure(model, processor, inputs), measure_without_norm(inputs, picture, question)
-    return text.strip(), draw(measured, without_norm)
+    return text.strip(), draw(measure(model, processor, inputs), measure_without_norm(inputs))
 
 
 with gr.Blocks(title=NAME) as demo:
@@ -102,7 +96,7 @@ with gr.Blocks(title=NAME) as demo:
             ask = gr.Button("Ask", variant="primary")
             reply = gr.Textbox(label="Answer", lines=4)
     figure = gr.Plot(show_label=False)
-    gr.Markdown(CAPTION.format(BASELINE or TAKEN_OUT))
+    gr.Markdown(CAPTION)
     if examples := read_examples():
         gr.Examples(examples, [picture, question], cache_examples=False)
     gr.on([ask.click, question.submit], answer, [picture, question], [reply, figure])

@@ -39,7 +39,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--output_dir", type=Path, help="stage folder to make (default: release in the run folder)")
     add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml next to the run's recipe)")
     add("--revision", default="v1.0", help="tag that the card pins, not a branch (default: v1.0)")
-    add("--diagnostics", type=Path, help="folder of a report about this model (default: that in the run folder)")
     add("--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples, with the model's answers")
     add("--dtype", choices=["bfloat16", "float16"], help="cast all weights except the norm's (default: no cast)")
     add("--text_model", help="Hub id of the language model, if it was loaded from a folder")

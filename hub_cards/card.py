@@ -88,10 +88,10 @@ def build_metadata(facts: Facts, licence: Licence, name: str, prose: Prose, widg
 
 
 def render_card(
-    facts: Facts, licence: Licence, prose: Prose, repo_id: str, revision: str, widgets: list[Widget], **others: Any
-) -> str:
-    """The whole card, where a fact that is `None` reads "not recorded". `others` are `plots`, captions by file, and
-    `code`, lines by class file."""
+    facts: Facts, licence: Licence, prose: Prose, repo_id: str, revision: str, widgets: list[Widget],
+    code: dict[str, int],
+) -> str:  # fmt: skip
+    """The whole card, where a fact that is `None` reads "not recorded". `code` are numbers of lines by class file."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -104,14 +104,10 @@ def render_card(
     }
     seconds = [stage["seconds"] for stage in facts.stages]
     text = environment.get_template("card.md.jinja").render(
-        others,
-        facts=facts,
+        {"facts": facts, "licence": licence, "prose": prose, "repo_id": repo_id, "revision": revision},
         config=facts.config,
-        licence=licence,
-        prose=prose,
-        repo_id=repo_id,
-        revision=revision,
         widgets=widgets,
+        code=code,
         norms=NORMS,
         total=sum(filter(None, seconds)) if all(seconds) and facts.earlier_is_recorded else None,
         apache_parts=[base for base in facts.base_models if known_licence(base) is APACHE],

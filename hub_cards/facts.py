@@ -61,8 +61,8 @@ class Facts:
         return [name for name in dict.fromkeys((self.text_model, self.vision_model)) if name is not None]
 
 
-def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | None) -> Facts:
-    """Read the facts in the output folder of a run's last stage, of earlier stages, and of a report's folder.
+def collect_facts(run: Path, **given: str | None) -> Facts:
+    """Read the facts in the output folder of a run's last stage, and in those of earlier stages.
 
     `given` are Hub ids of parts that were loaded from a folder, `text_model` and `vision_model`. Raises `ValueError`
     if a file is missing or torn, an id contradicts the recorded one, or a figure is of other weights.
@@ -84,7 +84,8 @@ def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | Non
             raise ValueError(f"--{option} {ids[option]!r} is not owner/name.")
         if recorded not in (None, ids[option]):
             raise ValueError(f"--{option} is {ids[option]}, but {path} records {recorded}. Omit the option.")
-    stages, is_complete = collect_stages(run)
+    stages = collect_stages(run)
+    is_complete = bool(stages) and stages[0]["stage"] == "align"
     weights = read_weights(run)
     of_weights = fingerprint(weights.sha256)
     return Facts(
@@ -97,7 +98,7 @@ def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | Non
         # Llava's training and the aligned start leave no record but that they were.
         is_complete and not config.get("llava_name_or_path") and not config.get("projector_aligned"),
         read_evaluations(run / "evaluation.json", of_weights),
-        read_diagnostics(diagnostics / "report.json", of_weights) if diagnostics else None,
+        read_diagnostics(run / "diagnostics" / "report.json", of_weights),
     )
 
 
@@ -114,8 +115,8 @@ def hub_id(name: str | None) -> str | None:
     return name if name and HUB_ID.fullmatch(name) else None
 
 
-def collect_stages(run: Path) -> tuple[list[Stage], bool]:
-    """The stages of training, as far as their folders are local, and whether they begin with stage "align"."""
+def collect_stages(run: Path) -> list[Stage]:
+    """The stages of training, as far as their folders are local."""
     stages: list[Stage] = []
     folder, seen = run, set()
     while (folder / "trainer_state.json").exists():
@@ -126,7 +127,7 @@ def collect_stages(run: Path) -> tuple[list[Stage], bool]:
         if before is None or Path(before).resolve() in seen:
             break
         folder = Path(before)
-    return stages, bool(stages) and stages[0]["stage"] == "align"
+    return stages
 
 
 def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
@@ -173,8 +174,10 @@ def read_evaluations(path: Path, of_weights: str) -> list[Evaluation]:
     return rows
 
 
-def read_diagnostics(path: Path, of_weights: str) -> dict[str, str]:
-    """What a report says of its only model. Raises `ValueError` if it can't be read, or is of other weights."""
+def read_diagnostics(path: Path, of_weights: str) -> dict[str, str] | None:
+    """What a report says of its only model, if there is one. Raises `ValueError` if it is of other weights."""
+    if not path.exists():
+        return None
     again = "Run python -m diagnostics on this model alone, without --load_in_4bit."
     try:
         (model,) = read_json(path)["models"]

@@ -15,17 +15,9 @@ class Licence:
     identifier: str
     title: str
     link: str
-    name_prefix: str | None = None
+    name_prefix: str = ""
     notice: str | None = None
     attribution: str | None = None
-
-    def check_name(self, name: str) -> None:
-        """Raises `ValueError` if a model's name lacks the prefix that the licence requires."""
-        if self.name_prefix is not None and not name.startswith(self.name_prefix):
-            raise ValueError(
-                f"The {self.title} requires a model name that begins with {self.name_prefix!r}: not {name!r}, but for "
-                f"example {self.name_prefix}-{name}."
-            )
 
 
 APACHE = Licence("apache-2.0", "Apache License 2.0", "https://www.apache.org/licenses/LICENSE-2.0")

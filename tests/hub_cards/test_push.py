@@ -99,7 +99,7 @@ def test_a_public_repository_takes_only_what_is_to_be_public(
     monkeypatch.setenv("HF_TOKEN", hub.token)
     repository = place(hub, {"README.md": b"before"})
     repository.tags.clear()
-    with pytest.raises(SystemExit, match=f"{NAME} is public, so .* Push with --public, or with --private"):
+    with pytest.raises(SystemExit, match=f"{NAME} is public: push with --public, or with --private"):
         run(monkeypatch, "push", str(staged))
     assert (len(repository.commits), hub.uploads) == (1, [])
     run(monkeypatch, "push", str(staged), "--private")

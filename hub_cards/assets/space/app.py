@@ -22,25 +22,15 @@ CAPTION = (
 )
 
 
-def variable(name: str) -> str:
-    """The value of one of the Space's variables."""
-    if not os.environ.get(name):
-        raise SystemExit(f"Set the Space's variable {name}: README.md explains its variables.")
-    return os.environ[name]
-
-
-def load(repository: str, revision: str) -> tuple[Any, Any]:
-    """A model and its processor, whose own code is run at that revision."""
-    device_map = "auto" if torch.cuda.is_available() else None
-    model = AutoModelForImageTextToText.from_pretrained(
-        repository, revision=revision, trust_remote_code=True, dtype="auto", device_map=device_map
-    )
-    return model.eval(), AutoProcessor.from_pretrained(repository, revision=revision, trust_remote_code=True)
-
-
-MODEL, REVISION = variable("MODEL"), variable("REVISION")
+if not {"MODEL", "REVISION"} <= os.environ.keys():
+    raise SystemExit("Set the Space's variables MODEL and REVISION: README.md explains them.")
+MODEL, REVISION = os.environ["MODEL"], os.environ["REVISION"]
 NAME = MODEL.rstrip("/").split("/")[-1]
-model, processor = load(MODEL, REVISION)
+SOURCE: dict[str, Any] = {"revision": REVISION, "trust_remote_code": True}  # the model's own code, at that revision
+model = AutoModelForImageTextToText.from_pretrained(
+    MODEL, **SOURCE, dtype="auto", device_map="auto" if torch.cuda.is_available() else None
+).eval()
+processor = AutoProcessor.from_pretrained(MODEL, **SOURCE)
 
 
 def read_examples() -> list[list[str]]:

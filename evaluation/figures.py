@@ -64,12 +64,9 @@ def read_figures(folder: Path, benchmark: Benchmark, settings: dict[str, Any], m
 def name_rows(report: Report, limit: int | None) -> dict[str, str]:
     """The dataset, by its name on the Hub or its files, and the split, with the limit if any."""
     config, *others = report["configs"].values()
-    files = (config.get("dataset_kwargs") or {}).get("data_files") or []
-    names = pd.Series(files, dtype=object).explode()  # a file, some, or some of each split
-    dataset = ", ".join(name if "://" in name else Path(name).name for name in names)
-    if not dataset:
-        subset = None if others else config.get("dataset_name")
-        dataset = ", ".join(filter(None, [config.get("dataset_path"), subset])) or "made by the task"
+    files = pd.Series((config.get("dataset_kwargs") or {}).get("data_files") or [], dtype=object).explode()
+    source = [config.get("dataset_path"), None if others else config.get("dataset_name")]
+    dataset = ", ".join(filter(None, [Path(file).name for file in files] or source)) or "made by the task"
     split = config.get("test_split") or config.get("validation_split") or "all"
     return {"dataset": dataset, "split": split if limit is None else f"{split}[:{limit}]"}
 

@@ -170,7 +170,7 @@ def test_filters_of_one_figure_are_told_apart(name: str, tmp_path: Path) -> None
         ({"dataset_path": "json", "dataset_kwargs": {"data_files": ["x.json"]}, "test_split": "test",
           "validation_split": "val"}, "x.json", "test[:3]"),
         ({"dataset_kwargs": {"data_files": {"test": ["/a/x.json", "b/y.json"], "dev": "https://a.b/z.parquet"}}},
-         "x.json, y.json, https://a.b/z.parquet", "all[:3]"),
+         "x.json, y.json, z.parquet", "all[:3]"),
         ({}, "made by the task", "all[:3]"),
     ],
 )  # fmt: skip

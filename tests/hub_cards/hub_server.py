@@ -18,7 +18,6 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import yaml
 
 from hub_cards.__main__ import main
 
@@ -192,10 +191,6 @@ class _Handler(BaseHTTPRequestHandler):
     def tree(self, name: str, revision: str) -> Any:
         return [_entry(path, content) for path, content in self._tree(name, revision)[1].items()]
 
-    def paths_info(self, name: str, revision: str) -> Any:
-        paths = json.loads(self.body)["paths"]
-        return [_entry(path, content) for path, content in self._tree(name, revision)[1].items() if path in paths]
-
     def refs(self, name: str) -> Any:
         found = self._repository(name)
         heads = {"main": found.main, **found.branches}
@@ -257,9 +252,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {}
 
     def validate_yaml(self) -> Any:
-        match = re.match(r"---\n(.*?)\n---", json.loads(self.body)["content"], re.DOTALL)
-        metadata = yaml.safe_load(match[1]) if match else {}
-        return {"errors": [] if "license" in metadata else [{"message": '"license" is required'}], "warnings": []}
+        return {"errors": [], "warnings": []}
 
     def resolve(self, name: str, revision: str, path: str) -> Any:
         oid, files = self._tree(name, revision)
@@ -285,7 +278,6 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"/api/models/{REPO}", _Handler.info),
     ("GET", rf"/api/models/{REPO}/revision/([^/]+)", _Handler.info),
     ("GET", rf"/api/models/{REPO}/tree/([^/]+)", _Handler.tree),
-    ("POST", rf"/api/models/{REPO}/paths-info/([^/]+)", _Handler.paths_info),
     ("GET", rf"/api/models/{REPO}/refs", _Handler.refs),
     ("PUT", rf"/api/models/{REPO}/settings", _Handler.settings),
     ("POST", rf"/api/models/{REPO}/preupload/([^/]+)", _Handler.preupload),

@@ -21,25 +21,20 @@ from evaluation.record import Evaluation
 # What a harness writes about a run, and logs for a row.
 Report = dict[str, Any]
 Sample = dict[str, Any]
+TURNED = 1_000_000  # MMBench adds it to the index of a question each time that it turns its options
 
 
 class Figure(NamedTuple):
-    """A figure of a task.
-
-    Attributes:
-        evaluation: As it goes to `evaluation.json`.
-        scores: Those that it is the mean of, by group and row; `None` if it is not such a mean.
-        settings: Those that it depends on.
-    """
+    """A figure of a task, as it goes to `evaluation.json`, and the scores that it is the mean of, by group and row;
+    `None` if it is not such a mean."""
 
     evaluation: Evaluation
     scores: pd.Series | None
-    settings: dict[str, Any]
 
 
 def read_figures(folder: Path, benchmark: Benchmark, settings: dict[str, Any], model: Model) -> list[Figure]:
-    """Read what a harness wrote into a folder: the benchmark's figure, or without a metric all figures of the task; of
-    a group without its own, those of its tasks.
+    """Read what a harness wrote into a folder: the benchmark's figure, or without a metric all figures of the task and
+    of its parts.
 
     Raises:
         TaskError: if there is no figure; lmms-eval exits with 0 even then.
@@ -48,33 +43,30 @@ def read_figures(folder: Path, benchmark: Benchmark, settings: dict[str, Any], m
     reports = list(folder.glob("*/[0-9]*_results.json" if is_lmms else "*/results_*.json"))
     if len(reports) != 1:
         raise TaskError(f"the harness wrote no result; see {folder / LOG_FILE}")
-    try:
-        report = json.loads(reports[0].read_text(encoding="utf-8"))
-        logs = sorted(folder.glob("*/[0-9]*_samples_*.jsonl" if is_lmms else "*/samples_*.jsonl"))
-        samples = [json.loads(line) for log in logs for line in log.open(encoding="utf-8")]
-        shots = max((count for count in report["n-shot"].values() if isinstance(count, int)), default=0)
-        chosen = [f"{shots}-shot", settings["dtype"] if settings["dtype"] != "auto" else "", benchmark.choice]
-        common = {"harness": settings["harness"], "choice": "; ".join(filter(None, chosen)), "weights": model.weights}
-        common |= {"command": model.command(benchmark, settings["dtype"]), **name_rows(report, settings["limit"])}
-        found = list(_read_entry(benchmark.task, benchmark, report, samples))
-        if not found and benchmark.metric is None:
-            found = [figure for task in report["n-samples"] for figure in _read_entry(task, benchmark, report, [])]
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise TaskError(f"{reports[0]} can't be parsed ({type(error).__name__}: {error})") from error
-    if not found:
+    report = json.loads(reports[0].read_text(encoding="utf-8"))
+    logs = sorted(folder.glob("*/[0-9]*_samples_*.jsonl" if is_lmms else "*/samples_*.jsonl"))
+    samples = [json.loads(line) for log in logs for line in log.open(encoding="utf-8")]
+    shots = max((count for count in report["n-shot"].values() if isinstance(count, int)), default=0)
+    chosen = [f"{shots}-shot", settings["dtype"] if settings["dtype"] != "auto" else "", benchmark.choice]
+    common = {"harness": settings["harness"], "choice": "; ".join(filter(None, chosen)), "weights": model.weights}
+    common |= {"command": model.command(benchmark, settings["dtype"]), **name_rows(report, settings["limit"])}
+    tasks = [benchmark.task] if benchmark.metric else report["results"]
+    figures = [
+        Figure(Evaluation(**fields, **common), scores)
+        for task in tasks
+        for fields, scores in _read_entry(task, benchmark, report, samples if task == benchmark.task else [])
+    ]
+    if not figures:
         raise TaskError(f"the harness gave no {benchmark.metric or 'figure'}; see {reports[0]}")
-    return [Figure(Evaluation(**fields, **common), scores, settings) for fields, scores in found]
+    return figures
 
 
 def name_rows(report: Report, limit: int | None) -> dict[str, str]:
     """The dataset, by its name on the Hub or its files, and the split, with the limit if any."""
     config, *others = report["configs"].values()
-    files = (config.get("dataset_kwargs") or {}).get("data_files") or []
-    names = pd.Series(files, dtype=object).explode()  # a file, some, or some of each split
-    dataset = ", ".join(name if "://" in name else Path(name).name for name in names)
-    if not dataset:
-        subset = None if others else config.get("dataset_name")
-        dataset = ", ".join(filter(None, [config.get("dataset_path"), subset])) or "made by the task"
+    files = pd.Series((config.get("dataset_kwargs") or {}).get("data_files") or [], dtype=object).explode()
+    source = [config.get("dataset_path"), None if others else config.get("dataset_name")]
+    dataset = ", ".join(filter(None, [Path(file).name for file in files] or source)) or "made by the task"
     split = config.get("test_split") or config.get("validation_split") or "all"
     return {"dataset": dataset, "split": split if limit is None else f"{split}[:{limit}]"}
 
@@ -109,23 +101,28 @@ def read_scores(metric: str, value: float, samples: Sequence[Sample]) -> pd.Seri
     """The scores that a figure is the mean of, by group and row; `None` if it is not."""
     if not samples:
         return None
-    items = [sample[metric] for sample in samples]
+    items = [sample[metric] if isinstance(sample[metric], dict) else {"score": sample[metric]} for sample in samples]
     # lmms-eval's own hash of a row includes a picture's memory address.
     rows = [f"{row['doc_id']} {row.get('input') or row.get('prompt_hash')} {row['target']}" for row in samples]
-    groups = [item.get("l2_category", "") if isinstance(item, dict) else "" for item in items]  # MM-Star's
+    groups = [item.get("l2_category", "") for item in items]  # MM-Star's
+    is_turned = all("prediction" in item and "index" in item for item in items)
+    if is_turned:
+        rows = [f"question {item['index'] % TURNED}" for item in items]
     scores = pd.Series([_score(item) for item in items], [groups, rows], dtype=float).rename_axis(["group", "row"])
+    if is_turned:  # right if it is right with its options in every order
+        scores = scores.groupby(level=["group", "row"]).min()
     if scores.hasnans or not scores.index.is_unique:
         return None
     return scores if isclose(mean_and_error(scores)[0], value, abs_tol=1e-6) else None
 
 
-def _score(item: Any) -> float | None:
-    if isinstance(item, dict):
-        given, truth = item.get("pred"), item.get("answer")
-        if isinstance(given, str) and isinstance(truth, str):  # SEED-Bench logs no score
-            return float(given.lower().strip() == truth.lower().strip())
-        item = item.get("score")
-    return float(item) if isinstance(item, int | float) else None
+def _score(item: dict[str, Any]) -> float | None:
+    """SEED-Bench and MMBench log no score, but the answer; of MMBench's its first letter counts."""
+    given, truth, score = item.get("pred", item.get("prediction")), item.get("answer"), item.get("score")
+    if isinstance(given, str) and isinstance(truth, str):
+        given = given if "pred" in item else given.strip()[:1]
+        return float(given.lower().strip() == truth.lower().strip())
+    return float(score) if isinstance(score, int | float) else None
 
 
 def mean_and_error(scores: pd.Series) -> tuple[float, float | None]:

@@ -26,14 +26,7 @@ REVISION = 1
 
 
 class Settings(NamedTuple):
-    """How tasks are run.
-
-    Attributes:
-        batch_size: Rows per batch.
-        num_processes: Processes that share the rows, one device each.
-        dtype: Of the weights, as `from_pretrained` takes it.
-        limit: Number of first rows to use; `None` for all.
-    """
+    """How tasks are run: options of the command line."""
 
     batch_size: int
     num_processes: int
@@ -67,16 +60,16 @@ def fixed_settings(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
 
 def build_command(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
     """The harness's command line."""
-    launcher = [sys.executable, "-m"]
+    command = [sys.executable, "-m"]
     if settings.num_processes > 1:
         # Not `accelerate launch`, which fails with timm but without torchvision.
-        launcher += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(settings.num_processes), "-m"]
+        command += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(settings.num_processes), "-m"]
     arguments = f"pretrained={model},dtype={settings.dtype}"
     if benchmark.harness == "lmms-eval":
-        command = [*launcher, "evaluation.lmms_eval_model", "--model", "image_text_to_text", "--model_args", arguments]
+        command += ["evaluation.lmms_eval_model", "--model", "image_text_to_text", "--model_args", arguments]
     else:
         arguments += ",trust_remote_code=True"
-        command = [*launcher, "lm_eval", "run", "--model", "hf-multimodal", "--model_args", arguments]
+        command += ["lm_eval", "run", "--model", "hf-multimodal", "--model_args", arguments]
         # Whatever the checkpoint's generation config says; the plug-in of lmms-eval does the same.
         command += ["--gen_kwargs", "num_beams=1", "repetition_penalty=1.0", "no_repeat_ngram_size=0"]
         command += ["--apply_chat_template"] if benchmark.in_chat else []
@@ -91,28 +84,24 @@ def run_harness(command: list[str], log: Path) -> None:
     Raises:
         TaskError: if it fails.
     """
+    # lmms-eval prints a token that is in the environment.
+    environment = {name: os.environ[name] for name in os.environ.keys() - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}}
     # Without the working directory on the path, where a folder or an old egg-info would shadow installed packages.
-    environment = os.environ | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryDirectory() as folder, log.open("wb") as file:
-        if (token := get_token()) is not None:  # lmms-eval prints a token that is in the environment
-            path = Path(folder, "token")
-            path.touch(mode=0o600)
-            path.write_text(token, encoding="utf-8")
-            environment = {
-                name: environment[name] for name in environment.keys() - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}
-            }
-            environment["HF_TOKEN_PATH"] = str(path)
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        assert process.stdout is not None
-        try:
-            while piece := os.read(process.stdout.fileno(), 65536):
-                file.write(piece)
-                sys.stderr.buffer.write(piece)
-                sys.stderr.flush()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        returned = process.wait()
-    if returned != 0:
-        raise TaskError(f"the harness exited with {returned}; see {log}")
+    environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    with tempfile.NamedTemporaryFile("w") as token_file, log.open("wb") as file:
+        if (token := get_token()) is not None:
+            token_file.write(token)
+            token_file.flush()
+            environment["HF_TOKEN_PATH"] = token_file.name
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            assert process.stdout is not None
+            try:
+                while piece := process.stdout.read1():  # type: ignore[attr-defined]
+                    file.write(piece)
+                    sys.stderr.buffer.write(piece)
+                    sys.stderr.flush()
+            except BaseException:
+                process.terminate()
+                raise
+    if process.returncode != 0:
+        raise TaskError(f"the harness exited with {process.returncode}; see {log}")

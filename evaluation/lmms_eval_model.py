@@ -20,23 +20,13 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 class ImageTextToText(lmms):
     """Answers chats greedily, in batches. Each process of a launch answers its share of the rows.
 
-    Args:
-        pretrained: Checkpoint folder or Hub id; its remote code is trusted.
-        revision: Of a Hub repository.
-        dtype: As `from_pretrained` takes it; that of the checkpoint by default.
-        batch_size: Rows per batch.
-        device: The process's device by default.
+    `pretrained` is a checkpoint folder or Hub id, whose remote code is trusted.
     """
 
     is_simple = False
 
     def __init__(
-        self,
-        pretrained: str,
-        revision: str = "main",
-        dtype: str = "auto",
-        batch_size: int | str = 1,
-        device: str | None = None,
+        self, pretrained: str, revision: str = "main", dtype: str = "auto", batch_size: int = 1, device: Any = None
     ) -> None:
         super().__init__()
         self.accelerator = Accelerator()
@@ -50,11 +40,7 @@ class ImageTextToText(lmms):
         self._model = AutoModelForImageTextToText.from_pretrained(pretrained, **options).eval()
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answers in the order of the requests.
-
-        Raises:
-            ValueError: if a task asks for sampled answers.
-        """
+        """Answers in the order of the requests. Raises `ValueError` if a task asks for sampled answers."""
         answers = [""] * len(requests)
         # Rows of a batch share the settings of their task, and are of about the same length.
         order = sorted(range(len(requests)), key=lambda row: (str(requests[row].args[2]), -len(requests[row].args[0])))
@@ -97,11 +83,11 @@ class ImageTextToText(lmms):
         return [cut(text, settings.get("until") or []) for text in texts]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Not supported. Raises `NotImplementedError`: lm-eval scores such tasks."""
+        """Not supported: lm-eval scores such tasks."""
         raise NotImplementedError("Likelihood tasks are not supported; use lm-eval.")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Not supported. Raises `NotImplementedError`."""
+        """Not supported."""
         raise NotImplementedError("Multi-round tasks are not supported.")
 
 

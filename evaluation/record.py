@@ -44,21 +44,12 @@ class Evaluation:
     baseline_name: str | None = None
 
 
-def write_evaluations(folder: Path, rows: Sequence[Evaluation], is_replaced: Callable[[dict[str, Any]], bool]) -> None:
-    """Write results into a model's `evaluation.json`. Existing rows that are not replaced are kept.
-
-    Raises:
-        ValueError: if an existing file can't be read.
-    """
+def write_evaluations(
+    folder: Path, rows: Sequence[Evaluation | dict[str, Any]], is_replaced: Callable[[dict[str, Any]], bool]
+) -> None:
+    """Write results into a model's `evaluation.json`. Existing rows that are not replaced are kept."""
     path = folder / EVALUATION_FILE
-    before: Any = []
-    if path.exists():
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is not valid JSON ({error}); fix or remove it.") from error
-        if not isinstance(before, list) or not all(isinstance(row, dict) for row in before):
-            raise ValueError(f"{path} is not a list of results; fix or remove it.")
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     kept = [row for row in before if not is_replaced(row)]
     if rows or len(kept) < len(before):
         write_whole(path, json.dumps([*kept, *to_json(list(rows))], indent=1) + "\n")

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from hub_cards import serve
 from hub_cards.build import build
-from hub_cards.check import check, read_pin
+from hub_cards.check import check
 from hub_cards.push import ReleaseError, plan_push, push
 from hub_cards.verify import verify
 
@@ -39,12 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output_dir", type=Path, help="stage folder to make (default: release in the run folder)")
     add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml next to the run's recipe)")
     add("--revision", default="v1.0", help="tag that the card pins, not a branch (default: v1.0)")
-    add(
-        "--diagnostics", type=Path, help="folder of a report about this model (default: diagnostics in the run folder)"
-    )
-    add(
-        "--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples with the model's own answers"
-    )
+    add("--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples, with the model's answers")
     add("--dtype", choices=["bfloat16", "float16"], help="cast all weights except the norm's (default: no cast)")
     add("--text_model", help="Hub id of the language model, if it was loaded from a folder")
     add("--vision_model", help="Hub id of the vision encoder, if it was loaded from a folder")
@@ -54,10 +49,10 @@ def parse_arguments() -> argparse.Namespace:
     add("stage", type=Path, help="stage folder")
     command = commands.add_parser("push", help="one commit and a tag; a new repository stays private unless --public")
     command.add_argument("stage", type=Path, help="stage folder without findings")
-    visibility = command.add_mutually_exclusive_group()
+    visibility = command.add_mutually_exclusive_group().add_argument
     for name, when in (("private", "before anything is sent"), ("public", "once everything is there")):
-        help_text = f"make the repository {name} {when}"
-        visibility.add_argument(f"--{name}", dest="visibility", action="store_const", const=name, help=help_text)
+        when = f"make the repository {name} {when}"
+        visibility(f"--{name}", dest="visibility", action="store_const", const=name, help=when)
     command.add_argument("--dry_run", action="store_true", help="show what would change and stop")
     add = commands.add_parser("verify", help="fresh download, as any user would load it").add_argument
     add("repo_id", help="owner/name")
@@ -67,21 +62,18 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_push(stage: Path, visibility: str | None, dry_run: bool) -> None:
-    """Push, or in a dry run say what would change; without the Hub, what would be pushed."""
+    """Push, or in a dry run say what would change."""
     api, token = HfApi(), get_token()
     if token is None and not dry_run:
         raise ReleaseError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
     try:
         plan = plan_push(stage, api) if dry_run else push(stage, api, visibility)
-        logger.info("%s\n%s", plan, "Dry run: nothing was changed." if dry_run else "Published.")
-        if token is None:
-            logger.info("Without a token a private repository of this name can't be seen: hf auth login.")
     except (httpx.HTTPError, ConnectionError, RuntimeError) as error:  # as the client raises them
-        if not dry_run:
-            raise ReleaseError(f"The push stopped ({error}). Push again to go on from there.") from error
-        files = sorted(str(path.relative_to(stage)) for path in stage.rglob("*") if path.is_file())
-        logger.info("A push to %s, tag %s, would bring what is not there yet of:", *read_pin(stage))
-        logger.info("%s\nThe Hub can't be asked (%s). Dry run: nothing was changed.", "\n".join(files), error)
+        stopped = "The Hub can't be asked" if dry_run else "The push stopped; push again to go on from there"
+        raise ReleaseError(f"{stopped}: {error}") from error
+    logger.info("%s\n%s", plan, "Dry run: nothing was changed." if dry_run else "Published.")
+    if token is None:
+        logger.info("Without a token a private repository of this name can't be seen: hf auth login.")
 
 
 def run(command: str, options: dict[str, Any]) -> None:

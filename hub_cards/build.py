@@ -17,7 +17,7 @@ from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.answers import answer, ask
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
-from hub_cards.contents import ASSETS, CARD, INDEX, OTHERS, PLOTS, SERVING, SETTINGS, class_files
+from hub_cards.contents import ASSETS, CARD, INDEX, OTHERS, PLOT, SERVING, SETTINGS, class_files
 from hub_cards.facts import Facts, collect_facts, hub_id, read_json
 from hub_cards.licences import APACHE, Licence, licence_of
 from hub_cards.weights import read_weights
@@ -31,16 +31,11 @@ MAX_WIDGETS = 3
 
 def build(
     run: Path, repo_id: str, output_dir: Path | None = None, prose: Path | None = None, revision: str = "v1.0",
-    diagnostics: Path | None = None, widget_data: Path | None = None, text_model: str | None = None,
-    vision_model: str | None = None, license: str | None = None, base_licence_file: Path | None = None,
-    dtype: str | None = None,
+    widget_data: Path | None = None, text_model: str | None = None, vision_model: str | None = None,
+    license: str | None = None, base_licence_file: Path | None = None, dtype: str | None = None,
 ) -> Path:  # fmt: skip
-    """Make the stage folder, its card last. It appears only when it is complete. Arguments are the command's.
-
-    Raises:
-        ValueError: if a needed fact or file is missing, the name breaks the base model's licence, or the model is not
-            fit to be published; the message lists all findings.
-    """
+    """Make the stage folder, its card last. It appears only when it is complete. Arguments are the command's. Raises
+    `ValueError` if a fact or file is missing, the name breaks a licence, or the model has faults, and lists them."""
     validate_repo_id(repo_id)
     if hub_id(repo_id) is None:
         raise ValueError(f"--repo_id {repo_id!r} is not owner/name.")
@@ -49,11 +44,11 @@ def build(
     output_dir = output_dir or run / "release"
     if output_dir.exists() and any(output_dir.iterdir()):
         raise ValueError(f"{output_dir} is not empty. Choose another folder, or empty it first.")
-    if diagnostics is None and (run / "diagnostics" / "report.json").exists():
-        diagnostics = run / "diagnostics"
-    facts = collect_facts(run, diagnostics, text_model=text_model, vision_model=vision_model)
+    facts = collect_facts(run, text_model=text_model, vision_model=vision_model)
     licence = licence_of({"text_model": facts.text_model, "vision_model": facts.vision_model}, license)
-    licence.check_name(repo_id.split("/")[1])
+    name = repo_id.split("/")[1]
+    if not name.startswith(licence.name_prefix):
+        raise ValueError(f"The {licence.title} asks for another name than {name}: {licence.name_prefix}-{name}.")
     text = licence_text(licence, base_licence_file)
     said = read_prose(prose or find_prose(run), facts)
     if faults := [*find_model_faults(run, facts.weights, facts.steps)]:
@@ -70,12 +65,11 @@ def build(
         shutil.copy(APACHE_TEXT, stage)  # of the class files and the vision encoder; its section 4a requires a copy
     for name in SERVING:
         shutil.copy(ASSETS / name, stage)
-    plots = PLOTS if facts.diagnostics else {}
-    for name in plots:
-        with Image.open(f"{diagnostics}/figures/{name}") as picture:
-            save_picture(picture, stage / "diagnostics" / name)
+    if facts.diagnostics:
+        with Image.open(run / "diagnostics" / "figures" / Path(PLOT).name) as picture:
+            save_picture(picture, stage / PLOT)
     widgets = make_widgets(stage, widget_data) if widget_data is not None else []
-    card = render_card(facts, licence, said, repo_id, revision, widgets, plots=plots, code=code)
+    card = render_card(facts, licence, said, repo_id, revision, widgets, code)
     (stage / CARD).write_text(card, encoding="utf-8")
     if output_dir.exists():
         output_dir.rmdir()  # empty
@@ -138,10 +132,7 @@ def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
     if licence is APACHE:
         return APACHE_TEXT.read_text(encoding="utf-8")
     if base_licence_file is None:
-        raise ValueError(
-            f"The {licence.title} requires a copy of the agreement: give --base_licence_file, LICENSE.txt in the base "
-            "model's repository."
-        )
+        raise ValueError(f"The {licence.title} requires a copy of it: --base_licence_file, the base's LICENSE.txt.")
     text = base_licence_file.read_text(encoding="utf-8")
     if licence.title.split(" License")[0].lower() not in " ".join(text.lower().split()):
         raise ValueError(f"{base_licence_file} does not read like the {licence.title}.")

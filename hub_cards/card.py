@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,7 @@ from hub_cards.licences import APACHE, Licence, known_licence
 
 
 NOT_RECORDED = "not recorded"
-NORMS = {
-    "gwc": "a LayerNorm with gradient compensation (GWC)",
-    "layernorm": "a LayerNorm",
-    "none": "no norm",
-}
+NORMS = {"gwc": "a LayerNorm with gradient compensation (GWC)", "layernorm": "a LayerNorm", "none": "no norm"}
 
 
 # An example that the Hub shows: messages with a picture and a question, and the model's own answer.
@@ -45,28 +42,19 @@ class Prose:
 
 
 def read_prose(path: Path, facts: Facts) -> Prose:
-    """The recipe's prose.
-
-    Raises:
-        ValueError: if it is not a YAML mapping, a field is unknown, missing or of another type, or it says where a
-            part comes from that is on the Hub.
-    """
+    """The recipe's prose. Raises `ValueError` if it is not a YAML mapping, a field is unknown or missing, or it says
+    where a part comes from that is on the Hub."""
     try:
         prose = Prose(**yaml.safe_load(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         known = ", ".join(entry.name for entry in fields(Prose))
         raise ValueError(f"{path} is not a card's prose ({error}). Its fields are: {known}.") from error
-    for name in ("summary", "intended_use", "out_of_scope", "training_data", "limits"):
-        if not isinstance(getattr(prose, name), str) or not getattr(prose, name).strip():
-            raise ValueError(f"{path}: {name} is not a text. A card needs it.")
-    for name in ("language", "datasets"):
-        if not isinstance(value := getattr(prose, name), list) or not all(isinstance(entry, str) for entry in value):
-            raise ValueError(f'{path}: {name} is {value!r}, not a list of texts. YAML reads no as false: write "no".')
+    for name, value in vars(prose).items():
+        if not all(isinstance(text, str) for text in (value if isinstance(value, list) else [value])):
+            raise ValueError(f'{path}: {name} is {value!r}, not text. YAML reads no as false: write "no".')
     for name, base in (("language_model", facts.text_model), ("vision_encoder", facts.vision_model)):
         if base is not None and getattr(prose, name):
-            raise ValueError(
-                f"{path}: {name} is {getattr(prose, name)!r}, but it is {base}: remove it from the prose."
-            )
+            raise ValueError(f"{path}: {name} is {getattr(prose, name)!r}, but it is {base}: take it out.")
     return prose
 
 
@@ -75,12 +63,12 @@ def build_metadata(facts: Facts, licence: Licence, name: str, prose: Prose, widg
     results = [
         EvalResult(
             task_type="image-text-to-text",
-            dataset_type=row["dataset"],
-            dataset_name=row["dataset"],
-            dataset_split=row["split"],
-            metric_type=row["metric"],
-            metric_name=f"{row['metric']}, {row['task']}",  # results of one dataset and split share an entry
-            metric_value=row["value"],
+            dataset_type=row.dataset,
+            dataset_name=row.dataset,
+            dataset_split=row.split,
+            metric_type=row.metric,
+            metric_name=f"{row.metric}, {row.task}",  # results of one dataset and split share an entry
+            metric_value=row.value,
         )
         for row in facts.evaluations
     ]
@@ -100,45 +88,29 @@ def build_metadata(facts: Facts, licence: Licence, name: str, prose: Prose, widg
 
 
 def render_card(
-    facts: Facts, licence: Licence, prose: Prose, repo_id: str, revision: str, widgets: list[Widget], **others: Any
-) -> str:
-    """The whole card, where a fact that is `None` reads "not recorded". `others` are `plots`, captions by file, and
-    `code`, lines by class file."""
+    facts: Facts, licence: Licence, prose: Prose, repo_id: str, revision: str, widgets: list[Widget],
+    code: dict[str, int],
+) -> str:  # fmt: skip
+    """The whole card, where a fact that is `None` reads "not recorded". `code` are numbers of lines by class file."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
         "count": lambda value: NOT_RECORDED if value is None else f"{value:,}",
-        "significant": lambda value: NOT_RECORDED if value is None else significant(value),
-        "duration": lambda seconds: NOT_RECORDED if seconds is None else duration(seconds),
+        "significant": lambda value: NOT_RECORDED if value is None else f"{value:,.4g}",
+        "duration": lambda seconds: NOT_RECORDED if seconds is None else str(timedelta(seconds=round(seconds))),
         "cell": lambda value: " ".join(str(value).split()).replace("|", r"\|").replace("<", "&lt;"),
         "literal": lambda text: json.dumps(text, ensure_ascii=False),
     }
     seconds = [stage["seconds"] for stage in facts.stages]
     text = environment.get_template("card.md.jinja").render(
-        others,
-        facts=facts,
+        {"facts": facts, "licence": licence, "prose": prose, "repo_id": repo_id, "revision": revision},
         config=facts.config,
-        licence=licence,
-        prose=prose,
-        repo_id=repo_id,
-        revision=revision,
         widgets=widgets,
+        code=code,
         norms=NORMS,
         total=sum(filter(None, seconds)) if all(seconds) and facts.earlier_is_recorded else None,
         apache_parts=[base for base in facts.base_models if known_licence(base) is APACHE],
     )
     metadata = build_metadata(facts, licence, repo_id.split("/")[1], prose, widgets).to_yaml()
     return str(ModelCard(f"---\n{metadata}\n---\n\n{text}\n"))
-
-
-def significant(value: float) -> str:
-    """Three significant digits, and none after the point from 1,000 on."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """A duration in seconds, minutes or hours, whichever reads best."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

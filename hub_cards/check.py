@@ -4,13 +4,9 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import torch
-from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor, GenerationConfig
+from transformers import AutoConfig, AutoModelForImageTextToText
 
-from diagnostics.answers import ask, encode
 from hub_cards.contents import CARD, NEEDED, SETTINGS, class_files, is_listed
 from hub_cards.facts import read_json
 from hub_cards.weights import Weights, listed, read_weights
@@ -18,7 +14,6 @@ from modeling_normllava import NormLlavaConfig
 
 
 REBUILD = "Build again from a complete run."
-QUESTION = "What is in the picture?"
 # In settings: fields that make transformers run code or read other files, and names of code in other repositories.
 FOREIGN = re.compile(
     r'"(auto_map|custom_pipelines|_?attn_implementation|experts_implementation|transformers_weights|'
@@ -80,16 +75,15 @@ def find_model_faults(folder: Path, weights: Weights, steps: int = 0) -> Iterato
             return
         yield from weights.find_faults(steps)
         # On the meta device names and shapes are compared, and nothing is computed.
-        model, info = AutoModelForImageTextToText.from_pretrained(
+        _, info = AutoModelForImageTextToText.from_pretrained(
             folder, dtype="auto", device_map="meta", trust_remote_code=False, output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if names := [str(name) for name in info[kind]]:
                 yield f"weights: {kind} for the model of config.json: {listed(names)}. {REBUILD}"
-        yield from find_processor_faults(folder, model)
     except Exception as error:  # files may hold anything
-        yield f"The model can't be loaded and asked about a picture: {error}"
+        yield f"The model can't be loaded: {error}"
 
 
 def find_code_faults(folder: Path) -> Iterator[str]:
@@ -111,21 +105,3 @@ def find_code_faults(folder: Path) -> Iterator[str]:
     for name, value in settings.items():
         if found := FOREIGN.search(json.dumps(value)):
             yield f"{name}: holds {found[0]}, which needs other code or files than the release's. Remove it."
-
-
-@torch.no_grad()
-def find_processor_faults(folder: Path, model: Any) -> Iterator[str]:
-    """A processor whose tokens or pictures don't fit the model, which is on the meta device."""
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
-    inputs = encode(processor, [ask(QUESTION, Image.new("RGB", (64, 48)))])
-    (features,) = model.get_image_features(inputs["pixel_values"].to("meta", model.dtype)).pooler_output
-    count = int((inputs["input_ids"] == model.config.image_token_id).sum())
-    if count != len(features):
-        yield f"processor_config.json: makes {count} tokens of a picture, the model {len(features)}. Stage its own."
-    if QUESTION not in (asked := processor.decode(inputs["input_ids"][0])):
-        yield f"chat_template.jinja: makes {asked!r} of the question {QUESTION!r}. Stage the model's own."
-    if max(processor.tokenizer.get_vocab().values()) >= (rows := model.get_input_embeddings().num_embeddings):
-        yield f"tokenizer.json: has more tokens than the model's {rows}. Stage the model's own."
-    ends, end = GenerationConfig.from_pretrained(folder).eos_token_id, processor.tokenizer.eos_token_id
-    if end not in (ends if isinstance(ends, list) else [ends]):
-        yield f"generation_config.json: eos_token_id is {ends}, without the tokenizer's {end}: answers would not end."

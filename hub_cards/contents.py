@@ -22,13 +22,10 @@ OTHERS = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
 # A checkpoint without these can't answer.
 NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
 SERVING = ("handler.py", "requirements.txt")
-# Plots of the diagnostics, with their captions.
-PLOTS = {
-    "overview.png": "Norm of visual and text tokens by layer, how far each layer turns them, attention to the picture",
-}
+PLOT = "diagnostics/overview.png"
 LISTED = {
-    *SETTINGS, *OTHERS, *SERVING, CARD, "LICENSE", "LICENSE-APACHE", "NOTICE",
-    *(f"diagnostics/{name}" for name in PLOTS), *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),
+    *SETTINGS, *OTHERS, *SERVING, CARD, PLOT, "LICENSE", "LICENSE-APACHE", "NOTICE",
+    *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),
 }  # fmt: skip
 PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")
 

@@ -11,35 +11,17 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from conversations.files import fingerprint
+from diagnostics.results import from_json
+from evaluation.record import Evaluation
 from hub_cards.weights import Weights, read_weights
-from modeling_normllava import NormLlavaConfig
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Arguments of a run that the card lists, without paths and names of the machine, unless they have this value, which
-# has no effect or is what everybody has.
-ARGUMENTS: dict[str, Any] = {
-    **dict.fromkeys((
-        "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length",
-        "num_train_epochs", "learning_rate", "vision_learning_rate", "projector_learning_rate", "norm_learning_rate",
-        "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "bf16", "seed",
-        "lr_scheduler_kwargs", "optim_args", "neftune_noise_alpha", "data_seed", "key_layers",
-    )),
-    "max_steps": -1, "clip_by_module": False, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8,
-    "loss_type": "nll", "train_sampling_strategy": "random", "fp16": False, "load_in_4bit": False,
-    "bnb_4bit_quant_type": "nf4", "use_bnb_nested_quant": True, "use_rslora": False, "use_dora": False,
-    "lora_dropout": 0.0, "key_mmd_weight": 0.0, "key_gram_weight": 0.0,
-    "key_bandwidths": [0.25, 0.5, 1.0, 2.0, 4.0],
-}  # fmt: skip
-# Fields of a row of evaluation.json, which `evaluation` writes; those of the second line may be missing.
-RESULT = ("task", "dataset", "split", "metric", "value", "n", "standard_error", "command")
-OPTIONAL = ("weights", "harness", "choice", "baseline", "baseline_name")
-
-
+# Recorded arguments that the card doesn't list: names of the machine, and what it says elsewhere.
+UNLISTED = ("stage", "model_name_or_path", "model_revision", "max_steps", "max_length", "dataloader_num_workers")
 # A stage of training, for the card; see `read_stage`.
 Stage = dict[str, Any]
 
@@ -64,7 +46,7 @@ class Facts:
     vision_model: str | None
     stages: list[Stage]
     earlier_is_recorded: bool
-    evaluations: list[dict[str, Any]]
+    evaluations: list[Evaluation]
     diagnostics: dict[str, str] | None
     cast_from: str | None = None
 
@@ -79,12 +61,11 @@ class Facts:
         return [name for name in dict.fromkeys((self.text_model, self.vision_model)) if name is not None]
 
 
-def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | None) -> Facts:
+def collect_facts(run: Path, **given: str | None) -> Facts:
     """Read the facts in the output folder of a run's last stage, and in those of earlier stages.
 
-    `diagnostics` is a report's folder; `given` are Hub ids of parts that were loaded from a folder, `text_model` and
-    `vision_model`. Raises `ValueError` if a file is missing or torn, an id contradicts the recorded one, or a figure
-    is of other weights.
+    `given` are Hub ids of parts that were loaded from a folder, `text_model` and `vision_model`. Raises `ValueError`
+    if a file is missing or torn, an id contradicts the recorded one, or a figure is of other weights.
     """
     if (run / "adapter_config.json").exists():
         raise ValueError(
@@ -93,13 +74,7 @@ def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | Non
     path = run / "config.json"
     if not path.exists():
         raise ValueError(f"{run} holds no config.json: give the output folder of a finished training run.")
-    config = read_json(path)
-    try:
-        model = AutoConfig.from_pretrained(run, trust_remote_code=False)
-    except (StrictDataclassError, ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    if not isinstance(model, NormLlavaConfig):
-        raise ValueError(f"{path}: model_type is {model.model_type!r}, not a NormLlava's.")
+    config, model = read_json(path), AutoConfig.from_pretrained(run, trust_remote_code=False)
     ids: dict[str, str | None] = {}
     for part in ("text", "vision"):
         own, option = config.get(f"{part}_config", {}).get("_name_or_path"), f"{part}_model"
@@ -109,7 +84,8 @@ def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | Non
             raise ValueError(f"--{option} {ids[option]!r} is not owner/name.")
         if recorded not in (None, ids[option]):
             raise ValueError(f"--{option} is {ids[option]}, but {path} records {recorded}. Omit the option.")
-    stages, is_complete = collect_stages(run)
+    stages = collect_stages(run)
+    is_complete = bool(stages) and stages[0]["stage"] == "align"
     weights = read_weights(run)
     of_weights = fingerprint(weights.sha256)
     return Facts(
@@ -122,7 +98,7 @@ def collect_facts(run: Path, diagnostics: Path | None = None, **given: str | Non
         # Llava's training and the aligned start leave no record but that they were.
         is_complete and not config.get("llava_name_or_path") and not config.get("projector_aligned"),
         read_evaluations(run / "evaluation.json", of_weights),
-        read_diagnostics(diagnostics / "report.json", of_weights) if diagnostics else None,
+        read_diagnostics(run / "diagnostics" / "report.json", of_weights),
     )
 
 
@@ -139,12 +115,8 @@ def hub_id(name: str | None) -> str | None:
     return name if name and HUB_ID.fullmatch(name) else None
 
 
-def collect_stages(run: Path) -> tuple[list[Stage], bool]:
-    """The stages of training, as far as their folders are local, and whether they begin with an untrained model.
-
-    Stage "align" does, and so does a stage that started from a local folder without `trainer_state.json`, unless its
-    model has key adapters, which may have been added to a trained model from the Hub.
-    """
+def collect_stages(run: Path) -> list[Stage]:
+    """The stages of training, as far as their folders are local."""
     stages: list[Stage] = []
     folder, seen = run, set()
     while (folder / "trainer_state.json").exists():
@@ -152,32 +124,31 @@ def collect_stages(run: Path) -> tuple[list[Stage], bool]:
         record = read_json(folder / "run.json") if (folder / "run.json").exists() else {}
         stages.insert(0, read_stage(folder, record))
         before = record.get("arguments", {}).get("model_name_or_path")
-        if before is None or not Path(before).is_dir() or Path(before).resolve() in seen:
-            return stages, stages[0]["stage"] == "align"
+        if before is None or Path(before).resolve() in seen:
+            break
         folder = Path(before)
-    config = folder / "config.json"
-    has_key_adapters = config.exists() and bool(read_json(config).get("key_adapter_rank"))
-    return stages, bool(stages) and (stages[0]["stage"] == "align" or not has_key_adapters)
+    return stages
 
 
 def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
     """One stage, from its `trainer_state.json`, `metrics.jsonl` and `run.json`. Raises `ValueError` if one is torn."""
     arguments, environment = record.get("arguments", {}), record.get("environment", {})
     stage, metrics = arguments.get("stage"), folder / "metrics.jsonl"
-    is_best = record.get("progress") is None and arguments.get("load_best_model_at_end")  # of a finished run
     try:
-        steps = read_json(folder / "trainer_state.json")["best_global_step" if is_best else "global_step"]
+        steps = read_json(folder / "trainer_state.json")["global_step"]
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
         logged: list[dict[str, Any]] = [json.loads(line) for line in lines]
-        kept = [line for line in logged if line.get("step", 0) <= steps]  # of the published model
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder}: trainer_state.json or metrics.jsonl is not that of a run ({error!r}).") from error
-    losses = [line["loss"] for line in kept if "loss" in line] or [None]
-    tokens = [line["num_tokens"] for line in kept if "num_tokens" in line] or [None]
+    losses = [line["loss"] for line in logged if "loss" in line] or [None]
+    tokens = [line["num_tokens"] for line in logged if "num_tokens" in line] or [None]
     # A resumed run's file has only the last session's time.
     seconds = [line["train_runtime"] for line in logged if "train_runtime" in line and not environment.get("resumed")]
-    shown = {name: arguments[name] for name in ARGUMENTS if arguments.get(name) not in (None, ARGUMENTS[name])}
-    adapters = {name: arguments[name] for name in ("lora_r", "lora_alpha") if stage == "adapt" and name in arguments}
+    has_key_loss = arguments.get("key_mmd_weight") or arguments.get("key_gram_weight")
+    in_4bit = arguments.get("load_in_4bit")
+    used = {"lora": stage == "adapt", "bnb": in_4bit, "use_bnb": in_4bit, "key": has_key_loss}
+    idle = tuple(prefix for prefix, is_used in used.items() if not is_used)  # of arguments that did nothing
+    listed = {name: arguments[name] for name in arguments if name not in UNLISTED and not name.startswith(idle)}
     commit, is_dirty = environment.get("commit"), environment.get("commit_is_clean") is False
     return {
         "stage": stage,
@@ -185,30 +156,28 @@ def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
         "tokens": tokens[-1] and int(tokens[-1]),
         "losses": (losses[0], losses[-1]),
         "seconds": seconds[-1] if seconds else None,
-        "arguments": shown | adapters,
+        "arguments": {name: value for name, value in listed.items() if value is not None and value is not False},
         "hardware": f"{environment['num_processes']} x {environment['device']}" if environment else None,
         "commit": f"{commit}, with uncommitted changes" if commit and is_dirty else commit,
         "sources": record.get("sources", []),
     }
 
 
-def read_evaluations(path: Path, of_weights: str) -> list[dict[str, Any]]:
+def read_evaluations(path: Path, of_weights: str) -> list[Evaluation]:
     """Rows of `evaluation.json`, if there is one. Raises `ValueError` if a row is not whole, or of other weights."""
-    rows = read_json(path) if path.exists() else []
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} is not a list of results.")
+    rows = from_json(list[Evaluation], read_json(path) if path.exists() else [], path)
     for number, row in enumerate(rows):
-        if missing := [name for name in RESULT if name not in row]:
-            raise ValueError(f"{path}, row {number}: no {', '.join(missing)}.")
-        if not isinstance(row["value"], int | float) or not isfinite(row["value"]):
+        if not isfinite(row.value):
             raise ValueError(f"{path}, row {number}: value is null, NaN or infinite.")
-        if row.get("weights") != of_weights:
-            raise ValueError(f"{path}, row {number}, {row['task']}: of other weights. Measure again: {row['command']}")
-    return [dict.fromkeys(OPTIONAL) | row for row in rows]
+        if row.weights != of_weights:
+            raise ValueError(f"{path}, row {number}, {row.task}: of other weights. Measure again: {row.command}")
+    return rows
 
 
-def read_diagnostics(path: Path, of_weights: str) -> dict[str, str]:
-    """What a report says of its only model. Raises `ValueError` if it can't be read, or is of other weights."""
+def read_diagnostics(path: Path, of_weights: str) -> dict[str, str] | None:
+    """What a report says of its only model, if there is one. Raises `ValueError` if it is of other weights."""
+    if not path.exists():
+        return None
     again = "Run python -m diagnostics on this model alone, not quantized."
     try:
         (model,) = read_json(path)["models"]
@@ -218,9 +187,8 @@ def read_diagnostics(path: Path, of_weights: str) -> dict[str, str]:
             "turning of visual tokens per layer, 1 − cosine": rows["turning", "visual"],
             "turning of text tokens per layer": rows["turning", "text"],
         }
-        for (measure, _), row in rows.items():
-            if measure.startswith("gap, "):
-                values[f"gap of cosines, visual minus text, {measure.removeprefix('gap, ')} of the layers"] = row
+        gaps = {measure: row for (measure, _), row in rows.items() if measure.startswith("gap, ")}
+        values |= {f"{measure} of the layers; of cosines, visual minus text": row for measure, row in gaps.items()}
         shown = {name: with_interval(row["mean"], row["low"], row["high"]) for name, row in values.items()}
         if model.get("weights") != of_weights or model["dtype"].endswith("quantized"):
             raise ValueError(f"{path} is of other weights. {again}")

@@ -15,17 +15,9 @@ class Licence:
     identifier: str
     title: str
     link: str
-    name_prefix: str | None = None
+    name_prefix: str = ""
     notice: str | None = None
     attribution: str | None = None
-
-    def check_name(self, name: str) -> None:
-        """Raises `ValueError` if a model's name lacks the prefix that the licence requires."""
-        if self.name_prefix is not None and not name.startswith(self.name_prefix):
-            raise ValueError(
-                f"The {self.title} requires a model name that begins with {self.name_prefix!r}: not {name!r}, but for "
-                f"example {self.name_prefix}-{name}."
-            )
 
 
 APACHE = Licence("apache-2.0", "Apache License 2.0", "https://www.apache.org/licenses/LICENSE-2.0")
@@ -69,7 +61,7 @@ def licence_of(parts: dict[str, str | None], own_licence: str | None) -> Licence
     """The licence of a model that is made from these parts, Hub ids by option: the strictest of all.
 
     `own_licence` is the identifier of the one that the owner chose for parts without a Hub id. Raises `ValueError` if
-    it is missing or has no such part, or a part's licence is not known.
+    it is missing, or a part's licence is not known.
     """
     found = [known_licence(name) for name in parts.values() if name is not None]
     unknown = [part for part, name in parts.items() if name is None]
@@ -79,7 +71,5 @@ def licence_of(parts: dict[str, str | None], own_licence: str | None) -> Licence
             f"loaded from a folder, name it: {' '.join(f'--{part} owner/name' for part in unknown)}; if you trained "
             f"it from scratch, choose its licence: --license {' or '.join(BY_IDENTIFIER)}."
         )
-    if not unknown and own_licence is not None:
-        raise ValueError(f"--license is for parts without a Hub id; this licence follows from {parts}.")
     found += [BY_IDENTIFIER[str(own_licence)] for _ in unknown]
     return LLAMA_3_2 if LLAMA_3_2 in found else APACHE

@@ -18,10 +18,8 @@ class ReleaseError(ValueError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a push would change in a repository that is `"private"`, `"public"` or, if none can be seen, `"new"`.
-
-    `head` is its commit; `files` are paths to add (+), change (~) and delete (-), and those that are there (=).
-    """
+    """What a push would change in a repository that is `"private"`, `"public"` or, if none can be seen, `"new"`: paths
+    to add (+), change (~) and delete (-), and those that are there (=)."""
 
     repo_id: str
     tag: str
@@ -36,10 +34,8 @@ class Plan:
 
 
 def plan_push(stage: Path, api: HfApi) -> Plan:
-    """Compare a stage folder with the Hub: with the tag if it exists, otherwise with the head.
-
-    Raises `ReleaseError` if the folder has findings, the tag's name is a branch's, or the tag is on other files.
-    """
+    """Compare a stage folder with the Hub: with the tag if it exists, otherwise with the head. Raises `ReleaseError`
+    if the folder has findings, the tag's name is a branch's, or the tag is on other files."""
     if findings := check(stage):
         raise ReleaseError("\n  ".join([f"{stage} can't be published:", *findings]))
     repo_id, tag = read_pin(stage)
@@ -54,10 +50,8 @@ def plan_push(stage: Path, api: HfApi) -> Plan:
     seen = api.verify_repo_checksums(repo_id, local_dir=stage, revision=tag if is_tagged else info.sha)
     changed, stale = [entry["path"] for entry in seen.mismatches], [*{*seen.missing_paths} - KEPT]
     if is_tagged and (differing := [*seen.extra_paths, *changed, *stale]):
-        raise ReleaseError(
-            f"{repo_id} already has a tag {tag}, which is not moved, and {differing[0]} differs from it. Build with "
-            "another --revision."
-        )
+        differs = f"already has a tag {tag}, which is not moved, and {differing[0]} differs from it"
+        raise ReleaseError(f"{repo_id} {differs}. Build with another --revision.")
     same = [path for path in local if path not in {*seen.extra_paths, *changed}]
     files = {"+": seen.extra_paths, "~": changed, "-": sorted(stale), "=": same}
     return Plan(repo_id, tag, "private" if info.private else "public", info.sha, is_tagged, files)
@@ -66,16 +60,12 @@ def plan_push(stage: Path, api: HfApi) -> Plan:
 def push(stage: Path, api: HfApi, visibility: str | None = None) -> Plan:
     """Publish a stage folder: one commit, which also deletes stale files, on the head that was seen, then a tag.
 
-    A repository is created private, and made public, if `visibility` says so, only after commit and tag. Nothing is
-    done twice: where a push stopped, the next one goes on. Returns what was changed. Raises `ReleaseError` as
-    [`plan_push`], or if the repository is public and was not asked to be.
+    A repository is created private, and made public, if `visibility` says so, only after commit and tag. Where a push
+    stopped, the next one goes on. Raises `ReleaseError` as [`plan_push`], or if the repository is public unasked.
     """
     plan = plan_push(stage, api)
     if plan.visibility == "public" and visibility is None and not plan.is_tagged:
-        raise ReleaseError(
-            f"{plan.repo_id} is public, so a push would be visible at once. Push with --public, or with --private to "
-            "make it private first."
-        )
+        raise ReleaseError(f"{plan.repo_id} is public: push with --public, or with --private to make it private.")
     if plan.visibility == "new":
         api.create_repo(plan.repo_id, private=True)
     elif plan.visibility == "public" and visibility == "private":

@@ -8,7 +8,6 @@ key and fetches any URL, so it listens on the loopback interface only.
 
 import argparse
 import os
-import uuid
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -17,21 +16,19 @@ from transformers.utils.import_utils import is_serve_available
 
 # Extensions of `transformers serve`; the first can name pictures, which may be files of this machine.
 REFUSED = ("chat_template_kwargs", "generation_config")
+ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/models", "/health")
 
 
 def build_app(model: str, revision: str) -> Any:
-    """Load the model at `revision`, its own code included, and return the app that serves it.
-
-    Only the chat routes of `transformers serve` are offered. The others load any repository that a request names,
-    with its code, and read any file that one names as audio.
-    """
+    """Load the model at `revision`, its own code included, and return the app of `transformers serve`, less the routes
+    that load any repository that a request names, with its code, or read any file that one names as audio."""
     # Here, since they need the extra "release".
-    from fastapi import FastAPI, Request
-    from fastapi.responses import JSONResponse
     from starlette.exceptions import HTTPException
+    from starlette.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
     from transformers.cli.serving.model_manager import ModelManager
     from transformers.cli.serving.response import ResponseHandler
+    from transformers.cli.serving.server import build_server
     from transformers.cli.serving.utils import BaseHandler, GenerationState
 
     # transformers serves only the model types that stand here, even with custom code.
@@ -39,7 +36,7 @@ def build_app(model: str, revision: str) -> Any:
     keys = "NormLlavaKeyAdapterForConditionalGeneration"
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES["normllava_key_adapters"] = keys
     pinned = model if os.path.exists(model) else f"{model}@{revision}"
-    manager, state, app = ModelManager(trust_remote_code=True, force_model=pinned), GenerationState(), FastAPI()
+    manager, state = ModelManager(trust_remote_code=True, force_model=pinned), GenerationState()
 
     def read_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
         """What the processor gets: text, and pictures that are not files."""
@@ -50,36 +47,29 @@ def build_app(model: str, revision: str) -> Any:
                 raise ValueError("messages: only text, and pictures as http(s) URL or base64; files are not read")
         return read
 
-    async def ask(handler: Any, body: dict[str, Any]) -> Any:
-        if refused := [field for field in REFUSED if body.get(field) is not None]:
-            raise HTTPException(400, f"{refused[0]}: not accepted")
-        body["model"] = pinned if body.get("model") == model else body.get("model")
-        handler.get_processor_inputs_from_messages = read_messages
-        try:
-            return await handler.handle_request(body, f"chatcmpl-{uuid.uuid4().hex}")
-        except (ValueError, OSError) as error:  # what the request holds can't be read
-            raise HTTPException(400, str(error)) from error
+    def guarded(handler: Any) -> Any:
+        handle = handler.handle_request
+
+        async def ask(body: dict[str, Any], request_id: str) -> Any:
+            if refused := [field for field in REFUSED if body.get(field) is not None]:
+                raise HTTPException(400, f"{refused[0]}: not accepted")
+            named = pinned if body.get("model") == model else body.get("model")
+            try:
+                return await handle({"stream": False, **body, "model": named}, request_id)  # OpenAI's default
+            except (ValueError, OSError) as error:  # what the request holds can't be read
+                raise HTTPException(400, str(error)) from error
+
+        handler.handle_request, handler.get_processor_inputs_from_messages = ask, read_messages
+        return handler
+
+    chat, responses = guarded(ChatCompletionHandler(manager, state)), guarded(ResponseHandler(manager, state))
+    nothing: Any = None  # in place of the handlers whose routes go
+    app = build_server(manager, chat, nothing, responses, nothing, nothing, state)
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
 
     @app.exception_handler(HTTPException)
-    def refuse(request: Request, error: HTTPException) -> JSONResponse:
-        body = {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}  # OpenAI's form
-        return JSONResponse({"error": body}, error.status_code)
-
-    @app.post("/v1/chat/completions")
-    async def ask_chat(body: dict[str, Any]) -> Any:
-        return await ask(ChatCompletionHandler(manager, state), body)
-
-    @app.post("/v1/responses")
-    async def ask_responses(body: dict[str, Any]) -> Any:
-        return await ask(ResponseHandler(manager, state), {"stream": False, **body})  # OpenAI's default
-
-    @app.get("/v1/models")
-    def models() -> dict[str, Any]:
-        return {"object": "list", "data": manager.list_models()}
-
-    @app.get("/health")
-    def health() -> dict[str, str]:
-        return {"status": "ok"}
+    def refuse(request: Any, error: HTTPException) -> JSONResponse:
+        return JSONResponse({"error": {"message": error.detail}}, error.status_code)  # where OpenAI's client looks
 
     return app
 

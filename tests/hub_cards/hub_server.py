@@ -18,7 +18,6 @@ from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 import pytest
-import yaml
 
 from hub_cards.__main__ import main
 
@@ -64,13 +63,8 @@ class HubServer:
         self.uploads: list[str] = []
         self.requests: list[tuple[str, str, str]] = []
         """Method, path, and the authorization header of every request."""
-        hub = self
-
-        class Handler(_Handler):
-            server_state = hub
-
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -92,236 +86,182 @@ class HubServer:
             return len(self.requests)
 
     def strikes(self, fault: str) -> bool:
-        if self.faults[fault] > 0:
-            self.faults[fault] -= 1
-            return True
-        return False
+        is_planted = self.faults[fault] > 0
+        self.faults[fault] -= is_planted
+        return is_planted
+
+
+class Answer(Exception):
+    """Raised where a request ends early."""
+
+    def __init__(self, status: int, error: str, **headers: str) -> None:
+        self.status, self.body = status, {"error": error}
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server_state: HubServer
+    """Each route returns what is sent as JSON or bytes, the latter with headers."""
+
+    hub: HubServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # headers and body are two packets, and the second would wait 40 ms
 
     def log_message(self, *_: object) -> None:
         pass
 
-    def _reply(self, status: int, body: Any = None, headers: dict[str, str] | None = None) -> None:
-        content = body if isinstance(body, bytes) else json.dumps(body if body is not None else {}).encode()
+    def _reply(self, status: int, body: Any, headers: dict[str, str]) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+        for name, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
 
     def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            chunks = []
-            while size := int(self.rfile.readline().strip(), 16):
-                chunks.append(self.rfile.read(size))
-                self.rfile.readline()
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        chunks = []
+        while size := int(self.rfile.readline().strip(), 16):
+            chunks.append(self.rfile.read(size))
             self.rfile.readline()
-            return b"".join(chunks)
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-
-    def _drop(self) -> None:
-        self.close_connection = True
-        self.connection.close()
+        self.rfile.readline()
+        return b"".join(chunks)
 
     def _handle(self) -> None:
-        hub = self.server_state
         path = urlsplit(self.path).path
-        authorization = self.headers.get("Authorization") or ""
-        self.number = hub.count(self.command, path, authorization)
-        body = self._body() if self.command in ("POST", "PUT") else b""
-        for status in (403, 500):
-            if hub.strikes(f"{status} #{self.number}"):
-                return self._reply(status, {"error": "planted"})
-        if authorization not in ("", f"Bearer {hub.token}"):
-            message = "Invalid credentials in Authorization header"
-            return self._reply(401, {"error": message}, {"X-Error-Message": message})
-        for method, pattern, function in ROUTES:
-            match = re.fullmatch(pattern, path)
-            if method == self.command and match:
-                return function(self, *match.groups(), body=body)
-        return self._reply(404, {"error": f"no route {self.command} {path}"})
+        self.authorization = self.headers.get("Authorization") or ""
+        number = self.hub.count(self.command, path, self.authorization)
+        self.body = self._body() if self.command in ("POST", "PUT") else b""
+        try:
+            for status in (403, 500):
+                if self.hub.strikes(f"{status} #{number}"):
+                    raise Answer(status, "planted")
+            if self.authorization not in ("", f"Bearer {self.hub.token}"):
+                message = "Invalid credentials in Authorization header"
+                raise Answer(401, message, X_Error_Message=message)
+            for method, pattern, function in ROUTES:
+                if method == self.command and (match := re.fullmatch(pattern, path)):
+                    answer, headers = function(self, *match.groups()), {}
+                    if isinstance(answer, tuple):
+                        answer, headers = answer
+                    return self._reply(200, answer, headers)
+            raise Answer(404, f"no route {self.command} {path}")
+        except Answer as answer:
+            return self._reply(answer.status, answer.body, answer.headers)
 
     do_GET = do_POST = do_PUT = do_HEAD = do_DELETE = _handle
 
-    def _may_write(self) -> bool:
-        if self.headers.get("Authorization") == f"Bearer {self.server_state.token}":
-            return True
-        self._reply(403 if self.headers.get("Authorization") else 401, {"error": "unauthorized"})
-        return False
+    def _asked(self) -> Any:
+        """The body of a request that writes."""
+        if not self.authorization:
+            raise Answer(401, "unauthorized")
+        return json.loads(self.body)
 
-    def _repository(self, name: str) -> Repository | None:
-        found = self.server_state.repositories.get(name)
-        allowed = self.headers.get("Authorization") == f"Bearer {self.server_state.token}"
-        if found is None or (found.private and not allowed):
-            self._reply(
-                404 if self.headers.get("Authorization") else 401,
-                {"error": "not found"},
-                {"X-Error-Code": "RepoNotFound"},
-            )
-            return None
+    def _repository(self, name: str) -> Repository:
+        found = self.hub.repositories.get(name)
+        if found is None or (found.private and not self.authorization):
+            raise Answer(404 if self.authorization else 401, "not found", X_Error_Code="RepoNotFound")
         return found
 
-    def create(self, body: bytes) -> None:
-        if not self._may_write():
-            return
-        asked = json.loads(body)
+    def _tree(self, name: str, revision: str) -> tuple[str, dict[str, bytes]]:
+        """The commit at a revision, and its files."""
+        found = self._repository(name)
+        oid = found.resolve(revision)
+        if oid is None:
+            raise Answer(404, "no revision", X_Error_Code="RevisionNotFound")
+        return oid, found.commits[oid]
+
+    def create(self) -> Any:
+        asked = self._asked()
         name = f"{asked.get('organization') or 'me'}/{asked['name']}"
-        if name in self.server_state.repositories:
-            self._reply(409, {"error": "exists", "url": f"{self.server_state.url}/{name}"})
-            return
-        made = self.server_state.repositories[name] = Repository(
-            bool(asked.get("private")) or asked.get("visibility") == "private"
-        )
+        if name in self.hub.repositories:
+            raise Answer(409, "exists")
+        is_private = bool(asked.get("private")) or asked.get("visibility") == "private"
+        made = self.hub.repositories[name] = Repository(is_private)
         made.commit({".gitattributes": b"*.safetensors filter=lfs\n"})
-        self._reply(200, {"url": f"{self.server_state.url}/{name}", "name": name, "id": name})
+        return {"url": f"{self.hub.url}/{name}", "name": name, "id": name}
 
-    def info(self, name: str, revision: str = "main", *, body: bytes) -> None:
+    def info(self, name: str, revision: str = "main") -> Any:
+        oid, files = self._tree(name, revision)
+        siblings = [{"rfilename": path} for path in files]
+        found = {"id": name, "sha": oid, "siblings": siblings, "tags": [], "gated": False}
+        return {**found, "private": self._repository(name).private}
+
+    def tree(self, name: str, revision: str) -> Any:
+        return [_entry(path, content) for path, content in self._tree(name, revision)[1].items()]
+
+    def refs(self, name: str) -> Any:
         found = self._repository(name)
-        if found is None:
-            return
-        oid = found.resolve(revision)
-        if oid is None:
-            self._reply(404, {"error": "no revision"}, {"X-Error-Code": "RevisionNotFound"})
-            return
-        siblings = [{"rfilename": path} for path in found.commits[oid]]
-        self._reply(
-            200,
-            {
-                "id": name,
-                "sha": oid,
-                "private": found.private,
-                "siblings": siblings,
-                "tags": [],
-                "gated": False,
-            },
-        )
+        heads = {"main": found.main, **found.branches}
+        branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": oid} for n, oid in heads.items()]
+        tags = [{"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": oid} for tag, oid in found.tags.items()]
+        return {"branches": branches, "tags": tags, "converts": []}
 
-    def tree(self, name: str, revision: str, *, body: bytes) -> None:
-        found = self._repository(name)
-        if found is None:
-            return
-        oid = found.resolve(revision)
-        if oid is None:
-            self._reply(404, {"error": "no revision"}, {"X-Error-Code": "RevisionNotFound"})
-            return
-        self._reply(200, [_entry(path, content) for path, content in found.commits[oid].items()])
+    def settings(self, name: str) -> Any:
+        asked, found = self._asked(), self.hub.repositories[name]
+        found.private = asked.get("private", asked.get("visibility") != "public")
+        return {"private": found.private}
 
-    def paths_info(self, name: str, revision: str, *, body: bytes) -> None:
-        found = self._repository(name)
-        if found is not None:
-            paths = json.loads(body)["paths"]
-            tree = found.commits[found.resolve(revision) or found.main]
-            self._reply(200, [_entry(path, tree[path]) for path in paths if path in tree])
+    def preupload(self, name: str, revision: str) -> Any:
+        paths = [file["path"] for file in self._asked()["files"]]
+        modes = {path: "lfs" if path.endswith(LFS_NAMES) else "regular" for path in paths}
+        return {"files": [{"path": path, "uploadMode": modes[path], "shouldIgnore": False} for path in paths]}
 
-    def refs(self, name: str, *, body: bytes) -> None:
-        found = self._repository(name)
-        if found is not None:
-            heads = {"main": found.main, **found.branches}
-            branches = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": oid} for n, oid in heads.items()]
-            tags = [{"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": oid} for tag, oid in found.tags.items()]
-            self._reply(200, {"branches": branches, "tags": tags, "converts": []})
-
-    def settings(self, name: str, *, body: bytes) -> None:
-        if self._may_write():
-            asked = json.loads(body)
-            found = self.server_state.repositories[name]
-            found.private = asked.get("private", asked.get("visibility") != "public")
-            self._reply(200, {"private": found.private})
-
-    def preupload(self, name: str, revision: str, *, body: bytes) -> None:
-        if self._may_write():
-            files = [
-                {
-                    "path": file["path"],
-                    "uploadMode": "lfs" if file["path"].endswith(LFS_NAMES) else "regular",
-                    "shouldIgnore": False,
-                }
-                for file in json.loads(body)["files"]
-            ]
-            self._reply(200, {"files": files})
-
-    def lfs_batch(self, name: str, *, body: bytes) -> None:
-        if not self._may_write():
-            return
+    def lfs_batch(self, name: str) -> Any:
         objects = []
-        for entry in json.loads(body)["objects"]:
+        for entry in self._asked()["objects"]:
             made = {"oid": entry["oid"], "size": entry["size"]}
-            if entry["oid"] not in self.server_state.objects:
-                upload = {"href": f"{self.server_state.url}/lfs/{entry['oid']}", "header": {}}
-                made["actions"] = {"upload": upload}
+            if entry["oid"] not in self.hub.objects:
+                made["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{entry['oid']}", "header": {}}}
             objects.append(made)
-        self._reply(200, {"transfer": "basic", "objects": objects})
+        return {"transfer": "basic", "objects": objects}
 
-    def lfs_upload(self, oid: str, *, body: bytes) -> None:
-        if hashlib.sha256(body).hexdigest() != oid:
-            return self._reply(400, {"error": "another hash"})
-        self.server_state.objects[oid] = body
-        self.server_state.uploads.append(oid)
-        return self._reply(200)
+    def lfs_upload(self, oid: str) -> Any:
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise Answer(400, "another hash")
+        self.hub.objects[oid] = self.body
+        self.hub.uploads.append(oid)
+        return {}
 
-    def commit(self, name: str, revision: str, *, body: bytes) -> None:
-        hub = self.server_state
-        if not self._may_write():
-            return None
-        found = hub.repositories[name]
-        if hub.strikes("conflict"):  # somebody else was faster
+    def commit(self, name: str, revision: str) -> Any:
+        if not self.authorization:
+            raise Answer(401, "unauthorized")
+        found = self.hub.repositories[name]
+        if self.hub.strikes("conflict"):  # somebody else was faster
             found.commit({**found.commits[found.main], "theirs.txt": b"x"})
-        lines = [json.loads(line) for line in body.splitlines() if line.strip()]
         tree = dict(found.commits[found.main])
-        for line in lines:
+        for line in (json.loads(line) for line in self.body.splitlines() if line.strip()):
             value = line["value"]
             if line["key"] == "header" and value.get("parentCommit", found.main) != found.main:
-                return self._reply(412, {"error": "the parent commit is not the head"})
+                raise Answer(412, "the parent commit is not the head")
             if line["key"] == "file":
                 tree[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile" and value["oid"] not in hub.objects:
-                return self._reply(400, {"error": "a large file was not uploaded"})
             elif line["key"] == "lfsFile":
-                tree[value["path"]] = hub.objects[value["oid"]]
+                tree[value["path"]] = self.hub.objects[value["oid"]]
             elif line["key"] == "deletedFile":
                 tree.pop(value["path"])
         oid = found.commit(tree)
-        if hub.strikes("dropped after commit"):
-            return self._drop()
-        answer = {"commitUrl": f"{hub.url}/{name}/commit/{oid}", "commitOid": oid, "success": True}
-        return self._reply(200, answer)
+        return {"commitUrl": f"{self.hub.url}/{name}/commit/{oid}", "commitOid": oid, "success": True}
 
-    def tag(self, name: str, revision: str, *, body: bytes) -> None:
-        if not self._may_write():
-            return None
-        found, tag = self.server_state.repositories[name], json.loads(body)["tag"]
+    def tag(self, name: str, revision: str) -> Any:
+        tag, found = self._asked()["tag"], self.hub.repositories[name]
         if tag in found.tags:
-            return self._reply(409, {"error": "the tag exists"})
+            raise Answer(409, "the tag exists")
         found.tags[tag] = found.resolve(revision) or found.main
-        return self._reply(200)
+        return {}
 
-    def validate_yaml(self, *, body: bytes) -> None:
-        match = re.match(r"---\n(.*?)\n---", json.loads(body)["content"], re.DOTALL)
-        metadata = yaml.safe_load(match[1]) if match else None
-        errors = [] if isinstance(metadata, dict) and "license" in metadata else [{"message": '"license" is required'}]
-        self._reply(400 if errors else 200, {"errors": errors, "warnings": []})
+    def validate_yaml(self) -> Any:
+        return {"errors": [], "warnings": []}
 
-    def resolve(self, name: str, revision: str, path: str, *, body: bytes) -> None:
-        found = self._repository(name)
-        if found is None:
-            return None
-        oid = found.resolve(revision)
-        content = found.commits[oid].get(unquote(path)) if oid is not None else None
-        if oid is None or content is None:
-            code = "RevisionNotFound" if oid is None else "EntryNotFound"
-            headers = {"X-Error-Code": code} | ({"X-Repo-Commit": oid} if oid else {})
-            return self._reply(404, {"error": "not found"}, headers)
+    def resolve(self, name: str, revision: str, path: str) -> Any:
+        oid, files = self._tree(name, revision)
+        if (content := files.get(unquote(path))) is None:
+            raise Answer(404, "not found", X_Error_Code="EntryNotFound", X_Repo_Commit=oid)
         etag = hashlib.sha256(content).hexdigest() if path.endswith(LFS_NAMES) else git_oid(content)
-        if self.command == "GET" and path.endswith(".safetensors") and self.server_state.strikes("flipped byte"):
+        if self.command == "GET" and path.endswith(".safetensors") and self.hub.strikes("flipped byte"):
             content = content[:-1] + bytes([content[-1] ^ 1])
-        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
-        return self._reply(200, content, headers)
+        return content, {"ETag": f'"{etag}"', "X-Repo-Commit": oid, "Accept-Ranges": "bytes"}
 
 
 def _entry(path: str, content: bytes) -> dict[str, Any]:
@@ -338,7 +278,6 @@ ROUTES: list[tuple[str, str, Any]] = [
     ("GET", rf"/api/models/{REPO}", _Handler.info),
     ("GET", rf"/api/models/{REPO}/revision/([^/]+)", _Handler.info),
     ("GET", rf"/api/models/{REPO}/tree/([^/]+)", _Handler.tree),
-    ("POST", rf"/api/models/{REPO}/paths-info/([^/]+)", _Handler.paths_info),
     ("GET", rf"/api/models/{REPO}/refs", _Handler.refs),
     ("PUT", rf"/api/models/{REPO}/settings", _Handler.settings),
     ("POST", rf"/api/models/{REPO}/preupload/([^/]+)", _Handler.preupload),

@@ -22,7 +22,7 @@ from hub_cards.build import build
 from hub_cards.card import Prose
 from hub_cards.check import check
 from hub_cards.facts import HUB_ID, collect_facts
-from hub_cards.licences import APACHE, known_licence
+from hub_cards.licences import APACHE
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import WEIGHTS, Plant, delete, put, shard, tensors, write
 from training.compose import compose
@@ -81,7 +81,7 @@ def test_the_card_says_what_the_run_recorded(staged: Path, trained: Path) -> Non
     for text in (
         f"{sum(parameter.numel() for parameter in model.parameters()):,} weights",
         f"| norm after it | trained here | {2 * 32} |", "| steps | 8 |", "| tokens | 200 |",
-        "| loss, first and last logged | 2.5, 1.5 |", "| time | 30 s |", "| `learning_rate` | 1e-05 |",
+        "| loss, first and last logged | 2.5, 1.5 |", "| time | 0:00:30 |", "| `learning_rate` | 1e-05 |",
         "| hardware | 1 x x86_64 |", "| code | commit " + "0" * 40 + " |", "0.5 ± 0.035 | 200 | a script | 0.1 (guess",
         "**Not with `LlavaForConditionalGeneration`.**", "author = {Li, Bozhou and ", "T = ",
         "Training before the stage that follows: not recorded.", "Training time: not recorded.",
@@ -111,24 +111,11 @@ def test_what_is_not_there_is_not_made_up(run: Path, card_of: Callable[..., str]
         assert said in text
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"projector_norm_target": None}, "gain starts at 1, which gives visual tokens a norm of 5.66"),
-        (
-            {"projector_norm": "none", "projector_norm_target": None, "projector_scaled": True},
-            "This model has no norm to prevent this. Its projector was scaled before training",
-        ),
-        ({"projector_aligned": True}, "Before training, the projector learned to point visual tokens at"),
-    ],
-)
-def test_the_card_says_where_the_norm_started(
-    settings: dict[str, Any], sentence: str, run: Path, card_of: Callable[..., str]
-) -> None:
-    put("config.json", **settings)(run)
-    if settings.get("projector_norm") == "none":
-        tensors(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
-        (run / "evaluation.json").unlink()  # of other weights now
+def test_the_card_of_a_model_without_a_norm(run: Path, card_of: Callable[..., str]) -> None:
+    put("config.json", projector_norm="none", projector_norm_target=None, projector_scaled=True)(run)
+    tensors(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
+    (run / "evaluation.json").unlink()  # of other weights now
+    sentence = "This model has no norm to prevent this. Its projector was scaled before training"
     assert sentence in " ".join(card_of(run, **OWN).split())
 
 
@@ -190,8 +177,7 @@ def test_results_are_read_as_they_stand(run: Path, card_of: Callable[..., str]) 
     assert "\n```py\n" not in card
     for rows, message in (
         ([{**result, "value": None}], ", row 0: value is null, NaN or infinite"),
-        ([{"task": "a"}], ", row 0: no dataset, split"),
-        (result, " is not a list of results"),
+        ([{"task": "a"}], ": no 0.dataset, 0.split"),
         ([{**result, "weights": None}], r", row 0, Visual .* of other weights. Measure again: python evaluate.py"),
     ):
         (run / "evaluation.json").write_text(json.dumps(rows))
@@ -202,18 +188,17 @@ def test_results_are_read_as_they_stand(run: Path, card_of: Callable[..., str]) 
 def test_the_diagnostics_are_shown_if_they_are_of_these_weights(
     run: Path, report: Path, card_of: Callable[..., str], tmp_path: Path
 ) -> None:
-    text = card_of(run, diagnostics=report, **OWN)
+    shutil.copytree(report, run / "diagnostics")
+    text = card_of(run, **OWN)
     assert re.search(r"\| norm of visual over text tokens at the decoder \| [\d.]+ \([\d.]+ to [\d.]+\) \|", text)
     assert "](diagnostics/overview.png)" in text
     assert (tmp_path / "stage" / "diagnostics" / "overview.png").stat().st_size > 10_000
     content = json.loads((report / "report.json").read_text())
-    diagnostics = tmp_path / "diagnostics"
-    diagnostics.mkdir()
     for change in ({"weights": "other"}, {"dtype": "float32, quantized"}, {"summary": {}}):
         changed = {"models": [content["models"][0] | change]}
-        (diagnostics / "report.json").write_text(json.dumps(changed))
+        (run / "diagnostics" / "report.json").write_text(json.dumps(changed))
         with pytest.raises(ValueError, match=r"report.json .* Run python -m diagnostics on this model alone"):
-            collect_facts(run, diagnostics)
+            collect_facts(run)
 
 
 def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
@@ -225,7 +210,7 @@ def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..
     put("run.json", arguments__model_name_or_path=str(first), sources=[source, {**other, "weight": 2.5}])(run)
     text = card_of(run, **OWN)
     assert text.index("### Stage: align") < text.index("### Stage: instruct")
-    assert "Training took 60 s in total" in text
+    assert "Training took 0:01:00 in total" in text
     assert "Training before" not in text
     assert f"commit {'0' * 40}, with uncommitted changes |" in text
     assert f"| data | rows.json: 1,000 rows; content {'a' * 12} |\n" in text
@@ -241,22 +226,15 @@ def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..
     assert len(collect_facts(run).stages) == 1
 
 
-def test_a_stage_is_that_of_the_published_weights(run: Path) -> None:
-    put("trainer_state.json", best_global_step=4)(run)
-    put("run.json", arguments__load_best_model_at_end=True, environment__resumed=True)(run)
+def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
+    fields = {"max_steps": 9, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "lora_r": 16, "lora_dropout": 0.1}
+    arguments = {"stage": "instruct", "learning_rate": 1e-5, "data_seed": None, "model_name_or_path": "/a/b", **fields}
+    put("run.json", arguments=arguments, environment__resumed=True)(run)
     (stage,) = collect_facts(run).stages
-    assert (stage["steps"], stage["losses"], stage["tokens"], stage["seconds"]) == (4, (2.5, 2.5), 100, None)
-    put("run.json", progress={"num_tokens": 1})(run)  # a checkpoint of a run that goes on
-    assert collect_facts(run).steps == 8
-
-
-def test_arguments_that_did_nothing_are_not_listed(run: Path) -> None:
-    fields = {"max_steps": -1, "load_in_4bit": False, "lora_r": 16, "dataset_name": "/data/rows.json", "bf16": False}
-    put("run.json", arguments={"learning_rate": 1e-5, "norm_learning_rate": None, "adam_beta2": 0.999, **fields})(run)
-    assert collect_facts(run).stages[0]["arguments"] == {"learning_rate": 1e-5, "bf16": False}
-    put("run.json", arguments={"stage": "adapt", "load_in_4bit": True, "adam_beta2": 0.95, "lora_r": 16})(run)
-    listed = {"load_in_4bit": True, "adam_beta2": 0.95, "lora_r": 16}
-    assert collect_facts(run).stages[0]["arguments"] == listed
+    assert (stage["arguments"], stage["seconds"]) == ({"learning_rate": 1e-5}, None)  # the time of a part of it
+    put("run.json", arguments=arguments | {"stage": "adapt", "load_in_4bit": True, "key_mmd_weight": 0.0})(run)
+    listed = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "lora_r": 16, "lora_dropout": 0.1}
+    assert collect_facts(run).stages[0]["arguments"] == {"learning_rate": 1e-5, **listed}
 
 
 def test_sizes_are_read_by_the_familys_own_names(run: Path) -> None:
@@ -283,10 +261,6 @@ def test_build_finds_what_training_left(
     assert (run / "release" / "diagnostics" / "overview.png").exists()
 
 
-def test_a_tied_head(composed: Callable[..., Path], card_of: Callable[..., str]) -> None:
-    card_of(composed(text="gemma3"), **OWN)
-
-
 def test_the_recipes_bring_their_prose() -> None:
     files = sorted((ROOT / "training" / "recipes").glob("*/card.yaml"))
     assert len(files) == 4
@@ -301,10 +275,9 @@ def test_the_recipes_bring_their_prose() -> None:
         ("mystery/model-7B", SIGLIP, {}, "base model mystery/model-7B is not known"),
         ("Qwen/Qwen2.5-3B-Instruct", None, OWN, "base model Qwen/Qwen2.5-3B-Instruct is not known"),  # another licence
         (None, None, {}, "name it: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
-        (LLAMA, SIGLIP, {}, "name that begins with 'Llama': not 'Mine', but for example Llama-Mine"),
-        (LLAMA, None, OWN, "name that begins with 'Llama'"),
-        (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "requires a copy of the agreement: give --base_licence_file"),
-        (QWEN, SIGLIP, OWN, "--license is for parts without a Hub id"),
+        (LLAMA, SIGLIP, {}, "asks for another name than Mine: Llama-Mine"),
+        (LLAMA, None, OWN, "asks for another name than Mine"),
+        (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "requires a copy of it: --base_licence_file"),
         (QWEN, SIGLIP, {"vision_model": "google/siglip2-x"}, f"google/siglip2-x, but .*json records {SIGLIP}"),
         (None, SIGLIP, {"text_model": "/data/llama"}, "--text_model '/data/llama' is not owner/name"),
     ],
@@ -383,21 +356,13 @@ def test_llama_brings_its_agreement_its_notice_and_its_name(
     assert "license: llama3.2\n" in text
 
 
-def test_bases_that_are_known() -> None:
-    for name in (QWEN, SIGLIP, "HuggingFaceTB/SmolLM2-135M-Instruct", "Qwen/Qwen3-0.6B"):
-        assert known_licence(name) is APACHE
-
-
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
         (delete("config.json"), "holds no config.json"),
         (write("config.json", "{"), "config.json is not valid JSON"),
-        (put("config.json", projector_norm="rms"), "config.json: .*projector_norm"),
         (put("config.json", model_type="llava"), "config.json: model_type is 'llava'"),
-        (write("run.json", "{"), "run.json is not valid JSON"),
-        (write("metrics.jsonl", "3"), "metrics.jsonl is not that of a run"),
-        (write("trainer_state.json", "[]"), "trainer_state.json or metrics.jsonl is not"),
+        (write("metrics.jsonl", "{"), "metrics.jsonl is not that of a run"),
         (write("adapter_config.json", "{}"), "training/merge.py --adapter"),
         (delete(WEIGHTS), "model.safetensors is missing"),
         (write(WEIGHTS, b"\x10\0"), "model.safetensors can't be read"),
@@ -415,11 +380,10 @@ def test_what_is_needed_and_missing_is_named(
     ("text", "message"),
     [
         ("a: [b", "is not a card's prose"),
-        ("- a", "is not a card's prose"),
         ("summary: x", "missing 4 required .* 'intended_use'"),
         ("{}\ndataset: [a/b]", "unexpected keyword argument 'dataset'.. Its fields are: summary"),
-        ("{}\nlanguage: [no]", r'language is \[False\], not a list of texts.* write "no"'),
-        ("{}\nlimits: ''", "limits is not a text"),
+        ("{}\nlanguage: [no]", r'language is \[False\], not text.* write "no"'),
+        ("{}\nlimits:", "limits is None, not text"),
     ],
 )
 def test_prose_that_is_none(

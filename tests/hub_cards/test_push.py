@@ -46,18 +46,14 @@ def test_the_commands_from_dry_run_to_verdict(
     assert not any(authorization for _, _, authorization in hub.requests if "/resolve/" in _)  # it is public
 
 
-def test_without_the_hub_a_dry_run_says_what_it_would_push(
-    staged: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, unchecked: None
-) -> None:
+def test_without_the_hub_a_push_says_so(staged: Path, monkeypatch: pytest.MonkeyPatch, unchecked: None) -> None:
     with socket.socket() as closed:  # bound and not listening
         closed.bind(("127.0.0.1", 0))
         use(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
         monkeypatch.setenv("HF_TOKEN", "hf_loopback")
-        run(monkeypatch, "push", str(staged), "--dry_run")
-        assert f"A push to {NAME}, tag v1.0, would bring what is not there yet of:" in caplog.text
-        assert "\nmodel.safetensors\n" in caplog.text
-        assert "The Hub can't be asked (" in caplog.text
-        with pytest.raises(SystemExit, match=r"The push stopped \(.*\). Push again to go on from there"):
+        with pytest.raises(SystemExit, match="The Hub can't be asked: "):
+            run(monkeypatch, "push", str(staged), "--dry_run")
+        with pytest.raises(SystemExit, match="The push stopped; push again to go on from there: "):
             run(monkeypatch, "push", str(staged))
 
 
@@ -103,7 +99,7 @@ def test_a_public_repository_takes_only_what_is_to_be_public(
     monkeypatch.setenv("HF_TOKEN", hub.token)
     repository = place(hub, {"README.md": b"before"})
     repository.tags.clear()
-    with pytest.raises(SystemExit, match=f"{NAME} is public, so .* Push with --public, or with --private"):
+    with pytest.raises(SystemExit, match=f"{NAME} is public: push with --public, or with --private"):
         run(monkeypatch, "push", str(staged))
     assert (len(repository.commits), hub.uploads) == (1, [])
     run(monkeypatch, "push", str(staged), "--private")
@@ -142,7 +138,7 @@ def test_what_others_committed_meanwhile_is_not_overwritten(
     monkeypatch.setenv("HF_TOKEN", hub.token)
     place(hub, {"README.md": b"before"}, private=True).tags.clear()
     hub.faults["conflict"] = 1
-    with pytest.raises(SystemExit, match=r"The push stopped \(.*412"):
+    with pytest.raises(SystemExit, match=r"The push stopped; .*412"):
         run(monkeypatch, "push", str(staged))
     assert hub.repositories[NAME].commits[hub.repositories[NAME].main]["README.md"] == b"before"
 

@@ -17,33 +17,20 @@ MAX_NEW_TOKENS = 256
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 CAPTION = (
     "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
-    "last, of the last layer's output. Turning: between a layer's input and output. Dashed: {}."
+    "last, of the last layer's output. Turning: between a layer's input and output. "
+    "Dashed: the same weights with the norm after the projector removed; this is not a model trained without it."
 )
-TAKEN_OUT = "the same weights with the norm after the projector removed; this is not a model trained without it"
 
 
-def variable(name: str) -> str:
-    """The value of one of the Space's variables."""
-    if not os.environ.get(name):
-        raise SystemExit(f"Set the Space's variable {name}: README.md explains its variables.")
-    return os.environ[name]
-
-
-def load(repository: str, revision: str) -> tuple[Any, Any]:
-    """A model and its processor, whose own code is run at that revision."""
-    device_map = "auto" if torch.cuda.is_available() else None
-    model = AutoModelForImageTextToText.from_pretrained(
-        repository, revision=revision, trust_remote_code=True, dtype="auto", device_map=device_map
-    )
-    return model.eval(), AutoProcessor.from_pretrained(repository, revision=revision, trust_remote_code=True)
-
-
-MODEL, REVISION, BASELINE = variable("MODEL"), variable("REVISION"), os.environ.get("BASELINE")
+if not {"MODEL", "REVISION"} <= os.environ.keys():
+    raise SystemExit("Set the Space's variables MODEL and REVISION: README.md explains them.")
+MODEL, REVISION = os.environ["MODEL"], os.environ["REVISION"]
 NAME = MODEL.rstrip("/").split("/")[-1]
-model, processor = load(MODEL, REVISION)
-baseline = load(BASELINE, variable("BASELINE_REVISION")) if BASELINE else None
-if baseline is not None and getattr(baseline[0].config, "projector_norm", "none") != "none":
-    raise SystemExit(f"BASELINE={BASELINE} has a norm after its projector: use a model without one, or unset it.")
+SOURCE: dict[str, Any] = {"revision": REVISION, "trust_remote_code": True}  # the model's own code, at that revision
+model = AutoModelForImageTextToText.from_pretrained(
+    MODEL, **SOURCE, dtype="auto", device_map="auto" if torch.cuda.is_available() else None
+).eval()
+processor = AutoProcessor.from_pretrained(MODEL, **SOURCE)
 
 
 def read_examples() -> list[list[str]]:
@@ -64,10 +51,8 @@ def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> 
     return inputs.to(model.device, dtype=model.dtype)
 
 
-def measure_without_norm(inputs: Any, picture: Image.Image, question: str) -> Measured | None:
-    """Measures of the baseline; without one, of the model with its norm, if it has one, removed for one pass."""
-    if baseline is not None:
-        return measure(*baseline, prepare(*baseline, picture, question))
+def measure_without_norm(inputs: Any) -> Measured | None:
+    """Measures of the model with its norm, if it has one, removed for one pass."""
     if model.config.projector_norm == "none":
         return None
     norm = model.base_model.multi_modal_projector.norm
@@ -86,8 +71,7 @@ def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
         raise gr.Error(f"The question can't be asked: {error}") from error
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
     text = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    measured, without_norm = measure(model, processor, inputs), measure_without_norm(inputs, picture, question)
-    return text.strip(), draw(measured, without_norm)
+    return text.strip(), draw(measure(model, processor, inputs), measure_without_norm(inputs))
 
 
 with gr.Blocks(title=NAME) as demo:
@@ -102,7 +86,7 @@ with gr.Blocks(title=NAME) as demo:
             ask = gr.Button("Ask", variant="primary")
             reply = gr.Textbox(label="Answer", lines=4)
     figure = gr.Plot(show_label=False)
-    gr.Markdown(CAPTION.format(BASELINE or TAKEN_OUT))
+    gr.Markdown(CAPTION)
     if examples := read_examples():
         gr.Examples(examples, [picture, question], cache_examples=False)
     gr.on([ask.click, question.submit], answer, [picture, question], [reply, figure])

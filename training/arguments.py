@@ -3,7 +3,6 @@
 # ruff: noqa: RUF009 - `option` makes a field of a dataclass, as `field` does
 
 import argparse
-import difflib
 import json
 import math
 import os
@@ -19,12 +18,11 @@ from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
 from training.checkpoints import checkpoints
-from training.mixture import SourceArguments
 from training.run import RUN_FILE
 from training.stages import Stage
 
 
-# Fields of TRL and transformers that would be passed over, or would train something else, without a word.
+# Fields of TRL and transformers that would train something else, or be passed over, without a word.
 ONLY: dict[str, tuple[Any, str]] = {
     "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
     "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
@@ -49,6 +47,30 @@ BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 def option(default: Any, text: str) -> Any:
     """A field with its help text."""
     return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class SourceArguments:
+    """An entry of the recipe's `datasets`; `path`, `name` and `split` are named as in TRL's `DatasetConfig`."""
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    image_folder: str | None = None
+    weight: float = 1.0
+    """How often an epoch sees each row: 2 is twice, 0.1 a tenth of them, 2.5 all twice and half of them once more."""
+
+    @classmethod
+    def parse(cls, entry: Any, place: str) -> "SourceArguments":
+        """Read an entry. Raises `ValueError` that says which one."""
+        try:
+            source = cls(**{**entry, "weight": float(entry.get("weight", 1))})
+        except (TypeError, ValueError, AttributeError) as error:
+            fields = ", ".join(cls.__dataclass_fields__)
+            raise ValueError(f"{place} must be a mapping of {fields}, got {entry!r} ({error}).") from error
+        if not 0 < source.weight < math.inf:
+            raise ValueError(f"{place}: weight must be a finite number above 0, got {source.weight}.")
+        return source
 
 
 @dataclass
@@ -110,7 +132,9 @@ class RunArguments(DatasetArguments, ModelConfig):
 
     def __post_init__(self) -> None:
         if self.datasets is not None:
-            self.datasets = [read_source(f"datasets, entry {n}", entry) for n, entry in enumerate(self.datasets, 1)]
+            self.datasets = [
+                SourceArguments.parse(entry, f"datasets, entry {n}") for n, entry in enumerate(self.datasets, 1)
+            ]
         super().__post_init__()
 
 
@@ -183,13 +207,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     parser = TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
     given = [] if known.config is None else read_recipe(Path(known.config), parser)
     try:
-        run_args, args, unknown = parser.parse_args_into_dataclasses([*given, *rest], return_remaining_strings=True)
+        run_args, args = parser.parse_args_into_dataclasses([*given, *rest])
     except ValueError as error:  # from transformers or TRL: raised here, it is told in one line as ours are
         raise ValueError(str(error)) from error
-    if unknown:
-        name = unknown[0].partition("=")[0].removeprefix("--")
-        close = difflib.get_close_matches(name, [action.dest for action in parser._actions], n=1)
-        raise ValueError(f"{name} is not an option" + (f"; did you mean {close[0]}?" if close else "."))
     run_args.recipe = known.config
     check_arguments(run_args, args)
     return run_args, args
@@ -219,20 +239,6 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
     return options
 
 
-def read_source(place: str, entry: Any) -> SourceArguments:
-    """Parse an entry of a recipe's `datasets`. Raises `ValueError` that names the entry and the field."""
-    if isinstance(entry, SourceArguments):
-        return entry
-    try:
-        source = SourceArguments(**{**entry, "weight": float(entry.get("weight", 1))})
-    except (TypeError, ValueError, AttributeError) as error:
-        fields = ", ".join(SourceArguments.__dataclass_fields__)
-        raise ValueError(f"{place} must be a mapping of {fields}, got {entry!r} ({error}).") from error
-    if not 0 < source.weight < math.inf:
-        raise ValueError(f"{place}: weight must be a finite number above 0, got {source.weight}.")
-    return source
-
-
 def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     """Refuse what would change the result without a word. Raises `ValueError` that names the fields."""
     for name in ("model_name_or_path", "dataset_name", "stage"):
@@ -242,83 +248,78 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         given = getattr(run_args, name, getattr(args, name, value))
         if given != value:
             raise ValueError(f"{name} must stay {value!r}, got {given!r}: {reason}.")
-    stage, packed = Stage(str(run_args.stage)), run_args.packed_length is not None
-    streaming, deepspeed = run_args.dataset_streaming, args.deepspeed_plugin
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    for check in (_check_stage, _check_rows, _check_launcher):
+        for applies, message in check(run_args, args):
+            if applies:
+                raise ValueError(message)
+
+
+# What is refused, each with whether it applies.
+Refusals = Sequence[tuple[Any, str]]
+
+
+def _check_stage(run_args: RunArguments, args: TrainingConfig) -> Refusals:
+    stage, key_losses = Stage(str(run_args.stage)), ", ".join(run_args.key_losses)
+    needs_rate = stage is Stage.INSTRUCT and run_args.vision_learning_rate is None
+    other = stage is not Stage.ADAPT
+    schedule_free = args.optim.startswith("schedule_free")
+    return (
+        (needs_rate, "Stage 'instruct' trains the vision encoder too: give vision_learning_rate."),
+        (
+            other and run_args.load_in_4bit,
+            "load_in_4bit works only with stage 'adapt': 4 bits can't be trained.",
+        ),
+        (other and key_losses, f"{key_losses} works only with stage 'adapt', which freezes k_proj itself."),
+        (schedule_free, f"optim {args.optim.value!r} trains on other weights than it saves: use adamw_torch."),
+    )
+
+
+def _check_rows(run_args: RunArguments, args: TrainingConfig) -> Refusals:
+    packed, streaming = run_args.packed_length is not None, run_args.dataset_streaming
+    samples, order = run_args.global_batch_size, args.train_sampling_strategy
     twice = [name for name in ONE_SOURCE if getattr(run_args, name) != getattr(RunArguments, name)]
-    refused = (
+    mixed = [source.weight for source in run_args.sources] != [1]
+    noise = packed and args.neftune_noise_alpha
+    return (
         (run_args.datasets is not None and twice, f"Give either {', '.join(twice)} or datasets, not both."),
-        (
-            streaming and [source.weight for source in run_args.sources] != [1],
-            "dataset_streaming reads a single source of weight 1: remove it. Rows are not held in memory either way.",
-        ),
-        (
-            stage is Stage.INSTRUCT and run_args.vision_learning_rate is None,
-            "Stage 'instruct' trains the vision encoder too: give vision_learning_rate.",
-        ),
-        (
-            stage is not Stage.ADAPT and run_args.load_in_4bit,
-            "load_in_4bit works only with stage 'adapt': 4-bit weights can't be trained.",
-        ),
-        (
-            stage is not Stage.ADAPT and run_args.key_losses,
-            f"{', '.join(run_args.key_losses)} works only with stage 'adapt', which freezes k_proj itself.",
-        ),
-        (
-            args.train_sampling_strategy not in (SAMPLING[:1] if packed else SAMPLING),
-            f"train_sampling_strategy must be one of {', '.join(SAMPLING)}, and random with packed_length.",
-        ),
-        (
-            packed and args.neftune_noise_alpha,
-            "neftune_noise_alpha scales its noise by the length of a row, which packed_length changes: remove one.",
-        ),
-        (
-            run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1,
-            "Give either global_batch_size or gradient_accumulation_steps, not both.",
-        ),
-        (
-            packed and streaming and run_args.global_batch_size is not None,
-            "Rows packed from a stream hold as many samples as fit: give gradient_accumulation_steps instead of "
-            "global_batch_size.",
-        ),
-        (
-            packed and not streaming and run_args.global_batch_size is None,
-            "Packed rows hold varying numbers of samples: give global_batch_size, the samples of a step.",
-        ),
+        (streaming and mixed, "dataset_streaming reads a single source of weight 1: remove it."),
         (streaming and args.max_steps <= 0, "The length of a stream is not known: give max_steps."),
         (
-            args.optim.startswith("schedule_free"),
-            f"optim {args.optim.value!r} trains on other weights than it saves: use another, such as adamw_torch.",
+            order not in (SAMPLING[:1] if packed else SAMPLING),
+            f"train_sampling_strategy must be one of {', '.join(SAMPLING)}, and random with packed_length.",
         ),
+        (noise, "neftune_noise_alpha scales its noise by a row's length, which packed_length changes: remove one."),
+        (
+            samples is not None and (args.gradient_accumulation_steps != 1 or (packed and streaming)),
+            "Give either global_batch_size or gradient_accumulation_steps, not both; the latter for packed streams.",
+        ),
+        (
+            samples is None and packed and not streaming,
+            "Packed rows hold varying numbers of samples: give global_batch_size, the samples of a step.",
+        ),
+    )
+
+
+def _check_launcher(run_args: RunArguments, args: TrainingConfig) -> Refusals:
+    environ, deepspeed = os.environ, args.deepspeed_plugin
+    precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    compiles = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+    sharded = "SHARDED_STATE_DICT"
+    known = environ.get("FSDP_VERSION") == "2" and environ.get("FSDP_STATE_DICT_TYPE", sharded) == sharded
+    has_own = deepspeed is not None and {"optimizer", "scheduler"} & deepspeed.deepspeed_config.keys()
+    clips = deepspeed is not None and run_args.clip_by_module
+    return (
         (
             precision != "no" and not args.bf16 and not args.fp16,
             f"accelerate's launcher has mixed_precision {precision!r}, which Trainer would follow: give bf16: true, "
             "or launch with --mixed_precision no.",
         ),
+        (compiles, "Launch without --dynamo_backend: compiled code would pass over the hooks that the loss needs."),
         (
-            os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
-            "Launch without --dynamo_backend: compiled code would pass over the hooks that the loss needs.",
-        ),
-        (
-            parse_flag_from_env("ACCELERATE_USE_FSDP") and not _shards_as_known(),
-            "Set fsdp_version to 2 and fsdp_state_dict_type to SHARDED_STATE_DICT in the launcher's fsdp_config, as "
+            parse_flag_from_env("ACCELERATE_USE_FSDP") and not known,
+            f"Set fsdp_version to 2 and fsdp_state_dict_type to {sharded} in the launcher's fsdp_config, as "
             "training/accelerate/fsdp2.yaml does.",
         ),
-        (
-            deepspeed is not None and {"optimizer", "scheduler"} & deepspeed.deepspeed_config.keys(),
-            "Remove optimizer and scheduler from DeepSpeed's config: they would give all modules one learning rate.",
-        ),
-        (
-            deepspeed is not None and run_args.clip_by_module,
-            "DeepSpeed can only clip all gradients together: remove clip_by_module.",
-        ),
+        (has_own, "Remove optimizer and scheduler from DeepSpeed's config: all modules would get one learning rate."),
+        (clips, "DeepSpeed can only clip all gradients together: remove clip_by_module."),
     )
-    for applies, message in refused:
-        if applies:
-            raise ValueError(message)
-
-
-def _shards_as_known() -> bool:
-    """Whether FSDP is of version 2 (accelerate's default is 1) and saves what can be resumed from."""
-    sharded = "SHARDED_STATE_DICT"
-    return os.environ.get("FSDP_VERSION") == "2" and os.environ.get("FSDP_STATE_DICT_TYPE", sharded) == sharded

@@ -26,7 +26,7 @@ MASKED_AS_ONE = ("biogpt", "bloom", "falcon", "mpt", "xglm")
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """A permutation of `range(count)`, the one of accelerate's own sampler for this seed: int64 [count]."""
+    """A permutation of `range(count)`, accelerate's own for this seed: int64 [count]."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
 
 
@@ -58,18 +58,13 @@ class Batches(BatchRebalanceSampler):
 
 @dataclass(frozen=True)
 class PaddedBatches:
-    """Deals the rows of an epoch into padded batches.
+    """Deals the rows of an epoch into padded batches; to the seed the epoch is added.
 
-    Attributes:
-        lengths: Tokens of each row, integers [rows].
-        batch_size: Rows of a batch; the last ones may have fewer.
-        num_processes: Number of processes.
-        seed: Seed of the order; the epoch is added to it.
-        strategy: `train_sampling_strategy`: `"random"`, `"group_by_length"` or `"sequential"`.
-        accumulation_steps: Batches per process in an optimizer step; `"group_by_length"` uses it.
+    `strategy` is `train_sampling_strategy`: `"random"`, `"group_by_length"` or `"sequential"`.
     """
 
     lengths: np.ndarray
+    """Tokens of each row, integers [rows]."""
     batch_size: int
     num_processes: int
     seed: int
@@ -97,17 +92,12 @@ class PaddedBatches:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """What rows take in a packed row.
-
-    Attributes:
-        lengths: Tokens of each row, integers [rows].
-        num_images: Pictures of each row, integers [rows].
-        blank: Tokens of the blank picture that a packed row without pictures gets.
-    """
+    """Tokens and pictures of each row, integers [rows]: what they take in a packed row."""
 
     lengths: np.ndarray
     num_images: np.ndarray
     blank: int
+    """Tokens of the blank picture that a packed row without pictures gets."""
 
     @classmethod
     def of(cls, rows: Dataset, blank: int) -> "RowSizes":
@@ -130,14 +120,10 @@ class RowSizes:
 
 
 def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
-    """Deal samples into `num_rows` rows, the longest sample first and always to the shortest row.
-
-    Args:
-        lengths: Tokens of each sample; at least `num_rows` of them.
-        num_rows: Number of rows; none stays empty.
+    """Deal samples, at least `num_rows`, into rows: the longest sample first and always to the shortest row.
 
     Returns:
-        The sample numbers of each row in rising order, the longest row first.
+        The sample numbers of each row in rising order, the longest row first; none is empty.
     """
     rows: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_rows)]
     for sample in sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample)):
@@ -147,26 +133,19 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
     return [sorted(members) for _, _, members in sorted(rows, key=lambda row: (-row[0], row[1]))]
 
 
-def partition_fitting(sizes: RowSizes, packed_length: int, name: str) -> list[list[int]]:
-    """Deal rows into the fewest packed rows of at most `packed_length` tokens that `partition` finds.
-
-    Raises:
-        ValueError: if one alone is longer; the message says what the rows are called.
-    """
-    sizes.check_longest(packed_length, name)
-    lengths = sizes.lengths.tolist()
-    rows = partition(lengths, -(-sum(lengths) // packed_length))
-    while any(sizes.packed(row) > packed_length for row in rows):
-        rows = partition(lengths, len(rows) + 1)
-    return rows
+def fill(sizes: RowSizes, packed_length: int) -> list[list[int]]:
+    """Rows in their order, as many in a packed row as fit. Raises `ValueError` if one alone doesn't."""
+    sizes.check_longest(packed_length, "row of eval_dataset_name")
+    packs: list[list[int]] = [[]]
+    for row in range(len(sizes.lengths)):
+        if sizes.packed([*packs[-1], row]) > packed_length:
+            packs.append([])
+        packs[-1].append(row)
+    return packs
 
 
 def require_separate_samples(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a decoder that mixes the samples of a packed row, as convolutions and state spaces do.
-
-    Args:
-        config: The decoder's.
-    """
+    """Raises `ValueError` for a decoder that mixes a packed row's samples, as convolutions and state spaces do."""
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others or MODEL_MAPPING[type(config)]._is_stateful or config.model_type in MASKED_AS_ONE:
         raise ValueError(
@@ -177,20 +156,14 @@ def require_separate_samples(config: PreTrainedConfig) -> None:
 
 @dataclass(frozen=True)
 class PackedBatches:
-    """Deals the rows of an epoch into packed rows.
-
-    Attributes:
-        sizes: What the rows take.
-        samples_per_step: Rows of an optimizer step over all processes.
-        num_processes: Number of processes.
-        accumulation_steps: Packed rows of a process in an optimizer step.
-        seed: Seed of the shuffled order; the epoch is added to it.
-    """
+    """Deals the rows of an epoch into packed rows; to the seed the epoch is added."""
 
     sizes: RowSizes
     samples_per_step: int
+    """Rows of an optimizer step over all processes."""
     num_processes: int
     accumulation_steps: int
+    """Packed rows of a process in an optimizer step."""
     seed: int
 
     def steps(self, epoch: int) -> list[np.ndarray]:
@@ -234,23 +207,6 @@ def plan_packing(
     )
 
 
-def accumulation_steps(args: TrainingConfig, global_batch_size: int | None) -> int:
-    """The accumulation steps that give the global batch on this many devices, for padded batches.
-
-    Raises:
-        ValueError: if it can't be met.
-    """
-    if global_batch_size is None:
-        return args.gradient_accumulation_steps
-    per_pass = args.per_device_train_batch_size * args.world_size
-    if global_batch_size % per_pass:
-        raise ValueError(
-            f"global_batch_size {global_batch_size} is not a multiple of per_device_train_batch_size "
-            f"{args.per_device_train_batch_size} times {args.world_size} processes; change one of them."
-        )
-    return global_batch_size // per_pass
-
-
 def deal_rows(
     run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, blank: int
 ) -> tuple[Batches | None, int]:
@@ -260,36 +216,36 @@ def deal_rows(
         run_args, args: The arguments.
         rows: Checked rows, or a stream.
         blank: Tokens of a blank picture.
+
+    Raises:
+        ValueError: if the global batch can't be met.
     """
     seed = args.seed if args.data_seed is None else args.data_seed
-    if isinstance(rows, IterableDataset):
-        return None, accumulation_steps(args, run_args.global_batch_size)
-    samples = run_args.global_batch_size
-    if run_args.packed_length is None:
-        deal: PaddedBatches | PackedBatches = PaddedBatches(
-            row_lengths(rows), args.per_device_train_batch_size, args.world_size, seed, args.train_sampling_strategy,
-            accumulation_steps(args, samples),
-        )  # fmt: skip
-    else:
+    samples, size, count = run_args.global_batch_size, args.per_device_train_batch_size, args.world_size
+    if run_args.packed_length is not None and isinstance(rows, Dataset):
         assert samples is not None  # check_arguments
         epochs = math.ceil(args.num_train_epochs)
         if args.max_steps > 0:
             epochs = math.ceil(args.max_steps / max(len(rows) // samples, 1))
-        sizes = RowSizes.of(rows, blank)
-        deal = plan_packing(sizes, samples, args.world_size, seed, epochs, run_args.packed_length)
-    return Batches(deal, args.world_size, args.process_index), deal.accumulation_steps
+        packed = plan_packing(RowSizes.of(rows, blank), samples, count, seed, epochs, run_args.packed_length)
+        return Batches(packed, count, args.process_index), packed.accumulation_steps
+    if samples is not None and samples % (size * count):
+        raise ValueError(
+            f"global_batch_size {samples} is not a multiple of per_device_train_batch_size {size} times {count} "
+            "processes; change one of them."
+        )
+    steps = args.gradient_accumulation_steps if samples is None else samples // (size * count)
+    if isinstance(rows, IterableDataset):
+        return None, steps
+    padded = PaddedBatches(row_lengths(rows), size, count, seed, args.train_sampling_strategy, steps)
+    return Batches(padded, count, args.process_index), steps
 
 
 def deal_held_out(run_args: RunArguments, args: TrainingConfig, rows: Dataset, blank: int) -> Batches:
-    """This process's batches of held-out rows, packed if the run packs: the same ones for any number of processes.
-
-    Raises:
-        ValueError: if a row is longer than a packed one.
-    """
+    """This process's batches of held-out rows, packed if the run packs: the same ones for any number of processes."""
     size, count = args.per_device_eval_batch_size, len(rows)
     if run_args.packed_length is None:
         batches = [list(range(start, min(start + size, count))) for start in range(0, count, size)]
     else:
-        name = "row of eval_dataset_name"
-        batches = partition_fitting(RowSizes.of(rows, blank), run_args.packed_length, name)
+        batches = fill(RowSizes.of(rows, blank), run_args.packed_length)
     return Batches(lambda epoch: batches, args.world_size, args.process_index)

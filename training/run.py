@@ -35,56 +35,41 @@ WORKERS = "dataloader_num_workers"
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a checkpoint is, beyond what transformers records."""
+    """How far a checkpoint is: tokens trained on, without padding, and the sum of the losses of all steps."""
 
     num_tokens: int
-    """Tokens trained on, without padding."""
     loss_sum: float
-    """Sum of the losses of all steps."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a run takes from a source.
-
-    Attributes:
-        path, name, split, weight: As given.
-        is_local: Whether `path` is a local file or folder, not a dataset on the Hub.
-        rows: Number of rows.
-        good_rows: Rows that can be trained on.
-        drawn: Rows of an epoch that come from this source.
-        fingerprint: Fingerprint of the good rows' content.
-    """
+    """What a run takes from a source; `path`, `name`, `split` and `weight` are as given."""
 
     path: str
     name: str | None
     split: str
     is_local: bool
+    """Whether `path` is a local file or folder, not a dataset on the Hub."""
     rows: int
     good_rows: int
     weight: float
     drawn: int
+    """Rows of an epoch that come from this source."""
     fingerprint: str
+    """Of the good rows' content."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Hardware and software of a run.
-
-    Attributes:
-        device: Name of the GPU, or the kind of CPU.
-        num_processes: How many processes train.
-        resumed: Whether the run was resumed from a checkpoint, so that timings don't cover all of it.
-        commit: Of this code; `None` without a git repository.
-        commit_is_clean: Whether the code was exactly that of the commit.
-        python: Version of Python.
-        packages: Versions of `PACKAGES`.
-    """
+    """Hardware and software of a run."""
 
     device: str
+    """Name of the GPU, or the kind of CPU."""
     num_processes: int
     resumed: bool
+    """Whether the run was resumed from a checkpoint, so that timings don't cover all of it."""
     commit: str | None
+    """Of this code; `None` without a git repository."""
     commit_is_clean: bool | None
     python: str
     packages: dict[str, str]
@@ -92,17 +77,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's data, arguments, environment and progress.
-
-    Attributes:
-        data: Fingerprint of the data.
-        num_processes: How many processes share the work.
-        arguments: Those of `SAME`, and the workers of the data loader.
-        recipe: The YAML file that the run was started with, if there was one.
-        environment: Devices, versions and commit.
-        progress: Of a checkpoint; `None` in the folder of a finished run.
-        sources: What was taken from each source of rows; empty for a stream.
-    """
+    """A run's data (its fingerprint), arguments (of `SAME`), recipe, environment, progress and sources."""
 
     data: str
     num_processes: int
@@ -110,13 +85,19 @@ class Run:
     recipe: str | None
     environment: Environment
     progress: Progress | None = None
+    """Of a checkpoint; `None` in the folder of a finished run."""
     sources: tuple[Source, ...] = ()
+    """Empty for a stream."""
 
     @property
-    def weights(self) -> list[float]:
-        """How often an epoch sees the rows of each source; empty for a single source of weight 1."""
-        weights = [source.weight for source in self.sources]
-        return [] if weights == [1] else weights
+    def compared(self) -> dict[str, Any]:
+        """By name, what must be the same when the run is resumed. A later version may record more."""
+        weights = [source.weight for source in self.sources]  # of a single whole source none
+        workers = [WORKERS] if self.arguments.get("dataset_streaming") else []
+        return {
+            "data": self.data, "num_processes": self.num_processes, "weights": [] if weights == [1] else weights,
+            **{name: self.arguments[name] for name in (*SAME, *workers) if name in self.arguments},
+        }  # fmt: skip
 
     def write(self, folder: Path, progress: Progress | None = None) -> None:
         """Write `run.json` into a folder."""
@@ -155,25 +136,17 @@ def describe_run(
 
 
 def check_same_run(checkpoint: Path, run: Run) -> None:
-    """Compare a run with the record in a checkpoint, by what both record: a later version may record more.
-
-    Raises:
-        ValueError: if they differ; the message lists the differences.
-    """
-    before, now = (
-        {"data": made.data, "num_processes": made.num_processes, "weights": made.weights, **made.arguments}
-        for made in (Run.read(checkpoint), run)
-    )
-    names = ["data", "num_processes", "weights", *SAME, *([WORKERS] if now.get("dataset_streaming") else [])]
+    """Compare a run with the record in a checkpoint. Raises `ValueError` that lists the differences."""
+    before, now = Run.read(checkpoint).compared, run.compared
     differences = [
-        f"  {name}: {before[name]!r} before, {now[name]!r} now"
-        for name in names
-        if name in before and name in now and before[name] != now[name]
+        f"  {name}: {before[name]!r} before, {now[name]!r} now\n"
+        for name in now
+        if name in before and before[name] != now[name]
     ]
     if differences:
         raise ValueError(
-            f"{checkpoint} belongs to a different run:\n" + "\n".join(differences) + "\nRestore these, or resume "
-            "anyway with --resume_changed true."
+            f"{checkpoint} belongs to a different run:\n{''.join(differences)}"
+            "Restore these, or resume anyway with --resume_changed true."
         )
 
 
@@ -196,9 +169,7 @@ def describe_environment(device_type: str, num_processes: int, resumed: bool) ->
 
 def _git(*arguments: str) -> str | None:
     try:
-        command = ["git", *arguments]
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, check=True)
+        return done.stdout.decode().strip()
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -18,9 +18,9 @@ import math
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor, LlavaProcessor
@@ -29,7 +29,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
-from diagnostics.loading import Question, take_questions
+from diagnostics.loading import take_questions
 from diagnostics.parts import NoVisualTokensError
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.batches import deal_held_out, deal_rows, require_separate_samples
@@ -40,7 +40,6 @@ from training.flops import MfuMeter, device_peak
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, make_room, prepare_model
-from training.mixture import describe_sources
 from training.monitor import DynamicsCallback
 from training.run import Run, check_same_run, describe_environment, describe_run
 from training.stages import Stage, describe_stage
@@ -59,9 +58,7 @@ def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> 
     return math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
 
 
-def is_finished(
-    run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, num_steps: int
-) -> bool:
+def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, steps: int) -> bool:
     """Whether a run has taken all of its steps; if it has, but was stopped before its model was there, this publishes
     it.
 
@@ -76,15 +73,15 @@ def is_finished(
         return False
     if not run_args.resume_changed:
         check_same_run(before, run)
-    if done >= num_steps:
+    if done >= steps:
         logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
         return True
     if checkpoint is None:
         raise ValueError(
-            f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {num_steps}. Start "
+            f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {steps}. Start "
             "from its model, with another output_dir."
         )
-    if steps_done(checkpoint) < num_steps:
+    if steps_done(checkpoint) < steps:
         return False
     if args.process_index == 0:
         publish_checkpoint(checkpoint, output_dir)
@@ -107,10 +104,9 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
     )
     tokenize = RowTokenizer(processor, template, args.max_length)
-    logger.info("Reading and checking %s ...", ", ".join(source.path for source in run_args.sources))
+    names = ", ".join(source.path for source in run_args.sources)
+    logger.info("Reading and checking %s ...", names)
     rows, data, sources = read_rows(run_args, args, tokenize)
-    if run_args.datasets is not None and sources:
-        logger.info("%s", describe_sources(sources, args.seed if args.data_seed is None else args.data_seed))
     sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
     collate = VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None)
     stream = None
@@ -120,7 +116,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
             run_args.packed_length, run_args.bad_rows, output_dir / BAD_ROWS_FILE, args.process_index,
             args.world_size, args.dataloader_num_workers,
         )  # fmt: skip
-    held_out, _ = read_held_out(run_args, args, tokenize)
+    held_out = read_held_out(run_args, args, tokenize)
     eval_sampler = None if held_out is None else deal_held_out(run_args, args, held_out, tokenize.tokens_per_image)
     run = describe_run({**vars(run_args), **args.to_dict()}, data, environment, run_args.recipe, sources)
     if is_finished(run_args, args, run, checkpoint, count_steps(args, sampler)):
@@ -133,7 +129,12 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
 
     probed = []
     if run_args.probe_steps is not None:
-        probed = probe_questions(run_args, rows if stream is None else stream.good_rows(stream.rows))
+        try:
+            probed = take_questions(
+                rows if stream is None else stream.good_rows(stream.rows), run_args.probe_samples, names
+            ).questions
+        except NoVisualTokensError as error:
+            raise ValueError(f"probe_steps: {error}") from error
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
@@ -172,47 +173,21 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     logger.info("Saved to %s", output_dir)
 
 
-def probe_questions(run_args: RunArguments, rows: Iterable[Any]) -> list[Question]:
-    """The first different pictures of the good rows with their questions, for `probe_steps`.
-
-    Raises:
-        ValueError: if the rows have no pictures.
-    """
-    names = ", ".join(source.path for source in run_args.sources)
-    try:
-        return take_questions(rows, run_args.probe_samples, names).questions
-    except NoVisualTokensError as error:
-        raise ValueError(f"probe_steps: {error}") from error
-
-
 def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:
     """What training prints: how many rows a step takes on how many processes, and in which arithmetic."""
     size = "a stream of" if isinstance(rows, IterableDataset) else f"{len(rows)}"
-    steps = args.world_size * args.gradient_accumulation_steps
-    if run_args.packed_length is None:
-        batch = f"{args.per_device_train_batch_size} rows"
-        total = f"global batch {steps * args.per_device_train_batch_size}"
-    else:
+    batch, samples = f"{args.per_device_train_batch_size} rows", run_args.global_batch_size
+    if run_args.packed_length is not None:
         batch = f"1 packed row of up to {run_args.packed_length} tokens"
-        samples = run_args.global_batch_size
-        total = f"global batch {samples} in {steps} packed rows" if samples else f"{steps} packed rows a step"
+    elif samples is None:
+        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    total = "" if samples is None else f" = global batch {samples}"
     arithmetic = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     chosen = ", chosen for this CPU or by the record of the run" if args.chose_bf16 else ""
     return (
-        f"{size} rows; {args.world_size} processes x {batch} x {args.gradient_accumulation_steps} accumulation steps "
-        f"= {total}; arithmetic in {arithmetic}{chosen}"
+        f"{size} rows; {args.world_size} processes x {batch} x {args.gradient_accumulation_steps} accumulation steps"
+        f"{total}; arithmetic in {arithmetic}{chosen}"
     )
-
-
-def interrupt_quietly() -> None:
-    """Raise `KeyboardInterrupt` in this process only: workers that it forks end with it, silently."""
-    owner = os.getpid()
-
-    def interrupt(signum: int, frame: Any) -> None:
-        if os.getpid() == owner:
-            raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -221,13 +196,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO if args.process_index == 0 else logging.ERROR, format="%(message)s")
     # It would warn on every last batch that rows were repeated, which never happens here.
     logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
-    interrupt_quietly()
     output_dir = Path(args.output_dir)
     try:
-        if args.process_index > 0:
-            train(run_args, args)
-            return
-        with lock(output_dir):
+        with lock(output_dir) if args.process_index == 0 else nullcontext():
             train(run_args, args)
     except KeyboardInterrupt:
         last = checkpoints(output_dir)[:1]

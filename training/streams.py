@@ -7,13 +7,11 @@ reader with its own share, which it checks and tokenizes. Rows keep their order:
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import datasets
 import fsspec.asyn
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from datasets.distributed import split_dataset_by_node
@@ -24,12 +22,9 @@ from conversations.files import write_whole
 from conversations.measured import RowCheck
 from conversations.rows import BadRowError, Row
 from training.arguments import TrainingConfig
-from training.batches import RowSizes, partition_fitting
 
 
 STREAM_FILE = "stream.json"
-# Rows of a stream that are packed together.
-PACKING_WINDOW = 512
 # Key of a batch's place.
 PLACE = "place"
 # A reader stops after this many bad rows on end.
@@ -44,8 +39,8 @@ class StreamBatches(IterableDataset):
         rows: The rows, unchecked.
         check: Checks and tokenizes a row.
         collate: Makes a batch of rows.
-        batch_size: Rows of a batch; one packed row where rows are packed.
-        packed_length: Longest packed row, in tokens; `None` pads.
+        batch_size: Rows of a padded batch.
+        packed_length: Longest packed row, in tokens: it holds the next rows, as many as fit. `None` pads.
         bad_rows: `"error"` raises `BadRowError` at a bad row, `"skip"` only after `MOST_BAD` of them on end.
         report_file: Where bad rows are listed as they are found.
         process_index, num_processes: This process's index, and the number of processes that share the stream.
@@ -62,14 +57,14 @@ class StreamBatches(IterableDataset):
     process_index: int = 0
     num_processes: int = 1
     num_workers: int = 0
-    # For each reader datasets' state, and the batches that it has given of the window that begins there.
-    places: list[dict[str, Any]] = field(init=False)
+    # datasets' state of each reader, after the last batch that was trained on.
+    places: list[dict[str, Any] | None] = field(init=False)
     # The reader whose batch comes next; they take turns.
     next_reader: int = 0
     _listed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.places = [{"rows": None, "batches": 0} for _ in range(max(self.num_workers, 1))]
+        self.places = [None] * max(self.num_workers, 1)
 
     @override
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -79,27 +74,32 @@ class StreamBatches(IterableDataset):
         if worker is not None:
             fsspec.asyn.reset_lock()  # files of the Hub would wait for a thread that only the parent process has
         number, count = self.process_index * num_readers + reader, self.num_processes * num_readers
-        share = split_dataset_by_node(self.rows.repeat(None), number, count)
-        begin, given = self.places[reader]["rows"], self.places[reader]["batches"]
-        if begin is not None:
-            share.load_state_dict(begin)
-        rows = self.good_rows(share)
-        while True:
-            window = list(islice(rows, self.batch_size if self.packed_length is None else PACKING_WINDOW))
-            if not window:
-                raise ValueError(f"A shard is empty, so one of {count} readers has no row: write the shards anew.")
-            batches, end = self._deal(window), share.state_dict()
-            for dealt, batch in enumerate(batches[given:], given + 1):
-                place = {"rows": end, "batches": 0} if dealt == len(batches) else {"rows": begin, "batches": dealt}
-                yield {**self.collate(batch), PLACE: {"reader": reader, **place}}
-            begin, given = end, 0
+        share, place = split_dataset_by_node(self.rows.repeat(None), number, count), self.places[reader]
+        if place is not None:
+            share.load_state_dict(place)
+        batch: list[Row] = []
+        for row in self.good_rows(share):
+            if batch and not self._fit([*batch, row]):
+                yield {**self.collate(batch), PLACE: {"reader": reader, "rows": place}}
+                batch = []
+            if not self._fit([row]):
+                raise ValueError(
+                    f"{row['source']}: {row['length']} tokens, for text with a blank picture, don't fit into "
+                    f"a packed row of {self.packed_length}: raise packed_length, or set max_length and bad_rows: skip."
+                )
+            batch.append(row)
+            place = share.state_dict()
+        raise ValueError(f"A shard is empty, so one of {count} readers has no row: write the shards anew.")
+
+    def _fit(self, rows: list[Row]) -> bool:
+        if self.packed_length is None:
+            return len(rows) <= self.batch_size
+        blank = 0 if any(row["num_images"] for row in rows) else self.check.tokenize.tokens_per_image
+        return sum(row["length"] for row in rows) + blank <= self.packed_length
 
     def good_rows(self, share: datasets.IterableDataset) -> Iterator[Row]:
-        """The good rows of a share with their tokens; bad ones are listed.
-
-        Raises:
-            BadRowError: at a bad row, or at many on end.
-        """
+        """The good rows of a share with their tokens; bad ones are listed. Raises `BadRowError` at a bad row, or at
+        many on end."""
         num_bad = 0
         for row in share.iter(batch_size=1):  # iterating itself would split it among a data loader's workers again
             try:
@@ -122,14 +122,6 @@ class StreamBatches(IterableDataset):
             with self.report_file.open("a", encoding="utf-8") as file:  # a line is written whole
                 file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
 
-    def _deal(self, window: list[Row]) -> list[list[Row]]:
-        if self.packed_length is None:
-            return [window]
-        lengths, num_images = (np.array([row[name] for row in window]) for name in ("length", "num_images"))
-        sizes = RowSizes(lengths, num_images, self.check.tokenize.tokens_per_image)
-        packs = partition_fitting(sizes, self.packed_length, f"row up to {window[-1]['source']}")
-        return [[window[member] for member in pack] for pack in packs]
-
     def loader(self, args: TrainingConfig) -> DataLoader:
         """The batches, read ahead by workers if there are any."""
         return DataLoader(
@@ -137,41 +129,32 @@ class StreamBatches(IterableDataset):
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
             prefetch_factor=args.dataloader_prefetch_factor,
             generator=torch.Generator(),  # otherwise it takes one of training's random numbers
         )
 
     def trained_on(self, place: dict[str, Any]) -> None:
         """Record that a batch was trained on, by its place."""
-        reader = place.pop("reader")
-        self.places[reader], self.next_reader = place, (reader + 1) % len(self.places)
+        self.places[place["reader"]] = place["rows"]
+        self.next_reader = (place["reader"] + 1) % len(self.places)
 
     def write_place(self, folder: Path, is_main_process: bool) -> None:
         """Write how far all processes are into a folder. Every process must call this."""
-        own = {"readers": self.places, "next_reader": self.next_reader}
+        own = {"places": self.places, "next_reader": self.next_reader}
         processes = [own] if self.num_processes == 1 else gather_object([own])
         if is_main_process:
             write_whole(folder / STREAM_FILE, json.dumps(processes) + "\n")
 
     def go_on(self, checkpoint: Path) -> None:
-        """Resume at a checkpoint's place.
-
-        Raises:
-            ValueError: if it is of another version, or of other numbers of processes or workers.
-        """
+        """Resume at a checkpoint's place. Raises `ValueError` if it is of another version, or of other readers."""
         path = checkpoint / STREAM_FILE
-        way_on = "Or train its model with another output_dir, from the stream's first row."
         processes = json.loads(path.read_text(encoding="utf-8"))
-        try:
-            before = len(processes), len(processes[0]["readers"])
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"{path} is of another version and can't be read. {way_on}") from error
-        if before != (self.num_processes, len(self.places)):
+        before = [len(process["places"]) for process in processes if "places" in process]
+        now = [len(self.places)] * self.num_processes
+        if before != now:
             raise ValueError(
-                f"{path} was written by {before[0]} processes with {before[1]} readers each, now there are "
-                f"{self.num_processes} with {len(self.places)}: resume with the numbers of before. {way_on}"
+                f"{path} is of another version, or of other processes and workers (readers of each: {before}, now "
+                f"{now}): resume as before, or train its model from the stream's start with another output_dir."
             )
         own = processes[self.process_index]
-        self.places, self.next_reader = own["readers"], own["next_reader"]
+        self.places, self.next_reader = own["places"], own["next_reader"]

@@ -26,6 +26,7 @@ def recipe(composed: Callable[..., Path], tmp_path: Path) -> Path:
     return path
 
 
+NO_NAME = {"dataset_name": None}
 STREAM = {"dataset_streaming": True, "max_steps": 2}
 # What a recipe adds to the fixture's, and what is said of it.
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -34,9 +35,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_name_or_path": None}, "model_name_or_path is missing"),
     ({"dataset_name": None}, "dataset_name is missing"),
     ({"stage": None}, "stage is missing"),
-    ({"learning_rat": 1.0}, "learning_rat is not an option; did you mean learning_rate?"),
-    ({"warmup": {"steps": 1}}, "warmup is not an option; did you mean"),
+    ({"learning_rat": 1.0}, "not used by the HfArgumentParser: .*learning_rat"),
+    ({"warmup": {"steps": 1}}, "not used by the HfArgumentParser: .*warmup"),
     ({"seed": ...}, "recipe.yaml: seed is empty"),
+    # Sources.
+    ({"datasets": [{"path": "a.json"}]}, "Give either dataset_name or datasets"),
+    ({**NO_NAME, "datasets": [{"path": "a"}], "image_folder": "b"}, "Give either image_folder or datasets"),
+    ({**NO_NAME, "datasets": []}, "dataset_name is missing"),
+    ({**NO_NAME, "datasets": ["rows.json"]}, "datasets, entry 1 must be a mapping of path, name, split"),
+    ({**NO_NAME, "datasets": [{"path": "a"}, {"split": "b"}]}, "datasets, entry 2 must be a mapping of path, name"),
+    ({**NO_NAME, "datasets": [{"path": "a", "weight": 0}]}, "entry 1: weight must be a finite number above 0, got 0"),
+    ({**NO_NAME, "datasets": [{"path": "a"}] * 2, **STREAM}, "dataset_streaming reads a single source"),
     # What would train something else, or be passed over.
     ({"use_peft": True}, "use_peft must stay False"),
     ({"lora_target_modules": ["q_proj"]}, "lora_target_modules must stay None"),
@@ -47,10 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ignore_data_skip": True}, "ignore_data_skip must stay False"),
     ({"torch_compile": True}, "torch_compile must stay False"),
     ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint must stay False"),
-    (
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 500},
-        "load_best_model_at_end must stay",
-    ),
+    ({"load_best_model_at_end": True, "save_strategy": "no"}, "load_best_model_at_end must stay"),
     ({"chat_template_path": "x"}, "chat_template_path must stay None"),
     ({"push_to_hub": True}, "push_to_hub must stay False, got True: .* holds your token"),
     ({"stage": "instruct"}, "give vision_learning_rate"),
@@ -58,13 +64,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"key_mmd_weight": 0.1}, "key_mmd_weight works only with stage 'adapt'"),
     ({"train_sampling_strategy": "batch_rebalance"}, "train_sampling_strategy must be one of random, group_by_length"),
     ({"train_sampling_strategy": "sequential", **PACKED}, "and random with packed_length"),
-    ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha scales its noise by the length"),
+    ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha scales its noise by a row's length"),
     ({"gradient_accumulation_steps": 2}, "either global_batch_size or gradient_accumulation_steps"),
     ({**PACKED, "global_batch_size": None}, "give global_batch_size"),
-    ({**PACKED, **STREAM}, "give gradient_accumulation_steps instead of"),
+    ({**PACKED, **STREAM}, "the latter for packed streams"),
     ({"dataset_streaming": True}, "give max_steps"),
-    ({"datasets": [{"path": "a.json"}]}, "Give either dataset_name or datasets"),
-    ({"datasets": [{"file": "a.json"}], "dataset_name": None}, "datasets, entry 1 must be a mapping of path"),
     ({"optim": "schedule_free_adamw"}, "optim 'schedule_free_adamw' trains on other weights than it saves"),
     ({"fp16": True, "bf16": True}, "At most one of fp16 and bf16"),
 ]
@@ -109,17 +113,16 @@ def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pyt
     run_args.clip_by_module, args.deepspeed_plugin.deepspeed_config = True, {}
     with pytest.raises(ValueError, match="DeepSpeed can only clip all gradients together"):
         arguments.check_arguments(run_args, args)
-    with monkeypatch.context() as patched:
-        patched.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # Trainer follows it, while the record would say false
-        with pytest.raises(ValueError, match="launcher has mixed_precision 'bf16'"):
-            parse_arguments(given)
-    with monkeypatch.context() as patched:
-        patched.setenv("ACCELERATE_DYNAMO_BACKEND", "inductor")
-        with pytest.raises(ValueError, match="Launch without --dynamo_backend"):
-            parse_arguments(given)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # of version 1, accelerate's default
-    with pytest.raises(ValueError, match="Set fsdp_version to 2 and fsdp_state_dict_type to SHARDED_STATE_DICT"):
-        parse_arguments(given)
+    for name, value, message in (
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "launcher has mixed_precision 'bf16'"),  # the record would say false
+        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "Launch without --dynamo_backend"),
+        ("ACCELERATE_USE_FSDP", "true", "Set fsdp_version to 2"),  # accelerate's default is version 1
+    ):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            with pytest.raises(ValueError, match=message):
+                parse_arguments(given)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     parse_arguments(given)
 
@@ -151,23 +154,14 @@ def test_a_resumed_run_computes_as_it_did(recipe: Path, tmp_path: Path, monkeypa
 
 
 def test_what_a_user_did_wrong_is_said_in_one_line(tmp_path: Path) -> None:
-    script = [sys.executable, "training/sft.py", "--use_cpu", "true"]
-    missing = ["--output_dir", str(tmp_path / "out"), "--dataset_name", "rows.json", "--stage", "align"]
-    cases = {
-        "error: --config gone.yaml can't be read": ["--config", "gone.yaml"],
-        "error: gone is no folder or Hub repository": [*missing, "--model_name_or_path", "gone"],
-    }
-    for message, options in cases.items():
-        failed = subprocess.run(
-            [*script, *options],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
-        )
-        assert failed.returncode == 1
-        assert message in failed.stderr
-        assert "Traceback" not in failed.stderr
+    failed = subprocess.run(
+        [sys.executable, "training/sft.py", "--use_cpu", "true", "--output_dir", str(tmp_path / "out"),
+         "--dataset_name", "rows.json", "--stage", "align", "--model_name_or_path", "gone"],
+        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    assert failed.returncode == 1
+    assert "error: gone is no folder or Hub repository" in failed.stderr
+    assert "Traceback" not in failed.stderr
 
 
 def test_the_recipe_is_recorded_however_it_is_given(recipe: Path) -> None:

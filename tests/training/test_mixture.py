@@ -18,11 +18,11 @@ from conversations.loading import load_rows
 from conversations.measured import RowCheck, keep_good_rows, row_lengths, tokenize_rows
 from conversations.pictures import open_images
 from conversations.tokens import RowTokenizer
-from script_runs import FAST, INSTRUCT, PACKED, dump_recipe, logged, moved, run
+from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training import sft
-from training.arguments import SourceArguments, parse_arguments
+from training.arguments import SourceArguments
 from training.batches import Batches, PaddedBatches
-from training.mixture import draw, mix
+from training.data import draw, mix
 from training.run import Run
 
 
@@ -35,23 +35,16 @@ def test_a_weight_is_how_often_a_row_comes(weight: float, total: int) -> None:
     assert (draw(10, weight, (42, 0)) == drawn).all()
 
 
-def test_sources_of_one_size_have_draws_of_their_own(tmp_path: Path) -> None:
-    rows = Dataset.from_dict({"number": range(100)})
-    entries = [SourceArguments(name, weight=0.5) for name in ("one", "another")]
-    mixed, _, _ = mix(entries, [100, 100], [(rows, "same"), (rows, "same")], seed=0)
-    one, another = mixed["number"][:50], mixed["number"][50:]
-    assert len(one) == len(another) == 50
-    assert one != another
-
-
-def test_a_share_is_drawn_by_the_seed_and_evenly() -> None:
+def test_a_share_is_drawn_evenly_by_the_seed_and_the_source() -> None:
     draws = [draw(20, 0.25, (seed, 1)) for seed in range(400)]
     counts = np.bincount(np.concatenate(draws), minlength=20)
     # 400 draws of a quarter: 100 of each row, with a standard deviation of 8.7.
     assert counts.sum() == 2000
     assert (abs(counts - 100) < 5 * 8.7).all()
-    assert len({tuple(drawn) for drawn in draws}) > 390
-    assert tuple(draw(20, 0.25, (3, 0))) != tuple(draw(20, 0.25, (3, 1)))
+    rows = Dataset.from_dict({"number": range(100)})
+    entries = [SourceArguments(name, weight=0.5) for name in ("one", "another")]
+    mixed, _, _ = mix(entries, [(100, rows, "same"), (100, rows, "same")], seed=0)
+    assert mixed["number"][:50] != mixed["number"][50:]
 
 
 @pytest.fixture
@@ -64,9 +57,9 @@ def stored(data: Path, tmp_path: Path) -> Path:
     return tmp_path / "stored"
 
 
-def checked(path: Path, tokenize: RowTokenizer) -> tuple[Dataset, str]:
-    rows = load_rows(str(path))
-    return keep_good_rows(rows, tokenize_rows(rows, RowCheck(tokenize)), "error", None)
+def checked(path: Path, tokenize: RowTokenizer) -> tuple[int, Dataset, str]:
+    rows: Any = load_rows(str(path))
+    return len(rows), *keep_good_rows(rows, tokenize_rows(rows, RowCheck(tokenize)), "error", None)
 
 
 def test_rows_of_sources_of_other_types_stay_as_they_are(
@@ -76,13 +69,13 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(
     tokenize = RowTokenizer(processor, processor.chat_template)
     parts = [checked(data, tokenize), checked(stored, tokenize)]
     entries = [SourceArguments(str(data)), SourceArguments(str(stored), weight=1.5)]
-    rows, fingerprint, sources = mix(entries, [30, 9], parts, seed=42)
-    assert [(source.rows, source.good_rows, source.drawn) for source in sources] == [(30, 30, 30), (9, 8, 12)]
+    rows, fingerprint, sources = mix(entries, parts, seed=42)
+    assert [(source.rows, source.good_rows, source.drawn) for source in sources] == [(30, 30, 30), (8, 8, 12)]
     assert len(rows) == 42
     lengths = row_lengths(rows)
     for number in (*range(42), -1):
         row = rows[number]
-        whole = parts[0 if row["source"].startswith(str(data)) else 1][0][int(row["source"].rpartition(" ")[2])]
+        whole = parts[0 if row["source"].startswith(str(data)) else 1][1][int(row["source"].rpartition(" ")[2])]
         assert {name: row[name] for name in whole} == whole
         assert row["length"] == lengths[number]
         assert len(open_images(row)) == row["num_images"]
@@ -97,12 +90,11 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(
     assert [len(batch) for batch in DataLoader(rows, batch_sampler=dealt, collate_fn=list)] == [5, 5, 5, 5, 0]
     for changed in (entries[::-1], [entries[0], SourceArguments(str(stored), weight=1.6)]):
         ordered = parts if changed[0] is entries[0] else parts[::-1]
-        assert mix(changed, [30, 9], ordered, seed=42)[1] != fingerprint
+        assert mix(changed, ordered, seed=42)[1] != fingerprint
     with pytest.raises(ValueError, match=r"datasets, entry 2 .*stored\): a weight of 0.01 draws none of its 8 rows"):
-        mix([entries[0], SourceArguments(str(stored), weight=0.01)], [30, 9], parts, seed=42)
+        mix([entries[0], SourceArguments(str(stored), weight=0.01)], parts, seed=42)
 
 
-@pytest.mark.parametrize("packing", [{}, {**PACKED, "dataloader_num_workers": 1}], ids=["padded", "packed"])
 def test_a_run_on_a_mixture_says_what_it_drew_and_goes_on_with_that_alone(
     composed: Callable[..., Path],
     data: Path,
@@ -110,17 +102,10 @@ def test_a_run_on_a_mixture_says_what_it_drew_and_goes_on_with_that_alone(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    packing: dict[str, Any],
 ) -> None:
     entries = [{"path": str(data), "weight": 0.5}, {"path": str(stored), "weight": 2}]
-    fields = {
-        **FAST,
-        **INSTRUCT,
-        **packing,
-        "model_name_or_path": str(composed()),
-        "datasets": entries,
-        "save_steps": 4,
-    }
+    fields = {**INSTRUCT, **PACKED, "dataloader_num_workers": 1, "save_steps": 4, "datasets": entries}
+    fields["model_name_or_path"] = str(composed())
     out = tmp_path / "out"
     with caplog.at_level(logging.INFO):
         run(monkeypatch, tmp_path, **fields, output_dir=str(out))
@@ -147,17 +132,6 @@ def test_a_run_on_a_mixture_says_what_it_drew_and_goes_on_with_that_alone(
     assert moved(whole, out) == set()
 
 
-def test_one_source_is_the_same_run_however_it_is_named(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields = {"stage": "align", "model_name_or_path": str(composed()), "max_steps": 2}
-    run(monkeypatch, tmp_path, **fields, dataset_name=str(data), output_dir=str(tmp_path / "one"))
-    run(monkeypatch, tmp_path, **fields, datasets=[{"path": str(data)}], output_dir=str(tmp_path / "two"))
-    assert moved(tmp_path / "one", tmp_path / "two") == set()
-    one, two = (Run.read(tmp_path / name) for name in ("one", "two"))
-    assert (one.data, one.sources, one.arguments) == (two.data, two.sources, two.arguments)
-
-
 def test_bad_rows_of_all_sources_are_listed(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,37 +149,6 @@ def test_bad_rows_of_all_sources_are_listed(
         listed = [json.loads(line)["source"] for line in (out / "bad_rows.jsonl").read_text().splitlines()]
         assert listed == [f"{tmp_path}/{name}.json, row 6" for name in ("first", "second")]
     assert [(source.rows, source.good_rows) for source in Run.read(out).sources] == [(7, 6), (7, 6)]
-
-
-NO_NAME = {"dataset_name": None}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"datasets": [{"path": "rows.json"}]}, "Give either dataset_name or datasets"),
-    ({**NO_NAME, "datasets": [{"path": "a"}], "image_folder": "b"}, "Give either image_folder or datasets"),
-    (
-        {**NO_NAME, "datasets": [{"path": "a"}], "dataset_train_split": "b"},
-        "Give either dataset_train_split or datasets",
-    ),
-    ({**NO_NAME, "datasets": []}, "dataset_name is missing"),
-    ({**NO_NAME, "datasets": ["rows.json"]}, "datasets, entry 1 must be a mapping of path, name, split"),
-    ({**NO_NAME, "datasets": [{"path": "a"}, {"split": "b"}]}, "datasets, entry 2 must be a mapping of path, name"),
-    ({**NO_NAME, "datasets": [{"path": "a", "wieght": 2}]}, "entry 1 must be a mapping .* argument 'wieght'"),
-    ({**NO_NAME, "datasets": [{"path": "a", "weight": 0}]}, "entry 1: weight must be a finite number above 0, got 0"),
-    ({**NO_NAME, "datasets": [{"path": "a", "weight": float("inf")}]}, "weight must be a finite number above 0"),
-    (
-        {**NO_NAME, "datasets": [{"path": "a"}, {"path": "b"}], "dataset_streaming": True, "max_steps": 1},
-        "dataset_streaming reads a single source",
-    ),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), WRONG, ids=[message for _, message in WRONG])
-def test_wrong_entries_are_named_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str
-) -> None:
-    fields = {"stage": "align", "model_name_or_path": "model", "dataset_name": "rows.json", **wrong}
-    (tmp_path / "recipe.yaml").write_text(dump_recipe(**{**FAST, **fields, "output_dir": str(tmp_path / "out")}))
-    with pytest.raises(ValueError, match=message):
-        parse_arguments(["--config", str(tmp_path / "recipe.yaml")])
 
 
 def test_what_is_wrong_with_a_source_names_its_entry(

@@ -1,6 +1,7 @@
 """Packed rows: the same training as padded ones, nothing lost, rows even and within their limit."""
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from training.batches import (
     Batches,
     PackedBatches,
     RowSizes,
+    fill,
     partition,
-    partition_fitting,
     plan_packing,
     require_separate_samples,
 )
@@ -110,27 +111,6 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
         assert error <= 1e-6 * gradient.norm() + 1e-9, f"{name}: {error:.1e} of {gradient.norm():.1e}"
 
 
-def test_a_blank_picture_changes_nothing_in_a_packed_row(
-    composed: Callable[..., Path], rows: list[dict[str, Any]]
-) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float64)
-    row = collate(composed(), [rows[1], rows[4]], packed=True)
-    texts = int((row["input_ids"] != processor.image_token_id).sum())
-    without = {name: row[name][:, :texts] for name in ("input_ids", "position_ids", "labels")}
-
-    gradients = []
-    for inputs in (row, without):
-        model.zero_grad()
-        backward(model, inputs)
-        gradients.append({n: p.grad.clone() for n, p in model.model.language_model.named_parameters()})
-        blank = model.model.multi_modal_projector.linear_1.weight.grad
-        assert (blank is None) == (inputs is without)
-        assert blank is None or not blank.any()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-9, atol=1e-14, msg=name)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_blank_picture_is_not_measured(
     composed: Callable[..., Path], rows: list[dict[str, Any]], packed: bool
@@ -170,9 +150,7 @@ def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedCo
 
 def test_rows_are_even() -> None:
     lengths = lengths_of(128)
-    rows = partition(lengths.tolist(), 8)
-    totals = [sum(lengths[member] for member in row) for row in rows]
-    assert sorted(member for row in rows for member in row) == list(range(128))
+    totals = [sum(lengths[member] for member in row) for row in partition(lengths.tolist(), 8)]
     assert totals == sorted(totals, reverse=True)
     # Longest-first dealing leaves a difference of one of the shorter samples at most.
     assert max(totals) - min(totals) <= min(lengths)
@@ -189,20 +167,14 @@ def test_every_sample_once_in_an_epoch_and_the_same_steps_on_any_number_of_proce
     rows = [list(sampler) for sampler in samplers]
     assert all(len(of_process) == len(samplers[0]) for of_process in rows)
     assert sorted(sample for of_process in rows for row in of_process for sample in row) == list(range(count))
+    samplers[0].set_epoch(1)
+    assert list(samplers[0]) != rows[0]
     assert all(sizes.packed(row) <= 5000 for of_process in rows for row in of_process)
     # The samples of a step don't depend on who shares it.
     single = PackedBatches(sizes, 16, 1, 16, 42).steps(0)
     for number, step in enumerate(single[: count // 16 - 1]):
         window = slice(number * deal.accumulation_steps, (number + 1) * deal.accumulation_steps)
         assert sorted(sample for of_process in rows for row in of_process[window] for sample in row) == sorted(step)
-
-
-def test_epochs_are_shuffled_anew_and_repeatably() -> None:
-    sampler = Batches(PackedBatches(sizes_of(64), 16, 1, 4, 42), 1, 0)
-    first = list(sampler)
-    assert list(sampler) == first
-    sampler.set_epoch(1)
-    assert list(sampler) != first
 
 
 def test_the_fewest_accumulation_steps_that_fit() -> None:
@@ -241,19 +213,22 @@ def test_a_packed_row_without_pictures_leaves_room_for_the_blank_one(
     lengths = np.array([row["length"] for row in tokenized])
     sizes = RowSizes(lengths, np.zeros(6, dtype=int), tokenize.tokens_per_image)
     packed_length = int(lengths[0] + lengths[1]) + 2  # two texts fit only without the blank picture
-    for packs in (partition_fitting(sizes, packed_length, "row"), plan_packing(sizes, 6, 1, 0, 1, packed_length)(0)):
+    for packs in (fill(sizes, packed_length), plan_packing(sizes, 6, 1, 0, 1, packed_length)(0)):
         assert sorted(member for pack in packs for member in pack) == list(range(6))
         for pack in packs:
             batch = VisionLanguageCollator(tokenize, packed=True)([tokenized[member] for member in pack])
             assert batch["input_ids"].shape[1] == sizes.packed(pack) <= packed_length
 
 
-def test_held_out_rows_and_windows_of_a_stream_are_packed_tightly_without_a_loss() -> None:
+def test_held_out_rows_are_packed_in_order_without_a_loss() -> None:
     sizes = sizes_of(50)
-    packs = partition_fitting(sizes, 4000, "row")
-    assert sorted(member for pack in packs for member in pack) == list(range(50))
+    packs = fill(sizes, 4000)
+    assert [member for pack in packs for member in pack] == list(range(50))
     assert all(sizes.packed(pack) <= 4000 for pack in packs)
-    assert sizes.lengths.sum() / (4000 * len(packs)) > 0.85
+    for pack, later in pairwise(packs):
+        assert sizes.packed([*pack, later[0]]) > 4000
+    with pytest.raises(ValueError, match="longest row of eval_dataset_name has"):
+        fill(sizes, 800)
 
 
 @pytest.mark.slow

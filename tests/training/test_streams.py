@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -121,9 +122,8 @@ def test_each_row_is_read_as_often_as_any_other_and_by_one_reader(
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("packed_length", [None, 22], ids=["padded", "packed"])
 def test_a_stream_goes_on_at_any_batch_as_if_it_had_never_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, num_workers: int, packed_length: int | None
+    tmp_path: Path, kind: str, num_workers: int, packed_length: int | None
 ) -> None:
-    monkeypatch.setattr(streams, "PACKING_WINDOW", 7)  # windows that end inside a shard and reach into the next
     path = KINDS[kind](tmp_path / "rows", [9, 4, 7])
     readers = {"num_workers": num_workers, "process_index": 1, "num_processes": 2}
     unbroken = list(islice(read(batches_of(path, packed_length, **readers)), 24))
@@ -143,26 +143,26 @@ def test_a_stream_goes_on_at_any_batch_as_if_it_had_never_stopped(
         assert [batch["asked"] for batch in (*trained, *read_on)] == [batch["asked"] for batch in unbroken]
 
 
-def test_the_place_is_small_and_read_back(tmp_path: Path) -> None:
-    batches = batches_of(write_parquet(tmp_path / "rows", [5] * 40), num_workers=2)
+def test_the_place_is_read_back_by_as_many_readers_and_no_others(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "rows", [5] * 40)
+    batches, again = (batches_of(path, num_workers=2) for _ in range(2))
     for batch in islice(read(batches), 5):
         batches.trained_on(batch["place"])
     batches.write_place(tmp_path, is_main_process=True)
     assert (tmp_path / "stream.json").stat().st_size < 2000
-    again = batches_of(tmp_path / "rows", num_workers=2)
     again.go_on(tmp_path)
     assert (again.places, again.next_reader) == (batches.places, 1)
-
-
-def test_a_place_among_other_readers_is_refused(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows", [5] * 3)
-    batches_of(path).write_place(tmp_path, is_main_process=True)
-    for readers, now in (({"num_workers": 2}, "1 with 2"), ({"num_processes": 2}, "2 with 1")):
-        with pytest.raises(ValueError, match=rf"written by 1 processes with 1 readers each, now there are {now}: res"):
+    for readers, now in (({"num_workers": 3}, "[3]"), ({"num_workers": 2, "num_processes": 2}, "[2, 2]")):
+        with pytest.raises(ValueError, match=re.escape(f"readers of each: [2], now {now}): resume as before")):
             batches_of(path, **readers).go_on(tmp_path)
-    (tmp_path / "stream.json").write_text('{"num_shards": 3, "processes": []}')
+    (tmp_path / "stream.json").write_text('[{"readers": [{"rows": null, "batches": 0}], "next_reader": 0}]')
     with pytest.raises(ValueError, match=r"stream.json is of another version"):
         batches_of(path).go_on(tmp_path)
+
+
+def test_a_row_that_no_packed_row_holds_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows.json, row \d+: \d+ tokens.* don't fit into a packed row of 3"):
+        list(islice(read(batches_of(write_json(tmp_path / "rows", [9]), packed_length=3)), 9))
 
 
 def test_a_reader_without_a_row_is_no_endless_one(tmp_path: Path) -> None:
@@ -192,33 +192,14 @@ def test_reading_ahead_takes_none_of_the_random_numbers_of_training(tmp_path: Pa
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_checkpoint_without_a_place_in_the_stream_is_not_gone_on_from(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "dataset_streaming": True}
-    out = tmp_path / "out"
-    fields |= {"max_steps": 2, "save_steps": 1, "output_dir": str(out)}
-    run(monkeypatch, tmp_path, **fields)
-    (out / "checkpoint-1" / "stream.json").unlink()
-    fields |= {"resume_from_checkpoint": str(out / "checkpoint-1")}
-    left = sorted(path.name for path in out.iterdir())
-    with pytest.raises(ValueError, match=r"checkpoint-1 can't be resumed from: it is not complete .*stream.json"):
-        run(monkeypatch, tmp_path, **fields)
-    assert sorted(path.name for path in out.iterdir()) == left  # nothing was moved aside
-    fields |= {"resume_from_checkpoint": str(out / "checkpoint-2"), "max_steps": 3, "resume_changed": True}
-    with pytest.raises(ValueError, match="1 readers each, now there are 1 with 2"):
-        run(monkeypatch, tmp_path, **fields, dataloader_num_workers=2)
-
-
 def picture_of(shade: int) -> bytes:
     file = io.BytesIO()
     Image.new("L", (4, 4), shade).save(file, "PNG")
     return file.getvalue()
 
 
-@pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
 def test_tars_train_as_the_same_rows_of_parquet_do(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: dict[str, Any]
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     members: dict[str, Any] = {}
     images, conversations = [], []
@@ -234,15 +215,10 @@ def test_tars_train_as_the_same_rows_of_parquet_do(
     struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     table = pa.table({"images": pa.array(images, pa.list_(struct)), "conversations": conversations})
     pq.write_table(table, tmp_path / "parquet" / "train.parquet")
-    fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "dataset_streaming": True}
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_streaming": True}
     fields |= {"max_steps": 4, "global_batch_size": None, "gradient_accumulation_steps": 2}
     for kind in ("tars", "parquet"):
-        run(
-            monkeypatch,
-            tmp_path,
-            **fields,
-            dataset_name=str(tmp_path / kind),
-            output_dir=str(tmp_path / f"{kind} out"),
-        )
+        fields |= {"dataset_name": str(tmp_path / kind), "output_dir": str(tmp_path / f"{kind} out")}
+        run(monkeypatch, tmp_path, **fields)
     assert moved(tmp_path / "tars out", tmp_path / "parquet out") == set()
     assert logged(tmp_path / "tars out")[-1]["train_loss"] == logged(tmp_path / "parquet out")[-1]["train_loss"]

@@ -20,21 +20,19 @@ from transformers.initialization import no_init_weights
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from conversations.files import fresh_folder, write_whole
+from conversations.files import fresh_folder
 from training.run import RUN_FILE, Run
 
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-# Sizes of a checkpoint's files. A checkpoint without it is an older version's.
-SIZES_FILE = "sizes.json"
 # Files that the model card reads the training from.
 RECORD = (RUN_FILE, STATE_FILE, "metrics.jsonl")
 SAVING_FOLDER, SUPERSEDED_FOLDER = ".saving", "superseded"
 # Files of a checkpoint besides the model: the state of training.
 TRAINING_STATE = ("optimizer*", "scheduler*", "rng_state*", "scaler*", "global_step*", "latest", "zero_to_fp32.py",
-                  "pytorch_model_fsdp*", "stream.json", SIZES_FILE)  # fmt: skip
+                  "pytorch_model_fsdp*", "stream.json")  # fmt: skip
 
 
 @contextmanager
@@ -66,17 +64,13 @@ def write_aside(output_dir: Path, name: str, accelerator: Accelerator) -> Iterat
             f"{name} was not written. Last checkpoint: {last or 'none'}; --resume_from_checkpoint true goes on there."
         )
         raise
-    if accelerator.is_main_process:
-        shutil.rmtree(aside, ignore_errors=True)
     accelerator.wait_for_everyone()
 
 
 def save(folder: Path, destination: Path) -> None:
-    """Make a finished folder a checkpoint: its files durable, their sizes listed, then renamed in one step."""
+    """Make a finished folder a checkpoint: its files durable, then renamed in one step."""
     _finish_files(folder)
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    write_whole(folder / SIZES_FILE, json.dumps(sizes, indent=2) + "\n")
-    if destination.exists():  # left by an earlier run from an older checkpoint
+    if destination.exists():  # not complete, so not resumed from and not moved away
         shutil.rmtree(destination)
     os.rename(folder, destination)
 
@@ -97,15 +91,12 @@ def find(output_dir: Path, named: str | bool | None) -> Path | None:
     if not holds_run and any(output_dir.glob("*config.json")):
         raise ValueError(f"output_dir {output_dir} holds a model, and no run to resume: choose another folder.")
     if named is True:
-        problems = {}
-        for path in found:
-            problems[path.name] = problem(path)
-            if problems[path.name] is None:
-                return path
-        if problems:
-            causes = "; ".join(f"{name}: {cause}" for name, cause in problems.items())
+        problems = {path: problem(path) for path in found}
+        newest = next((path for path in found if problems[path] is None), None)
+        if found and newest is None:
+            causes = "; ".join(f"{path.name}: {cause}" for path, cause in problems.items())
             raise ValueError(f"{output_dir} holds no checkpoint to resume from ({causes}). Choose another output_dir.")
-        return None
+        return newest
     checkpoint = None if named is None else Path(str(named))
     if checkpoint is not None and (cause := problem(checkpoint)) is not None:
         raise ValueError(f"{checkpoint} can't be resumed from: {cause}.")
@@ -118,28 +109,25 @@ def find(output_dir: Path, named: str | bool | None) -> Path | None:
 
 
 def problem(checkpoint: Path) -> str | None:
-    """Why a checkpoint is not complete; `None` if it is. Reads JSON and sizes of files, and nothing that could run."""
+    """Why a checkpoint is not complete; `None` if it is: its state is written last, and the folder renamed then."""
     try:
         if checkpoint.name != f"{PREFIX_CHECKPOINT_DIR}-{steps_done(checkpoint)}":
             return f"{STATE_FILE} is missing, or of another step"
         Run.read(checkpoint)
-        sizes = checkpoint / SIZES_FILE
-        expected = json.loads(sizes.read_text(encoding="utf-8")) if sizes.exists() else {}
-        broken = [name for name, size in expected.items() if (checkpoint / name).stat().st_size != size]
     except (OSError, ValueError, KeyError) as error:
         return f"it is not complete ({error})"
-    return f"{broken[0]} is torn" if broken else None
+    return None
 
 
 def restore(output_dir: Path, checkpoint: Path) -> None:
     """Move away what a run wrote after the checkpoint that it resumes from, before anything is written again."""
     step, away = steps_done(checkpoint), output_dir / SUPERSEDED_FOLDER
-    for path in [*checkpoints(output_dir), output_dir / STATE_FILE]:
-        if path.exists() and (path.name == STATE_FILE or step_of(path) > step):
-            logger.warning("%s is from steps that will be redone. Moved to %s", path, away)
-            away.mkdir(exist_ok=True)
-            taken = sum(other.name.startswith(path.name) for other in away.iterdir())
-            path.rename(away / (f"{path.name}.{taken}" if taken else path.name))
+    later = [path for path in checkpoints(output_dir) if step_of(path) > step]
+    for path in [*later, *output_dir.glob(STATE_FILE)]:
+        logger.warning("%s is from steps that will be redone. Moved to %s", path, away)
+        away.mkdir(exist_ok=True)
+        taken = len(list(away.glob(f"{path.name}*")))
+        path.rename(away / (f"{path.name}.{taken}" if taken else path.name))
 
 
 def publish(source: Path, output_dir: Path) -> None:
@@ -219,25 +207,20 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_weights(checkpoint: Path, model: Any) -> None:
-    """Compare the names of a checkpoint's weights with those of the model that will load them.
-
-    Raises:
-        ValueError: if a name is missing or unknown; transformers would only warn.
-    """
+    """Raises `ValueError` if the names of a checkpoint's weights, unless they are sharded, are not those of the model
+    that will load them: transformers would only warn."""
     given: set[str] = set()
     for path in weight_files(checkpoint):
         with safe_open(path, framework="pt") as file:
             given |= set(file.keys())
-    if not given:  # sharded
-        return
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     expected = set(model.state_dict())
     if (checkpoint / "adapter_config.json").exists():
         from peft import get_peft_model_state_dict  # an extra
 
         expected = set(get_peft_model_state_dict(model))
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing, unexpected = sorted(expected - given - tied), sorted(given - expected - tied)
-    if missing or unexpected:
+    if given and (missing or unexpected):
         raise ValueError(
             f"The weights of {checkpoint} don't match the model. Missing: {missing or 'none'}; unexpected: "
             f"{unexpected or 'none'}. Give the model that the run started with."

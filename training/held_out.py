@@ -2,9 +2,9 @@
 
 import re
 import string
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from accelerate import Accelerator
@@ -50,18 +50,27 @@ def normalise(answer: str) -> str:
     return " ".join((words.strip() or text.strip() or answer).split())
 
 
-@contextmanager
-def generating(trained: nn.Module, accelerator: Accelerator) -> Iterator[NormLlavaForConditionalGeneration]:
-    """The unwrapped model, ready to generate from padded prompts in the precision of training."""
-    model = base_model(accelerator.unwrap_model(trained))
-    if isinstance(trained, FSDPModule):  # generating encodes pictures outside of the forward that gathers the weights
-        trained.unshard()
-    try:
-        with accelerator.autocast():
-            yield model
-    finally:
-        if isinstance(trained, FSDPModule):
-            trained.reshard()
+def held_out_losses(
+    batches: Iterable[Inputs], blank: torch.Tensor | None, loss_of: Callable[[Inputs], float],
+    reduce: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[str, float]:  # fmt: skip
+    """The mean loss of all supervised tokens, each with the same weight, as `loss`; with a `blank` picture in place of
+    every one, as `loss_blank`. transformers averages the means of batches, whatever their size.
+
+    Args:
+        batches: The batches of this process.
+        blank: The picture; `None` if the rows have none.
+        loss_of: The sum of a batch's losses.
+        reduce: Sums a tensor over processes.
+    """
+    sums = torch.zeros(3, dtype=torch.float64)  # of the loss, of the loss with blank pictures, of tokens
+    for inputs in batches:
+        sums[0] += loss_of(inputs)
+        if blank is not None:
+            sums[1] += loss_of({**inputs, "pixel_values": blank.expand_as(inputs["pixel_values"])})
+        sums[2] += (inputs["labels"] != IGNORED).sum().item()
+    total, total_blank, num_tokens = reduce(sums).tolist()
+    return {"loss": total / num_tokens} | ({} if blank is None else {"loss_blank": total_blank / num_tokens})
 
 
 class HeldOutQuestions:
@@ -89,37 +98,30 @@ class HeldOutQuestions:
             self._truths.append(labels[start:end])
 
     def answer(self, trained: nn.Module, accelerator: Accelerator) -> list[Answer]:
-        """Generate greedy answers with at most as many tokens as the longest truth. All processes must call this.
-
-        Args:
-            trained: The model, or the `PeftModel` around it; under FSDP2 after a forward pass.
-            accelerator: Holds the processes and the precision.
-
-        Returns:
-            The answers to all questions, on every process.
-        """
+        """Greedy answers to all questions, on every process, with at most as many tokens as the longest truth. All
+        processes must call this, under FSDP2 after a forward pass."""
         count, step = len(self._rows), accelerator.num_processes
+        model = base_model(accelerator.unwrap_model(trained))
         # All processes answer equally many, as a sharded model requires; repeated answers are dropped.
         numbers = range(accelerator.process_index, -(-count // step) * step, step)
-        answers: list[tuple[int, Answer]] = []
+        answers: dict[int, Answer] = {}
         for start in range(0, len(numbers), self._batch_size):
             batch = [number % count for number in numbers[start : start + self._batch_size]]
             inputs = {name: tensor.to(accelerator.device) for name, tensor in self._inputs(batch).items()}
-            with generating(trained, accelerator) as model:
-                generated = model.generate(
-                    **inputs,
-                    **GREEDY,
-                    use_cache=True,
-                    max_new_tokens=max(map(len, self._truths)),
-                    synced_gpus=step > 1,
-                )
-                ends = model.generation_config.eos_token_id
-            said = generated[:, inputs["input_ids"].shape[1] :].tolist()
-            ends = set(ends if isinstance(ends, list) else [ends])
-            answers += [
-                (number, self._compare(number, tokens, ends)) for number, tokens in zip(batch, said, strict=True)
-            ]
-        return [answer for _, answer in sorted(dict(gather_object(answers)).items())]
+            if isinstance(trained, FSDPModule):  # pictures are encoded outside of the forward that gathers the weights
+                trained.unshard()
+            with accelerator.autocast():
+                longest = max(map(len, self._truths))
+                out = model.generate(
+                    **inputs, **GREEDY, use_cache=True, max_new_tokens=longest, synced_gpus=step > 1
+                )  # fmt: skip
+            if isinstance(trained, FSDPModule):
+                trained.reshard()
+            said = out[:, inputs["input_ids"].shape[1] :].tolist()
+            answers |= {
+                number: self._compare(number, tokens, model) for number, tokens in zip(batch, said, strict=True)
+            }
+        return [answer for _, answer in sorted(dict(gather_object(list(answers.items()))).items())]
 
     def _inputs(self, numbers: list[int]) -> Inputs:
         """A batch of prompts, padded on the left; without pictures it holds a blank one, as in training."""
@@ -138,16 +140,16 @@ class HeldOutQuestions:
         input_ids[0, :num_blank] = processor.image_token_id
         return {"input_ids": input_ids, "attention_mask": attention_mask, "pixel_values": collate.pixels(images)}
 
-    def _compare(self, number: int, said: list[int], ends: set[int]) -> Answer:
-        row = self._rows[number]
-        question = ""
-        for turn in row_turns(row):
-            if turn["from"] == "gpt":
-                break
+    def _compare(self, number: int, said: list[int], model: NormLlavaForConditionalGeneration) -> Answer:
+        row, question = self._rows[number], ""
+        for turn in takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)):
             question = turn["value"] if turn["from"] == "human" else question
         answer, truth = self._text(said), self._text(self._truths[number])
         # An answer that was cut off after the truth is not the same answer.
-        ended = "\n" in self._decode(said) if self._one_line else not ends.isdisjoint(said)
+        ends = model.generation_config.eos_token_id
+        ended = not set(said).isdisjoint(ends if isinstance(ends, list) else [ends])
+        if self._one_line:
+            ended = "\n" in self._decode(said)
         right = ended and normalise(answer) == normalise(truth)
         return Answer(row["source"], question.replace(IMAGE_MARK, "").strip(), answer, truth, right)
 

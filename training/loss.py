@@ -1,7 +1,5 @@
-"""The loss, in training and on held-out rows: of supervised tokens only, each with the same weight."""
+"""The loss: of supervised tokens only, each with the same weight."""
 
-import math
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,15 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader, Sampler
-from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import EvalLoopOutput
 from trl import SFTTrainer
 from typing_extensions import override
 
 from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.held_out import Answer, HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.stages import base_model
 
@@ -46,32 +40,18 @@ def head_on_supervised(model: NormLlavaForConditionalGeneration, places: torch.T
 
 
 class SupervisedTrainer(SFTTrainer):
-    """[`SFTTrainer`] with the loss of this file.
+    """[`SFTTrainer`] with this loss, and with `key_alignment` the losses on the decoder's keys."""
 
-    Args:
-        key_alignment: Losses on the decoder's keys.
-        eval_sampler: The sampler of held-out rows.
-        questions: Held-out questions to answer at each evaluation.
-        kwargs: As for [`SFTTrainer`].
-    """
-
-    def __init__(
-        self,
-        key_alignment: KeyAlignment | None = None,
-        eval_sampler: BatchRebalanceSampler | None = None,
-        questions: HeldOutQuestions | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, key_alignment: KeyAlignment | None = None, **kwargs: Any) -> None:
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())
-        self._eval_sampler, self._questions = eval_sampler, questions
-        held_out = kwargs.get("eval_dataset")
-        self._eval_has_pictures = held_out is not None and any(held_out["num_images"])
         super().__init__(**kwargs)
 
     def _unwrapped(self) -> Any:
         return base_model(self.accelerator.unwrap_model(self.model))
 
     def _sum_over_processes(self, sums: torch.Tensor) -> torch.Tensor:
+        if self.accelerator.num_processes == 1:
+            return sums
         return self.accelerator.reduce(sums.to(self.accelerator.device), "sum")
 
     @override
@@ -101,63 +81,3 @@ class SupervisedTrainer(SFTTrainer):
             self._penalty = penalty.detach()
             loss = loss + penalty
         return loss
-
-    @override
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Evaluate on the held-out rows without any effect on training: its mode and its random state, from which a
-        data loader takes a number for its workers, are restored."""
-        training, device, started = self.model.training, self.args.device, time.monotonic()
-        self.model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            metrics = super().evaluate(*args, **kwargs)
-        self.model.train(training)
-        self.leave_out(time.monotonic() - started)
-        return metrics
-
-    @override
-    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
-        return self._eval_sampler
-
-    @override
-    @torch.no_grad()
-    def evaluation_loop(
-        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
-    ) -> EvalLoopOutput:
-        """The loss on held-out rows, with their pictures and with blank ones, and how many questions are answered.
-
-        Every supervised token has the same weight. transformers' own loop averages the means of batches, whatever
-        their size.
-        """
-        has_pictures = self._eval_has_pictures
-        blank = self.data_collator.pixels([]).to(self.args.device)
-        sums = torch.zeros(3, dtype=torch.float64)  # of the loss, of the loss with blank pictures, of tokens
-        for inputs in dataloader:
-            inputs = self._prepare_inputs(inputs)
-            batches = [inputs]
-            if has_pictures:
-                batches.append({**inputs, "pixel_values": blank.expand_as(inputs["pixel_values"])})
-            for number, batch in enumerate(batches):
-                # TRL multiplies by the number of processes, since DDP averages over them.
-                loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=self.accelerator.num_processes)
-                sums[number] += loss.item()
-            sums[2] += (inputs["labels"] != IGNORED).sum().item()
-        if self.accelerator.num_processes > 1:
-            sums = self._sum_over_processes(sums)
-        total, total_blank, num_tokens = sums.tolist()
-        metrics = {"loss": total / num_tokens} | ({"loss_blank": total_blank / num_tokens} if has_pictures else {})
-        self._metrics["eval"].clear()  # TRL's own, averaged over batches, and over tokens since the last resume
-        if self._questions is not None:
-            answers = self._questions.answer(self.model, self.accelerator)
-            self.note_answers(answers)
-            metrics["exact_match"] = share = sum(answer.right for answer in answers) / len(answers)
-            metrics["exact_match_stderr"] = math.sqrt(share * (1 - share) / len(answers))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
-        return EvalLoopOutput(
-            predictions=None, label_ids=None, metrics=metrics, num_samples=self.num_examples(dataloader)
-        )
-
-    def note_answers(self, answers: list[Answer]) -> None:
-        """Called with the answers of an evaluation."""
-
-    def leave_out(self, seconds: float) -> None:
-        """Called with seconds that have just passed, and were not spent on training."""

@@ -2,7 +2,6 @@
 and a table."""
 
 import json
-import logging
 import re
 import sys
 import textwrap
@@ -28,9 +27,6 @@ from diagnostics.tokens import Inputs, Tokens, classify, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.held_out import Answer
 from training.stages import trained_projector
-
-
-logger = logging.getLogger(__name__)
 
 
 def total_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
@@ -94,9 +90,9 @@ class InterfaceMonitor(TrainerCallback):
         if (sums[:, 1] > 0).all():  # a logged step may hold no picture
             visual, text = (sums[:, 0] / sums[:, 1]).tolist()
             metrics |= {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
-        norm = trained_projector(self._model).norm
-        for name, parameter in (("gain", getattr(norm, "weight", None)), ("bias", getattr(norm, "bias", None))):
-            if parameter is not None and parameter.numel():  # empty between passes under ZeRO-3
+        for name, parameter in trained_projector(self._model).norm.named_parameters():
+            if parameter.numel():  # empty between passes under ZeRO-3
+                name = {"weight": "gain"}.get(name, name)
                 metrics[f"projector_norm/{name}_mean_abs"] = _whole(parameter.abs().mean()).item()
                 metrics[f"projector_norm/{name}_l2"] = _whole(parameter.norm()).item()
         metrics |= {f"grad_norm/{name}": value.item() for name, value in self.gradients.items()}
@@ -112,16 +108,12 @@ class StepsFile(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Drop the lines after the step that training resumes from: they will be written again."""
+        """Keep the whole lines up to the step that training resumes from: later ones will be written again."""
         if state.is_world_process_zero:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            kept: list[str] = []
-            if state.global_step > 0 and self._path.exists():
-                lines = self._path.read_text(encoding="utf-8").splitlines(True)
-                if lines and not lines[-1].endswith("\n"):
-                    logger.warning("%s: dropped its last line, incomplete since the run was stopped", self._path)
-                    lines.pop()
-                kept = [line for line in lines if json.loads(line)["step"] <= state.global_step]
+            resumes = state.global_step > 0 and self._path.exists()
+            lines = self._path.read_text(encoding="utf-8").splitlines(True) if resumes else []
+            whole = [line for line in lines if line.endswith("\n")]
+            kept = [line for line in whole if json.loads(line)["step"] <= state.global_step]
             write_whole(self._path, "".join(kept))
 
     def append(self, state: TrainerState, entries: Iterable[dict[str, Any]]) -> None:
@@ -137,7 +129,7 @@ class MetricsFile(StepsFile):
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write one line."""
-        self.append(state, [{re.sub("^eval_", "eval/", name): value for name, value in (logs or {}).items()}])
+        self.append(state, [{re.sub("^eval_", "eval/", name): value for name, value in logs.items()}])
 
 
 class ConsoleTable(TrainerCallback):
@@ -177,11 +169,9 @@ class ConsoleTable(TrainerCallback):
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Write a line."""
-        if self._bar is None or logs is None:
-            return
-        if "eval_loss" in logs:
+        if self._bar is not None and "eval_loss" in logs:
             self._write_held_out(logs)
-        if "loss" not in logs:
+        if self._bar is None or "loss" not in logs:
             return
         seconds = time.monotonic() - self._started - self.seconds_left_out
         left = round(seconds / (state.global_step - self._steps_before) * (state.max_steps - state.global_step))
@@ -249,9 +239,6 @@ class DynamicsCallback(TrainerCallback):
         if state.global_step > 0:
             self._tools.check_questions(self._tools.read_points(self._path), self._questions, self._path)
         else:
-            if state.is_world_process_zero:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.unlink(missing_ok=True)
             self._measure(args, state)
 
     @override
@@ -261,37 +248,34 @@ class DynamicsCallback(TrainerCallback):
             self._measure(args, state)
 
     def _measure(self, args: Any, state: TrainerState) -> None:
-        was_training, started = self._model.training, time.monotonic()
+        training, step, started = self._model.training, state.global_step, time.monotonic()
         self._model.eval()
-        try:
-            with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16):
-                point = self._tools.measure_point(self._model, self._samples, state.global_step)
-        finally:
-            self._model.train(was_training)
+        with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16):
+            point = self._tools.measure_point(self._model, self._samples, step)
+        self._model.train(training)
         if args.bf16:
             point = replace(point, dtype="bfloat16 autocast")
         if state.is_world_process_zero:
-            earlier = [before for before in self._tools.read_points(self._path) if before.step < state.global_step]
-            self._tools.write_points([*earlier, point], self._path)
+            earlier = self._tools.read_points(self._path) if step > 0 else []
+            self._tools.write_points([*(before for before in earlier if before.step < step), point], self._path)
         self._leave_out(time.monotonic() - started)
 
 
-class EpochSetter(TrainerCallback):
-    """Sets a sampler's epoch where Trainer does not: when several processes resume in the middle of one."""
+class Epochs(TrainerCallback):
+    """Counts epochs where Trainer does not: for the sampler when several processes resume in the middle of one, and
+    for a stream (where the sampler is `None`), as its share of all steps."""
 
-    def __init__(self, sampler: BatchRebalanceSampler) -> None:
+    def __init__(self, sampler: BatchRebalanceSampler | None) -> None:
         self._sampler = sampler
 
     @override
     def on_epoch_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Set the epoch's number, an integer also when a run resumes in the middle of one."""
-        self._sampler.set_epoch(int(state.epoch or 0))
-
-
-class StreamEpoch(TrainerCallback):
-    """Sets how much of a run is done, which Trainer counts from 0 again when it resumes without skipping."""
+        """Tell the sampler, whose epochs are integers."""
+        if self._sampler is not None:
+            self._sampler.set_epoch(int(state.epoch or 0))
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Set the part of the run's steps that is done, as Trainer computes it in an uninterrupted run."""
-        state.epoch = state.global_step / state.max_steps
+        """Set the part of the stream's steps that is done, as Trainer computes it in an uninterrupted run."""
+        if self._sampler is None:
+            state.epoch = state.global_step / state.max_steps

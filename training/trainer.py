@@ -1,7 +1,8 @@
-"""Trains a NormLlava: learning rates and clipping by module, measures, checkpoints that are whole."""
+"""Trains a NormLlava: its loss, learning rates and clipping by module, measures, checkpoints that are whole."""
 
 import dataclasses
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import EvalLoopOutput, rotate_checkpoints
 from typing_extensions import override
 
 from conversations.measured import row_lengths
@@ -19,17 +20,9 @@ from conversations.tokens import IGNORED
 from diagnostics.tokens import attended_tokens
 from training.checkpoints import STATE_FILE, check_weights, publish, save, write_aside, write_unsharded
 from training.flops import MfuMeter
-from training.held_out import Answer
+from training.held_out import HeldOutQuestions, held_out_losses
 from training.loss import SupervisedTrainer
-from training.monitor import (
-    ConsoleTable,
-    EpochSetter,
-    InterfaceMonitor,
-    MetricsFile,
-    StepsFile,
-    StreamEpoch,
-    total_norm,
-)
+from training.monitor import ConsoleTable, Epochs, InterfaceMonitor, MetricsFile, StepsFile, total_norm
 from training.rehearsal import largest_batch, rehearsal
 from training.run import Progress, Run
 from training.stages import ModuleGroup
@@ -51,6 +44,8 @@ class NormLlavaTrainer(SupervisedTrainer):
         stream: The batches of a stream; a resumed run continues where it was.
         mfu: Measures how much of the devices' peak is reached.
         clip_by_module: Clip the gradient of each module to `max_grad_norm` instead of the whole gradient.
+        eval_sampler: The sampler of held-out rows.
+        questions: Held-out questions to answer at each evaluation.
         kwargs: As for [`SupervisedTrainer`].
     """
 
@@ -63,6 +58,8 @@ class NormLlavaTrainer(SupervisedTrainer):
         stream: StreamBatches | None = None,
         mfu: MfuMeter | None = None,
         clip_by_module: bool = False,
+        eval_sampler: BatchRebalanceSampler | None = None,
+        questions: HeldOutQuestions | None = None,
         **kwargs: Any,
     ) -> None:
         # Only names: sharding replaces parameters, and unsharded ones referenced here would stay on the device.
@@ -71,6 +68,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         self._run = run
         self._sampler, self._stream = sampler, stream
         self._clip_by_module, self._mfu = clip_by_module, mfu
+        self._eval_sampler, self._questions = eval_sampler, questions
         # Sum of the losses of all steps, and tokens trained on: of this process, and of all before this start.
         self._seen, self._seen_before = torch.zeros(2, dtype=torch.float64), Progress(num_tokens=0, loss_sum=0.0)
         # TRL casts a quantized model's trained parameters to bfloat16, which loses small steps and most of the gain.
@@ -92,10 +90,8 @@ class NormLlavaTrainer(SupervisedTrainer):
             self.remove_callback(printer)
         self._console = ConsoleTable(shows_mfu=mfu is not None)
         self.add_callback(self._console)
-        if sampler is not None:
-            self.add_callback(EpochSetter(sampler))
+        self.add_callback(Epochs(sampler))
         if stream is not None:
-            self.add_callback(StreamEpoch())
             self.args.ignore_data_skip = True  # the stream itself resumes where it was
 
     @override
@@ -109,11 +105,7 @@ class NormLlavaTrainer(SupervisedTrainer):
 
     @override
     def train(self, resume_from_checkpoint: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, from a checkpoint if one is named.
-
-        Raises:
-            ValueError: if the checkpoint's weights are not those of the model.
-        """
+        """Train, from a checkpoint if one is named; `ValueError` is raised if its weights are not the model's."""
         if resume_from_checkpoint is not None:
             check_weights(Path(resume_from_checkpoint), self.accelerator.unwrap_model(self.model))
             self._seen_before = Run.read(Path(resume_from_checkpoint)).progress or self._seen_before
@@ -156,37 +148,70 @@ class NormLlavaTrainer(SupervisedTrainer):
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
-        modules = {parameter: module for module, parameter in self._by_module(model or self.model)}
-        groups = []
+        modules, groups = self._by_module(model or self.model), []
         # The common rate first: it is the one that Trainer logs as `learning_rate`.
-        for name in sorted(self._rates, key=lambda name: self._rates[name] != self.args.learning_rate):
+        for name in sorted(modules, key=lambda name: self._rates[name] != self.args.learning_rate):
+            members = set(modules[name])
             for group in optimizer.param_groups:
-                parameters = [parameter for parameter in group["params"] if modules[parameter] == name]
+                parameters = [parameter for parameter in group["params"] if parameter in members]
                 if parameters:
                     groups.append({**group, "params": parameters, "lr": self._rates[name], "module": name})
         optimizer.param_groups = groups
         return optimizer
 
-    def _by_module(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Trained parameters with the names of their modules. By name, as sharding replaces parameters."""
-        named = []
+    def _by_module(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
+        """The trained parameters of each module. By name, as sharding replaces parameters."""
+        modules: dict[str, list[nn.Parameter]] = {name: [] for name in self._rates}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 for wrapper in WRAPPERS:
                     name = name.replace(wrapper, "")
-                named.append((self._modules[name], parameter))
-        return named
+                modules[self._modules[name]].append(parameter)
+        return modules
+
+    @override
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluate on the held-out rows without any effect on training: its mode and its random state, from which a
+        data loader takes a number for its workers, are restored."""
+        training, device, started = self.model.training, self.args.device, time.monotonic()
+        self.model.eval()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            metrics = super().evaluate(*args, **kwargs)
+        self.model.train(training)
+        self.leave_out(time.monotonic() - started)
+        return metrics
+
+    @override
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
+        return self._eval_sampler
+
+    @override
+    @torch.no_grad()
+    def evaluation_loop(
+        self, dataloader: DataLoader, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> EvalLoopOutput:
+        """The loss on held-out rows, with their pictures and with blank ones, and how many questions are answered."""
+
+        def loss_of(batch: dict[str, Any]) -> float:
+            # TRL multiplies by the number of processes, since DDP averages over them.
+            loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=self.accelerator.num_processes)
+            return loss.item()
+
+        blank = self.data_collator.pixels([]).to(self.args.device) if any(self.eval_dataset["num_images"]) else None
+        metrics = held_out_losses(map(self._prepare_inputs, dataloader), blank, loss_of, self._sum_over_processes)
+        self._metrics["eval"].clear()  # TRL's own, averaged over batches, and over tokens since the last resume
+        if self._questions is not None:
+            self._console.answers = answers = self._questions.answer(self.model, self.accelerator)
+            self._answers.append(self.state, map(dataclasses.asdict, answers))
+            metrics["exact_match"] = share = sum(answer.right for answer in answers) / len(answers)
+            metrics["exact_match_stderr"] = math.sqrt(share * (1 - share) / len(answers))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
+        return EvalLoopOutput(None, None, metrics, self.num_examples(dataloader))
 
     @override
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A forward and backward pass.
-
-        Returns:
-            The loss without what [`KeyAlignment`] adds, so that runs with and without it are comparable.
-
-        Raises:
-            FloatingPointError: if the loss is not finite.
-        """
+        """A forward and backward pass; the loss without what [`KeyAlignment`] adds, so that runs with and without it
+        are comparable. `FloatingPointError` is raised if it is not finite."""
         if self._stream is not None:
             self._stream.trained_on(inputs.pop(PLACE))
         # A batch without labels is one without rows.
@@ -194,11 +219,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         if self._mfu is not None:
             self._mfu.begin()
         loss = super().training_step(model, inputs, *args, **kwargs)
-        if not math.isfinite(loss.item()):
-            raise FloatingPointError(
-                f"The loss is {loss.item()} in step {self.state.global_step + 1}; lower the learning rate, or look at "
-                "the rows of this step."
-            )
+        self._check_finite("loss", loss.item())
         if self._key_alignment is not None:
             loss = loss - self._penalty
         self._seen += torch.tensor([loss.item(), num_tokens], dtype=torch.float64)
@@ -206,13 +227,6 @@ class NormLlavaTrainer(SupervisedTrainer):
             self._mfu.add(inputs)
         return loss
 
-    @override
-    def note_answers(self, answers: list[Answer]) -> None:
-        """Write all answers to answers.jsonl, and some to the terminal."""
-        self._console.answers = answers
-        self._answers.append(self.state, map(dataclasses.asdict, answers))
-
-    @override
     def leave_out(self, seconds: float) -> None:
         """Don't count seconds that have just passed as training, in tokens/s, time left and MFU."""
         self._console.seconds_left_out += seconds
@@ -221,46 +235,33 @@ class NormLlavaTrainer(SupervisedTrainer):
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Measure the modules' gradient norms, then clip, all together or module by module.
-
-        Returns:
-            Norm of the whole gradient before clipping.
-        """
-        scaler = self.accelerator.scaler  # float16's loss scaler
-        # DeepSpeed does its own clipping and leaves no gradients to measure.
-        if (self._monitor.active or self._clip_by_module) and not self.is_deepspeed_enabled:
-            by_module: dict[str, list[nn.Parameter]] = {}
-            for module, parameter in self._by_module(self.accelerator.unwrap_model(model)):
-                if parameter.grad is not None:
-                    by_module.setdefault(module, []).append(parameter)
-            if self._clip_by_module:
-                self.accelerator.unscale_gradients()
-            scale = 1.0 if scaler is None or self._clip_by_module else scaler.get_scale()
-            norms = {module: total_norm(parameters) / scale for module, parameters in by_module.items()}
-            self._monitor.gradients = norms
-        if self._clip_by_module:
-            for module, parameters in by_module.items():
-                nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, norms[module])
-            norm = torch.stack(list(norms.values())).norm()
-        else:
-            norm = super()._clip_grad_norm(model)
-        if scaler is None and not math.isfinite(float(norm)):  # a scaler skips such a step itself
-            raise FloatingPointError(
-                f"The gradient's norm is {float(norm)} in step {self.state.global_step + 1}; lower the learning rate, "
-                "or look at the rows of this step."
-            )
+        """Measure the gradient, whole and by module, then clip the one or the others; the whole norm before that."""
+        if self.is_deepspeed_enabled:  # which clips by itself and leaves no gradients to measure
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        modules = self._by_module(self.accelerator.unwrap_model(model))
+        norms = {module: total_norm(parameters) for module, parameters in modules.items()}
+        norm = total_norm(model.parameters())
+        for module, parameters in modules.items():
+            limited = norms[module] if self._clip_by_module else norm
+            nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, limited)
+        self._monitor.gradients = norms
+        if self.accelerator.scaler is None:  # float16's scaler skips a step that is not finite
+            self._check_finite("gradient's norm", float(norm))
         return norm
+
+    def _check_finite(self, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"The {name} is {value} in step {self.state.global_step + 1}; lower the learning rate, or look at "
+                "the rows of this step."
+            )
 
     def _progress(self) -> Progress:
         """Tokens and losses of the run since its first start. Every process must call this."""
-        seen = self._seen
-        if self.accelerator.num_processes > 1:
-            seen = self._sum_over_processes(seen)
-        loss_sum, num_tokens = seen.tolist()
-        return Progress(
-            num_tokens=self._seen_before.num_tokens + round(num_tokens),
-            loss_sum=self._seen_before.loss_sum + loss_sum / self.accelerator.num_processes,
-        )
+        before, (loss_sum, num_tokens) = self._seen_before, self._sum_over_processes(self._seen).tolist()
+        loss_sum /= self.accelerator.num_processes
+        return Progress(num_tokens=before.num_tokens + round(num_tokens), loss_sum=before.loss_sum + loss_sum)
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -270,9 +271,9 @@ class NormLlavaTrainer(SupervisedTrainer):
             # The scheduler has stepped already; these are the rates of the step that is logged, as `learning_rate` is.
             scale = logs["learning_rate"] / self.args.learning_rate
             logs |= {f"learning_rate/{name}": rate * scale for name, rate in self._rates.items()}
-            for measures in (self._monitor, self._key_alignment):
-                if measures is not None:
-                    logs |= measures.collect(self._sum_over_processes)
+            logs |= self._monitor.collect(self._sum_over_processes)
+            if self._key_alignment is not None:
+                logs |= self._key_alignment.collect(self._sum_over_processes)
             if self._mfu is not None:
                 logs["mfu"] = self._mfu.collect(self._sum_over_processes, self.accelerator.num_processes)
             # TRL's own count restarts at 0 on every resume.
@@ -280,15 +281,13 @@ class NormLlavaTrainer(SupervisedTrainer):
         if "train_loss" in logs:
             logs["train_loss"] = self._progress().loss_sum / max(self.state.global_step, 1)
         # A step that float16's scaler skipped has no gradient norm, and JSON no infinity.
-        known = {
-            name: value for name, value in logs.items() if not name.startswith("grad_norm") or math.isfinite(value)
-        }
+        known = {name: value for name, value in logs.items() if "grad_norm" not in name or math.isfinite(value)}
         super().log(known, start_time)
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Let Trainer save a checkpoint aside, then move it to its place in one step."""
-        name, output_dir, best = f"checkpoint-{self.state.global_step}", self.args.output_dir, None
+        name, output_dir = f"checkpoint-{self.state.global_step}", self.args.output_dir
         with write_aside(Path(output_dir), name, self.accelerator) as aside:
             progress = self._progress()
             self.args.output_dir = str(aside)
@@ -296,9 +295,7 @@ class NormLlavaTrainer(SupervisedTrainer):
                 super()._save_checkpoint(model, trial)
             finally:
                 self.args.output_dir = output_dir
-            if self.state.best_global_step is not None:  # Trainer names its folder aside
-                best = str(Path(output_dir) / f"checkpoint-{self.state.best_global_step}")
-            self.state.best_model_checkpoint = best
+            self.state.best_model_checkpoint = None  # Trainer names the folder aside
             self.accelerator.wait_for_everyone()
             if self._stream is not None:
                 self._stream.write_place(aside / name, self.is_world_process_zero())
@@ -309,7 +306,7 @@ class NormLlavaTrainer(SupervisedTrainer):
                 self._run.write(aside / name, progress)
                 self.state.save_to_json(str(aside / name / STATE_FILE))
                 save(aside / name, Path(output_dir) / name)
-                rotate_checkpoints(output_dir, self.args.save_total_limit, best)
+                rotate_checkpoints(output_dir, self.args.save_total_limit)
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

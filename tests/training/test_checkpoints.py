@@ -1,6 +1,5 @@
 """Checkpoints: what is complete, what is refused, and what a run does when it can't go on."""
 
-import json
 import os
 import pickle
 import shutil
@@ -20,7 +19,7 @@ from trl import SFTTrainer
 from conversations.rows import BadRowError
 from script_runs import PACKED, ROOT, logged, moved, run
 from training import checkpoints
-from training.checkpoints import SIZES_FILE, find, problem, publish_checkpoint, save, steps_done
+from training.checkpoints import find, publish_checkpoint, save, steps_done
 from training.run import Run
 from training.trainer import NormLlavaTrainer
 
@@ -30,13 +29,9 @@ def tear(path: Path) -> None:
 
 
 FAULTS: dict[str, Callable[[Path], object]] = {
-    "weights torn": lambda folder: tear(folder / "model.safetensors"),
-    "optimizer gone": lambda folder: (folder / "optimizer.pt").unlink(),
-    "random state torn": lambda folder: tear(folder / "rng_state.pth"),
     "state torn": lambda folder: tear(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
     "run of another version": lambda folder: (folder / "run.json").write_text('{"num_processes": 1}'),
-    "sizes torn": lambda folder: tear(folder / SIZES_FILE),
     "nothing but a folder": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
 }
 
@@ -45,16 +40,11 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
     FAULTS[fault](copied / "checkpoint-6")
     assert find(copied, True) == copied / "checkpoint-3"
-    with pytest.raises(ValueError, match=r"checkpoint-6 can't be resumed from: .* (missing|not complete|torn)"):
+    with pytest.raises(ValueError, match=r"checkpoint-6 can't be resumed from: .* (missing|not complete)"):
         find(copied, str(copied / "checkpoint-6"))
-    tear(copied / "checkpoint-3" / "optimizer.pt")
-    with pytest.raises(ValueError, match=r"no checkpoint to resume from .*-6: .*-3: optimizer.pt is torn"):
+    tear(copied / "checkpoint-3" / "run.json")
+    with pytest.raises(ValueError, match=r"no checkpoint to resume from .*-6: .*-3: it is not complete"):
         find(copied, True)
-
-
-def test_a_checkpoint_of_an_older_version_needs_no_sizes(copied: Path) -> None:
-    (copied / "checkpoint-6" / SIZES_FILE).unlink()
-    assert find(copied, True) == copied / "checkpoint-6"
 
 
 def test_a_saved_folder_is_whole_and_as_open_as_the_umask_lets_it(tmp_path: Path) -> None:
@@ -69,7 +59,6 @@ def test_a_saved_folder_is_whole_and_as_open_as_the_umask_lets_it(tmp_path: Path
         finally:
             os.umask(before)
         assert stat.S_IMODE((place / "shards" / "0.distcp").stat().st_mode) == mode
-        assert json.loads((place / SIZES_FILE).read_text()) == {"shards/0.distcp": 7}
         assert not folder.exists()
 
 
@@ -83,7 +72,6 @@ def test_sharded_weights_are_no_result(copied: Path) -> None:
 def test_weights_that_do_not_fit_are_an_error(
     finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (copied / "checkpoint-6" / SIZES_FILE).unlink()
     file = copied / "checkpoint-6" / "model.safetensors"
     tensors = load_file(file)
     tensors["renamed"] = tensors.pop("lm_head.weight")
@@ -108,8 +96,6 @@ def test_resuming_runs_no_code_of_a_checkpoint(
 ) -> None:
     touched, checkpoint = copied / "touched", copied / "checkpoint-6"
     torch.save({"state": Payload(touched)}, checkpoint / name)
-    assert problem(checkpoint) == f"{name} is torn"
-    (checkpoint / SIZES_FILE).unlink()
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
     assert not touched.exists()

@@ -27,6 +27,7 @@ from training.checkpoints import write_unsharded
 
 
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
+TWO = ("--config_file", "training/accelerate/cpu_ddp.yaml")
 
 
 def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fields: Any) -> str:
@@ -38,36 +39,29 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
     return result.stderr
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({"stage": "align"}, id="stage 1, padded", marks=pytest.mark.slow),
-        pytest.param(INSTRUCT, id="stage 2, padded", marks=pytest.mark.slow),
-        pytest.param({**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4}, id="stage 2, packed"),
-    ],
-)
-def test_two_processes_train_as_one_does(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, fields: dict[str, Any]
-) -> None:
-    # The first four rows have no picture, so in the padded run a process meets a batch without any.
-    fields = {**fields, "model_name_or_path": str(composed()), "dataset_name": str(data), "global_batch_size": 10}
-    if "packed_length" not in fields:
-        fields["per_device_train_batch_size"] = 5
+def assert_same_training(one: Path, two: Path, start: Path) -> None:
+    """Weights of two folders are equal to a hundredth of how far they moved."""
+    expected, got, before = weights(one), weights(two), weights(start)
+    assert got.keys() == before.keys()
+    for name, tensor in got.items():
+        if not name.endswith("k_proj.bias"):  # no gradient but rounding, which Adam blows up
+            distance = (expected[name] - before[name]).norm()
+            assert (tensor - expected[name]).norm() <= 0.01 * distance + 1e-6, name
+
+
+def test_two_processes_train_as_one_does(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    fields = {**INSTRUCT, **PACKED, "clip_by_module": True, "norm_learning_rate": 1e-4, "global_batch_size": 10}
+    fields |= {"model_name_or_path": str(composed()), "dataset_name": str(data)}
     one, two = tmp_path / "one", tmp_path / "two"
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
-    printed = launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields, output_dir=str(two))
+    printed = launch(tmp_path, *TWO, **fields, output_dir=str(two))
     assert "2 processes x" in printed
     expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
     assert len(got) == 3
     for line, other in zip(got, expected, strict=True):
         for name in (*(name for name in other if "norm" in name), "loss", "num_tokens", "learning_rate"):
             assert line[name] == pytest.approx(other[name], rel=2e-4, abs=1e-7), name
-    before = weights(composed())
-    for name, tensor in weights(two).items():
-        if name.endswith("k_proj.bias"):  # no gradient but rounding, which Adam blows up
-            continue
-        distance = (weights(one)[name] - before[name]).norm()
-        assert (tensor - weights(one)[name]).norm() <= 0.01 * distance + 1e-6, name
+    assert_same_training(one, two, composed())
 
 
 @pytest.mark.slow
@@ -89,7 +83,7 @@ def test_two_processes_repeat_no_row_at_the_end_of_an_epoch(
     fields["datasets"] = [
         {"path": str(tmp_path / name), "image_folder": str(data.parent)} for name in ("first.json", "last.json")
     ]
-    launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields, output_dir=str(two))
+    launch(tmp_path, *TWO, **fields, output_dir=str(two))
     expected, got = (logged(folder) for folder in (one, two))
     assert len(got) == 5
     for line, other in zip(got[:-1], expected[:-1], strict=True):
@@ -103,12 +97,11 @@ def test_two_processes_repeat_no_row_at_the_end_of_an_epoch(
 def test_two_processes_resume_in_the_second_epoch(
     composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    two = ("--config_file", "training/accelerate/cpu_ddp.yaml")
     fields = {**INSTRUCT, **packing, "model_name_or_path": str(composed()), "dataset_name": str(data)}
     fields |= {"global_batch_size": 10, "num_train_epochs": 2, "save_steps": 5}
-    launch(tmp_path, *two, **fields, output_dir=str(tmp_path / "unbroken"))
+    launch(tmp_path, *TWO, **fields, output_dir=str(tmp_path / "unbroken"))
     shutil.copytree(tmp_path / "unbroken" / "checkpoint-5", tmp_path / "broken" / "checkpoint-5")
-    launch(tmp_path, *two, **fields, output_dir=str(tmp_path / "broken"), resume_from_checkpoint=True)
+    launch(tmp_path, *TWO, **fields, output_dir=str(tmp_path / "broken"), resume_from_checkpoint=True)
     names = ["unbroken", "broken"]
     if packing is PACKED:  # the steps don't depend on who shares them
         shutil.copytree(tmp_path / "unbroken" / "checkpoint-5", tmp_path / "alone" / "checkpoint-5")
@@ -119,9 +112,6 @@ def test_two_processes_resume_in_the_second_epoch(
     assert len(expected) == 6
     for got in others:
         assert got[-1]["loss"] == pytest.approx(expected[-1]["loss"], rel=1e-5)
-
-
-TWO = ("--config_file", "training/accelerate/cpu_ddp.yaml")
 
 
 def losses_on(num_processes: int, folder: Path, per_step: int, **fields: Any) -> list[dict[str, float]]:
@@ -342,14 +332,7 @@ def test_sharded_training_is_that_of_one_process(
     assert {path.name for path in two.iterdir()} == files
     for file in ("config.json", "generation_config.json", "modeling_normllava.py"):
         assert (two / file).read_text() == (one / file).read_text()
-    before = weights(composed(text=text))
-    assert weights(two).keys() == before.keys()
-    for name, tensor in weights(two).items():
-        if name.endswith("k_proj.bias"):  # no gradient but rounding, which Adam blows up
-            continue
-        distance = (weights(one)[name] - before[name]).norm()
-        assert (tensor - weights(one)[name]).norm() <= 0.01 * distance + 1e-6, name
-
+    assert_same_training(one, two, composed(text=text))
     shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(resumed), resume_from_checkpoint=True)
     assert moved(two, resumed) == set()

@@ -1,14 +1,15 @@
 """Asks the real model about every drawing by two artists who were held out, and prints how often it is right.
 
-    python -m examples.emoji.evaluate
+    python -m examples.emoji.evaluate [runs/emoji/stage2]
 
 Beside the model stands what its vision encoder alone knows of the same drawings. Writes report.json and answers.png
-below `runs/emoji`, and the main results into the model's evaluation.json, for its card.
+into the model's folder, and the main results into its evaluation.json, for its card.
 """
 
 import json
 import logging
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,7 @@ def render(results: list[Record]) -> str:
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    folder = RUN / "stage2"
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RUN / "stage2"
     records = json.loads((RUN / "pictures" / "pictures.json").read_text(encoding="utf-8"))
     names = sorted({record["name"] for record in records})
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
@@ -190,12 +191,12 @@ def main() -> None:
             chosen = random.Random(0).sample(list(zip(asked, free, strict=True)), 8)
             images = [open_picture(row) for row, _ in chosen]
             mistakes = ["" if given == row["name"] else f"it is: {row['name']}" for row, given in chosen]
-            draw_answers(images, [f"“{given}”" for _, given in chosen], mistakes, RUN / "answers.png", CREDIT)
+            draw_answers(images, [f"“{given}”" for _, given in chosen], mistakes, folder / "answers.png", CREDIT)
     results += encoder_alone(records)
     text = evaluate_text(model, processor)
     logger.info("%s", render(results))
     logger.info("perplexity of other text: %(before).2f before, %(after).2f after", text["perplexity"])
-    (RUN / "report.json").write_text(json.dumps({"results": results, "text": text}, indent=1), encoding="utf-8")
+    (folder / "report.json").write_text(json.dumps({"results": results, "text": text}, indent=1), encoding="utf-8")
     record_scores(results, folder)
 
 

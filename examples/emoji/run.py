@@ -18,18 +18,15 @@ from examples.steps import Step, run_steps
 
 logger = logging.getLogger(__name__)
 
-PARTS = ["-m", "examples.emoji.parts"]
-COMPOSE = [
-    *("training/compose.py", "--vision_model", str(RUN / "vision"), "--text_model", str(RUN / "text")),
-    *("--vision_feature_layer", "-1"),
-]
 # Title, minutes on a processor of 90 GFLOP/s (two cores with AVX2), the file that it writes last, and the command.
 STEPS = [
-    ("Two pretrained backbones", 1, "vision/preprocessor_config.json", PARTS),
+    ("Two pretrained backbones", 1, "vision/preprocessor_config.json", ["-m", "examples.emoji.parts"]),
     ("Drawings by nine artists", 1, "pictures/pictures.json", ["-m", "examples.emoji.pictures"]),
     ("Rows, with text that the language model writes", 4, "pictures/train.json", ["-m", "examples.emoji.rows"]),
     ("Composing, with an aligned start", 4, "aligned/processor_config.json", [
-        *COMPOSE, "--captions", "runs/emoji/pictures/captions.json", "--output_dir", "runs/emoji/aligned",
+        "training/compose.py", "--vision_model", "runs/emoji/vision", "--text_model", "runs/emoji/text",
+        "--vision_feature_layer", "-1", "--captions", "runs/emoji/pictures/captions.json",
+        "--output_dir", "runs/emoji/aligned",
     ]),
     ("Stage 2: everything", 38, "stage2/trainer_state.json", [
         "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no",

@@ -26,7 +26,7 @@ REFUSED = {
     "t5gemma2", "udop", "vision-encoder-decoder",
 }  # fmt: skip
 # Where a model names none; by default Gemma 4 has no vision encoder.
-WITHOUT_ENCODER = {"fuyu", "gemma4", "gemma4_unified"}
+WITHOUT_ENCODER = {"apertus1p5", "fuyu", "gemma4", "gemma4_unified"}
 WITHOUT_PROJECTOR = {"gemma4", "gemma4_unified", "inkling_mm_model"}
 
 

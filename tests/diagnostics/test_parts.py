@@ -27,7 +27,7 @@ REFUSED = {
 }  # fmt: skip
 # Where a model names none; by default Gemma 4 has no vision encoder.
 WITHOUT_ENCODER = {"apertus1p5", "fuyu", "gemma4", "gemma4_unified"}
-WITHOUT_PROJECTOR = {"gemma4", "gemma4_unified", "inkling_mm_model"}
+WITHOUT_PROJECTOR = {"apertus1p5", "gemma4", "gemma4_unified", "inkling_mm_model"}
 
 
 @pytest.mark.parametrize("name", FAMILIES)

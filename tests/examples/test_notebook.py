@@ -35,6 +35,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.M
     for cell in code_cells(notebook):
         cell.outputs = []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # what Jupyter shows figures by
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
     return json.dumps([cell.outputs for cell in code_cells(notebook)])
 

@@ -125,7 +125,7 @@ def evaluate(args: argparse.Namespace) -> list[str]:
                 if settings.limit is None:
                     record(benchmark, model, figures)
             except (TaskError, LookupError, TypeError, ValueError) as error:  # those of a report in an unknown form
-                logger.error("%s: %r", benchmark.name, error)
+                logger.error("%s: %s: %s", benchmark.name, type(error).__name__, error)
                 failed.append(f"{model.name}: {benchmark.name}")
     sys.stdout.write(f"{render(benchmarks, results)}\n")
     return failed

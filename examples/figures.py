@@ -10,7 +10,7 @@ from PIL import Image
 def draw_answers(
     images: Sequence[Image.Image], titles: Sequence[str], mistakes: Sequence[str], path: Path, credit: str = ""
 ) -> None:
-    """Write eight pictures in two rows, below their titles; what stands in `mistakes` is below a picture, in red."""
+    """Write a figure of eight pictures with titles. A picture's mistake, if it has one, stands below it, in red."""
     figure, axes = plt.subplots(2, 4, figsize=(10, 6))
     for axis, image, title, mistake in zip(axes.flat, images, titles, mistakes, strict=True):
         axis.imshow(image)

@@ -17,11 +17,12 @@ from conversations.files import fingerprint
 from diagnostics.results import from_json
 from evaluation.record import Evaluation
 from hub_cards.weights import Weights, read_weights
+from training.run import SAME
 
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Recorded arguments that the card doesn't list: names of the machine, and what it says elsewhere.
-UNLISTED = ("stage", "model_name_or_path", "model_revision", "max_steps", "max_length", "dataloader_num_workers")
+# Of the arguments that weights depend on, the card lists all but these: names of folders, and what it says elsewhere.
+UNLISTED = ("stage", "model_name_or_path", "model_revision", "max_steps", "max_length")
 # A stage of training, for the card; see `read_stage`.
 Stage = dict[str, Any]
 
@@ -148,7 +149,7 @@ def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
     in_4bit = arguments.get("load_in_4bit")
     used = {"lora": stage == "adapt", "bnb": in_4bit, "use_bnb": in_4bit, "key": has_key_loss}
     idle = tuple(prefix for prefix, is_used in used.items() if not is_used)  # of arguments that did nothing
-    listed = {name: arguments[name] for name in arguments if name not in UNLISTED and not name.startswith(idle)}
+    listed = {name: arguments.get(name) for name in SAME if name not in UNLISTED and not name.startswith(idle)}
     commit, is_dirty = environment.get("commit"), environment.get("commit_is_clean") is False
     return {
         "stage": stage,

@@ -241,7 +241,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         self.accelerator.unscale_gradients()
         modules = self._by_module(self.accelerator.unwrap_model(model))
         norms = {module: total_norm(parameters) for module, parameters in modules.items()}
-        norm = total_norm(model.parameters())
+        norm = torch.stack(list(norms.values())).norm()
         for module, parameters in modules.items():
             limited = norms[module] if self._clip_by_module else norm
             nn.utils.clip_grads_with_norm_(parameters, self.args.max_grad_norm, limited)

@@ -1,6 +1,6 @@
 """Asks the real model about every drawing by two artists who were held out, and prints how often it is right.
 
-    python -m examples.emoji.evaluate [runs/emoji/stage2]
+    python -m examples.emoji.evaluate
 
 Beside the model stands what its vision encoder alone knows of the same drawings. Writes report.json and answers.png
 into the model's folder, and the main results into its evaluation.json, for its card.
@@ -9,7 +9,6 @@ into the model's folder, and the main results into its evaluation.json, for its 
 import json
 import logging
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -97,8 +96,8 @@ def ask_about(model: Any, processor: Any, records: list[Record], names: list[str
     ]
     asked = [ask(THERE.format(name), image) for name, image in zip(shown, images, strict=True)]
     right = ["yes" if number % 2 else "no" for number in range(len(records))]
-    given_back = answer(model, processor, asked, "is it there?")
-    results.append(score(artist, "is it there? (for half)", "the drawing", given_back, right))
+    said = answer(model, processor, asked, "is it there?")
+    results.append(score(artist, "is it there? (for half)", "the drawing", said, right))
     return results, given["free answer, exact", "name"][:-1]
 
 
@@ -177,7 +176,7 @@ def render(results: list[Record]) -> str:
 def main() -> None:
     """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RUN / "stage2"
+    folder = RUN / "stage2"
     records = json.loads((RUN / "pictures" / "pictures.json").read_text(encoding="utf-8"))
     names = sorted({record["name"] for record in records})
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()

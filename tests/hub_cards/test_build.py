@@ -228,7 +228,8 @@ def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..
 
 def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
     fields = {"max_steps": 9, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "lora_r": 16, "lora_dropout": 0.1}
-    arguments = {"stage": "instruct", "learning_rate": 1e-5, "data_seed": None, "model_name_or_path": "/a/b", **fields}
+    others = {"data_seed": None, "model_name_or_path": "/a/b", "pad_token": "<PAD_TOKEN>"}  # all, in older records
+    arguments = {"stage": "instruct", "learning_rate": 1e-5, **others, **fields}
     put("run.json", arguments=arguments, environment__resumed=True)(run)
     (stage,) = collect_facts(run).stages
     assert (stage["arguments"], stage["seconds"]) == ({"learning_rate": 1e-5}, None)  # the time of a part of it

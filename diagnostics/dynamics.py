@@ -3,8 +3,7 @@
     python -m diagnostics.dynamics --run runs/digits/stage1 --data questions.json
 
 Measures every checkpoint of a run, and writes `dynamics.jsonl`, a line for each, and `dynamics.png` into its folder.
-Checkpoints that are in the file already are skipped. During training `training/sft.py --probe_steps 100`
-writes the same lines through a callback.
+Checkpoints that are in the file already are skipped.
 """
 
 import argparse
@@ -44,7 +43,7 @@ class DynamicsPoint:
     Attributes:
         step: Of the run.
         questions: Fingerprint of the questions.
-        dtype: Of the model; during training with bf16, `"bfloat16 autocast"`.
+        dtype: Of the model.
         summary: The numbers.
     """
 
@@ -72,7 +71,7 @@ def check_questions(points: Sequence[DynamicsPoint], questions: Sequence[Questio
     if any(point.questions != expected for point in points):
         raise ValueError(
             f"{path} holds points that were measured on other questions: give the same ones (--data, --question, "
-            "--num_samples; --probe_samples in training), or move the file away."
+            "--num_samples), or move the file away."
         )
 
 

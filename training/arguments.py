@@ -111,8 +111,6 @@ class RunArguments(DatasetArguments, ModelConfig):
         "error", "Stop at a bad row, or skip bad rows and list them in a file."
     )
     open_pictures: bool = option(True, "Open every picture once before training, to find broken ones.")
-    probe_steps: int | None = option(None, "Measure norms and turning by layer every N steps, into dynamics.jsonl.")
-    probe_samples: int = option(16, "Number of pictures to measure on, the data's first.")
     resume_changed: bool = option(False, "Resume even if data, batch or learning rate have changed.")
     recipe: str | None = field(default=None, init=False)
     """Path of the YAML file that `--config` named."""

@@ -8,7 +8,6 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,57 +207,6 @@ class ConsoleTable(TrainerCallback):
     @staticmethod
     def _write(cells: Sequence[str]) -> None:
         tqdm.write("".join(f"{cell:>15}" for cell in cells), file=sys.stderr)
-
-
-class DynamicsCallback(TrainerCallback):
-    """Measures the model on fixed pictures before the first step, every `steps` steps and after the last one, as the
-    diagnostics do; needs their extra. Every process measures, since a sharded model can't run otherwise.
-
-    Args:
-        model: The model that is trained, with adapters and without wrappers.
-        processor: Its processor.
-        questions: What to measure on, of `diagnostics.loading`.
-        steps: Steps between two measurements.
-        output_dir: Where `dynamics.jsonl` goes.
-        leave_out: Takes the seconds of each measurement, which are not training.
-    """
-
-    def __init__(
-        self, model: Any, processor: Any, questions: Sequence[Any], steps: int, output_dir: Path,
-        leave_out: Callable[[float], None],
-    ) -> None:  # fmt: skip
-        from diagnostics import dynamics, samples
-
-        self._tools, self._path = dynamics, output_dir / dynamics.FILE
-        self._model, self._samples = model, samples.prepare_samples(model, processor, questions)
-        self._questions, self._steps, self._leave_out = questions, steps, leave_out
-
-    @override
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Measure the start; a resumed run must ask the same questions, or `ValueError` is raised."""
-        if state.global_step > 0:
-            self._tools.check_questions(self._tools.read_points(self._path), self._questions, self._path)
-        else:
-            self._measure(args, state)
-
-    @override
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Measure every `steps` steps and after the last one."""
-        if state.global_step % self._steps == 0 or state.global_step == state.max_steps:
-            self._measure(args, state)
-
-    def _measure(self, args: Any, state: TrainerState) -> None:
-        training, step, started = self._model.training, state.global_step, time.monotonic()
-        self._model.eval()
-        with torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=args.bf16):
-            point = self._tools.measure_point(self._model, self._samples, step)
-        self._model.train(training)
-        if args.bf16:
-            point = replace(point, dtype="bfloat16 autocast")
-        if state.is_world_process_zero:
-            earlier = self._tools.read_points(self._path) if step > 0 else []
-            self._tools.write_points([*(before for before in earlier if before.step < step), point], self._path)
-        self._leave_out(time.monotonic() - started)
 
 
 class Epochs(TrainerCallback):

@@ -29,8 +29,6 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
-from diagnostics.loading import take_questions
-from diagnostics.parts import NoVisualTokensError
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.batches import deal_held_out, deal_rows, require_separate_samples
 from training.checkpoints import checkpoints, find, lock, publish_checkpoint, restore, steps_done
@@ -40,7 +38,6 @@ from training.flops import MfuMeter, device_peak
 from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, make_room, prepare_model
-from training.monitor import DynamicsCallback
 from training.run import Run, check_same_run, describe_environment, describe_run
 from training.stages import Stage, describe_stage
 from training.streams import StreamBatches
@@ -127,14 +124,6 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         if args.process_index == 0:
             restore(output_dir, checkpoint)
 
-    probed = []
-    if run_args.probe_steps is not None:
-        try:
-            probed = take_questions(
-                rows if stream is None else stream.good_rows(stream.rows), run_args.probe_samples, names
-            ).questions
-        except NoVisualTokensError as error:
-            raise ValueError(f"probe_steps: {error}") from error
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
@@ -161,10 +150,6 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         processing_class=processor,
         data_collator=collate,
     )
-    if run_args.probe_steps is not None:
-        trainer.add_callback(
-            DynamicsCallback(model, processor, probed, run_args.probe_steps, output_dir, trainer.leave_out)
-        )
     logger.info("%s", describe_stage(stage, groups))
     del groups  # holds unsharded parameters, which sharding replaces
     logger.info("%s", describe_batch(run_args, args, rows))

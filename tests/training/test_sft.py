@@ -252,27 +252,6 @@ def test_a_model_in_the_output_folder_is_never_replaced(
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(folder).items())
 
 
-def test_only_good_rows_are_probed(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = json.loads(data.read_text())
-    texts = [row for row in rows if "image" not in row]
-    lost = {**next(row for row in rows if "image" in row), "image": "lost.png"}
-    files = {}
-    for name, chosen in {"rows": [lost, *rows], "texts": texts}.items():
-        files[name] = tmp_path / f"{name}.json"
-        files[name].write_text(json.dumps(chosen))
-    sources = [{"path": str(files[name]), "image_folder": str(data.parent)} for name in ("texts", "rows")]
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "max_steps": 1, "bad_rows": "skip", "probe_steps": 1}
-    run(monkeypatch, tmp_path, **fields, datasets=sources, output_dir=str(tmp_path / "out"))
-    assert len((tmp_path / "out" / "dynamics.jsonl").read_text().splitlines()) == 2
-    streamed = {"dataset_name": str(files["rows"]), "image_folder": str(data.parent), "dataset_streaming": True}
-    run(monkeypatch, tmp_path, **fields, **streamed, output_dir=str(tmp_path / "streamed"))
-    monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
-    with pytest.raises(ValueError, match=r"probe_steps: .*texts.json has no pictures to ask about"):
-        run(monkeypatch, tmp_path, **fields, dataset_name=str(files["texts"]), output_dir=str(tmp_path / "other"))
-
-
 def test_a_conversation_is_no_row_of_stage_align(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

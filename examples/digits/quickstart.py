@@ -40,40 +40,18 @@ def train(stage: str) -> list[str]:
 
 
 STEPS: list[Step] = [
-    (
-        "Scenes of handwritten digits",
-        [RUN / "data" / "held_out.json"],
-        ["examples/digits/scenes.py", "--output_dir", str(RUN / "data")],
-    ),
-    (
-        "A vision encoder and a language model",
-        [RUN / "vision" / "preprocessor_config.json", RUN / "text" / "tokenizer_config.json"],
-        ["examples/digits/pretrain.py", "--data_dir", str(RUN / "data"), "--output_dir", str(RUN)],
-    ),
-    (
-        "Composing",
-        [RUN / "composed" / "processor_config.json"],
-        [
-            *("training/compose.py", "--vision_model", str(RUN / "vision"), "--text_model", str(RUN / "text")),
-            *("--vision_feature_layer", "-1", "--output_dir", str(RUN / "composed")),
-        ],
-    ),
-    (
-        "Stage 1: projector and norm, on captions",
-        [RUN / "stage1" / "trainer_state.json"],
-        train("stage1"),
-    ),
-    (
-        "Stage 2: everything, on questions",
-        [RUN / "stage2" / "trainer_state.json"],
-        train("stage2"),
-    ),
-    (
-        "Questions about unseen handwriting",
-        [],
-        ["examples/digits/report.py", "--run_dir", str(RUN)],
-    ),
-]
+    ("Scenes of handwritten digits", [RUN / "data/held_out.json"],
+     ["examples/digits/scenes.py", "--output_dir", "runs/digits/data"]),
+    ("A vision encoder and a language model",
+     [RUN / "vision/preprocessor_config.json", RUN / "text/tokenizer_config.json"],
+     ["examples/digits/pretrain.py", "--data_dir", "runs/digits/data", "--output_dir", "runs/digits"]),
+    ("Composing", [RUN / "composed/processor_config.json"],
+     ["training/compose.py", "--vision_model", "runs/digits/vision", "--text_model", "runs/digits/text",
+      "--vision_feature_layer", "-1", "--output_dir", "runs/digits/composed"]),
+    ("Stage 1: projector and norm, on captions", [RUN / "stage1/trainer_state.json"], train("stage1")),
+    ("Stage 2: everything, on questions", [RUN / "stage2/trainer_state.json"], train("stage2")),
+    ("Questions about unseen handwriting", [], ["examples/digits/report.py", "--run_dir", "runs/digits"]),
+]  # fmt: skip
 
 
 def main() -> None:

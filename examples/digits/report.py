@@ -21,7 +21,6 @@ from scenes import CHANCE, ask
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from conversations.files import weights_fingerprint
 from diagnostics.answers import Prompt, answer
 from diagnostics.answers import ask as ask_about
 from diagnostics.dynamics import DynamicsPoint, measure_point
@@ -30,8 +29,7 @@ from diagnostics.parts import THIRDS
 from diagnostics.plots import draw_overview, save
 from diagnostics.results import to_json
 from diagnostics.samples import prepare_samples
-from evaluation.record import Evaluation, write_evaluations
-from examples.figures import draw_answers
+from examples.results import draw_answers, record_scores
 
 
 logger = logging.getLogger(__name__)
@@ -104,28 +102,6 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
         "language model before (ceiling)": accuracy(questions, ceiling_answers),
         "guessing": chance,
     }, image_answers
-
-
-def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path) -> None:
-    """Record the accuracies for the model card."""
-    weights = weights_fingerprint(folder)
-    rows = [
-        Evaluation(
-            task=name,
-            dataset="digits-quickstart",
-            split="test",
-            metric="exact_match",
-            value=scores[name]["all"],
-            standard_error=scores[name].get("standard_error"),
-            n=count,
-            command=COMMAND,
-            weights=weights,
-            baseline=scores["guessing"]["all"],
-            baseline_name="guessing",
-        )
-        for name in ("image questions", "text-only questions")
-    ]
-    write_evaluations(folder, rows, lambda row: row.get("command") == COMMAND)
 
 
 def write_probe(questions: list[SceneQuestion], path: Path) -> None:
@@ -203,7 +179,12 @@ def main() -> None:
     probe = run_dir / "data" / "probe.json"
     write_probe(questions, probe)
     measured = measure(run_dir, probe)
-    record_scores(scores, len(questions), run_dir / "stage2")
+    common = {"dataset": "digits-quickstart", "split": "test", "n": len(questions)}
+    common |= {"baseline": scores["guessing"]["all"], "baseline_name": "guessing"}
+    asked = ("image questions", "text-only questions")
+    record_scores(
+        run_dir / "stage2", COMMAND, [{**common, "task": task, "value": scores[task]["all"]} for task in asked]
+    )
     draw_some(questions, answers, run_dir / "answers.png")
     drawn = {label: point.summary for label, point in measured.items() if label != "after stage 1"}
     save(draw_overview(drawn), run_dir / "norms.png")

@@ -31,20 +31,16 @@ from transformers import (
     AutoTokenizer,
 )
 
-from conversations.files import weights_fingerprint
 from diagnostics.answers import answer, ask, encode, likeliest
-from evaluation.record import Evaluation, write_evaluations
 from examples.emoji.parts import RUN
-from examples.emoji.pictures import HELD_OUT
-from examples.emoji.rows import GROUP, NAME, THERE
-from examples.figures import draw_answers
+from examples.emoji.pictures import GROUP, HELD_OUT, NAME, THERE, Record
+from examples.results import draw_answers, record_scores
 
 
 logger = logging.getLogger(__name__)
 
 COMMAND = "python -m examples.emoji.evaluate"
 CREDIT = "Drawings: Twemoji, © Twitter, Inc. and other contributors, CC BY 4.0. Chosen by lot."
-Record = dict[str, Any]
 
 
 def open_picture(record: Record) -> Image.Image:
@@ -54,11 +50,9 @@ def open_picture(record: Record) -> Image.Image:
 
 
 def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: list[str]) -> list[str]:
-    """The likeliest of all names for each picture."""
-    answers = [
-        processor.tokenizer(f"{name}{processor.tokenizer.eos_token}", add_special_tokens=False).input_ids
-        for name in names
-    ]
+    """The likeliest of all names for each picture, by its log-probability up to the end token."""
+    tokenizer = processor.tokenizer
+    answers = tokenizer([f"{name}{tokenizer.eos_token}" for name in names], add_special_tokens=False).input_ids
     prompts = tqdm([ask(NAME, image) for image in images], desc="Naming")
     return [names[likeliest(model, encode(processor, [prompt]), answers)] for prompt in prompts]
 
@@ -144,27 +138,6 @@ def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
     }
 
 
-def record_scores(results: list[Record], folder: Path) -> None:
-    """Write what was asked of the drawings themselves for the model's card."""
-    weights = weights_fingerprint(folder)
-    rows = [
-        Evaluation(
-            task=row["question"],
-            dataset=row["artist"],
-            split="held out",
-            metric="exact_match",
-            value=row["share"],
-            standard_error=(row["share"] * (1 - row["share"]) / row["n"]) ** 0.5,
-            n=row["n"],
-            command=COMMAND,
-            weights=weights,
-        )
-        for row in results
-        if row["seen"] == "the drawing"
-    ]
-    write_evaluations(folder, rows, lambda row: row.get("command") == COMMAND)
-
-
 def render(results: list[Record]) -> str:
     """The table that the command prints: percent right, 95% intervals over drawings."""
     table = pd.DataFrame(results)
@@ -196,7 +169,10 @@ def main() -> None:
     logger.info("%s", render(results))
     logger.info("perplexity of other text: %(before).2f before, %(after).2f after", text["perplexity"])
     (folder / "report.json").write_text(json.dumps({"results": results, "text": text}, indent=1), encoding="utf-8")
-    record_scores(results, folder)
+    record_scores(folder, COMMAND, [
+        {"task": row["question"], "dataset": row["artist"], "split": "held out", "value": row["share"], "n": row["n"]}
+        for row in results if row["seen"] == "the drawing"
+    ])  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -110,13 +110,9 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     if missing != ["embeddings.mask_token"] or unexpected:
         raise ValueError(f"{onnx_file} doesn't fill Dinov2Model: missing {missing}, unexpected {unexpected}.")
     model.save_pretrained(output_dir)
-    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    size, normal = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}, ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
     BitImageProcessorPil(
-        size=size,
-        crop_size=size,
-        do_center_crop=False,
-        image_mean=[0.485, 0.456, 0.406],
-        image_std=[0.229, 0.224, 0.225],
+        size=size, crop_size=size, do_center_crop=False, image_mean=normal[0], image_std=normal[1]
     ).save_pretrained(output_dir)
 
 

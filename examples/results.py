@@ -1,10 +1,14 @@
-"""A figure of the examples: pictures with what a model says of them."""
+"""What the examples show of a model: a figure of pictures with its answers, and scores for its card."""
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from PIL import Image
+
+from conversations.files import weights_fingerprint
+from evaluation.record import Evaluation, write_evaluations
 
 
 def draw_answers(
@@ -22,3 +26,12 @@ def draw_answers(
     figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Write shares of exact matches into a model's evaluation.json, in place of the same command's earlier ones. Rows
+    hold the other fields of [`Evaluation`]; the standard error follows from value and n."""
+    common = {"metric": "exact_match", "command": command, "weights": weights_fingerprint(folder)}
+    errors = [(row["value"] * (1 - row["value"]) / row["n"]) ** 0.5 or None for row in rows]
+    scores = [Evaluation(**common, **row, standard_error=error) for row, error in zip(rows, errors, strict=True)]
+    write_evaluations(folder, scores, lambda row: row.get("command") == command)

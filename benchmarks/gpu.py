@@ -60,16 +60,12 @@ def run(options: argparse.Namespace, *command: object, kill_at: Path | None = No
 def train(options: argparse.Namespace, recipe: str, output: Path, **fields: object) -> list[object]:
     """The command that trains the model by a recipe on the rows, with some of its fields changed."""
     given = {
-        "model_name_or_path": options.model, "dataset_name": options.data / ROWS, "output_dir": output,
+        "model_name_or_path": options.model, "dataset_name": options.data / ROWS["instruct"], "output_dir": output,
         "image_folder": options.data, "global_batch_size": options.batch_size, "max_steps": options.steps,
         "logging_steps": 1, **fields, **({"use_cpu": True, "bf16": False} if options.cpu else {}),
     }  # fmt: skip
-    return [
-        "training/sft.py",
-        "--config",
-        f"training/recipes/{recipe}",
-        *(f"--{name}={value}" for name, value in given.items()),
-    ]
+    options_of_run = [f"--{name}={value}" for name, value in given.items()]
+    return ["training/sft.py", "--config", f"training/recipes/{recipe}", *options_of_run]
 
 
 def measure_norm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -80,7 +76,7 @@ def measure_norm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def measure_training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Stage 2 of ours, padded and packed, and TRL's on the same rows: tokens/s and memory."""
+    """Both stages of ours, padded and packed, and TRL's on the same rows: tokens/s and memory."""
     device = ["--device=cpu"] if options.cpu else ["--device=cuda", "--gradient_checkpointing"]
     run(
         options, "-m", "benchmarks.real", "--alone", *device, f"--model={options.model}",

@@ -1,11 +1,12 @@
-"""Training speed of a real model in stage 2: our command and TRL's SFTTrainer, each in turn with a bare PyTorch loop.
+"""Training speed of a real model: our command and TRL's SFTTrainer, each in turn with a bare PyTorch loop.
 
     make emoji                  # the model and rows by default
     python -m benchmarks.real   # on a GPU: --device cuda
 
 After each step of a trainer the bare loop takes one on the same batch, so that other load slows both. Its batches are
-ready; a trainer makes its own. TRL trains plain Llava of the same weights, and packs no pictures. `--alone` leaves the
-loop out, and then the peak memory is the trainer's.
+ready; a trainer makes its own. TRL trains plain Llava of the same weights, in stage 1 ("align") too by chat format, and
+packs no pictures. The peak is what a matrix product of the language model's shapes reaches. `--alone` leaves the loop
+out, and then the memory is the trainer's.
 """
 
 import os
@@ -15,47 +16,52 @@ os.environ |= {"OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"} 
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import random
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
 import transformers.trainer
 from datasets import Dataset, Image, List
 from torch.nn import functional as F
+from torch.utils.benchmark import Timer
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, LlavaForConditionalGeneration, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
+from training.batches import shuffled
 
 
-ROWS = "train.json"  # below --data
+ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below --data
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
-COLUMNS = ("seconds", "bare_seconds", "ratio", "cpu_ratio", "tokens_per_second", "padding_share", "peak_memory_gib")
+COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share", "memory_gib")
 IGNORED = -100  # the label of what is not supervised
 
 
 class BareLoop(TrainerCallback):
-    """Takes a step of its own after each of a trainer's. Two clocks: time that passed, and that of all cores."""
+    """Takes a step of its own after each of a trainer's."""
 
     def __init__(self, folder: Path, attention: str, alone: bool) -> None:
         self.folder, self.attention, self.alone = folder, attention, alone
         self.losses: list[float] = []
-        self.clocks: list[tuple[float, float]] = []
+        self.clocks: list[float] = []
 
     def tick(self) -> None:
-        """Read both clocks, once the device is done."""
+        """Read the clock, once the device is done."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.clocks.append((perf_counter(), process_time()))
+        self.clocks.append(perf_counter())
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Read the batches, and load a model of the same weights of which the same are trained."""
@@ -78,8 +84,13 @@ class BareLoop(TrainerCallback):
         """Take a step. What the trainer does after it counts as part of the trainer's next one."""
         self.tick()
         if not self.alone:
-            self.step({name: value.to(args.device) if torch.is_tensor(value) else value
-                       for name, value in self.batches[state.global_step - 1].items()})  # fmt: skip
+            inputs = {name: value.to(args.device) if torch.is_tensor(value) else value
+                      for name, value in self.batches[state.global_step - 1].items()}  # fmt: skip
+            # The first step is not timed.
+            with FlopCounterMode(display=False) if state.global_step == 1 else nullcontext() as counter:
+                self.step(inputs)
+            if counter is not None:
+                self.flops_per_token = counter.get_total_flops() / inputs["input_ids"].numel()
         self.tick()
 
     def step(self, inputs: dict[str, Any]) -> None:
@@ -101,22 +112,35 @@ class BareLoop(TrainerCallback):
         self.memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
 
-def train_ours(rows: Path, packed: bool, options: argparse.Namespace, common: Mapping[str, Any]) -> None:
+def peak(model: Any, num_tokens: int, dtype: torch.dtype) -> float:
+    """FLOP/s of a matrix product as in the language model's MLP, for the tokens of a step."""
+    config = model.config.text_config
+    shapes = {"left": (num_tokens, config.hidden_size), "right": (config.hidden_size, config.intermediate_size)}
+    factors = {name: torch.rand(shape, dtype=dtype, device=model.device) for name, shape in shapes.items()}
+    timer = Timer("left @ right", globals=factors, num_threads=torch.get_num_threads())
+    return 2 * num_tokens * config.hidden_size * config.intermediate_size / timer.blocked_autorange().median
+
+
+def train_ours(stage: str, rows: Path, packed: bool, options: argparse.Namespace, common: Mapping[str, Any]) -> None:
     """Train by our command, in this process."""
     fields = {
-        **common, "stage": "instruct", "model_name_or_path": options.model, "dataset_name": rows,
+        **common, "stage": stage, "model_name_or_path": options.model, "dataset_name": rows,
         "image_folder": options.data, "global_batch_size": options.batch_size,
         "per_device_train_batch_size": 1 if packed else options.batch_size, "vision_learning_rate": 1e-5,
-        "train_sampling_strategy": "random" if packed else "sequential",
         **({"packed_length": options.packed_length, "attn_implementation": options.attention} if packed else {}),
     }  # fmt: skip
     sft.main([part for name, value in fields.items() for part in (f"--{name}", str(value))])
 
 
-def train_plain(rows: Sequence[dict[str, Any]], options: argparse.Namespace, common: Mapping[str, Any]) -> None:
+def train_plain(
+    stage: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace, common: Mapping[str, Any]
+) -> None:
     """Train plain Llava by TRL, as it documents it for pictures; TRL itself puts the pictures before the text."""
     model = LlavaForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(options.model)
+    if stage == "align":
+        model.requires_grad_(False).model.multi_modal_projector.requires_grad_(True)
+    rows = [rows[number] for number in shuffled(len(rows), common["seed"])]  # the order of ours
     roles = {"human": "user", "gpt": "assistant"}
     data: dict[str, list[Any]] = {
         "images": [[str(options.data / row["image"])] if row.get("image") else [] for row in rows],
@@ -133,14 +157,14 @@ def train_plain(rows: Sequence[dict[str, Any]], options: argparse.Namespace, com
     SFTTrainer(model, args, train_dataset=pictures, processing_class=processor).train()
 
 
-def measure(options: argparse.Namespace, arm: str) -> dict[str, Any]:
+def measure(options: argparse.Namespace, stage: str, arm: str) -> dict[str, Any]:
     """Medians over all steps but the first; of an arm that runs out of memory only that."""
     gc.collect()  # the trainer before refers to itself
     cuda, packed = options.device == "cuda", arm == "ours, packed"
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    rows = json.loads((options.data / ROWS).read_text(encoding="utf-8"))
+    rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
     rows = random.Random(42).sample(rows, options.steps * options.batch_size)
     bare = BareLoop(options.model, options.attention if packed else "sdpa", options.alone)
     with tempfile.TemporaryDirectory() as name:
@@ -154,39 +178,48 @@ def measure(options: argparse.Namespace, arm: str) -> dict[str, Any]:
         transformers.trainer.DEFAULT_CALLBACKS.append(bare)  # our command makes its own trainer
         try:
             if arm == "TRL, padded":
-                train_plain(rows, options, common)
+                train_plain(stage, rows, options, common)
             else:
-                train_ours(Path(name, "rows.json"), packed, options, common)
+                train_ours(stage, Path(name, "rows.json"), packed, options, common)
         except torch.OutOfMemoryError as error:
-            return {"arm": arm, "out_of_memory": str(error).split(". ")[0]}
+            return {"stage": stage, "arm": arm, "out_of_memory": str(error).split(". ")[0]}
         finally:
             transformers.trainer.DEFAULT_CALLBACKS.remove(bare)
-    # [steps, arm, clock]
-    clocks = torch.tensor(bare.clocks, dtype=torch.float64).diff(dim=0).unflatten(0, (-1, 2))[1:]
-    (seconds, _), (bare_seconds, _) = clocks.quantile(0.5, dim=0).tolist()
-    ratio, cpu_ratio = (clocks[:, 0] / clocks[:, 1]).quantile(0.5, dim=0).tolist()
+    clocks = torch.tensor(bare.clocks, dtype=torch.float64).diff().unflatten(0, (-1, 2))[1:]
+    seconds, bare_seconds = clocks.quantile(0.5, dim=0).tolist()
     timed = bare.batches[len(bare.batches) // options.steps :]
     computed = sum(batch["input_ids"].numel() for batch in timed)
     padding = sum(int((batch["attention_mask"] == 0).sum()) for batch in timed if "attention_mask" in batch)
-    beside = {"bare_seconds": bare_seconds, "ratio": ratio, "cpu_ratio": cpu_ratio,
-              "bare_loss": sum(bare.losses) / options.steps}  # fmt: skip
-    return {
-        "arm": arm, "seconds": seconds, **({} if options.alone else beside), "loss": bare.loss,
+    report = {
+        "stage": stage, "arm": arm, "seconds": seconds, "loss": bare.loss,
         "tokens_per_second": (computed - padding) / len(clocks) / seconds, "padding_share": padding / computed,
-        "peak_memory_gib": bare.memory / 2**30, "steps": clocks.tolist(),
+        "memory_gib": bare.memory / 2**30, "steps": clocks.tolist(),
     }  # fmt: skip
+    if not options.alone:
+        num_tokens = computed // len(clocks)
+        at_peak = (
+            bare.flops_per_token * num_tokens / peak(bare.model, num_tokens, torch.bfloat16 if cuda else torch.float32)
+        )
+        report |= {
+            "bare_seconds": bare_seconds, "ratio": (clocks[:, 0] / clocks[:, 1]).quantile(0.5).item(),
+            "bare_loss": sum(bare.losses) / options.steps,
+            "share_of_peak": at_peak / seconds, "bare_share": at_peak / bare_seconds,
+        }  # fmt: skip
+    return report
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The parser's options and those that benchmarks/gpu.py shares; exits where the model or its rows are missing."""
     parser.add_argument("--model", type=Path, default=Path("runs/emoji/aligned"), help="folder of a NormLlava")
-    parser.add_argument("--data", type=Path, default=Path("runs/emoji/pictures"), help=f"folder of the rows, {ROWS}")
+    parser.add_argument(
+        "--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of captions.json and train.json"
+    )
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first not timed")
     parser.add_argument("--batch_size", type=int, default=16, help="rows of a step")
     parser.add_argument("--attention", default="sdpa", help="of packed rows: sdpa, flash_attention_2, ...")
     options = parser.parse_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one GPU
-    for path in (options.model / "config.json", options.data / ROWS):
+    for path in (options.model / "config.json", *(options.data / name for name in ROWS.values())):
         if not path.exists():
             parser.error(f"{path} is missing: run `make emoji` first, or name others by --model and --data.")
     return options
@@ -209,11 +242,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         "threads": torch.get_num_threads(), "load": os.getloadavg()[0],
         "versions": {name: version(name) for name in ("torch", "transformers", "trl", "accelerate")}, "arms": [],
     }  # fmt: skip
-    sys.stdout.write(f"{'':16}" + "".join(f"{name:>18}" for name in COLUMNS) + "\n")
-    for arm in ARMS:
-        results["arms"].append(report := measure(options, arm))
+    sys.stdout.write(f"{'':24}" + "".join(f"{name:>18}" for name in COLUMNS) + "\n")
+    for stage, arm in itertools.product(ROWS, ARMS):
+        results["arms"].append(report := measure(options, stage, arm))
         cells = "".join(f"{report[name]:18.3f}" if name in report else f"{'':18}" for name in COLUMNS)
-        sys.stdout.write(f"{arm:16}{report.get('out_of_memory', cells)}\n")
+        sys.stdout.write(f"{f'{stage}: {arm}':24}{report.get('out_of_memory', cells)}\n")
         output.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 

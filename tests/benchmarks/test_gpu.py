@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import gpu
+from benchmarks.real import ROWS
 
 
 @pytest.fixture
@@ -20,7 +21,8 @@ def rehearse(composed: Callable[..., Path], picture: Image.Image, tmp_path: Path
     answers = [
         [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "n" * count}] for count in range(1, 13)
     ]
-    (tmp_path / "train.json").write_text(json.dumps([{"image": "0.png", "conversations": turns} for turns in answers]))
+    for name in ROWS.values():
+        (tmp_path / name).write_text(json.dumps([{"image": "0.png", "conversations": turns} for turns in answers]))
 
     def run_part(name: str) -> dict[str, Any]:
         options = {"model": composed(), "data": tmp_path, "steps": 3, "batch_size": 2, "results": tmp_path / "results"}

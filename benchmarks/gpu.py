@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.real import ROWS, parse
 
@@ -37,9 +36,8 @@ def taken() -> int:
     return total - free
 
 
-def run(options: argparse.Namespace, *command: object, kill_at: Path | None = None) -> dict[str, float]:
-    """Run a module or script in a process of its own, until it ends or the path `kill_at` exists; its seconds, and the
-    most memory that it held.
+def run(options: argparse.Namespace, *command: object) -> dict[str, float]:
+    """Run a module or script in a process of its own; its seconds, and the most memory that it held.
 
     Raises:
         RuntimeError: if it fails; its output says why.
@@ -49,23 +47,10 @@ def run(options: argparse.Namespace, *command: object, kill_at: Path | None = No
     with subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT) as process:
         while process.poll() is None:
             most = max(most, 0 if options.cpu else taken())
-            if kill_at is not None and kill_at.exists():
-                process.kill()
             time.sleep(0.02)
-    if process.returncode and kill_at is None:
+    if process.returncode:
         raise RuntimeError(f"{command[0]} {command[1]} failed with status {process.returncode}")
     return {"seconds": time.monotonic() - started, "peak_memory_gib": (most - before) / 2**30}
-
-
-def train(options: argparse.Namespace, recipe: str, output: Path, **fields: object) -> list[object]:
-    """The command that trains the model by a recipe on the rows, with some of its fields changed."""
-    given = {
-        "model_name_or_path": options.model, "dataset_name": options.data / ROWS["instruct"], "output_dir": output,
-        "image_folder": options.data, "global_batch_size": options.batch_size, "max_steps": options.steps,
-        "logging_steps": 1, **fields, **({"use_cpu": True, "bf16": False} if options.cpu else {}),
-    }  # fmt: skip
-    options_of_run = [f"--{name}={value}" for name, value in given.items()]
-    return ["training/sft.py", "--config", f"training/recipes/{recipe}", *options_of_run]
 
 
 def measure_norm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -77,7 +62,7 @@ def measure_norm(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def measure_training(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Both stages of ours, padded and packed, and TRL's on the same rows: tokens/s and memory."""
-    device = ["--device=cpu"] if options.cpu else ["--device=cuda", "--gradient_checkpointing"]
+    device = ["--device=cpu"] if options.cpu else ["--device=cuda"]
     run(
         options, "-m", "benchmarks.real", "--alone", *device, f"--model={options.model}",
         f"--data={options.data}", f"--steps={options.steps}", f"--batch_size={options.batch_size}",
@@ -88,25 +73,18 @@ def measure_training(options: argparse.Namespace, folder: Path) -> dict[str, Any
 
 def measure_qlora(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The recipe qlora.yaml with fewer samples a step: memory, and what its own log says."""
-    fields = {"save_strategy": "no", "attn_implementation": options.attention}
-    figures = run(options, *train(options, "Qwen2.5-7B-Instruct/qlora.yaml", folder, **fields))
+    given = {
+        "model_name_or_path": options.model, "dataset_name": options.data / ROWS["instruct"], "output_dir": folder,
+        "image_folder": options.data, "global_batch_size": options.batch_size, "max_steps": options.steps,
+        "logging_steps": 1, "save_strategy": "no", "attn_implementation": options.attention,
+        **({"use_cpu": True, "bf16": False} if options.cpu else {}),
+    }  # fmt: skip
+    recipe = "training/recipes/Qwen2.5-7B-Instruct/qlora.yaml"
+    figures = run(options, "training/sft.py", "--config", recipe, *(f"--{name}={of}" for name, of in given.items()))
     return {**figures, "log": [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]}
 
 
-def measure_resume(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A run that is killed after its first checkpoint, and resumed: how far its weights are from those of two whole
-    runs. CUDA's own sums may differ from run to run."""
-    fields = {"save_steps": 2, "max_steps": 6, "per_device_train_batch_size": options.batch_size}
-    for name in ("one", "another", "killed"):
-        command = train(options, "SmolLM2-135M-Instruct/stage2.yaml", folder / name, **fields)
-        run(options, *command, kill_at=folder / name / "checkpoint-2" if name == "killed" else None)
-    run(options, *command, "--resume_from_checkpoint=true")
-    one, *others = (load_file(folder / name / "model.safetensors") for name in ("one", "another", "killed"))
-    differences = [max((other[name] - one[name]).abs().max().item() for name in one) for other in others]
-    return dict(zip(("largest difference, another", "largest difference, killed"), differences, strict=True))
-
-
-PARTS = {"norm": measure_norm, "training": measure_training, "qlora": measure_qlora, "resume": measure_resume}
+PARTS = {"norm": measure_norm, "training": measure_training, "qlora": measure_qlora}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

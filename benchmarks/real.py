@@ -4,9 +4,9 @@
     python -m benchmarks.real   # on a GPU: --device cuda
 
 After each step of a trainer the bare loop takes one on the same batch, so that other load slows both. Its batches are
-ready; a trainer makes its own. TRL trains plain Llava of the same weights, in stage 1 ("align") too by chat format, and
-packs no pictures. The peak is what a matrix product of the language model's shapes reaches. `--alone` leaves the loop
-out, and then the memory is the trainer's.
+ready; a trainer makes its own. TRL trains plain Llava of the same weights, by chat format in both stages, and packs no
+pictures. The peak is what a matrix product of the language model's shapes reaches. `--alone` leaves the loop out, and
+then the memory is the trainer's.
 """
 
 import os
@@ -44,6 +44,7 @@ from training.batches import shuffled
 
 
 ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below --data
+PACKED_LENGTH = 65536  # a step in one row
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
 COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share", "memory_gib")
 IGNORED = -100  # the label of what is not supervised
@@ -67,8 +68,6 @@ class BareLoop(TrainerCallback):
         """Read the batches, and load a model of the same weights of which the same are trained."""
         loader, trained = parts["train_dataloader"], dict(parts["model"].named_parameters())
         self.args, self.batches = args, list(getattr(loader, "base_dataloader", loader))
-        if not self.alone and len(self.batches) != args.max_steps:
-            raise ValueError("A step takes several packed rows: raise --packed_length, or leave out the bare loop.")
         if not self.alone:
             self.model = NormLlavaForConditionalGeneration.from_pretrained(
                 self.folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
@@ -127,7 +126,7 @@ def train_ours(stage: str, rows: Path, packed: bool, options: argparse.Namespace
         **common, "stage": stage, "model_name_or_path": options.model, "dataset_name": rows,
         "image_folder": options.data, "global_batch_size": options.batch_size,
         "per_device_train_batch_size": 1 if packed else options.batch_size, "vision_learning_rate": 1e-5,
-        **({"packed_length": options.packed_length, "attn_implementation": options.attention} if packed else {}),
+        **({"packed_length": PACKED_LENGTH, "attn_implementation": options.attention} if packed else {}),
     }  # fmt: skip
     sft.main([part for name, value in fields.items() for part in (f"--{name}", str(value))])
 
@@ -172,7 +171,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> dict[str, Any]
         common = {
             "output_dir": f"{name}/run", "max_steps": options.steps, "learning_rate": 1e-5, "max_grad_norm": 1.0,
             "lr_scheduler_type": "constant", "optim": "adamw_torch_fused", "bf16": cuda, "use_cpu": not cuda,
-            "gradient_checkpointing": options.gradient_checkpointing, "report_to": "none", "save_strategy": "no",
+            "gradient_checkpointing": cuda, "report_to": "none", "save_strategy": "no",
             "disable_tqdm": True, "logging_steps": 1, "seed": 42,
         }  # fmt: skip
         transformers.trainer.DEFAULT_CALLBACKS.append(bare)  # our command makes its own trainer
@@ -197,9 +196,8 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> dict[str, Any]
     }  # fmt: skip
     if not options.alone:
         num_tokens = computed // len(clocks)
-        at_peak = (
-            bare.flops_per_token * num_tokens / peak(bare.model, num_tokens, torch.bfloat16 if cuda else torch.float32)
-        )
+        reached = peak(bare.model, num_tokens, torch.bfloat16 if cuda else torch.float32)
+        at_peak = bare.flops_per_token * num_tokens / reached  # seconds
         report |= {
             "bare_seconds": bare_seconds, "ratio": (clocks[:, 0] / clocks[:, 1]).quantile(0.5).item(),
             "bare_loss": sum(bare.losses) / options.steps,
@@ -211,9 +209,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> dict[str, Any]
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """The parser's options and those that benchmarks/gpu.py shares; exits where the model or its rows are missing."""
     parser.add_argument("--model", type=Path, default=Path("runs/emoji/aligned"), help="folder of a NormLlava")
-    parser.add_argument(
-        "--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of captions.json and train.json"
-    )
+    parser.add_argument("--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of its rows")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first not timed")
     parser.add_argument("--batch_size", type=int, default=16, help="rows of a step")
     parser.add_argument("--attention", default="sdpa", help="of packed rows: sdpa, flash_attention_2, ...")
@@ -228,8 +224,6 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Compare training speed with a bare loop and plain TRL.")
-    parser.add_argument("--packed_length", type=int, default=65536, help="most tokens of a packed row")
-    parser.add_argument("--gradient_checkpointing", action="store_true", help="in the trainers")
     parser.add_argument("--alone", action="store_true", help="without the bare loop")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, help="JSON file; benchmarks/results/real_<device>.json by default")

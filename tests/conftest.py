@@ -59,81 +59,48 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 IN_ONE_WORKER = ("test_distributed.py", "test_kill.py", "test_norm.py", "test_serving.py", "test_space.py")
 
 TEXT_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "vocab_size": 320,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "vocab_size": 320,
+}  # fmt: skip
 VISION_SIZES = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "image_size": 28,
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
-}
-TEXT_FAMILIES: dict[str, tuple[type, type, list[str]]] = {
-    "llama": (
-        LlamaConfig,
-        LlamaForCausalLM,
-        [
-            "<|begin_of_text|>",
-            "<|eot_id|>",
-            "<|start_header_id|>",
-            "<|end_header_id|>",
-            "<|reserved_special_token_0|>",
-        ],
-    ),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|image_pad|>"]),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|image_pad|>"]),
-    "gemma3": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        ["<bos>", "<end_of_turn>", "<start_of_turn>", "<pad>", "<unused0>"],
-    ),
+}  # fmt: skip
+# Config and model class, tokens that begin and end a text, and the other special tokens.
+TEXT_FAMILIES: dict[str, tuple[type, type, str | None, str, list[str]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, "<|begin_of_text|>", "<|eot_id|>",
+              ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_0|>"]),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, None, "<|im_end|>", ["<|im_start|>", "<|endoftext|>", "<|image_pad|>"]),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, None, "<|im_end|>", ["<|im_start|>", "<|endoftext|>", "<|image_pad|>"]),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, "<bos>", "<end_of_turn>",
+               ["<start_of_turn>", "<pad>", "<unused0>"]),
     # No chat tokens at all, as in Llama 2 and Vicuna: one more token for pictures is needed.
-    "vicuna": (LlamaConfig, LlamaForCausalLM, ["<s>", "</s>"]),
-}
-BOS = {"llama": "<|begin_of_text|>", "gemma3": "<bos>", "vicuna": "<s>"}
-EOS = {
-    "llama": "<|eot_id|>",
-    "qwen2": "<|im_end|>",
-    "qwen3": "<|im_end|>",
-    "gemma3": "<end_of_turn>",
-    "vicuna": "</s>",
-}
+    "vicuna": (LlamaConfig, LlamaForCausalLM, "<s>", "</s>", []),
+}  # fmt: skip
 VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")
 
 
 def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """A tokenizer with a token for each byte and the family's special tokens: any text comes back as it was."""
-    special_tokens = TEXT_FAMILIES[family][2]
+    _, _, bos, eos, others = TEXT_FAMILIES[family]
+    special_tokens = [*filter(None, (bos, eos)), *others]
     vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special_tokens)
-    bos = BOS.get(family)
     if bos is not None:
         bos_id = backend.token_to_id(bos)
         backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
     pad = "<|endoftext|>" if "<|endoftext|>" in special_tokens else "<pad>" if "<pad>" in special_tokens else None
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=bos,
-        eos_token=EOS[family],
-        pad_token=pad,
-        additional_special_tokens=special_tokens,
+        tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=pad, additional_special_tokens=special_tokens
     )
 
 
 def text_model(family: str, **overrides: object) -> PreTrainedModel:
     """A small random language model of a family."""
-    config_class, model_class, _ = TEXT_FAMILIES[family]
+    config_class, model_class, *_ = TEXT_FAMILIES[family]
     return model_class(config_class(**{**TEXT_SIZES, "tie_word_embeddings": family == "gemma3", **overrides}))
 
 

@@ -35,6 +35,7 @@ from trl import SFTConfig, SFTTrainer
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
+from training.batches import shuffled
 
 
 ROWS = "train.json"  # below --data
@@ -107,7 +108,6 @@ def train_ours(rows: Path, packed: bool, options: argparse.Namespace, common: Ma
         **common, "stage": "instruct", "model_name_or_path": options.model, "dataset_name": rows,
         "image_folder": options.data, "global_batch_size": options.batch_size,
         "per_device_train_batch_size": 1 if packed else options.batch_size, "vision_learning_rate": 1e-5,
-        "train_sampling_strategy": "random" if packed else "sequential",
         **({"packed_length": options.packed_length, "attn_implementation": options.attention} if packed else {}),
     }  # fmt: skip
     sft.main([part for name, value in fields.items() for part in (f"--{name}", str(value))])
@@ -154,7 +154,8 @@ def measure(options: argparse.Namespace, arm: str) -> dict[str, Any]:
         transformers.trainer.DEFAULT_CALLBACKS.append(bare)  # our command makes its own trainer
         try:
             if arm == "TRL, padded":
-                train_plain(rows, options, common)
+                in_our_order = [rows[number] for number in shuffled(len(rows), common["seed"])]
+                train_plain(in_our_order, options, common)
             else:
                 train_ours(Path(name, "rows.json"), packed, options, common)
         except torch.OutOfMemoryError as error:

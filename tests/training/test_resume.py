@@ -16,7 +16,6 @@ from training.run import Run
 # Runs that are stopped after their first checkpoint; what they train is in tests of its own.
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "by length": {"train_sampling_strategy": "group_by_length"},
     "packed, second epoch": {**PACKED, "num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6},
     "packed, workers": {**PACKED, "dataloader_num_workers": 2},
     "checkpointed in bfloat16": {"bf16": True, "gradient_checkpointing": True, "clip_by_module": True},
@@ -79,7 +78,7 @@ def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_moved_away(
 
 CHANGED: dict[str, Any] = {
     "learning_rate": 2e-3, "adam_beta2": 0.95, "lr_scheduler_kwargs": {"num_cycles": 2}, "data_seed": 3,
-    "neftune_noise_alpha": 5.0, "loss_type": "dft", "train_sampling_strategy": "group_by_length", "warmup_steps": 3,
+    "neftune_noise_alpha": 5.0, "loss_type": "dft", "warmup_steps": 3,
     "attn_implementation": "eager", "bf16": True,
 }  # fmt: skip
 

@@ -96,14 +96,6 @@ class RunArguments(DatasetArguments, ModelConfig):
         """Names of the key-loss weights that are not 0."""
         return [name for name in ("key_mmd_weight", "key_gram_weight") if getattr(self, name)]
 
-    @property
-    def sources(self) -> list[SourceArguments]:
-        """Where the rows are from: the entries of `datasets`, or the one that `dataset_name` and its fields give."""
-        split = str(self.dataset_train_split)
-        return self.datasets or [
-            SourceArguments(str(self.dataset_name), self.dataset_config, split, self.image_folder)
-        ]
-
     def __post_init__(self) -> None:
         if self.datasets is not None:
             self.datasets = [SourceArguments(**entry) for entry in self.datasets]

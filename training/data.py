@@ -7,7 +7,6 @@ import math
 import os
 from pathlib import Path
 
-import numpy as np
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from conversations.loading import has_splits, load_rows, stream_fingerprint
@@ -33,22 +32,27 @@ def read_rows(
     """
     if args.process_index == 0 and not (run_args.dataset_streaming and args.resume_from_checkpoint):
         Path(args.output_dir, BAD_ROWS_FILE).unlink(missing_ok=True)  # bad rows are listed again
+    alone = SourceArguments(
+        str(run_args.dataset_name), run_args.dataset_config, str(run_args.dataset_train_split), run_args.image_folder
+    )
     if run_args.dataset_streaming:
-        (entry,) = run_args.sources
-        stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
-        return stream, stream_fingerprint(entry.path, entry.name, entry.split), []
+        stream = load_rows(alone.path, alone.image_folder, alone.name, alone.split, streaming=True)
+        return stream, stream_fingerprint(alone.path, alone.name, alone.split), []
     seed = args.seed if args.data_seed is None else args.data_seed
     parts, sources = [], []
-    for place, entry in enumerate(run_args.sources):
+    for place, entry in enumerate(run_args.datasets or [alone]):
         count, rows, fingerprint = check_rows(run_args, args, tokenize, entry)
-        drawn = draw(len(rows), entry.weight, (seed, place))
-        parts.append(rows if entry.weight == 1 else rows.select(drawn))
+        # Repeated, and for the weight's fraction drawn once: all epochs, processes and resumed starts have the same.
+        times = math.floor(entry.weight)
+        order = rows.shuffle(seed=seed + place, keep_in_memory=True)
+        drawn = [rows] * times + [order.select(range(round((entry.weight - times) * len(rows))))]
+        parts += drawn
         sources.append(
             Source(entry.path, entry.name, entry.split, os.path.exists(entry.path), count, len(rows), entry.weight,
-                   len(drawn), fingerprint)
+                   sum(map(len, drawn)), fingerprint)
         )  # fmt: skip
-        logger.info("%s: %d rows, %d good, %d an epoch", entry.path, count, len(rows), len(drawn))
-    content = json.dumps([[source.fingerprint, source.weight] for source in sources])
+        logger.info("%s: %d rows, %d good, %d an epoch", entry.path, count, len(rows), sources[-1].drawn)
+    content = json.dumps([[source.fingerprint, float(source.weight)] for source in sources])
     return concatenate_datasets(parts), hashlib.sha256(content.encode()).hexdigest(), sources
 
 
@@ -73,14 +77,3 @@ def check_rows(
         tokens = tokenize_rows(rows, RowCheck(tokenize, run_args.open_pictures), args.dataset_num_proc)
     report_file = Path(args.output_dir, BAD_ROWS_FILE) if args.process_index == 0 else None
     return len(rows), *keep_good_rows(rows, tokens, run_args.bad_rows, report_file)
-
-
-def draw(count: int, weight: float, seed: tuple[int, int]) -> np.ndarray:
-    """The rows that an epoch takes from a source with `count` rows: int64 [drawn].
-
-    Each row is repeated as often as the integer part of the weight says. For the fraction, rows are drawn without
-    replacement by the seed, so that all epochs, processes and resumed starts have the same rows.
-    """
-    times = math.floor(weight)
-    share = np.random.default_rng(seed).choice(count, round((weight - times) * count), replace=False)
-    return np.concatenate([np.tile(np.arange(count), times), np.sort(share)])

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Dataset, Image
 from transformers import AutoProcessor
@@ -19,26 +18,8 @@ from conversations.tokens import RowTokenizer
 from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
-from training.data import draw, read_rows
+from training.data import read_rows
 from training.run import Run
-
-
-@pytest.mark.parametrize(("weight", "total"), [(1, 10), (2, 20), (0.3, 3), (2.5, 25), (0.04, 0)])
-def test_a_weight_is_how_often_a_row_comes(weight: float, total: int) -> None:
-    drawn = draw(10, weight, (42, 0))
-    times = Counter(drawn.tolist())
-    assert len(drawn) == total
-    assert all(int(weight) <= times[row] <= int(weight) + 1 for row in range(10))
-    assert (draw(10, weight, (42, 0)) == drawn).all()
-
-
-def test_a_share_is_drawn_evenly_by_the_seed_and_the_source() -> None:
-    draws = [draw(20, 0.25, (seed, 1)) for seed in range(400)]
-    counts = np.bincount(np.concatenate(draws), minlength=20)
-    # 400 draws of a quarter: 100 of each row, with a standard deviation of 8.7.
-    assert counts.sum() == 2000
-    assert (abs(counts - 100) < 5 * 8.7).all()
-    assert (draw(100, 0.5, (0, 0)) != draw(100, 0.5, (0, 1))).any()
 
 
 @pytest.fixture
@@ -70,12 +51,15 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(
                     if row["source"].startswith(str(path)))  # fmt: skip
         assert row["length"] == tokenize(whole)["length"]
         assert [image.tobytes() for image in open_images(row)] == [image.tobytes() for image in open_images(whole)]
-    seen = Counter(rows["source"])
-    assert all(seen[source] == 1 for source in load_rows(str(data))["source"])
-    assert sorted(seen[source] for source in load_rows(str(stored))["source"]) == [1, 1, 1, 1, 2, 2, 2, 2]
-    assert read(one, {**other, "weight": 1.5})[1] == fingerprint
+    assert read(one, other)[1] == fingerprint
     for changed in ((other, one), (one, {**other, "weight": 1.6})):
         assert read(*changed)[1] != fingerprint
+    for weight, total in ((1, 30), (2, 60), (0.3, 9), (2.5, 75), (0.01, 0)):
+        mixed, _, (source, _) = read({**one, "weight": weight}, other)
+        times = Counter(mixed["source"][:total])
+        assert source.drawn == sum(times.values()) == len(mixed) - 12 == total
+        assert set(times.values()) <= {int(weight), int(weight) + 1}
+        assert (read({**one, "weight": weight}, other)[0]["source"]) == mixed["source"]  # the same by the seed
 
 
 def test_a_run_on_a_mixture_says_what_it_drew_and_goes_on_with_that_alone(

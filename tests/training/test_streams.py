@@ -1,6 +1,5 @@
 """Streams in training: who reads which rows, and going on at the place where a run was."""
 
-import io
 import json
 import re
 from collections import Counter
@@ -14,14 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
-from PIL import Image
 
 from conversations.loading import load_rows
 from conversations.rows import BadRowError, Row, row_turns
 from row_files import write_tar
-from script_runs import INSTRUCT, logged, moved, run
 from training import streams
 from training.streams import StreamBatches
 
@@ -62,15 +58,11 @@ def write_json(folder: Path, sizes: list[int]) -> Path:
     return folder / "rows.json"
 
 
-def write_saved(folder: Path, sizes: list[int]) -> Path:
-    rows = [said(shard, number) for shard, size in enumerate(sizes) for number in range(size)]
-    Dataset.from_dict({"images": [[]] * len(rows), "conversations": rows}).save_to_disk(folder)
-    return folder
-
-
 KINDS: dict[str, Callable[[Path, list[int]], Path]] = {
-    "parquet": write_parquet, "tars": write_tars, "JSON": write_json, "saved": write_saved,
-}  # fmt: skip
+    "parquet": write_parquet,
+    "tars": write_tars,
+    "JSON": write_json,
+}
 
 
 def check(row: Row) -> Row:
@@ -175,34 +167,3 @@ def test_reading_ahead_takes_none_of_the_random_numbers_of_training(tmp_path: Pa
     for workers in (0, 2):
         next(read(batches_of(path, workers=workers)))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def picture_of(shade: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("L", (4, 4), shade).save(file, "PNG")
-    return file.getvalue()
-
-
-def test_tars_train_as_the_same_rows_of_parquet_do(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    members: dict[str, Any] = {}
-    images, conversations = [], []
-    for number in range(12):
-        pictures = [picture_of(20 * number + shade) for shade in range(number % 3)]
-        asks = {"from": "human", "value": "<image>" * len(pictures) + "What?"}
-        turns = [asks, {"from": "gpt", "value": f"number {number}"}]
-        members |= {f"{number}.{place}.png": data for place, data in enumerate(pictures)} | {f"{number}.json": turns}
-        images.append([{"bytes": data, "path": None} for data in pictures])
-        conversations.append(turns)
-    write_tar(tmp_path / "tars" / "train.tar", members)
-    (tmp_path / "parquet").mkdir()
-    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    table = pa.table({"images": pa.array(images, pa.list_(struct)), "conversations": conversations})
-    pq.write_table(table, tmp_path / "parquet" / "train.parquet")
-    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_streaming": True, "max_steps": 4}
-    for kind in ("tars", "parquet"):
-        fields |= {"dataset_name": str(tmp_path / kind), "output_dir": str(tmp_path / f"{kind} out")}
-        run(monkeypatch, tmp_path, **fields)
-    assert moved(tmp_path / "tars out", tmp_path / "parquet out") == set()
-    assert logged(tmp_path / "tars out")[-1]["train_loss"] == logged(tmp_path / "parquet out")[-1]["train_loss"]

@@ -40,8 +40,6 @@ ONLY: dict[str, tuple[Any, str]] = {
 SAMPLING = ("random", "group_by_length", "sequential")
 # Fields that each entry of `datasets` has instead.
 ONE_SOURCE = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
-# Kernel bandwidths of the losses on keys, as in the diagnostics' MMD².
-BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 
 def option(default: Any, text: str) -> Any:
@@ -96,11 +94,6 @@ class RunArguments(DatasetArguments, ModelConfig):
     clip_by_module: bool = option(False, "Clip each module's gradient to max_grad_norm, not the whole gradient.")
     key_mmd_weight: float = option(0.0, "Weight of the MMD² between visual and text keys; see key_alignment.py.")
     key_gram_weight: float = option(0.0, "Weight of the distance between the Gram matrices of keys and frozen keys.")
-    key_layers: list[int] | None = option(None, "Decoder layers whose keys have these losses; all by default.")
-    key_bandwidths: list[float] = field(
-        default_factory=lambda: list(BANDWIDTHS),
-        metadata={"help": "Kernel bandwidths of the MMD², as multiples of the mean squared distance."},
-    )
     global_batch_size: int | None = option(
         None, "Samples per step over all devices; sets gradient_accumulation_steps."
     )

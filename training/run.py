@@ -27,7 +27,7 @@ SAME = (
     "fp16", "learning_rate", "vision_learning_rate", "projector_learning_rate", "norm_learning_rate",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay", "adam_beta1",
     "adam_beta2", "adam_epsilon", "max_grad_norm", "clip_by_module", "loss_type", "neftune_noise_alpha",
-    "key_mmd_weight", "key_gram_weight", "key_layers", "key_bandwidths",
+    "key_mmd_weight", "key_gram_weight",
 )  # fmt: skip
 # Recorded too: with a stream its workers take turns, and so order the rows.
 WORKERS = "dataloader_num_workers"

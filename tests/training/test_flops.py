@@ -50,7 +50,11 @@ def test_a_packed_blank_picture_has_no_tokens(model: NormLlavaForConditionalGene
 
 
 def test_a_part_of_a_gpu_has_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, peak in (("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("a GPU", None)):
+    for name, peak in (
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("a GPU", None),
+    ):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
         assert flops.device_peak(torch.device("cuda")) == peak
     assert flops.device_peak(torch.device("cpu")) is None

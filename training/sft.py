@@ -110,10 +110,14 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
     make_room(trained)
-    questions, peak = None, device_peak(args.device)
+    questions = None
     if held_out is not None and run_args.eval_samples > 0:
         asked = held_out.select(range(min(run_args.eval_samples, len(held_out))))
         questions = HeldOutQuestions(asked, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
+    key_alignment = None
+    if run_args.key_losses:
+        key_alignment = KeyAlignment(model, processor, run_args.key_mmd_weight, run_args.key_gram_weight)
+    peak = device_peak(args.device)
     trainer = NormLlavaTrainer(
         trained,
         groups,
@@ -122,7 +126,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         stream=stream,
         eval_sampler=None if held_out is None else deal_held_out(args, len(held_out)),
         questions=questions,
-        key_alignment=KeyAlignment.from_arguments(model, processor, run_args),
+        key_alignment=key_alignment,
         mfu=None if peak is None else MfuMeter(model, stage, peak),
         clip_by_module=run_args.clip_by_module,
         args=args,

@@ -87,7 +87,6 @@ class RunArguments(DatasetArguments, ModelConfig):
     image_folder: str | None = option(None, "Prefix of the image paths in a JSON file; by default the file's folder.")
     eval_dataset_name: str | None = option(None, "Held-out rows to evaluate the model on during training.")
     eval_image_folder: str | None = option(None, "image_folder of the held-out rows.")
-    eval_samples: int = option(64, "Held-out rows to answer at each evaluation, the first ones; 0 for none.")
     vision_learning_rate: float | None = option(
         None, "Learning rate of the vision encoder; required in stage 'instruct'."
     )

@@ -31,11 +31,10 @@ from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.batches import deal_held_out, deal_rows, require_separate_samples
-from training.checkpoints import checkpoints, find, lock, publish_checkpoint, restore, steps_done
+from training.checkpoints import check_weights, checkpoints, find, lock, restore, steps_done
 from training.collator import VisionLanguageCollator
 from training.data import BAD_ROWS_FILE, read_held_out, read_rows
 from training.flops import MfuMeter, device_peak
-from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, make_room, prepare_model
 from training.run import Run, check_same_run, describe_environment, describe_run
@@ -56,8 +55,7 @@ def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> 
 
 
 def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, steps: int) -> bool:
-    """Whether a run has taken all of its steps; if it has, but was stopped before its model was there, this publishes
-    it.
+    """Whether a run has taken all of its steps, and its model is there.
 
     Raises:
         ValueError: if the folder or the checkpoint is of another run, or there is nothing to resume from.
@@ -66,28 +64,21 @@ def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoi
     # A checkpoint given by path is resumed from, whatever came after it.
     done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
     before = checkpoint or (output_dir if done else None)
-    if before is None:
-        return False
-    if not run_args.resume_changed:
+    if before is not None and not run_args.resume_changed:
         check_same_run(before, run)
     if done >= steps:
         logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
         return True
-    if checkpoint is None:
+    if done and checkpoint is None:
         raise ValueError(
             f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {steps}. Start "
             "from its model, with another output_dir."
         )
-    if steps_done(checkpoint) < steps:
-        return False
-    if args.process_index == 0:
-        publish_checkpoint(checkpoint, output_dir)
-    logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
-    return True
+    return False
 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Read the data, prepare the model, train, and publish the result; for a finished run, only publish."""
+    """Read the data, prepare the model, train, and publish the result; nothing for a finished run."""
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     if run_args.packed_length is not None:
         require_separate_samples(config.text_config)
@@ -128,10 +119,9 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
     make_room(trained)
-    questions = None
-    if held_out is not None and run_args.eval_samples > 0:
-        asked = held_out.select(range(min(run_args.eval_samples, len(held_out))))
-        questions = HeldOutQuestions(asked, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
+    if checkpoint is not None:
+        check_weights(checkpoint, trained)
+        args.eval_on_start = False  # done at the first start
     peak = device_peak(args.device)
     trainer = NormLlavaTrainer(
         trained,
@@ -140,7 +130,6 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         sampler=sampler,
         stream=stream,
         eval_sampler=eval_sampler,
-        questions=questions,
         key_alignment=KeyAlignment.from_arguments(model, processor, run_args),
         mfu=None if peak is None else MfuMeter(model, stage, peak),
         clip_by_module=run_args.clip_by_module,

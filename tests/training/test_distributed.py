@@ -89,7 +89,6 @@ def test_two_processes_repeat_no_row_at_the_end_of_an_epoch(
     for line, other in zip(got[:-1], expected[:-1], strict=True):
         for name in ("loss", "grad_norm", "num_tokens", "norm/visual", "norm/text"):
             assert line[name] == pytest.approx(other[name], rel=2e-4), name
-    assert got[-1]["train_loss"] == pytest.approx(expected[-1]["train_loss"], rel=2e-4)
 
 
 @pytest.mark.slow
@@ -299,7 +298,6 @@ def fsdp2(tmp_path: Path) -> tuple[str, ...]:
                 "per_device_train_batch_size": 5,
                 "eval_strategy": "steps",
                 "eval_steps": 1,
-                "eval_samples": 4,
                 "gradient_checkpointing": True,
             },
             id="padded, tied, evaluated, checkpointed",

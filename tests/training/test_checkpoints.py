@@ -19,7 +19,6 @@ from conversations.rows import BadRowError
 from script_runs import PACKED, ROOT, logged, moved, run
 from training import checkpoints
 from training.checkpoints import find, steps_done
-from training.run import Run
 from training.trainer import NormLlavaTrainer
 
 

@@ -70,7 +70,6 @@ class RunArguments(DatasetArguments, ModelConfig):
     datasets: list[SourceArguments] | None = option(None, "Sources instead of dataset_name; see docs/data.md.")
     image_folder: str | None = option(None, "Prefix of the image paths in a JSON file; by default the file's folder.")
     eval_dataset_name: str | None = option(None, "Held-out rows to evaluate the model on during training.")
-    eval_samples: int = option(64, "Held-out rows to answer at each evaluation, the first ones; 0 for none.")
     vision_learning_rate: float | None = option(
         None, "Learning rate of the vision encoder; stage 'instruct' needs it."
     )

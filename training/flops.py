@@ -14,7 +14,6 @@ over a sample of L tokens costs 4 L² d a layer forward (d = heads x head size),
 twice the forward again in the backward pass.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -45,12 +44,7 @@ class MfuMeter:
 
     def __init__(self, model: NormLlavaForConditionalGeneration, stage: Stage, peak: float) -> None:
         self._costs = torch.tensor(unit_flops(model, stage), dtype=torch.float64)
-        self._peak, self._work = peak, torch.zeros_like(self._costs)
-        self._since: float | None = None
-
-    def begin(self) -> None:
-        """Start the clock, unless it is running."""
-        self._since = time.monotonic() if self._since is None else self._since
+        self._peak, self._work, self._seconds = peak, torch.zeros_like(self._costs), 0.0
 
     def add(self, inputs: Inputs) -> None:
         """Count a batch in a collator's layout, on any device."""
@@ -62,20 +56,18 @@ class MfuMeter:
         work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])
         self._work = self._work.to(work.device) + work
 
-    def leave_out(self, seconds: float) -> None:
-        """Don't count seconds that have just passed; without effect before the clock is started."""
-        if self._since is not None:
-            self._since += seconds
+    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int, seconds: float) -> float:
+        """The MFU since the last call. All processes must call this.
 
-    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int) -> float:
-        """The MFU since the last call, or since the clock was started. `reduce` sums a tensor over the processes, one
-        for each device, which must all call this."""
-        flops = (reduce(self._work).cpu() * self._costs).sum().item()  # waits for the device
-        now = time.monotonic()
-        assert self._since is not None
-        seconds, self._since = now - self._since, now
+        Args:
+            reduce: Sums a tensor over processes.
+            num_processes: Devices that share the work.
+            seconds: How long training has taken since its start.
+        """
+        flops = (reduce(self._work).cpu() * self._costs).sum().item()
+        passed, self._seconds = seconds - self._seconds, seconds
         self._work.zero_()
-        return flops / (seconds * self._peak * num_processes)
+        return flops / (passed * self._peak * num_processes)
 
 
 def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:

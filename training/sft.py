@@ -30,11 +30,10 @@ from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.batches import deal_held_out, deal_rows, require_separate_samples
-from training.checkpoints import checkpoints, find, lock, publish_checkpoint, restore, steps_done
+from training.checkpoints import check_weights, checkpoints, find, lock, restore, steps_done
 from training.collator import VisionLanguageCollator
 from training.data import read_held_out, read_rows
 from training.flops import MfuMeter, device_peak
-from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, make_room, prepare_model
 from training.run import Run, check_same_run, describe_environment, describe_run
@@ -48,8 +47,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, steps: int) -> bool:
-    """Whether a run has taken all of its steps; if it has, but was stopped before its model was there, this publishes
-    it.
+    """Whether a run has taken all of its steps, and its model is there.
 
     Raises:
         ValueError: if the folder or the checkpoint is of another run, or there is nothing to resume from.
@@ -60,23 +58,20 @@ def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoi
     before = checkpoint or (output_dir if done else None)
     if before is not None and not run_args.resume_changed:
         check_same_run(before, run)
-    if done < steps and checkpoint is not None and steps_done(checkpoint) >= steps:
-        if args.process_index == 0:
-            publish_checkpoint(checkpoint, output_dir)
-        done = steps
     if done >= steps:
         logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
-    elif done and checkpoint is None:
+        return True
+    if done and checkpoint is None:
         raise ValueError(
             f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {steps}. Start "
             "from its model, with another output_dir."
         )
-    return done >= steps
+    return False
 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Read the rows, deal them into batches, prepare the model, train, and publish the result; of a finished run only
-    the last."""
+    """Read the rows, deal them into batches, prepare the model, train, and publish the result; nothing for a finished
+    run."""
     output_dir, stage = Path(args.output_dir), Stage(str(run_args.stage))
     packed = run_args.packed_length is not None
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
@@ -101,19 +96,19 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     run = describe_run({**vars(run_args), **args.to_dict()}, data, environment, run_args.recipe, sources)
     if is_finished(run_args, args, run, checkpoint, steps):
         return
-    if checkpoint is not None and stream is not None:
-        stream.go_on(checkpoint)
-    if checkpoint is not None and args.process_index == 0:
-        restore(output_dir, checkpoint)
+    if checkpoint is not None:
+        args.eval_on_start = False  # done at the first start
+        if stream is not None:
+            stream.go_on(checkpoint)
+        if args.process_index == 0:
+            restore(output_dir, checkpoint)
 
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
     make_room(trained)
-    questions = None
-    if held_out is not None and run_args.eval_samples > 0:
-        asked = held_out.select(range(min(run_args.eval_samples, len(held_out))))
-        questions = HeldOutQuestions(asked, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
+    if checkpoint is not None:
+        check_weights(checkpoint, trained)
     key_alignment = None
     if run_args.key_losses:
         key_alignment = KeyAlignment(model, processor, run_args.key_mmd_weight, run_args.key_gram_weight)
@@ -125,7 +120,6 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         sampler=sampler,
         stream=stream,
         eval_sampler=None if held_out is None else deal_held_out(args, len(held_out)),
-        questions=questions,
         key_alignment=key_alignment,
         mfu=None if peak is None else MfuMeter(model, stage, peak),
         clip_by_module=run_args.clip_by_module,

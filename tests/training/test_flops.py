@@ -1,7 +1,5 @@
 """The arithmetic that MFU is read from, against torch's own count of what a step really does."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -13,24 +11,19 @@ from training.flops import step_flops
 from training.stages import LearningRates, Stage, prepare_stage
 
 
-def test_time_without_training_is_left_out(
-    model: NormLlavaForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_share_is_that_of_the_time_since_the_last_look(model: NormLlavaForConditionalGeneration) -> None:
     prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 1e-3, 1e-3))
-    clock = iter([0.0, 10.0])
-    monkeypatch.setattr(flops, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     meter = flops.MfuMeter(model, Stage.ALIGN, peak=1e9)
-    meter.leave_out(5.0)  # an evaluation before the first step, and so before the clock is started
-    meter.begin()
     batch = {
         "labels": torch.full((2, 5), 1),
         "attention_mask": torch.ones(2, 5),
         "pixel_values": torch.zeros(2, 3, 28, 28),
     }
-    meter.add(batch)
     expected = step_flops(model, Stage.ALIGN, [5, 5], 2, 8)
-    meter.leave_out(6.0)
-    assert meter.collect(lambda sums: 3 * sums, num_processes=3) == pytest.approx(expected / 4e9)
+    for seconds in (4.0, 6.0):
+        meter.add(batch)
+        share = meter.collect(lambda sums: 3 * sums, num_processes=3, seconds=seconds)
+    assert share == pytest.approx(expected / 2e9)
 
 
 def test_a_packed_blank_picture_has_no_tokens(model: NormLlavaForConditionalGeneration) -> None:

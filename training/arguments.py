@@ -70,34 +70,24 @@ class RunArguments(DatasetArguments, ModelConfig):
     datasets: list[SourceArguments] | None = option(None, "Sources instead of dataset_name; see docs/data.md.")
     image_folder: str | None = option(None, "Prefix of the image paths in a JSON file; by default the file's folder.")
     eval_dataset_name: str | None = option(None, "Held-out rows to evaluate the model on during training.")
-    vision_learning_rate: float | None = option(
-        None, "Learning rate of the vision encoder; stage 'instruct' needs it."
-    )
+    vision_learning_rate: float | None = option(None, "Learning rate of the vision encoder in stage 'instruct'.")
     projector_learning_rate: float | None = option(None, "Learning rate of the projector; learning_rate by default.")
     norm_learning_rate: float | None = option(None, "Learning rate of the projector's norm; learning_rate by default.")
     clip_by_module: bool = option(False, "Clip each module's gradient to max_grad_norm, not the whole gradient.")
     key_mmd_weight: float = option(0.0, "Weight of the MMD² between visual and text keys; see key_alignment.py.")
     key_gram_weight: float = option(0.0, "Weight of the distance between the Gram matrices of keys and frozen keys.")
     global_batch_size: int | None = option(None, "Samples per step over all devices; sets the accumulation steps.")
-    packed_length: int | None = option(
-        None, "Join samples into rows of up to so many tokens, instead of padding them."
-    )
-    bad_rows: Literal["error", "skip"] = option(
-        "error", "Stop at a bad row, or skip bad rows and list them in a file."
-    )
+    packed_length: int | None = option(None, "Join samples into rows of so many tokens at most, without padding.")
+    bad_rows: Literal["error", "skip"] = option("error", "Stop at a bad row, or leave it out and list it in a file.")
     open_pictures: bool = option(True, "Open every picture once before training, to find broken ones.")
     resume_changed: bool = option(False, "Resume even if data, batch or learning rate have changed.")
     recipe: str | None = field(default=None, init=False)
     """Path of the YAML file that `--config` named."""
 
-    @property
-    def key_losses(self) -> list[str]:
-        """Names of the key-loss weights that are not 0."""
-        return [name for name in ("key_mmd_weight", "key_gram_weight") if getattr(self, name)]
-
     def __post_init__(self) -> None:
         if self.datasets is not None:
-            self.datasets = [SourceArguments(**entry) for entry in self.datasets]
+            entries: list[Any] = self.datasets
+            self.datasets = [SourceArguments(**entry) for entry in entries]
         super().__post_init__()
 
 
@@ -109,6 +99,7 @@ class TrainingConfig(SFTConfig):
     remove_unused_columns: bool = option(False, "Must stay off: rows are read when needed.")
     ddp_find_unused_parameters: bool | None = option(False, "Off: every trained parameter always has a gradient.")
     ddp_timeout: int = option(3 * 3600, "Seconds to wait for the main process, which reads and checks all rows.")
+    use_cpu: bool = option(False, "Train on the CPU, as is done where there is no accelerator.")
     bf16: bool | None = option(None, "bfloat16 arithmetic. By default on a GPU, on a CPU with AMX, or as resumed.")
 
     def __post_init__(self) -> None:
@@ -133,7 +124,8 @@ class TrainingConfig(SFTConfig):
         for folder in [*checkpoints(output_dir), output_dir] if named is True else [Path(named)] if named else []:
             with suppress(ValueError):  # not complete; the one before it will be resumed
                 return bool(Run.read(folder).arguments["bf16"])
-        return bool(getattr(torch.cpu, "get_capabilities", dict)().get("amx_bf16"))
+        capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
+        return bool(capabilities.get("amx_bf16"))
 
     @property
     def frozen_dtype(self) -> torch.dtype:
@@ -183,41 +175,28 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         given = getattr(run_args, name, getattr(args, name, value))
         if given != value:
             raise ValueError(f"{name} must stay {value!r}, got {given!r}: {reason}.")
-    stage, samples, losses = Stage(str(run_args.stage)), run_args.global_batch_size, ", ".join(run_args.key_losses)
-    packed, streaming = run_args.packed_length is not None, run_args.dataset_streaming
+    stage, packed = Stage(str(run_args.stage)), run_args.packed_length is not None
     no_rate = stage is Stage.INSTRUCT and run_args.vision_learning_rate is None
+    losses = stage is not Stage.ADAPT and (run_args.key_mmd_weight or run_args.key_gram_weight)
     twice = [name for name in ONE_SOURCE if getattr(run_args, name) != getattr(RunArguments, name)]
+    no_stream = run_args.dataset_streaming and (run_args.datasets or packed or args.max_steps <= 0)
+    samples, passes = run_args.global_batch_size, args.gradient_accumulation_steps
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if not args.bf16 and not args.fp16 else "no"
     compiles = args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     deepspeed = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
+    one_rate = {"optimizer", "scheduler"} & deepspeed.keys()
     refusals = (
         (no_rate, "Stage 'instruct' trains the vision encoder too: give vision_learning_rate."),
-        (stage is not Stage.ADAPT and losses, f"{losses} works only with stage 'adapt', which freezes k_proj itself."),
+        (losses, "Losses on keys work only with stage 'adapt', which freezes k_proj itself."),
         (run_args.datasets and twice, f"Give either {', '.join(twice)} or datasets, not both."),
-        (
-            streaming and (run_args.datasets or packed or args.max_steps <= 0),
-            "A stream takes dataset_name and max_steps, and neither datasets nor packed_length.",
-        ),
-        (
-            samples is not None and args.gradient_accumulation_steps != 1,
-            "Give either global_batch_size or gradient_accumulation_steps, not both.",
-        ),
+        (no_stream, "A stream takes dataset_name and max_steps, and neither datasets nor packed_length."),
+        (samples and passes != 1, "Give either global_batch_size or gradient_accumulation_steps, not both."),
         (packed and samples is None, "Packed rows hold varying numbers of samples: give global_batch_size."),
-        (
-            packed and args.neftune_noise_alpha,
-            "neftune_noise_alpha depends on the rows' lengths: remove packed_length.",
-        ),
-        (
-            precision != "no",
-            f"accelerate's launcher has mixed_precision {precision!r}: give bf16: true, or launch with "
-            "--mixed_precision no.",
-        ),
+        (packed and args.neftune_noise_alpha, "neftune_noise_alpha depends on rows' lengths: remove packed_length."),
+        (precision != "no", f"The launcher has mixed_precision {precision!r}: give bf16: true, or launch with 'no'."),
         (compiles, "Compiled code would pass over the hooks that the loss needs: no torch_compile or dynamo_backend."),
-        (
-            {"optimizer", "scheduler"} & deepspeed.keys() or (deepspeed and run_args.clip_by_module),
-            "Under DeepSpeed all modules are clipped together: remove clip_by_module; and from its config optimizer "
-            "and scheduler, which know one learning rate.",
-        ),
+        (one_rate, "Remove optimizer and scheduler from DeepSpeed's config: all modules would get one learning rate."),
+        (deepspeed and run_args.clip_by_module, "DeepSpeed clips all modules together: remove clip_by_module."),
     )
     for applies, message in refusals:
         if applies:

@@ -110,7 +110,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if checkpoint is not None:
         check_weights(checkpoint, trained)
     key_alignment = None
-    if run_args.key_losses:
+    if run_args.key_mmd_weight or run_args.key_gram_weight:
         key_alignment = KeyAlignment(model, processor, run_args.key_mmd_weight, run_args.key_gram_weight)
     peak = device_peak(args.device)
     trainer = NormLlavaTrainer(

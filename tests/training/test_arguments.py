@@ -56,8 +56,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"push_to_hub": True}, "push_to_hub must stay False, got True: .* holds your token"),
     ({"torch_compile": True}, "no torch_compile or dynamo_backend"),
     ({"stage": "instruct"}, "give vision_learning_rate"),
-    ({"key_mmd_weight": 0.1}, "key_mmd_weight works only with stage 'adapt'"),
-    ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha depends on the rows' lengths"),
+    ({"key_mmd_weight": 0.1}, "Losses on keys work only with stage 'adapt'"),
+    ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha depends on rows' lengths"),
     ({"gradient_accumulation_steps": 2}, "either global_batch_size or gradient_accumulation_steps"),
     ({**PACKED, "global_batch_size": None}, "give global_batch_size"),
 ]
@@ -92,10 +92,10 @@ def test_a_recipes_values_are_checked_as_the_command_lines_are(
 def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--config", str(recipe), "--bf16", "false"]
     run_args, args = parse_arguments(given)
-    for config, by_module in (({"optimizer": {"type": "AdamW"}}, False), ({"zero_optimization": {}}, True)):
+    for config, message in (({"optimizer": {}}, "Remove optimizer and"), ({"zero_stage": 3}, "remove clip_by_module")):
         args.deepspeed_plugin = SimpleNamespace(deepspeed_config=config)  # DeepSpeed is not among what tests install
-        run_args.clip_by_module = by_module
-        with pytest.raises(ValueError, match="remove clip_by_module; and from its config optimizer and scheduler"):
+        run_args.clip_by_module = True
+        with pytest.raises(ValueError, match=message):
             check_arguments(run_args, args)
     for name, value, message in (
         ("ACCELERATE_MIXED_PRECISION", "bf16", "launcher has mixed_precision 'bf16'"),  # the record would say false

@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset
 from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
@@ -129,23 +128,21 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         processing_class=processor,
         data_collator=collate,
     )
-    logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args, rows))
+    logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args))
     del groups  # holds unsharded parameters, which sharding replaces
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     logger.info("Saved to %s", output_dir)
 
 
-def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:
+def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     """What training prints: how many rows a step takes on how many processes, and in which arithmetic."""
-    size = "a stream of" if run_args.dataset_streaming else f"{len(rows)}"
     batch, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     samples = run_args.global_batch_size or batch * passes * args.world_size
     shape = f"{batch} rows" if run_args.packed_length is None else f"1 row of up to {run_args.packed_length} tokens"
-    return (
-        f"{size} rows; {args.world_size} processes x {shape} x {passes} accumulation steps = global batch {samples}; "
-        f"arithmetic in {'bfloat16' if args.bf16 else 'float16' if args.fp16 else 'float32'}"
-    )
+    arithmetic = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
+    passes_of = f"{args.world_size} processes x {shape} x {passes} accumulation steps"
+    return f"{passes_of} = global batch {samples}; arithmetic in {arithmetic}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

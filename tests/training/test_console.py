@@ -49,7 +49,7 @@ def test_the_console_shows_a_table(
     assert max(map(len, lines[header : header + 5])) < 100
     assert "grad_norm/" not in printed.err + printed.out
     assert caplog.messages[0] == f"Reading and checking {data} ..."
-    assert "30 rows; 1 processes x 2 rows x 2 accumulation steps = global batch 4; arithmetic in" in caplog.text
+    assert "1 processes x 2 rows x 2 accumulation steps = global batch 4; arithmetic in" in caplog.text
 
 
 def test_a_notebook_shows_the_same_table_alone(

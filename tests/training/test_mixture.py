@@ -77,7 +77,6 @@ def test_a_run_on_a_mixture_says_what_it_drew_and_goes_on_with_that_alone(
     with caplog.at_level(logging.INFO):
         run(monkeypatch, tmp_path, **fields, output_dir=str(out))
     assert f"{stored}: 8 rows, 8 good, 16 an epoch" in caplog.text
-    assert "31 rows; 1 processes" in caplog.text
     assert [line["step"] for line in logged(out)][-1] == 8
     assert [(s.path, s.rows, s.good_rows, s.weight, s.drawn, s.is_local) for s in Run.read(out).sources] == [
         (str(data), 30, 30, 0.5, 15, True),

@@ -24,7 +24,6 @@ from transformers import (
     GPT2Config,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    OPTConfig,
     PhiConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -73,13 +72,6 @@ RENDERED = {
     "vicuna": "<s>Be brief. USER: <image>\nWhat is it? ASSISTANT: A dog.</s>USER: Sure? ASSISTANT: Yes.</s>",
 }
 RENDERED["qwen3"] = RENDERED["qwen2"]
-TRAINED = {
-    "qwen2": "A dog.<|im_end|>Yes.<|im_end|>",
-    "qwen3": "A dog.<|im_end|>Yes.<|im_end|>",
-    "llama": "A dog.<|eot_id|>Yes.<|eot_id|>",
-    "gemma3": "A dog.<end_of_turn>Yes.<end_of_turn>",
-    "vicuna": " A dog.</s> Yes.</s>",
-}
 EMBEDDING_SCALE = {"gemma3": 32**0.5}  # Gemma multiplies its embeddings by the root of the width
 
 
@@ -119,7 +111,8 @@ def test_families(
         messages, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
     )
     input_ids, mask = batch["input_ids"][0], batch["assistant_masks"][0].bool()
-    assert processor.tokenizer.decode(input_ids[mask]) == TRAINED[text]
+    end, space = processor.tokenizer.eos_token, " " if text == "vicuna" else ""
+    assert processor.tokenizer.decode(input_ids[mask]) == f"{space}A dog.{end}{space}Yes.{end}"
     assert (input_ids == model.config.image_token_id).sum() == model.config.image_seq_length == 4
     assert RowTokenizer(processor, processor.chat_template).tokens_per_image == 4  # what training counts
     bos = processor.tokenizer.bos_token_id
@@ -268,8 +261,7 @@ def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path)
     ("config", "message"),
     [
         (PhiConfig(**TEXT_SIZES), "lm_head.bias"),
-        (OPTConfig(**TEXT_SIZES, ffn_dim=48, word_embed_proj_dim=32), "Error.* in loading state_dict"),
-        (GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=320), "GPT2Model.* no attribute 'embed_tokens'"),
+        (GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=320), "GPT2Model has no attribute .embed_tokens"),
         (Qwen3MoeConfig(**TEXT_SIZES, num_experts=4), "qwen3_moe.* mixes experts"),
         (Gemma2Config(**TEXT_SIZES, head_dim=8), "logits change by up to .* softcap"),
         (CohereConfig(**TEXT_SIZES), "logits change by up to .* scale"),

@@ -242,8 +242,11 @@ def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor
     }
     lines = [f"{'':38}{'mean L2 norm':>12}{'of text':>10}"]
     lines += [f"{label:38}{norms[key]:12.4f}{norms[key] / norms['text']:9.2f}x" for key, label in labels.items()]
-    chosen = f"image token: {processor.image_token} ({config.image_token_id}), {config.image_seq_length} a picture"
-    lines.append(f"projector norm: {config.projector_norm}, {chosen}, {chat_format(processor.tokenizer).name}")
+    lines += [
+        "(visual norms on 8 pictures of noise)",
+        f"projector norm: {config.projector_norm}, image token: {processor.image_token} ({config.image_token_id}), "
+        f"{config.image_seq_length} tokens a picture, chat format: {chat_format(processor.tokenizer).name}",
+    ]
     return "\n".join(lines)
 
 
@@ -258,7 +261,7 @@ def main() -> None:
     parser.add_argument("--llava_model", help="Llava checkpoint to convert instead: folder or Hub id")
     parser.add_argument("--projector_norm", choices=get_args(ProjectorNorm), default="gwc", help="none: plain Llava")
     parser.add_argument("--no_align_norm", action="store_true", help="start the norm at gain 1, not at text's norm")
-    parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale it to the text's norm")
+    parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale to the text's norm")
     parser.add_argument("--captions", help="rows of stage 1 to align a new projector on, see training/align.py")
     parser.add_argument("--image_folder", help="prefix of the image paths in --captions")
     parser.add_argument("--vision_feature_layer", type=int, default=-2, help="hidden state of the encoder to read")

@@ -21,7 +21,6 @@ from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import INSTRUCT, ROOT, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
-from training.merge import main as merge_main  # noqa: E402
 from training.merge import merge  # noqa: E402
 
 
@@ -169,11 +168,3 @@ def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
     with pytest.raises(OSError, match=rf"{tmp_path}/base"):
         merge(tmp_path / "adapter")
     assert merge(tmp_path / "adapter", base=str(tmp_path / "moved")).dtype == torch.bfloat16
-
-
-def test_merging_leaves_a_full_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "adapter_config.json").touch()
-    monkeypatch.setattr(sys, "argv", ["merge.py", "--adapter", str(tmp_path), "--output_dir", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        merge_main()
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter_config.json"]

@@ -24,8 +24,6 @@ from transformers import (
     GPT2Config,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaProcessor,
-    OPTConfig,
     PhiConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -74,13 +72,6 @@ RENDERED = {
     "vicuna": "<s>Be brief. USER: <image>\nWhat is it? ASSISTANT: A dog.</s>USER: Sure? ASSISTANT: Yes.</s>",
 }
 RENDERED["qwen3"] = RENDERED["qwen2"]
-TRAINED = {
-    "qwen2": "A dog.<|im_end|>Yes.<|im_end|>",
-    "qwen3": "A dog.<|im_end|>Yes.<|im_end|>",
-    "llama": "A dog.<|eot_id|>Yes.<|eot_id|>",
-    "gemma3": "A dog.<end_of_turn>Yes.<end_of_turn>",
-    "vicuna": " A dog.</s> Yes.</s>",
-}
 EMBEDDING_SCALE = {"gemma3": 32**0.5}  # Gemma multiplies its embeddings by the root of the width
 
 
@@ -120,7 +111,8 @@ def test_families(
         messages, tokenize=True, return_dict=True, return_tensors="pt", return_assistant_tokens_mask=True
     )
     input_ids, mask = batch["input_ids"][0], batch["assistant_masks"][0].bool()
-    assert processor.tokenizer.decode(input_ids[mask]) == TRAINED[text]
+    end, space = processor.tokenizer.eos_token, " " if text == "vicuna" else ""
+    assert processor.tokenizer.decode(input_ids[mask]) == f"{space}A dog.{end}{space}Yes.{end}"
     assert (input_ids == model.config.image_token_id).sum() == model.config.image_seq_length == 4
     assert RowTokenizer(processor, processor.chat_template).tokens_per_image == 4  # what training counts
     bos = processor.tokenizer.bos_token_id
@@ -215,55 +207,44 @@ def test_bfloat16_language_model_gives_a_bfloat16_model(backbones: Callable[[str
     assert {dtype for name, dtype in dtypes.items() if name not in norm} == {torch.bfloat16}
 
 
-@pytest.fixture
-def llava(backbones: Callable[[str], Path], composed: Callable[..., Path], tmp_path: Path) -> Path:
-    """A plain Llava checkpoint folder in the layout of llava-hf."""
-    source = NormLlavaForConditionalGeneration.from_pretrained(composed(text="vicuna"))
-    names = ("vision_config", "text_config", "image_token_index", "image_seq_length", "vision_feature_select_strategy")
+@pytest.mark.parametrize(
+    ("vision", "strategy", "count"), [("siglip", "full", 4), ("clip", "full", 5), ("siglip", "default", 3)]
+)
+def test_llava_keeps_every_weight_and_number_of_image_tokens(
+    vision: str, strategy: str, count: int, composed: Callable[..., Path], picture: Image.Image, tmp_path: Path
+) -> None:
+    """Of the four patches of a picture, with and without what stands before them."""
+    source = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision, text="vicuna"))
+    fields = {name: getattr(source.config, name) for name in ("vision_config", "text_config", "image_token_index")}
     torch.manual_seed(1)
-    model = LlavaForConditionalGeneration(LlavaConfig(**{name: getattr(source.config, name) for name in names}))
-    model.save_pretrained(tmp_path / "llava")
-    processor = AutoProcessor.from_pretrained(composed(text="vicuna"))
-    LlavaProcessor(
-        image_processor=processor.image_processor,
-        tokenizer=processor.tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="full",
-        chat_template="{{ messages[0]['content'] }}",
-    ).save_pretrained(tmp_path / "llava")
-    return tmp_path / "llava"
-
-
-@pytest.mark.parametrize("legacy_vision_keys", [False, True])
-def test_llava_keeps_every_weight(llava: Path, picture: Image.Image, legacy_vision_keys: bool) -> None:
-    reference = LlavaForConditionalGeneration.from_pretrained(llava).eval()
-    weights = load_file(llava / "model.safetensors")
+    llava = LlavaForConditionalGeneration(LlavaConfig(**fields, vision_feature_select_strategy=strategy)).eval()
+    llava.save_pretrained(tmp_path)
+    processor = AutoProcessor.from_pretrained(composed(vision=vision, text="vicuna"))
+    processor.vision_feature_select_strategy = strategy
+    processor.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
     # What llava-hf's checkpoints look like: the language model's own prefix, and an inner one of the vision tower.
     assert any(key.startswith("language_model.model.") for key in weights)
-    if legacy_vision_keys:
+    if (vision, strategy) == ("siglip", "full"):
         prefix, inner = "vision_tower.", "vision_tower.vision_model."
-        save_file(
-            {key.replace(prefix, inner, 1) if inner not in key else key: value for key, value in weights.items()},
-            llava / "model.safetensors",
-            metadata={"format": "pt"},
-        )
-    for projector_norm in ("none", "gwc"):
-        model, processor = convert_llava(str(llava), projector_norm)
-        assert model.config.llava_name_or_path == str(llava)  # for the card
+        legacy = {
+            key.replace(prefix, inner, 1) if inner not in key else key: weight for key, weight in weights.items()
+        }
+        save_file(legacy, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for projector_norm, added in (("none", set()), ("gwc", {"weight", "bias"})):
+        model, converted = convert_llava(str(tmp_path), projector_norm)
+        assert model.config.llava_name_or_path == str(tmp_path)  # for the card
         state = model.eval().state_dict()
-        for name, weight in reference.state_dict().items():
+        for name, weight in llava.state_dict().items():
             assert torch.equal(state.pop(name), weight), name
-        assert set(state) == (
-            set()
-            if projector_norm == "none"
-            else {f"model.multi_modal_projector.norm.{name}" for name in ("weight", "bias")}
-        )
-        if projector_norm == "none":
-            inputs = processor(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
-            with torch.no_grad():
-                assert torch.equal(model(**inputs).logits, reference(**inputs).logits)
-        model.save_pretrained(llava / projector_norm)
-        again = NormLlavaForConditionalGeneration.from_pretrained(llava / projector_norm).state_dict()
+        assert set(state) == {f"model.multi_modal_projector.norm.{name}" for name in added}
+        inputs = converted(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
+        image_tokens = int((inputs["input_ids"] == model.config.image_token_id).sum())
+        assert image_tokens == model.config.image_seq_length == count
+        with torch.no_grad():
+            assert added or torch.equal(model(**inputs).logits, llava(**inputs).logits)
+        model.save_pretrained(tmp_path / projector_norm)
+        again = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / projector_norm).state_dict()
         assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
 
 
@@ -280,8 +261,7 @@ def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path)
     ("config", "message"),
     [
         (PhiConfig(**TEXT_SIZES), "lm_head.bias"),
-        (OPTConfig(**TEXT_SIZES, ffn_dim=48, word_embed_proj_dim=32), "Error.* in loading state_dict"),
-        (GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=320), "GPT2Model.* no attribute 'embed_tokens'"),
+        (GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=320), "GPT2Model has no attribute .embed_tokens"),
         (Qwen3MoeConfig(**TEXT_SIZES, num_experts=4), "qwen3_moe.* mixes experts"),
         (Gemma2Config(**TEXT_SIZES, head_dim=8), "logits change by up to .* softcap"),
         (CohereConfig(**TEXT_SIZES), "logits change by up to .* scale"),
@@ -307,26 +287,6 @@ def test_buffers_without_weights_are_filled_on_loading(backbones: Callable[[str]
     input_ids = torch.arange(10)[None]
     with torch.no_grad():
         assert torch.equal(again(input_ids).logits, model.eval()(input_ids).logits)
-
-
-@pytest.mark.parametrize(("vision", "strategy", "count"), [("clip", "full", 5), ("siglip", "default", 3)])
-def test_a_llava_checkpoint_keeps_its_number_of_image_tokens(
-    vision: str, strategy: str, count: int, composed: Callable[..., Path], picture: Image.Image, tmp_path: Path
-) -> None:
-    """Of the four patches of a picture, with and without what stands before them."""
-    source = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision, text="vicuna"))
-    names = ("vision_config", "text_config", "image_token_index")
-    fields = {name: getattr(source.config, name) for name in names}
-    llava = LlavaForConditionalGeneration(LlavaConfig(**fields, vision_feature_select_strategy=strategy))
-    llava.save_pretrained(tmp_path)
-    processor = AutoProcessor.from_pretrained(composed(vision=vision, text="vicuna"))
-    processor.vision_feature_select_strategy = strategy
-    processor.save_pretrained(tmp_path)
-    model, converted = convert_llava(str(tmp_path), "none")
-    inputs = converted(images=picture, text="USER: <image>\nWhat? ASSISTANT:", return_tensors="pt")
-    assert int((inputs["input_ids"] == model.config.image_token_id).sum()) == model.config.image_seq_length == count
-    with torch.no_grad():
-        assert torch.equal(model.eval()(**inputs).logits, llava.eval()(**inputs).logits)
 
 
 def test_only_a_llava_checkpoint_is_converted(composed: Callable[..., Path]) -> None:

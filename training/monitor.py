@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 from transformers import LlavaProcessor, TrainerCallback, TrainerState
 from typing_extensions import override
@@ -21,20 +20,13 @@ from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
 from diagnostics.tokens import Inputs, Tokens, classify, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.stages import trained_projector
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded. Every process must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class InterfaceMonitor(TrainerCallback):
     """Measures the step that is about to be logged, through hooks that stay idle on every other step.
 
-    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the decoder's first layer; `norm/ratio`. Tokens
-      are classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded here.
-    - `projector_norm/gain_mean_abs`, `bias_mean_abs` (Table 5 of arXiv 2512.08374).
+    `norm/visual` and `norm/text` are mean L2 norms of the tokens that enter the decoder's first layer. Tokens are
+    classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded here.
 
     Args:
         model: The model that is trained, with adapters and without wrappers.
@@ -43,7 +35,6 @@ class InterfaceMonitor(TrainerCallback):
 
     def __init__(self, model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
         self.active = False
-        self._model = model
         self._ids = token_ids(model, processor)
         self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2))  # sum of norms, tokens
         self._tokens: Tokens | None = None
@@ -73,15 +64,10 @@ class InterfaceMonitor(TrainerCallback):
         """The measurements since the last call. `reduce` sums a tensor over processes; all must call this."""
         sums = reduce(torch.stack([self._sums["visual"], self._sums["text"]]))  # [modality, (sum of norms, tokens)]
         self._sums.clear()
-        metrics: dict[str, float] = {}
-        if (sums[:, 1] > 0).all():  # a logged step may hold no picture
-            visual, text = (sums[:, 0] / sums[:, 1]).tolist()
-            metrics |= {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
-        for name, parameter in trained_projector(self._model).norm.named_parameters():
-            if parameter.numel():  # empty between passes under ZeRO-3
-                name = {"weight": "gain"}.get(name, name)
-                metrics[f"projector_norm/{name}_mean_abs"] = whole(parameter.abs().mean()).item()
-        return metrics
+        if (sums[:, 1] == 0).any():  # a logged step may hold no picture
+            return {}
+        visual, text = (sums[:, 0] / sums[:, 1]).tolist()
+        return {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
 
 
 class MetricsFile(TrainerCallback):
@@ -153,8 +139,8 @@ class ConsoleTable(TrainerCallback):
         if self._bar is None:
             return
         if "eval_loss" in logs:
-            blank = f", with blank pictures {logs['eval_loss_blank']:.4f}" if "eval_loss_blank" in logs else ""
-            tqdm.write(f"    held out: loss {logs['eval_loss']:.4f}{blank}", file=sys.stderr)
+            losses = f"loss {logs['eval_loss']:.4f}, with blank pictures {logs['eval_loss_blank']:.4f}"
+            tqdm.write(f"    held out: {losses}", file=sys.stderr)
         if "loss" in logs:
             steps = state.global_step - self._steps_before
             tokens = state.num_input_tokens_seen - self._tokens_before

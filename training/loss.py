@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerControl
 from trl import SFTTrainer
 from typing_extensions import override
 
@@ -41,6 +42,8 @@ def head_on_supervised(model: NormLlavaForConditionalGeneration, places: torch.T
 
 class SupervisedTrainer(SFTTrainer):
     """[`SFTTrainer`] with this loss, and in training with the losses of `key_alignment` on the decoder's keys."""
+
+    control: TrainerControl
 
     def __init__(self, key_alignment: KeyAlignment | None = None, **kwargs: Any) -> None:
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())

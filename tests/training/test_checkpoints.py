@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from trl import SFTTrainer
 
-from conversations.rows import BadRowError
-from script_runs import PACKED, ROOT, logged, moved, run
+from script_runs import ROOT, logged, moved, run
 from training import checkpoints
 from training.checkpoints import find, steps_done
 from training.trainer import NormLlavaTrainer
@@ -126,21 +125,6 @@ def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
     run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=True)
     assert moved(Path(finished["output_dir"]), out) == set()
     assert steps_done(out) == 8
-
-
-def test_a_picture_that_vanishes_is_named(
-    finished: dict[str, Any], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = Path(shutil.copytree(data.parent, tmp_path / "data")) / data.name
-    fields = {**finished, **PACKED, "num_train_epochs": 2, "save_steps": 2, "output_dir": str(tmp_path / "out")}
-
-    def vanish(*args: Any, **kwargs: Any) -> None:
-        (tmp_path / "data" / "5.png").unlink(missing_ok=True)
-
-    monkeypatch.setattr("training.monitor.MetricsFile.on_log", vanish)
-    with pytest.raises(BadRowError, match=r"data.json, row \d+: image .*5.png can't be read"):
-        run(monkeypatch, tmp_path, **{**fields, "dataset_name": str(rows)})
-    assert find(tmp_path / "out", True) is not None
 
 
 def test_gradients_are_measured_by_module_and_watched(

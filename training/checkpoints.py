@@ -25,8 +25,6 @@ from training.run import RUN_FILE, Run
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-# Files that the model card reads the training from.
-RECORD = (RUN_FILE, STATE_FILE, "metrics.jsonl")
 SAVING_FOLDER = ".saving"
 
 
@@ -176,7 +174,7 @@ def check_weights(checkpoint: Path, model: Any) -> None:
 
 
 def copy_record(source: Path, destination: Path) -> None:
-    """Copy a folder's record of its training, if it has one, to a model that was made from its model."""
-    for name in RECORD:
+    """Copy what a card reads a model's training from, as far as a folder has it, to one that was made from it."""
+    for name in (RUN_FILE, STATE_FILE, "metrics.jsonl"):
         if (source / name).exists():
             shutil.copy(source / name, destination)

@@ -5,13 +5,12 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 from transformers import LlavaProcessor, TrainerCallback, TrainerState
 from typing_extensions import override
 
@@ -96,7 +95,7 @@ class MetricsFile(TrainerCallback):
 
 
 class ConsoleTable(TrainerCallback):
-    """Prints a header, a line per log, and a progress bar; everything else is in the file."""
+    """Prints a header and a line per log; everything else is in the file. Its clock leaves evaluations out."""
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
 
@@ -106,27 +105,19 @@ class ConsoleTable(TrainerCallback):
         """Seconds from the start to the end of the last step, without those of evaluations."""
         self._since = 0.0
         self._steps_before = self._tokens_before = 0
-        self._bar: Any = None
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Write the header."""
+        """Start the clock and print the header."""
         self._since = time.monotonic()
         self._steps_before, self._tokens_before = state.global_step, state.num_input_tokens_seen
-        if state.is_world_process_zero:
-            self._bar = tqdm(
-                total=state.max_steps, initial=state.global_step, leave=False, unit="step",
-                disable=args.disable_tqdm or None,  # also off without a terminal
-            )  # fmt: skip
-            self._write((*self.COLUMNS, "MFU") if self.shows_mfu else self.COLUMNS)
+        self._print(state, "", *self.COLUMNS, *(["MFU"] if self.shows_mfu else []))
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Update clock and bar."""
+        """Read the clock."""
         now = time.monotonic()
         self.seconds, self._since = self.seconds + now - self._since, now
-        if self._bar is not None:
-            self._bar.update()
 
     @override
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -135,33 +126,26 @@ class ConsoleTable(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write a line."""
-        if self._bar is None:
-            return
+        """Print a line."""
         if "eval_loss" in logs:
-            losses = f"loss {logs['eval_loss']:.4f}, with blank pictures {logs['eval_loss_blank']:.4f}"
-            tqdm.write(f"    held out: {losses}", file=sys.stderr)
+            blank = f"with blank pictures {logs['eval_loss_blank']:.4f}"
+            self._print(state, f"    held out: loss {logs['eval_loss']:.4f}, {blank}")
         if "loss" in logs:
             steps = state.global_step - self._steps_before
-            tokens = state.num_input_tokens_seen - self._tokens_before
             left = round(self.seconds / steps * (state.max_steps - state.global_step))
-            ratio = logs.get("norm/ratio")
-            cells = [
+            self._print(
+                state,
+                "",
                 f"{state.global_step}/{state.max_steps}",
                 f"{logs['loss']:.4f}",
                 f"{logs['learning_rate']:.3g}",
-                "no picture" if ratio is None else f"{ratio:.3f}",
-                f"{tokens / self.seconds:,.0f}",
+                f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture",
+                f"{(state.num_input_tokens_seen - self._tokens_before) / self.seconds:,.0f}",
                 f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
-            ]
-            self._write([*cells, f"{logs['mfu']:.1%}"] if self.shows_mfu else cells)
-
-    @override
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
+                *([f"{logs['mfu']:.1%}"] if self.shows_mfu else []),
+            )
 
     @staticmethod
-    def _write(cells: Sequence[str]) -> None:
-        tqdm.write("".join(f"{cell:>15}" for cell in cells), file=sys.stderr)
+    def _print(state: TrainerState, text: str, *cells: str) -> None:
+        if state.is_world_process_zero:
+            sys.stderr.write(text + "".join(f"{cell:>15}" for cell in cells) + "\n")

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule
 from transformers.initialization import no_init_weights
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from conversations.files import fresh_folder
 from training.run import RUN_FILE, Run
@@ -25,8 +25,6 @@ from training.run import RUN_FILE, Run
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
-# Files that the model card reads the training from.
-RECORD = (RUN_FILE, STATE_FILE, "metrics.jsonl")
 SAVING_FOLDER = ".saving"
 
 
@@ -38,9 +36,7 @@ def lock(output_dir: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would keep holding
         except OSError as error:
-            raise ValueError(
-                f"output_dir {output_dir} is in use by another run, or can't be locked: {error}"
-            ) from error
+            raise ValueError(f"output_dir {output_dir} is in use, or can't be locked ({error}).") from error
         yield
 
 
@@ -92,14 +88,14 @@ def find(output_dir: Path, named: str | bool | None) -> Path | None:
     if named is True:
         checkpoint = next(filter(is_complete, found), None)
         if checkpoint is None and holds_something and not steps_done(output_dir):
-            raise ValueError(f"{output_dir} holds no complete checkpoint to resume from. Choose another output_dir.")
+            raise ValueError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
         return checkpoint
     checkpoint = None if named is None else Path(str(named))
     if checkpoint is not None and not is_complete(checkpoint):
         raise ValueError(f"{checkpoint} can't be resumed from: it is not a complete checkpoint.")
     if holds_something and (checkpoint is None or checkpoint.resolve().parent != output_dir.resolve()):
         raise ValueError(
-            f"output_dir {output_dir} already holds a run or a model. Resume a run with --resume_from_checkpoint "
+            f"output_dir {output_dir} already holds a run or a model: resume a run with --resume_from_checkpoint "
             "true, or choose another folder."
         )
     return checkpoint
@@ -141,8 +137,7 @@ def step_of(checkpoint: Path) -> int:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """The checkpoints of a run, the newest first."""
-    found = [path for path in output_dir.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path) >= 0]
-    return sorted(found, key=step_of, reverse=True)
+    return [Path(path) for path in reversed(sort_checkpoints(str(output_dir)))]
 
 
 def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any, folder: Path) -> None:
@@ -179,7 +174,7 @@ def check_weights(checkpoint: Path, model: Any) -> None:
 
 
 def copy_record(source: Path, destination: Path) -> None:
-    """Copy a folder's record of its training, if it has one, to a model that was made from its model."""
-    for name in RECORD:
+    """Copy what a card reads a model's training from, as far as a folder has it, to one that was made from it."""
+    for name in (RUN_FILE, STATE_FILE, "metrics.jsonl"):
         if (source / name).exists():
             shutil.copy(source / name, destination)

@@ -5,14 +5,12 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 from transformers import LlavaProcessor, TrainerCallback, TrainerState
 from typing_extensions import override
 
@@ -21,20 +19,13 @@ from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
 from diagnostics.tokens import Inputs, Tokens, classify, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.stages import trained_projector
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor that may be sharded. Every process must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class InterfaceMonitor(TrainerCallback):
     """Measures the step that is about to be logged, through hooks that stay idle on every other step.
 
-    - `norm/visual`, `norm/text`: mean L2 norm of the tokens that enter the decoder's first layer; `norm/ratio`. Tokens
-      are classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded here.
-    - `projector_norm/gain_mean_abs`, `bias_mean_abs` (Table 5 of arXiv 2512.08374).
+    `norm/visual` and `norm/text` are mean L2 norms of the tokens that enter the decoder's first layer. Tokens are
+    classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded here.
 
     Args:
         model: The model that is trained, with adapters and without wrappers.
@@ -43,7 +34,6 @@ class InterfaceMonitor(TrainerCallback):
 
     def __init__(self, model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
         self.active = False
-        self._model = model
         self._ids = token_ids(model, processor)
         self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2))  # sum of norms, tokens
         self._tokens: Tokens | None = None
@@ -73,15 +63,10 @@ class InterfaceMonitor(TrainerCallback):
         """The measurements since the last call. `reduce` sums a tensor over processes; all must call this."""
         sums = reduce(torch.stack([self._sums["visual"], self._sums["text"]]))  # [modality, (sum of norms, tokens)]
         self._sums.clear()
-        metrics: dict[str, float] = {}
-        if (sums[:, 1] > 0).all():  # a logged step may hold no picture
-            visual, text = (sums[:, 0] / sums[:, 1]).tolist()
-            metrics |= {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
-        for name, parameter in trained_projector(self._model).norm.named_parameters():
-            if parameter.numel():  # empty between passes under ZeRO-3
-                name = {"weight": "gain"}.get(name, name)
-                metrics[f"projector_norm/{name}_mean_abs"] = whole(parameter.abs().mean()).item()
-        return metrics
+        if (sums[:, 1] == 0).any():  # a logged step may hold no picture
+            return {}
+        visual, text = (sums[:, 0] / sums[:, 1]).tolist()
+        return {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
 
 
 class MetricsFile(TrainerCallback):
@@ -110,7 +95,7 @@ class MetricsFile(TrainerCallback):
 
 
 class ConsoleTable(TrainerCallback):
-    """Prints a header, a line per log, and a progress bar; everything else is in the file."""
+    """Prints a header and a line per log; everything else is in the file. Its clock leaves evaluations out."""
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
 
@@ -120,27 +105,19 @@ class ConsoleTable(TrainerCallback):
         """Seconds from the start to the end of the last step, without those of evaluations."""
         self._since = 0.0
         self._steps_before = self._tokens_before = 0
-        self._bar: Any = None
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Write the header."""
+        """Start the clock and print the header."""
         self._since = time.monotonic()
         self._steps_before, self._tokens_before = state.global_step, state.num_input_tokens_seen
-        if state.is_world_process_zero:
-            self._bar = tqdm(
-                total=state.max_steps, initial=state.global_step, leave=False, unit="step",
-                disable=args.disable_tqdm or None,  # also off without a terminal
-            )  # fmt: skip
-            self._write((*self.COLUMNS, "MFU") if self.shows_mfu else self.COLUMNS)
+        self._print(state, "", *self.COLUMNS, *(["MFU"] if self.shows_mfu else []))
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Update clock and bar."""
+        """Read the clock."""
         now = time.monotonic()
         self.seconds, self._since = self.seconds + now - self._since, now
-        if self._bar is not None:
-            self._bar.update()
 
     @override
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -149,33 +126,26 @@ class ConsoleTable(TrainerCallback):
 
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Write a line."""
-        if self._bar is None:
-            return
+        """Print a line."""
         if "eval_loss" in logs:
-            blank = f", with blank pictures {logs['eval_loss_blank']:.4f}" if "eval_loss_blank" in logs else ""
-            tqdm.write(f"    held out: loss {logs['eval_loss']:.4f}{blank}", file=sys.stderr)
+            blank = f"with blank pictures {logs['eval_loss_blank']:.4f}"
+            self._print(state, f"    held out: loss {logs['eval_loss']:.4f}, {blank}")
         if "loss" in logs:
             steps = state.global_step - self._steps_before
-            tokens = state.num_input_tokens_seen - self._tokens_before
             left = round(self.seconds / steps * (state.max_steps - state.global_step))
-            ratio = logs.get("norm/ratio")
-            cells = [
+            self._print(
+                state,
+                "",
                 f"{state.global_step}/{state.max_steps}",
                 f"{logs['loss']:.4f}",
                 f"{logs['learning_rate']:.3g}",
-                "no picture" if ratio is None else f"{ratio:.3f}",
-                f"{tokens / self.seconds:,.0f}",
+                f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture",
+                f"{(state.num_input_tokens_seen - self._tokens_before) / self.seconds:,.0f}",
                 f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
-            ]
-            self._write([*cells, f"{logs['mfu']:.1%}"] if self.shows_mfu else cells)
-
-    @override
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            self._bar.close()
+                *([f"{logs['mfu']:.1%}"] if self.shows_mfu else []),
+            )
 
     @staticmethod
-    def _write(cells: Sequence[str]) -> None:
-        tqdm.write("".join(f"{cell:>15}" for cell in cells), file=sys.stderr)
+    def _print(state: TrainerState, text: str, *cells: str) -> None:
+        if state.is_world_process_zero:
+            sys.stderr.write(text + "".join(f"{cell:>15}" for cell in cells) + "\n")

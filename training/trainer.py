@@ -1,4 +1,4 @@
-"""Trains a NormLlava: learning rates and clipping by module, held-out loss, measures, checkpoints that are whole."""
+"""Trains a NormLlava: its learning rates and clipping by module, measures, checkpoints that are whole."""
 
 import math
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers.trainer
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Sampler
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
@@ -19,7 +20,7 @@ from diagnostics.tokens import attended_tokens
 from training.checkpoints import SAVING_FOLDER, STATE_FILE, publish, save, write_aside, write_unsharded
 from training.flops import MfuMeter
 from training.loss import SupervisedTrainer
-from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile, whole
+from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
 from training.rehearsal import largest_batch, rehearsal
 from training.run import Run
 from training.stages import ModuleGroup
@@ -28,6 +29,12 @@ from training.streams import PLACE, StreamBatches
 
 # What wrappers put into parameter names: PEFT, and FSDP's activation checkpointing.
 WRAPPERS = ("base_model.model.", "_checkpoint_wrapped_module.")
+
+
+def total_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """L2 norm of the gradient of all `parameters` together, a scalar; over all shards if they are sharded."""
+    norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class NormLlavaTrainer(SupervisedTrainer):
@@ -124,17 +131,14 @@ class NormLlavaTrainer(SupervisedTrainer):
         """As Trainer does it; then rehearse, with the weights and states of a resumed run in their places."""
         model, dataloader = super()._prepare_for_training(*args, **kwargs)
         if self._sampler is not None and not self.is_deepspeed_enabled:
-            lengths = row_lengths(self.train_dataset)
-            self._rehearse(model, largest_batch(self._sampler, lengths, self.data_collator.packed))
+            rows = largest_batch(self._sampler, row_lengths(self.train_dataset), self.data_collator.packed)
+            self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
+            with rehearsal(model, self.optimizer.optimizer, self.args.device):
+                super().training_step(model, self.data_collator([self.train_dataset[row] for row in rows]))
+            self._metrics["train"].clear()
+            if self._key_alignment is not None:
+                self._key_alignment.collect(self._sum_over_processes)
         return model, dataloader
-
-    def _rehearse(self, model: nn.Module, rows: list[int]) -> None:
-        self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
-        with rehearsal(model, self.optimizer.optimizer, self.args.device):
-            super().training_step(model, self.data_collator([self.train_dataset[row] for row in rows]))
-        self._metrics["train"].clear()
-        if self._key_alignment is not None:
-            self._key_alignment.collect(self._sum_over_processes)
 
     @override
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
@@ -172,8 +176,7 @@ class NormLlavaTrainer(SupervisedTrainer):
             return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
         modules = self._by_module(self.accelerator.unwrap_model(model))
-        gradients = {name: [p.grad for p in modules[name] if p.grad is not None] for name in modules}
-        norms = {name: whole(nn.utils.get_total_norm(gradients[name])) for name in modules}
+        norms = {name: total_norm(parameters) for name, parameters in modules.items()}
         norm = torch.stack(list(norms.values())).norm()
         for name, parameters in modules.items():
             limited = norms[name] if self._clip_by_module else norm
@@ -189,36 +192,6 @@ class NormLlavaTrainer(SupervisedTrainer):
                 f"The {name} is {value} in step {self.state.global_step + 1}; lower the learning rate, or look at "
                 "the rows of this step."
             )
-
-    @override
-    @torch.no_grad()
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Log the mean loss of the held-out rows' supervised tokens, each with the same weight (transformers averages
-        the means of batches, whatever their size), as `eval_loss`, and with a blank picture in place of every one as
-        `eval_loss_blank`. The random state, from which a data loader takes a number for its workers, is restored."""
-        device, sums = self.args.device, torch.zeros(3, dtype=torch.float64)
-        blank = self.data_collator.pixels([]).to(device) if any(self.eval_dataset["num_images"]) else None
-        self.model.eval()
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for inputs in map(self._prepare_inputs, self.get_eval_dataloader()):
-                sums[0] += self._summed_loss(inputs)
-                if blank is not None:
-                    sums[1] += self._summed_loss({**inputs, "pixel_values": blank.expand_as(inputs["pixel_values"])})
-                sums[2] += (inputs["labels"] != IGNORED).sum().item()
-        loss, loss_blank, num_tokens = self._sum_over_processes(sums).tolist()
-        metrics = {"eval_loss": loss / num_tokens}
-        if blank is not None:
-            metrics["eval_loss_blank"] = loss_blank / num_tokens
-        self._metrics["eval"].clear()  # TRL's own, averaged over batches
-        self.log(metrics)
-        self.model.train()
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
-
-    def _summed_loss(self, inputs: dict[str, Any]) -> float:
-        # TRL multiplies by the number of processes, since DDP averages over them.
-        loss: Any = self.compute_loss(self.model, inputs, num_items_in_batch=self.accelerator.num_processes)
-        return loss.item()
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

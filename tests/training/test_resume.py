@@ -107,19 +107,12 @@ def test_what_an_upgrade_adds_to_the_record_stops_no_run(
     assert moved(Path(finished["output_dir"]), copied) == set()
 
 
-@pytest.mark.parametrize("change", ["content", "order", "size"])
 def test_data_that_changed_is_another_run(
-    finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = Path(shutil.copytree(data.parent, tmp_path / "data")) / data.name
     rows = json.loads(changed.read_text())
-    if change == "content":
-        rows[3]["conversations"][1]["value"] = "something else"
-    elif change == "order":
-        rows[6]["image"], rows[7]["image"] = rows[7]["image"], rows[6]["image"]
-    else:
-        picture = tmp_path / "data" / "5.png"
-        picture.write_bytes(picture.read_bytes() + b" ")
+    rows[6]["image"], rows[7]["image"] = rows[7]["image"], rows[6]["image"]
     changed.write_text(json.dumps(rows))
     fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, "dataset_name": str(changed)}
     with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: [^\n]*\nRestore these"):

@@ -58,11 +58,6 @@ def test_both_stages_from_the_command_line(composed: Callable[..., Path], data: 
         parts = ("vision_tower", "multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head")
         total = sum(line[f"grad_norm/{part}"] ** 2 for part in parts) ** 0.5
         assert total == pytest.approx(line["grad_norm"], rel=1e-4)
-    gain = weights(stage2)[f"{NORM}.weight"]
-    assert metrics[-2]["projector_norm/gain_mean_abs"] == pytest.approx(gain.abs().mean().item())
-    assert metrics[-2]["projector_norm/gain_l2"] == pytest.approx(gain.norm().item())
-    assert metrics[-2]["projector_norm/bias_l2"] == pytest.approx(weights(stage2)[f"{NORM}.bias"].norm().item())
-
     AutoProcessor.from_pretrained(stage2)
     AutoModelForImageTextToText.from_pretrained(stage2)
     made = Run.read(stage2)
@@ -223,7 +218,7 @@ def test_a_model_in_the_output_folder_is_never_replaced(
     fields = {**INSTRUCT, "model_name_or_path": str(folder), "dataset_name": str(data), "output_dir": str(folder)}
     before = weights(folder)
     for resume in ({}, {"resume_from_checkpoint": True}):
-        with pytest.raises(ValueError, match=r"output_dir .*model holds "):
+        with pytest.raises(ValueError, match="choose another folder"):
             run(monkeypatch, tmp_path, **fields, **resume)
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(folder).items())
 

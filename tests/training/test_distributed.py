@@ -4,12 +4,10 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -114,51 +112,25 @@ def stream_of_shards(data: Path, folder: Path) -> tuple[dict[str, Any], set[str]
     return {"dataset_name": str(folder / "shards"), "image_folder": str(data.parent)}, bad
 
 
-STREAMED = {"dataset_streaming": True, "bad_rows": "skip", "max_steps": 12}
+def listed(folder: Path) -> set[str]:
+    return {json.loads(line)["source"] for line in (folder / "bad_rows.jsonl").read_text().splitlines()}
 
 
-def listed(folder: Path) -> list[str]:
-    return sorted({json.loads(line)["source"] for line in (folder / "bad_rows.jsonl").read_text().splitlines()})
-
-
-def test_two_processes_share_a_stream_and_its_bad_rows(
-    composed: Callable[..., Path], data: Path, tmp_path: Path
-) -> None:
-    fields, bad = stream_of_shards(data, tmp_path)
-    fields |= {**STREAMED, "stage": "align", "model_name_or_path": str(composed())}
-    launch(tmp_path, *TWO, **fields, output_dir=str(tmp_path / "out"))
-    assert listed(tmp_path / "out") == sorted(bad)
-    assert len([line for line in logged(tmp_path / "out") if "loss" in line]) == 12
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_two_processes_that_are_killed_go_on_in_the_stream(
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_two_processes_share_a_stream_and_its_bad_rows_and_go_on_in_it(
     composed: Callable[..., Path], data: Path, tmp_path: Path, workers: int
 ) -> None:
     fields, bad = stream_of_shards(data, tmp_path)
-    fields |= {**INSTRUCT, **STREAMED, "model_name_or_path": str(composed()), "save_steps": 5}
-    fields |= {"dataloader_num_workers": workers, "logging_steps": 1}
+    fields |= {"stage": "align", "model_name_or_path": str(composed()), "dataset_streaming": True, "save_steps": 5}
+    fields |= {"bad_rows": "skip", "max_steps": 12, "dataloader_num_workers": workers}
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     launch(tmp_path, *TWO, **fields, output_dir=str(unbroken))
-    assert listed(unbroken) == sorted(bad)
-
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(dump_recipe(**{**FAST, **fields, "output_dir": str(broken)}))
-    command = [sys.executable, "-m", "accelerate.commands.launch", *TWO, "training/sft.py", "--config", str(recipe)]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as killed:
-        while not (broken / "checkpoint-5").exists():
-            assert killed.poll() is None
-            time.sleep(0.01)
-        for process in (*psutil.Process(killed.pid).children(recursive=True), killed):
-            process.kill()
-    assert not (broken / "checkpoint-12").exists()
+    assert listed(unbroken) == bad
+    shutil.copytree(unbroken / "checkpoint-5", broken / "checkpoint-5")
     launch(tmp_path, *TWO, **fields, output_dir=str(broken), resume_from_checkpoint=True)
     assert moved(unbroken, broken) == set()
-    losses = ([line.get("loss") for line in logged(folder)] for folder in (unbroken, broken))
-    assert next(losses) == next(losses)
-    assert listed(broken) == sorted(bad)
+    whole, rest = ([line["loss"] for line in logged(folder) if "loss" in line] for folder in (unbroken, broken))
+    assert whole[5:] == rest[-7:]
 
 
 @pytest.mark.slow

@@ -147,7 +147,8 @@ class NormLlavaTrainer(SupervisedTrainer):
         self.state.compute_steps(self.args, self.state.max_steps)
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
-        if self.state.global_step < self.state.max_steps:
+        self.control.should_training_stop = self.state.global_step >= self.state.max_steps
+        if not self.control.should_training_stop:
             super()._run_epoch(epoch=epoch, **kwargs)
 
     @override

@@ -7,7 +7,7 @@ another and there is no padding.
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -106,7 +106,7 @@ def packed_batches(
 
 
 def plan_packing(
-    rows: Dataset, blank: int, samples_per_step: int, num_processes: int, seeds: Iterable[int], packed_length: int
+    rows: Dataset, blank: int, samples_per_step: int, num_processes: int, seeds: Sequence[int], packed_length: int
 ) -> int:
     """The fewest accumulation steps for which no packed row is longer than `packed_length` in epochs with these seeds,
     counting the `blank` picture's tokens of text alone. Raises `ValueError` if there are none."""

@@ -5,7 +5,6 @@ is quantized too; a list of them replaces the default, which skips the head; and
 adapters into the vision encoder.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -14,10 +13,6 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-
-
-UNQUANTIZED = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
-DECODER = "model.language_model.layers"
 
 
 def quantization_config(
@@ -29,7 +24,7 @@ def quantization_config(
         bnb_4bit_quant_type=quant_type,
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=compute_dtype,
-        llm_int8_skip_modules=UNQUANTIZED,
+        llm_int8_skip_modules=["model.vision_tower", "model.multi_modal_projector", "lm_head"],
     )
 
 
@@ -43,21 +38,18 @@ def add_adapters(
 ) -> PeftModel:
     """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
 
-    If the model has key adapters, they are trained in full, and the `k_proj` inside them gets no LoRA.
-
-    Args:
-        model: The model, quantized or not.
-        rank, alpha, dropout, options: Of PEFT's `LoraConfig`; the adapters' output is scaled by alpha / rank.
-        revision: The model's revision on the Hub, which merging loads again.
+    If the model has key adapters, they are trained in full, and the `k_proj` inside them gets no LoRA. Rank, alpha,
+    dropout and options are PEFT's; `revision` is the model's on the Hub, which merging loads again.
     """
-    modules = dict(model.get_submodule(DECODER).named_modules())
+    modules = dict(model.model.language_model.layers.named_modules())
     linear = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
     has_key_adapters = any(name.endswith(".key_adapter") for name in modules)
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=rf"{re.escape(DECODER)}\..*\.({'|'.join(sorted(linear - {'base'}))})",  # base: in key adapters
+        # `base` is the projection inside key adapters.
+        target_modules=rf"model\.language_model\.layers\..*\.({'|'.join(sorted(linear - {'base'}))})",
         modules_to_save=["multi_modal_projector", *["key_adapter"] * has_key_adapters],
         task_type="CAUSAL_LM",
         **options,

@@ -6,7 +6,6 @@ They are MaLoRA-style; docs/key_alignment.md says what they are and how they are
 """
 
 import argparse
-import logging
 from pathlib import Path
 
 import torch
@@ -27,15 +26,11 @@ def add_key_adapters(
     """The same model with key adapters; its parts are reused.
 
     Raises:
-        ValueError: if it has key adapters already or is quantized, or its decoder can't have any.
+        ValueError: if its decoder can't have any, or has them already.
         huggingface_hub.errors.StrictDataclassError: if rank, alpha or dropout are invalid.
     """
-    if isinstance(model, NormLlavaKeyAdapterForConditionalGeneration):
-        raise ValueError(f"The model already has key adapters of rank {model.config.key_adapter_rank}.")
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise ValueError("The model is quantized: start from the unquantized weights.")
-    fields = {**model.config.to_dict(), "key_adapter_rank": rank, "key_adapter_alpha": alpha}
-    config = NormLlavaKeyAdapterConfig.from_dict({**fields, "key_adapter_dropout": dropout})
+    fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
+    config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | fields)
     config._attn_implementation = model.config._attn_implementation
     set_seed(seed)
     parts = (model.model.vision_tower, model.model.language_model, model.lm_head)
@@ -59,7 +54,6 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.05, help="dropout in front of them, in training")
     parser.add_argument("--seed", type=int, default=42, help="seed of the new weights")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.output_dir.exists() and any(args.output_dir.iterdir()):
         parser.error(f"{args.output_dir} is not empty; choose another folder")
     load_config(args.model)

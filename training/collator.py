@@ -1,10 +1,12 @@
 """From rows to a padded or packed batch: opens the pictures, and puts the loss on assistant turns only."""
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from PIL import Image
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from conversations.pictures import open_images
 from conversations.rows import Row
@@ -37,9 +39,11 @@ class VisionLanguageCollator:
     def __call__(self, rows: list[Row]) -> Inputs:
         """Collate `rows`. Raises `BadRowError` if one has an unreadable picture."""
         expand = self.tokenize.expand_pictures
-        samples = [(expand(row["input_ids"]), expand(row["input_ids"], row["labels"])) for row in rows]
+        input_ids = [expand(row["input_ids"]) for row in rows]
+        labels = [expand(row["input_ids"], row["labels"]) for row in rows]
         images = [image for row in rows for image in open_images(row)]
-        batch = self._pack(samples, not images) if self.packed else self._pad(samples, not images)
+        num_blank = 0 if images else self.tokenize.tokens_per_image
+        batch = self._pack(input_ids, labels, num_blank) if self.packed else self._pad(input_ids, labels, num_blank)
         batch["pixel_values"] = self.pixels(images)
         return batch
 
@@ -51,46 +55,31 @@ class VisionLanguageCollator:
             images = [Image.new("RGB", (size["width"], size["height"]))]
         return image_processor(images, return_tensors="pt")["pixel_values"]
 
-    def _pad(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> Inputs:
-        if not samples:  # attention needs at least one token to attend to
-            samples = [([self.tokenize.processor.tokenizer.pad_token_id], [IGNORED])]
-        longest = max(len(input_ids) for input_ids, _ in samples)
-        num_blank = self.tokenize.tokens_per_image if blank else 0
-        tokenizer = self.tokenize.processor.tokenizer
-        shape = (len(samples), longest + num_blank)
-        input_ids = torch.full(shape, tokenizer.pad_token_id)
-        attention_mask = torch.zeros(shape, dtype=torch.long)
-        labels = torch.full(shape, IGNORED)
-        for number, (sample_ids, sample_labels) in enumerate(samples):
-            input_ids[number, : len(sample_ids)] = torch.tensor(sample_ids)
-            attention_mask[number, : len(sample_ids)] = 1
-            labels[number, : len(sample_ids)] = torch.tensor(sample_labels)
-        input_ids[0, longest:] = self.tokenize.processor.image_token_id
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    def _pad(self, input_ids: list[list[int]], labels: list[list[int]], num_blank: int) -> Inputs:
+        processor = self.tokenize.processor
+        pad_id = processor.tokenizer.pad_token_id
+        if not input_ids:  # attention needs at least one token to attend to
+            input_ids, labels = [[pad_id]], [[IGNORED]]
 
-    def _pack(self, samples: list[tuple[list[int], list[int]]], blank: bool) -> Inputs:
-        lengths = [len(input_ids) for input_ids, _ in samples]
-        input_ids = [token for sample_ids, _ in samples for token in sample_ids]
-        labels = [label for _, sample_labels in samples for label in sample_labels]
-        if blank:
-            # Each token is a separate sample, which tells it from a real picture and costs almost nothing.
-            lengths += [1] * self.tokenize.tokens_per_image
-            input_ids += [self.tokenize.processor.image_token_id] * self.tokenize.tokens_per_image
-            labels += [IGNORED] * self.tokenize.tokens_per_image
+        def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+            return pad(pad_sequence([torch.tensor(row) for row in rows], True, value), (0, num_blank), value=value)
+
+        batch = {"input_ids": padded(input_ids, pad_id), "labels": padded(labels, IGNORED)}
+        batch["attention_mask"] = padded([[1] * len(row) for row in input_ids], 0)
+        batch["input_ids"][0, batch["input_ids"].shape[1] - num_blank :] = processor.image_token_id
+        return batch
+
+    def _pack(self, input_ids: list[list[int]], labels: list[list[int]], num_blank: int) -> Inputs:
+        # Each blank token is a separate sample, which tells it from a real picture and costs almost nothing.
+        lengths = [*map(len, input_ids), *[1] * num_blank]
+        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        image_id = self.tokenize.processor.image_token_id
         return {
-            "input_ids": torch.tensor([input_ids]),
-            "labels": torch.tensor([labels]),
-            **sample_boundaries(lengths),
+            "input_ids": torch.tensor([[*chain(*input_ids), *[image_id] * num_blank]]),
+            "labels": torch.tensor([[*chain(*labels), *[IGNORED] * num_blank]]),
+            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+            "cu_seq_lens_q": bounds,
+            "cu_seq_lens_k": bounds,
+            "max_length_q": max(lengths),
+            "max_length_k": max(lengths),
         }
-
-
-def sample_boundaries(lengths: list[int]) -> Inputs:
-    """What tells the samples of a packed row apart: positions, and the bounds that FlashAttention takes."""
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return {
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-    }

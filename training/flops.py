@@ -9,12 +9,11 @@ one that is read don't count. With N weights in matrix products and t tokens, a 
     gradient of its weights    2 N t    if it is trained itself
 
 so a frozen language model costs 4 N t in stage 1, not 6 N t, its LoRA adapters 6 N t, a frozen vision encoder 2 N t.
-Key adapters and the losses on keys, which are small, are left out. The head sees only the
-supervised tokens. Attention over a sample of L tokens costs 4 L² d a layer forward (d = heads x head size), half of
-that where it is causal, and twice the forward again in the backward pass.
+Key adapters and the losses on keys, which are small, are left out. The head sees only the supervised tokens. Attention
+over a sample of L tokens costs 4 L² d a layer forward (d = heads x head size), half of that where it is causal, and
+twice the forward again in the backward pass.
 """
 
-import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,12 +22,8 @@ from trl.trainer.utils import get_peak_flops
 
 from conversations.tokens import IGNORED
 from diagnostics.tokens import Inputs
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
-from training.stages import Stage, trained_projector, unread_parameters
-
-
-# What FLOPs are proportional to.
-UNITS = ("token", "squared length", "picture", "supervised token")
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.stages import Stage, trained_projector
 
 
 def device_peak(device: torch.device) -> float | None:
@@ -48,16 +43,8 @@ class MfuMeter:
     """
 
     def __init__(self, model: NormLlavaForConditionalGeneration, stage: Stage, peak: float) -> None:
-        costs = dict.fromkeys(UNITS, 0.0)
-        for unit, cost in unit_flops(model, stage).values():
-            costs[unit] += cost
-        self._costs = torch.tensor(list(costs.values()), dtype=torch.float64)
-        self._peak, self._work = peak, torch.zeros(len(UNITS), dtype=torch.float64)
-        self._since: float | None = None
-
-    def begin(self) -> None:
-        """Start the clock, unless it is running."""
-        self._since = time.monotonic() if self._since is None else self._since
+        self._costs = torch.tensor(unit_flops(model, stage), dtype=torch.float64)
+        self._peak, self._work, self._seconds = peak, torch.zeros_like(self._costs), 0.0
 
     def add(self, inputs: Inputs) -> None:
         """Count a batch in a collator's layout, on any device."""
@@ -66,27 +53,21 @@ class MfuMeter:
         supervised = (inputs["labels"][:, 1:] != IGNORED).sum()
         pictures = torch.full_like(supervised, len(inputs["pixel_values"]))
         lengths = (lengths * (lengths > 1)).double()  # of a packed blank picture each token is a sample
-        work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])  # as UNITS
+        work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])
         self._work = self._work.to(work.device) + work
 
-    def leave_out(self, seconds: float) -> None:
-        """Don't count seconds that have just passed; without effect before the clock is started."""
-        if self._since is not None:
-            self._since += seconds
-
-    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int) -> float:
-        """The MFU since the last call, or since the clock was started. All processes must call this.
+    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int, seconds: float) -> float:
+        """The MFU since the last call. All processes must call this.
 
         Args:
             reduce: Sums a tensor over processes.
             num_processes: Devices that share the work.
+            seconds: How long training has taken since its start.
         """
-        flops = (reduce(self._work).cpu() * self._costs).sum().item()  # waits for the device
-        now = time.monotonic()
-        assert self._since is not None
-        seconds, self._since = now - self._since, now
+        flops = (reduce(self._work).cpu() * self._costs).sum().item()
+        passed, self._seconds = seconds - self._seconds, seconds
         self._work.zero_()
-        return flops / (seconds * self._peak * num_processes)
+        return flops / (passed * self._peak * num_processes)
 
 
 def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
@@ -98,60 +79,32 @@ def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
     )
 
 
-def unit_flops(model: NormLlavaForConditionalGeneration, stage: Stage) -> dict[str, tuple[str, float]]:
-    """Model FLOPs by part: the unit of `UNITS` that they scale with, and the FLOPs per unit.
+def unit_flops(model: NormLlavaForConditionalGeneration, stage: Stage) -> tuple[float, float, float, float]:
+    """Model FLOPs of a token, of a sample's squared length, of a picture and of a supervised token, of a model that is
+    prepared for the stage."""
+    tune_all, text = stage is Stage.INSTRUCT, model.config.text_config
+    vision_passes, head_passes = (3, 3) if tune_all else (1, 2)
+    decoder = model.model.language_model
+    of_token = 2 * _matrix_weights(decoder) + _matrix_weights(decoder, trained_alone=True)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    of_square = text.num_attention_heads * head_size * text.num_hidden_layers * 3
 
-    Args:
-        model: The model, prepared for the stage.
-        stage: What is trained.
-    """
-    config: NormLlavaConfig = model.config
-    vision, text = config.vision_config, config.text_config
-    tune_all = stage is Stage.INSTRUCT
-    patches = (vision.image_size // vision.patch_size) ** 2
-    layers = config.vision_feature_layer
+    vision, layers = model.config.vision_config, model.config.vision_feature_layer
+    patches, num_layers = (vision.image_size // vision.patch_size) ** 2, vision.num_hidden_layers
     layers = layers if isinstance(layers, list) else [layers]
-    num_layers = max(layer if layer >= 0 else vision.num_hidden_layers + layer + 1 for layer in layers)
-    unread = unread_parameters(model)
-    read = sum(
-        _matrix_weights(module)
-        for name, module in model.model.vision_tower.named_modules()
-        if isinstance(module, nn.Linear | nn.Conv2d) and f"model.vision_tower.{name}.weight" not in unread
-    )
+    depth = max(layer % (num_layers + 1) for layer in layers)  # -1 is the last layer's output
+    read = _matrix_weights(model.model.vision_tower) * depth / num_layers
+    seen = vision_passes * patches * (read + 2 * patches * vision.hidden_size * depth)
     projector = trained_projector(model)
     # With the encoder frozen nothing before the first of its two layers is trained.
     projected = 3 * _matrix_weights(projector) - (0 if tune_all else _matrix_weights(projector.linear_1))
-    decoder = model.model.language_model
-    decoded = 2 * _matrix_weights(decoder) + _matrix_weights(decoder, trained_alone=True)
-    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    width = text.num_attention_heads * head_size
-    vision_passes, head_passes = (3, 3) if tune_all else (1, 2)
-    return {
-        "vision_tower": ("picture", 2.0 * read * patches * vision_passes),
-        "vision attention": ("picture", 4.0 * patches**2 * vision.hidden_size * num_layers * vision_passes),
-        "multi_modal_projector": ("picture", 2.0 * patches * projected),
-        "language_model": ("token", 2.0 * decoded),
-        "language attention": ("squared length", 2.0 * width * text.num_hidden_layers * 3),
-        "lm_head": ("supervised token", 2.0 * model.lm_head.weight.numel() * head_passes),
-    }
+    of_picture = seen + patches * projected
+    return 2.0 * of_token, 2.0 * of_square, 2.0 * of_picture, 2.0 * model.lm_head.weight.numel() * head_passes
 
 
 def step_flops(
-    model: NormLlavaForConditionalGeneration,
-    stage: Stage,
-    lengths: Sequence[int],
-    num_images: int,
-    num_supervised: int,
-) -> dict[str, float]:
-    """Model FLOPs of a step, by part.
-
-    Args:
-        model: The model, prepared for the stage.
-        stage: What is trained.
-        lengths: Tokens of each sample.
-        num_images: Pictures in all samples.
-        num_supervised: Supervised tokens in all samples.
-    """
-    squares = sum(length**2 for length in lengths)
-    amounts = dict(zip(UNITS, (sum(lengths), squares, num_images, num_supervised), strict=True))
-    return {part: cost * amounts[unit] for part, (unit, cost) in unit_flops(model, stage).items()}
+    model: NormLlavaForConditionalGeneration, stage: Stage, lengths: Sequence[int], pictures: int, supervised: int
+) -> float:
+    """Model FLOPs of a step, of the tokens of each sample and the pictures and supervised tokens of all."""
+    amounts = (sum(lengths), sum(length**2 for length in lengths), pictures, supervised)
+    return sum(cost * amount for cost, amount in zip(unit_flops(model, stage), amounts, strict=True))

@@ -1,4 +1,4 @@
-"""The loss: of supervised tokens only, each with the same weight."""
+"""The loss: of supervised tokens only, each with the same weight, in training and on held-out rows."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerControl
 from trl import SFTTrainer
 from typing_extensions import override
 
@@ -40,7 +41,9 @@ def head_on_supervised(model: NormLlavaForConditionalGeneration, places: torch.T
 
 
 class SupervisedTrainer(SFTTrainer):
-    """[`SFTTrainer`] with this loss, and with `key_alignment` the losses on the decoder's keys."""
+    """[`SFTTrainer`] with this loss, and in training with the losses of `key_alignment` on the decoder's keys."""
+
+    control: TrainerControl
 
     def __init__(self, key_alignment: KeyAlignment | None = None, **kwargs: Any) -> None:
         self._key_alignment, self._penalty = key_alignment, torch.zeros(())
@@ -81,3 +84,29 @@ class SupervisedTrainer(SFTTrainer):
             self._penalty = penalty.detach()
             loss = loss + penalty
         return loss
+
+    @override
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Log the mean loss of the held-out rows' supervised tokens, each with the same weight (transformers averages
+        the means of batches, whatever their size), as `eval_loss`, and with a blank picture in place of every one as
+        `eval_loss_blank`. The random state, from which a data loader takes a number for its workers, is restored."""
+        device, processes = self.args.device, self.accelerator.num_processes
+        blank, sums = self.data_collator.pixels([]).to(device), torch.zeros(3, dtype=torch.float64)
+        self.model.eval()
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for seen in map(self._prepare_inputs, self.get_eval_dataloader()):
+                unseen = {**seen, "pixel_values": blank.expand_as(seen["pixel_values"])}
+                # TRL multiplies by the number of processes, since DDP averages over them.
+                losses: Any = [
+                    self.compute_loss(self.model, of, num_items_in_batch=processes) for of in (seen, unseen)
+                ]
+                sums[:2] += torch.stack(losses).to(sums)
+                sums[2] += (seen["labels"] != IGNORED).sum().item()
+        loss, loss_blank, num_tokens = self._sum_over_processes(sums).tolist()
+        metrics = {"eval_loss": loss / num_tokens, "eval_loss_blank": loss_blank / num_tokens}
+        self._metrics["eval"].clear()  # TRL's own, averaged over batches
+        self.log(metrics)
+        self.model.train()
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics

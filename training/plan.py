@@ -9,12 +9,10 @@ FSDP2 shards them. Not counted: attention masks, what FSDP2 gathers, CUDA's cont
 
 import argparse
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForImageTextToText, Trainer
@@ -33,35 +31,6 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Batch:
-    """What a device gets in a forward pass.
-
-    Attributes:
-        lengths: Tokens of each sample, image tokens included.
-        pictures, supervised: Pictures and supervised tokens of all samples.
-        packed: Whether the samples share one row; otherwise each has its own, padded to the longest.
-    """
-
-    lengths: Sequence[int]
-    pictures: int
-    supervised: int
-    packed: bool
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Bytes on a device by kind, at the peak of a step, and the model FLOPs of a forward and backward pass."""
-
-    memory: dict[str, int]
-    flops: float
-
-    @property
-    def total(self) -> int:
-        """Bytes of all kinds."""
-        return sum(self.memory.values())
-
-
 class _Tracker(MemTracker):
     """Without what it does for each module, which assumes that every parameter is trained."""
 
@@ -72,9 +41,22 @@ class _Tracker(MemTracker):
 
 
 def plan_step(
-    config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int = 1
-) -> Plan:
+    config: NormLlavaConfig,
+    run_args: RunArguments,
+    args: TrainingConfig,
+    samples: int,
+    tokens: int,
+    supervised: int,
+    devices: int = 1,
+) -> tuple[dict[str, int], float]:
     """Take two steps of two passes without data.
+
+    Args:
+        samples: Samples of a pass, with a picture each; they share one row if the recipe packs.
+        tokens, supervised: Tokens of a sample, image tokens included, and how many of them are supervised.
+
+    Returns:
+        Bytes of a device by kind, at the peak of a step, and the model FLOPs of a forward and backward pass.
 
     Raises:
         ValueError: for 4-bit weights and optimizers other than torch's, whose memory is not known here.
@@ -90,8 +72,10 @@ def plan_step(
         if trained is not model:
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    num_rows = 1 if run_args.packed_length is not None else samples
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _allocate(trained)
+        trained.to_empty(device="cpu")
+        model.tie_weights()
         trained.train()
         learned = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, trained)
@@ -100,51 +84,36 @@ def plan_step(
             tracker.track_external(trained, optimizer)
             for _ in range(2):
                 for _ in range(2):
-                    _loss(trained, batch, bool(args.bf16)).backward()
+                    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(args.bf16)):
+                        loss = _loss(trained, num_rows, samples, tokens, supervised)
+                    loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
         states = [state for of_one in optimizer.state.values() for state in of_one.values()]
         sizes = {"weights": _size(trained.parameters()), "gradients": _size(learned), "states": _size(states)}
-        flops = step_flops(model, Stage(str(run_args.stage)), batch.lengths, batch.pictures, batch.supervised)
+        flops = step_flops(model, Stage(str(run_args.stage)), [tokens] * samples, samples, samples * supervised)
     memory = {name: size // devices for name, size in sizes.items()}
-    return Plan(memory | {"activations and temporary": peak - sum(sizes.values())}, sum(flops.values()))
-
-
-def _allocate(model: nn.Module) -> None:
-    """Replace tensors on the meta device by fake ones on "the CPU", in a `FakeTensorMode`; tied ones stay tied."""
-    made: dict[torch.Tensor, torch.Tensor] = {}
-    for module in model.modules():
-        held: Any
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and tensor not in made:
-                    new = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[tensor] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-                held[name] = None if tensor is None else made[tensor]
+    return memory | {"activations and temporary": peak - sum(sizes.values())}, flops
 
 
 def _size(tensors: Iterable[Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
-def _loss(trained: Any, batch: Batch, bf16: bool) -> torch.Tensor:
-    """The loss of a batch: pictures come first, text after them, and the last tokens are supervised. The pictures'
+def _loss(trained: Any, num_rows: int, samples: int, tokens: int, supervised: int) -> torch.Tensor:
+    """The loss of a pass: pictures come first, text after them, and the last tokens are supervised. The pictures'
     features are put in their places here, as the model's own way depends on the tokens' values."""
     model = base_model(trained)
-    vision, num_rows = model.config.vision_config, 1 if batch.packed else len(batch.lengths)
-    size = sum(batch.lengths) if batch.packed else num_rows * max(batch.lengths)
-    pixel_values = torch.empty(batch.pictures, vision.num_channels, vision.image_size, vision.image_size)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
-        features = torch.cat(list(model.model.get_image_features(pixel_values).pooler_output))
-        text = model.get_input_embeddings()(torch.zeros(size - len(features), dtype=torch.long))
-        states = torch.cat([features.to(text.dtype), text]).view(num_rows, size // num_rows, -1)
-        places = torch.arange(size - batch.supervised, size)
-        labels = torch.zeros(1, batch.supervised, dtype=torch.long)
-        with head_on_supervised(model, places):
-            output = trained(inputs_embeds=states, shift_labels=labels, fused_lm_head=True, use_cache=False)
-    return -output.log_probs.sum() / batch.supervised
+    vision, size, num_labels = model.config.vision_config, samples * tokens, samples * supervised
+    pixel_values = torch.empty(samples, vision.num_channels, vision.image_size, vision.image_size)
+    features = torch.cat(list(model.model.get_image_features(pixel_values).pooler_output))
+    text = model.get_input_embeddings()(torch.zeros(size - len(features), dtype=torch.long))
+    states = torch.cat([features.to(text.dtype), text]).view(num_rows, size // num_rows, -1)
+    labels = torch.zeros(1, num_labels, dtype=torch.long)
+    with head_on_supervised(model, torch.arange(size - num_labels, size)):
+        output = trained(inputs_embeds=states, shift_labels=labels, fused_lm_head=True, use_cache=False)
+    return -output.log_probs.sum() / num_labels
 
 
 def main() -> None:
@@ -158,20 +127,20 @@ def main() -> None:
     parser.add_argument("--supervised", type=int, default=200, help="supervised tokens of a sample")
     parser.add_argument("--devices", type=int, default=1, help="devices that FSDP2 shards the model over")
     parser.add_argument("--rows", type=int, default=558_128, help="rows of the data")
-    parser.add_argument("--tflops", type=float, default=989.0, help="peak of a device; by default an H100's")
-    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that training reaches")
+    reached = "TFLOP/s that a device reaches: an H100's 989 at an MFU of 0.4"
+    parser.add_argument("--tflops", type=float, default=396.0, help=reached)
     options, given = parser.parse_known_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_args, args = parse_arguments(given)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     packed = run_args.packed_length
-    samples = max(packed // options.tokens, 1) if packed is not None else args.per_device_train_batch_size
-    batch = Batch([options.tokens] * samples, samples, samples * options.supervised, packed is not None)
-    plan = plan_step(config, run_args, args, batch, options.devices)
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.memory.items())
-    flops = plan.flops / samples * options.rows * args.num_train_epochs
-    hours = flops / (options.devices * options.tflops * 1e12 * options.mfu) / 3600
-    logger.info("memory of a device: %.1f GiB (%s)", plan.total / GIB, parts)
+    samples = args.per_device_train_batch_size if packed is None else max(packed // options.tokens, 1)
+    sizes = (samples, options.tokens, options.supervised, options.devices)
+    memory, flops = plan_step(config, run_args, args, *sizes)
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
+    flops *= options.rows * args.num_train_epochs / samples
+    hours = flops / (options.devices * options.tflops * 1e12) / 3600
+    logger.info("memory of a device: %.1f GiB (%s)", sum(memory.values()) / GIB, parts)
     logger.info("the run: %.3g FLOPs, %.1f hours on %d devices", flops, hours, options.devices)
 
 

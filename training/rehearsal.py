@@ -11,12 +11,9 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 def largest_batch(sampler: BatchRebalanceSampler, lengths: np.ndarray, packed: bool) -> list[int]:
     """The rows of a sampler's largest batch in its epoch, by tokens, padding included; `lengths` are the rows'."""
-
-    def size(batch: list[int]) -> int:
-        chosen = lengths[batch]
-        return int(chosen.sum() if packed else len(batch) * chosen.max(initial=0))
-
-    return max(sampler, key=size)
+    return max(
+        sampler, key=lambda batch: lengths[batch].sum() if packed else len(batch) * lengths[batch].max(initial=0)
+    )
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,12 @@ SAME = (
     "stage", "model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
     "attn_implementation", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length", "max_length",
-    "num_train_epochs", "max_steps", "train_sampling_strategy", "dataset_streaming", "seed", "data_seed", "bf16",
+    "num_train_epochs", "max_steps", "dataset_streaming", "seed", "data_seed", "bf16",
     "fp16", "learning_rate", "vision_learning_rate", "projector_learning_rate", "norm_learning_rate",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "optim_args", "weight_decay", "adam_beta1",
     "adam_beta2", "adam_epsilon", "max_grad_norm", "clip_by_module", "loss_type", "neftune_noise_alpha",
-    "key_mmd_weight", "key_gram_weight", "key_layers", "key_bandwidths",
+    "key_mmd_weight", "key_gram_weight",
 )  # fmt: skip
-# Recorded too: with a stream its workers take turns, and so order the rows.
-WORKERS = "dataloader_num_workers"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a checkpoint is: tokens trained on, without padding, and the sum of the losses of all steps."""
-
-    num_tokens: int
-    loss_sum: float
 
 
 @dataclass(frozen=True)
@@ -71,38 +61,22 @@ class Environment:
     commit: str | None
     """Of this code; `None` without a git repository."""
     commit_is_clean: bool | None
-    python: str
     packages: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's data (its fingerprint), arguments (of `SAME`), recipe, environment, progress and sources."""
+    """A run's data (its fingerprint), arguments (of `SAME`), recipe, environment, and sources (of a stream none)."""
 
     data: str
-    num_processes: int
     arguments: dict[str, Any]
     recipe: str | None
     environment: Environment
-    progress: Progress | None = None
-    """Of a checkpoint; `None` in the folder of a finished run."""
     sources: tuple[Source, ...] = ()
-    """Empty for a stream."""
 
-    @property
-    def compared(self) -> dict[str, Any]:
-        """By name, what must be the same when the run is resumed. A later version may record more."""
-        weights = [source.weight for source in self.sources]  # of a single whole source none
-        workers = [WORKERS] if self.arguments.get("dataset_streaming") else []
-        return {
-            "data": self.data, "num_processes": self.num_processes, "weights": [] if weights == [1] else weights,
-            **{name: self.arguments[name] for name in (*SAME, *workers) if name in self.arguments},
-        }  # fmt: skip
-
-    def write(self, folder: Path, progress: Progress | None = None) -> None:
+    def write(self, folder: Path) -> None:
         """Write `run.json` into a folder."""
-        record = asdict(replace(self, progress=progress))
-        write_whole(folder / RUN_FILE, json.dumps(record, indent=2) + "\n")
+        write_whole(folder / RUN_FILE, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
@@ -122,26 +96,21 @@ def describe_run(
     sources: Sequence[Source] = (),
 ) -> Run:
     """The record of a run that is about to start, from all of its arguments by name."""
-    kept = {name: arguments[name] for name in (*SAME, WORKERS) if name in arguments}
-    name = str(kept.get("model_name_or_path"))
-    kept["model_name_or_path"] = os.path.normpath(name) if os.path.exists(name) else name
-    return Run(
-        data=data,
-        num_processes=environment.num_processes,
-        arguments=json.loads(json.dumps(kept, default=str)),  # as it will be read back
-        recipe=None if recipe is None else str(Path(recipe).resolve()),
-        environment=environment,
-        sources=tuple(sources),
-    )
+    kept = {name: arguments[name] for name in SAME if name in arguments}
+    as_read_back = json.loads(json.dumps(kept, default=str))
+    return Run(data, as_read_back, None if recipe is None else os.path.abspath(recipe), environment, tuple(sources))
 
 
 def check_same_run(checkpoint: Path, run: Run) -> None:
     """Compare a run with the record in a checkpoint. Raises `ValueError` that lists the differences."""
-    before, now = Run.read(checkpoint).compared, run.compared
+    before, now = (
+        {"data": of.data, "num_processes": of.environment.num_processes, **of.arguments}
+        for of in (Run.read(checkpoint), run)
+    )
     differences = [
         f"  {name}: {before[name]!r} before, {now[name]!r} now\n"
         for name in now
-        if name in before and before[name] != now[name]
+        if name in before and before[name] != now[name]  # a later version may record more
     ]
     if differences:
         raise ValueError(
@@ -162,7 +131,6 @@ def describe_environment(device_type: str, num_processes: int, resumed: bool) ->
         resumed=resumed,
         commit=_git("rev-parse", "HEAD") if tracked else None,
         commit_is_clean=None if status is None else not status,
-        python=platform.python_version(),
         packages={name: version(name) for name in PACKAGES},
     )
 

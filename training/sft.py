@@ -22,20 +22,17 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from datasets import Dataset, IterableDataset
-from transformers import AutoProcessor, LlavaProcessor
-from transformers.trainer_pt_utils import BatchRebalanceSampler
+from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.batches import deal_held_out, deal_rows, require_separate_samples
-from training.checkpoints import checkpoints, find, lock, publish_checkpoint, restore, steps_done
+from training.checkpoints import check_weights, checkpoints, find, lock, restore, steps_done
 from training.collator import VisionLanguageCollator
-from training.data import BAD_ROWS_FILE, read_held_out, read_rows
+from training.data import read_held_out, read_rows
 from training.flops import MfuMeter, device_peak
-from training.held_out import HeldOutQuestions
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, make_room, prepare_model
 from training.run import Run, check_same_run, describe_environment, describe_run
@@ -48,16 +45,8 @@ logger = logging.getLogger(__name__)
 ROOT = Path(__file__).parents[1]
 
 
-def count_steps(args: TrainingConfig, sampler: BatchRebalanceSampler | None) -> int:
-    """Optimizer steps of the whole run, as Trainer counts them."""
-    if args.max_steps > 0 or sampler is None:
-        return args.max_steps
-    return math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
-
-
 def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, steps: int) -> bool:
-    """Whether a run has taken all of its steps; if it has, but was stopped before its model was there, this publishes
-    it.
+    """Whether a run has taken all of its steps, and its model is there.
 
     Raises:
         ValueError: if the folder or the checkpoint is of another run, or there is nothing to resume from.
@@ -66,59 +55,48 @@ def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoi
     # A checkpoint given by path is resumed from, whatever came after it.
     done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
     before = checkpoint or (output_dir if done else None)
-    if before is None:
-        return False
-    if not run_args.resume_changed:
+    if before is not None and not run_args.resume_changed:
         check_same_run(before, run)
     if done >= steps:
         logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
         return True
-    if checkpoint is None:
+    if done and checkpoint is None:
         raise ValueError(
             f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {steps}. Start "
             "from its model, with another output_dir."
         )
-    if steps_done(checkpoint) < steps:
-        return False
-    if args.process_index == 0:
-        publish_checkpoint(checkpoint, output_dir)
-    logger.info("%s is the end of the run; its model is now in %s", checkpoint, output_dir)
-    return True
+    return False
 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Read the data, prepare the model, train, and publish the result; for a finished run, only publish."""
-    config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
-    if run_args.packed_length is not None:
-        require_separate_samples(config.text_config)
+    """Read the rows, deal them into batches, prepare the model, train, and publish the result; nothing for a finished
+    run."""
     output_dir, stage = Path(args.output_dir), Stage(str(run_args.stage))
+    packed = run_args.packed_length is not None
+    config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
+    if packed:
+        require_separate_samples(config.text_config)
     checkpoint = find(output_dir, args.resume_from_checkpoint)
-    environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)
-    processor: LlavaProcessor = AutoProcessor.from_pretrained(
-        run_args.model_name_or_path, revision=run_args.model_revision
-    )
-    template = (
-        plain_template(processor.tokenizer, processor.image_token) if stage is Stage.ALIGN else processor.chat_template
-    )
-    tokenize = RowTokenizer(processor, template, args.max_length)
-    names = ", ".join(source.path for source in run_args.sources)
-    logger.info("Reading and checking %s ...", names)
+
+    processor = AutoProcessor.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
+    plain = plain_template(processor.tokenizer, processor.image_token)
+    tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template, args.max_length)
+    logger.info("Reading and checking the rows ...")
     rows, data, sources = read_rows(run_args, args, tokenize)
-    sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
-    collate = VisionLanguageCollator(tokenize, packed=run_args.packed_length is not None)
-    stream = None
-    if isinstance(rows, IterableDataset):
-        stream = StreamBatches(
-            rows, RowCheck(tokenize, run_args.open_pictures), collate, args.per_device_train_batch_size,
-            run_args.packed_length, run_args.bad_rows, output_dir / BAD_ROWS_FILE, args.process_index,
-            args.world_size, args.dataloader_num_workers,
-        )  # fmt: skip
     held_out = read_held_out(run_args, args, tokenize)
-    eval_sampler = None if held_out is None else deal_held_out(run_args, args, held_out, tokenize.tokens_per_image)
+
+    sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
+    collate, stream, steps = VisionLanguageCollator(tokenize, packed), None, args.max_steps
+    if sampler is None:
+        stream = StreamBatches(rows, RowCheck(tokenize, run_args.open_pictures), collate, run_args.bad_rows, args)
+    elif steps <= 0:  # as Trainer counts them
+        steps = math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
+    environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)
     run = describe_run({**vars(run_args), **args.to_dict()}, data, environment, run_args.recipe, sources)
-    if is_finished(run_args, args, run, checkpoint, count_steps(args, sampler)):
+    if is_finished(run_args, args, run, checkpoint, steps):
         return
     if checkpoint is not None:
+        args.eval_on_start = False  # done at the first start
         if stream is not None:
             stream.go_on(checkpoint)
         if args.process_index == 0:
@@ -128,10 +106,11 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
     make_room(trained)
-    questions = None
-    if held_out is not None and run_args.eval_samples > 0:
-        asked = held_out.select(range(min(run_args.eval_samples, len(held_out))))
-        questions = HeldOutQuestions(asked, collate, args.per_device_eval_batch_size, stage is Stage.ALIGN)
+    if checkpoint is not None:
+        check_weights(checkpoint, trained)
+    key_alignment = None
+    if run_args.key_mmd_weight or run_args.key_gram_weight:
+        key_alignment = KeyAlignment(model, processor, run_args.key_mmd_weight, run_args.key_gram_weight)
     peak = device_peak(args.device)
     trainer = NormLlavaTrainer(
         trained,
@@ -139,9 +118,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         run,
         sampler=sampler,
         stream=stream,
-        eval_sampler=eval_sampler,
-        questions=questions,
-        key_alignment=KeyAlignment.from_arguments(model, processor, run_args),
+        eval_sampler=None if held_out is None else deal_held_out(args, len(held_out)),
+        key_alignment=key_alignment,
         mfu=None if peak is None else MfuMeter(model, stage, peak),
         clip_by_module=run_args.clip_by_module,
         args=args,
@@ -150,29 +128,21 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         processing_class=processor,
         data_collator=collate,
     )
-    logger.info("%s", describe_stage(stage, groups))
+    logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args))
     del groups  # holds unsharded parameters, which sharding replaces
-    logger.info("%s", describe_batch(run_args, args, rows))
-    trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+    trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     logger.info("Saved to %s", output_dir)
 
 
-def describe_batch(run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset) -> str:
+def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     """What training prints: how many rows a step takes on how many processes, and in which arithmetic."""
-    size = "a stream of" if isinstance(rows, IterableDataset) else f"{len(rows)}"
-    batch, samples = f"{args.per_device_train_batch_size} rows", run_args.global_batch_size
-    if run_args.packed_length is not None:
-        batch = f"1 packed row of up to {run_args.packed_length} tokens"
-    elif samples is None:
-        samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    total = "" if samples is None else f" = global batch {samples}"
+    batch, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    samples = run_args.global_batch_size or batch * passes * args.world_size
+    shape = f"{batch} rows" if run_args.packed_length is None else f"1 row of up to {run_args.packed_length} tokens"
     arithmetic = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
-    chosen = ", chosen for this CPU or by the record of the run" if args.chose_bf16 else ""
-    return (
-        f"{size} rows; {args.world_size} processes x {batch} x {args.gradient_accumulation_steps} accumulation steps"
-        f"{total}; arithmetic in {arithmetic}{chosen}"
-    )
+    passes_of = f"{args.world_size} processes x {shape} x {passes} accumulation steps"
+    return f"{passes_of} = global batch {samples}; arithmetic in {arithmetic}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

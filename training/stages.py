@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoModel
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from modeling_normllava.key_adapters import KeyAdapter
 
 
 class Stage(StrEnum):
@@ -49,7 +48,8 @@ class ModuleGroup:
     """`None` for a frozen part."""
 
 
-UNREAD = "vision_tower, not read"
+# Vision layers past the one that is read, and what PEFT keeps beside its trained copies.
+UNREAD, KEPT = "vision_tower, not read", "originals, kept by PEFT"
 
 
 def base_model(trained: Any) -> Any:
@@ -75,66 +75,44 @@ def prepare_stage(
     Returns:
         The parts of the model; every parameter is in exactly one of them.
     """
-    groups = group_parameters(model, stage, rates)
-    freeze(groups)
-    for group in groups:
-        # In float32 a step of 1e-5 is not lost in rounding. Unread layers get the output of a trained encoder.
-        whole = group.learning_rate is not None or (stage is Stage.INSTRUCT and group.name == UNREAD)
-        for parameter in group.parameters.values():
-            if parameter.is_floating_point():  # 4-bit weights are packed into bytes
-                parameter.data = parameter.data.to(torch.float32 if whole else frozen_dtype)
-    if stage is not Stage.INSTRUCT:
-        # With checkpointing, transformers makes the patches require gradients, and a frozen encoder would be
-        # recomputed and run backward for nothing.
-        model.model.vision_tower.forward = torch.no_grad()(model.model.vision_tower.forward)
-    if stage is Stage.ALIGN:  # key adapters are frozen here
-        for module in model.modules():
-            if isinstance(module, KeyAdapter):
-                module.dropout.p = 0.0
-    return groups
-
-
-def group_parameters(
-    model: NormLlavaForConditionalGeneration, stage: Stage, rates: LearningRates
-) -> list[ModuleGroup]:
-    """The parts of the model with the rates that a stage trains them at. Changes nothing."""
     tune_all = stage is Stage.INSTRUCT
     learning_rates = {
         "vision_tower": rates.vision if tune_all else None,
         UNREAD: None,
         "multi_modal_projector": rates.projector or rates.common,
         "multi_modal_projector.norm": rates.norm,
-        "multi_modal_projector, before": None,  # PEFT trains a copy and keeps the original next to it
         "language_model": rates.common if tune_all else None,
         "language_model.lora": rates.common,
         "language_model.key_adapter": None if stage is Stage.ALIGN else rates.common,
-        "key_adapter, before": None,
+        KEPT: None,
         "lm_head": rates.common if tune_all else None,
     }
     groups = {name: ModuleGroup(name, {}, rate) for name, rate in learning_rates.items()}
-    unread, projector = unread_parameters(model), trained_projector(model)
-    prefix = next(name for name, module in model.named_modules() if module is projector)
+    unread = unread_parameters(model)
     for name, parameter in model.named_parameters():  # a tied head appears only as the embedding
         part = name.removeprefix("model.").split(".")[0]
         if name in unread:
             part = UNREAD
-        elif part == "multi_modal_projector":
-            inside = name.removeprefix(f"{prefix}.")
-            part += ", before" if inside == name else ".norm" if inside.startswith("norm.") else ""
+        elif ".original_module." in name:
+            part = KEPT
+        elif part == "multi_modal_projector" and ".norm." in name:
+            part += ".norm"
         elif ".lora_" in name:
             part = "language_model.lora"
         elif ".key_adapter." in name:
-            part = "key_adapter, before" if ".original_module." in name else "language_model.key_adapter"
+            part = "language_model.key_adapter"
         groups[part].parameters[name] = parameter
+        if parameter.is_floating_point():  # 4-bit weights are packed into bytes
+            is_trained = learning_rates[part] is not None
+            parameter.requires_grad_(is_trained)
+            # In float32 a step of 1e-5 is not lost in rounding. Unread layers get the output of a trained encoder.
+            whole = is_trained or (tune_all and part == UNREAD)
+            parameter.data = parameter.data.to(torch.float32 if whole else frozen_dtype)
+    if not tune_all:
+        # With checkpointing, transformers makes the patches require gradients, and a frozen encoder would be
+        # recomputed and run backward for nothing.
+        model.model.vision_tower.forward = torch.no_grad()(model.model.vision_tower.forward)
     return [group for group in groups.values() if group.parameters]
-
-
-def freeze(groups: Iterable[ModuleGroup]) -> None:
-    """Require gradients for the groups with a learning rate, and for no others."""
-    for group in groups:
-        for parameter in group.parameters.values():
-            if parameter.is_floating_point():
-                parameter.requires_grad_(group.learning_rate is not None)
 
 
 def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:

@@ -1,6 +1,5 @@
 """QLoRA as people run it: what is quantized and trained, the run, the adapter, and the merged model."""
 
-import json
 import shutil
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import INSTRUCT, ROOT, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.collator import VisionLanguageCollator  # noqa: E402
-from training.merge import main as merge_main  # noqa: E402
 from training.merge import merge  # noqa: E402
 
 
@@ -50,49 +48,21 @@ def test_the_language_model_alone_is_quantized_and_adapted(quantized: NormLlavaF
     assert len(trained) == 2 * len(in_4bit) + 6
 
 
-def rebased(adapter: Path, base: Path, folder: Path) -> Path:
-    """A copy of an adapter that names another base."""
-    shutil.copytree(adapter, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": str(base)}))
-    return folder
-
-
-def test_an_adapter_loads_on_any_whole_base_and_on_no_torn_one(
-    quantized: NormLlavaForConditionalGeneration, composed: Callable[..., Path], tmp_path: Path
-) -> None:
-    quantized.save_pretrained(tmp_path / "quantized")
-    again = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "quantized")
-    assert all(torch.equal(again.state_dict()[name], weight) for name, weight in quantized.state_dict().items())
-
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
+def test_an_adapter_loads_on_a_whole_base_and_on_no_torn_one(composed: Callable[..., Path], tmp_path: Path) -> None:
+    base = shutil.copytree(composed(), tmp_path / "base")
+    add_adapters(NormLlavaForConditionalGeneration.from_pretrained(base), rank=2, alpha=4).save_pretrained(
+        tmp_path / "adapter"
+    )
     load, in_4bit = AutoModelForImageTextToText.from_pretrained, BitsAndBytesConfig(load_in_4bit=True)
-    embedded = rebased(tmp_path / "adapter", composed(), shutil.copytree(composed(), tmp_path / "embedded"))
-    for loaded in (
-        load(tmp_path / "adapter"),
-        NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "adapter"),
-        load(embedded),
-        # What the adapter's weights lack of the state of 4-bit weights is nothing that is missing.
-        load(tmp_path / "adapter", quantization_config=in_4bit),
-        load(rebased(tmp_path / "adapter", tmp_path / "quantized", tmp_path / "on_quantized")),
-    ):
+    # What the adapter's weights lack of the state of 4-bit weights is nothing that is missing.
+    for loaded in (load(tmp_path / "adapter"), load(tmp_path / "adapter", quantization_config=in_4bit)):
         assert any(".lora_" in name for name, _ in loaded.named_parameters())
         assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
-
-    torn = shutil.copytree(composed(), tmp_path / "torn")
-    weights = load_file(torn / "model.safetensors")
+    weights = load_file(base / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if "multi_modal_projector.linear_1" not in name}
-    save_file(kept, torn / "model.safetensors", metadata={"format": "pt"})
-    on_torn = rebased(tmp_path / "adapter", torn, tmp_path / "on_torn")
-    in_torn = rebased(tmp_path / "adapter", torn, shutil.copytree(torn, tmp_path / "in_torn"))
-    for make, folder in (
-        (load, on_torn),
-        (NormLlavaForConditionalGeneration.from_pretrained, on_torn),
-        (load, in_torn),
-    ):
-        with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
-            make(folder)
+    save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
+        load(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
@@ -156,10 +126,9 @@ def test_a_run_learns_saves_reloads_and_merges(
         torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
 
     # Training on from the adapter would save no more than the adapter.
-    for stage in (INSTRUCT, {"stage": "align"}, {"stage": "adapt"}):
-        onward = {**stage, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
-        with pytest.raises(ValueError, match=r"is an adapter, not a whole model. Merge it .*training/merge.py"):
-            run(monkeypatch, tmp_path, **onward, output_dir=str(tmp_path / "onward"))
+    onward = {**INSTRUCT, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
+    with pytest.raises(ValueError, match=r"is an adapter, not a whole model. Merge it .*training/merge.py"):
+        run(monkeypatch, tmp_path, **onward, output_dir=str(tmp_path / "onward"))
 
 
 def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
@@ -172,34 +141,18 @@ def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[...
         save_file(kept, tmp_path / "adapter_model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ValueError, match=r"adapter does not fit. Weights missing: 1, first .*(norm|lora_A)"):
             AutoModelForImageTextToText.from_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=rf"(lacks the weight|don't match the model. Missing:) .*{part}"):
-            merge(str(tmp_path))
+        with pytest.raises((KeyError, ValueError), match=part):
+            merge(tmp_path)
 
 
-def test_merging_keeps_the_norm_float32(composed: Callable[..., Path], tmp_path: Path) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
-    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
-    merged = merge(str(tmp_path), dtype="bfloat16")
-    assert merged.lm_head.weight.dtype == torch.bfloat16
-    assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32
-
-
-@pytest.fixture
-def adapter(composed: Callable[..., Path], tmp_path: Path) -> Path:
-    """An adapter of a base in bfloat16, which lies beside it."""
+def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16).save_pretrained(
         tmp_path / "base"
     )
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter"
-
-
-def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
-    composed: Callable[..., Path], adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    add_adapters(model, rank=2, alpha=4, revision="v1.0").save_pretrained(adapter)
+    add_adapters(model, rank=2, alpha=4, revision="v1.0").save_pretrained(tmp_path / "adapter")
     load, loaded = AutoModelForImageTextToText.from_pretrained, []
 
     def noting(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
@@ -207,45 +160,11 @@ def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
         return load(*args, **options)
 
     monkeypatch.setattr("training.merge.AutoModelForImageTextToText.from_pretrained", noting)
-    assert merge(str(adapter)).dtype == torch.bfloat16  # as the base
-    merge(str(adapter), base=str(composed()))
-    merge(str(adapter), base=str(composed()), base_revision="v2.0")
-    assert loaded == ["v1.0", None, "v2.0"]
-
-
-def test_merging_says_where_the_base_should_be(
-    adapter: Path, tmp_path: Path, backbones: Callable[[str], Path]
-) -> None:
+    merged = merge(tmp_path / "adapter")
+    assert merged.lm_head.weight.dtype == torch.bfloat16  # as the base
+    assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32
+    assert loaded == ["v1.0"]
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(ValueError, match=rf"{tmp_path}/base is no folder or Hub repository.*--base"):
-        merge(str(adapter))
-    assert merge(str(adapter), base=str(tmp_path / "moved")).dtype == torch.bfloat16
-    with pytest.raises(ValueError, match=r"has model_type 'qwen2', a NormLlava is needed.*--base"):
-        merge(str(adapter), base=str(backbones("qwen2")))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({}, "adapter is not empty"), ({"--output_dir": "merged", "--dtype": "float17"}, "invalid choice: 'float17'")],
-)
-def test_merging_refuses_before_it_loads(
-    adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    options: dict[str, str], message: str,
-) -> None:  # fmt: skip
-    (tmp_path / "base").rename(tmp_path / "moved")  # which loading would stumble over
-    before = {path.name: path.read_bytes() for path in adapter.iterdir()}
-    given = {"--adapter": str(adapter), "--output_dir": str(adapter), **options}
-    monkeypatch.setattr(sys, "argv", ["merge.py", *[word for pair in given.items() for word in pair]])
-    with pytest.raises(SystemExit):
-        merge_main()
-    assert message in capsys.readouterr().err
-    assert {path.name: path.read_bytes() for path in adapter.iterdir()} == before
-
-
-def test_a_whole_model_is_refused_in_one_line(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["merge", "--adapter", str(composed()), "--output_dir", str(tmp_path / "out")])
-    with pytest.raises(SystemExit) as refusal:
-        merge_main()
-    assert refusal.value.code == f"{composed()} is a whole model, not an adapter: there is nothing to merge."
+    with pytest.raises(OSError, match=rf"{tmp_path}/base"):
+        merge(tmp_path / "adapter")
+    assert merge(tmp_path / "adapter", base=str(tmp_path / "moved")).dtype == torch.bfloat16

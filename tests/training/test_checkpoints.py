@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,11 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from trl import SFTTrainer
 
-from conversations.rows import BadRowError
-from script_runs import PACKED, ROOT, logged, moved, run
+from script_runs import ROOT, logged, moved, run
 from training import checkpoints
-from training.checkpoints import find, publish_checkpoint, save, steps_done
-from training.run import Run
+from training.checkpoints import find, steps_done
 from training.trainer import NormLlavaTrainer
 
 
@@ -31,7 +28,7 @@ def tear(path: Path) -> None:
 FAULTS: dict[str, Callable[[Path], object]] = {
     "state torn": lambda folder: tear(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
-    "run of another version": lambda folder: (folder / "run.json").write_text('{"num_processes": 1}'),
+    "run of another version": lambda folder: (folder / "run.json").write_text('{"data": "a"}'),
     "nothing but a folder": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
 }
 
@@ -40,33 +37,11 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
     FAULTS[fault](copied / "checkpoint-6")
     assert find(copied, True) == copied / "checkpoint-3"
-    with pytest.raises(ValueError, match=r"checkpoint-6 can't be resumed from: .* (missing|not complete)"):
+    with pytest.raises(ValueError, match="checkpoint-6 can't be resumed from"):
         find(copied, str(copied / "checkpoint-6"))
     tear(copied / "checkpoint-3" / "run.json")
-    with pytest.raises(ValueError, match=r"no checkpoint to resume from .*-6: .*-3: it is not complete"):
+    with pytest.raises(ValueError, match="no complete checkpoint to resume from"):
         find(copied, True)
-
-
-def test_a_saved_folder_is_whole_and_as_open_as_the_umask_lets_it(tmp_path: Path) -> None:
-    for mask, mode in ((0o022, 0o644), (0o077, 0o600)):
-        folder, place = tmp_path / "aside", tmp_path / "checkpoint-1"
-        (folder / "shards").mkdir(parents=True)
-        (folder / "shards" / "0.distcp").write_bytes(b"weights")
-        (folder / "shards" / "0.distcp").chmod(0o600)  # as safetensors leaves it
-        before = os.umask(mask)
-        try:
-            save(folder, place)
-        finally:
-            os.umask(before)
-        assert stat.S_IMODE((place / "shards" / "0.distcp").stat().st_mode) == mode
-        assert not folder.exists()
-
-
-def test_sharded_weights_are_no_result(copied: Path) -> None:
-    (copied / "checkpoint-6" / "model.safetensors").rename(copied / "checkpoint-6" / "__0_0.distcp")
-    with pytest.raises(ValueError, match="checkpoint-6 is the end of the run, but its weights are sharded"):
-        publish_checkpoint(copied / "checkpoint-6", copied)
-    assert not (copied / "config.json").exists()
 
 
 def test_weights_that_do_not_fit_are_an_error(
@@ -120,7 +95,7 @@ def test_two_runs_do_not_share_a_folder(
     assert other.stdout is not None
     assert other.stdout.readline() == "locked\n"
     fields = {**finished, "output_dir": str(out), "max_steps": 1}
-    with pytest.raises(ValueError, match="out is in use by another run"):
+    with pytest.raises(ValueError, match="out is in use"):
         run(monkeypatch, tmp_path, **fields)
     assert [path.name for path in out.iterdir()] == [".lock"]
     other.kill()  # SIGKILL; the worker lives on
@@ -129,73 +104,41 @@ def test_two_runs_do_not_share_a_folder(
     os.killpg(other.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), RuntimeError("NCCL error")], ids=["full disk", "another error"]
-)
-@pytest.mark.parametrize(("place", "what"), [("save", "checkpoint-6"), ("publish", "The trained model")])
-def test_what_can_not_be_written_is_said_with_its_own_cause(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, place: str, what: str
+@pytest.mark.parametrize("place", ["save", "publish"])
+def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     fields, out = {**finished, "output_dir": str(tmp_path / "out")}, tmp_path / "out"
     write = getattr(checkpoints, place)
 
     def fail(folder: Path, destination: Path) -> None:
         if destination.name in ("checkpoint-6", "out"):
-            raise error
+            raise OSError(28, "No space left on device")
         write(folder, destination)
 
     with monkeypatch.context() as patched:
         patched.setattr(f"training.trainer.{place}", fail)
-        with pytest.raises(type(error), match=str(error).replace("[", r"\[").replace("]", r"\]")) as raised:
+        with pytest.raises(OSError, match="No space left"):
             run(monkeypatch, tmp_path, **fields)
-    (note,) = raised.value.__notes__
-    last = find(out, True)
-    assert last is not None
-    assert note.startswith(f"{what} was not written. Last checkpoint: {last};")
-    raised.value.__notes__.clear()
+    assert find(out, True) == out / ("checkpoint-3" if place == "save" else "checkpoint-8")
     assert not (out / "config.json").exists()
     run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=True)
     assert moved(Path(finished["output_dir"]), out) == set()
     assert steps_done(out) == 8
 
 
-def test_a_picture_that_vanishes_is_named(
-    finished: dict[str, Any], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_is_no_number_stops_the_run_and_keeps_its_checkpoint(
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = Path(shutil.copytree(data.parent, tmp_path / "data")) / data.name
-    fields = {**finished, **PACKED, "num_train_epochs": 2, "save_steps": 2, "output_dir": str(tmp_path / "out")}
-
-    def vanish(*args: Any, **kwargs: Any) -> None:
-        (tmp_path / "data" / "5.png").unlink(missing_ok=True)
-
-    monkeypatch.setattr("training.monitor.MetricsFile.on_log", vanish)
-    with pytest.raises(BadRowError, match=r"data.json, row \d+: image .*5.png can't be read"):
-        run(monkeypatch, tmp_path, **{**fields, "dataset_name": str(rows)})
+    fields = {**finished, "output_dir": str(tmp_path / "out"), "save_steps": 1, "lr_scheduler_type": "constant"}
+    with pytest.raises(FloatingPointError, match="The loss is nan in step"):
+        run(monkeypatch, tmp_path, **{**fields, "learning_rate": 1e30})
     assert find(tmp_path / "out", True) is not None
-
-
-@pytest.mark.parametrize("max_grad_norm", [0, 1.0])
-def test_gradients_are_watched_also_where_none_is_clipped(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_grad_norm: float
-) -> None:
-    out = tmp_path / "out"
-    fields = {**finished, "max_grad_norm": max_grad_norm, "output_dir": str(out), "save_steps": 2, "optim": "sgd"}
-    run(monkeypatch, tmp_path, **fields, max_steps=2)
-    line = logged(out)[0]
-    parts = [line[name] for name in line if name.startswith("grad_norm/")]
-    assert len(parts) == 5
-    assert sum(part**2 for part in parts) ** 0.5 == pytest.approx(line["grad_norm"], rel=1e-4)
-    assert Run.read(out).arguments["max_grad_norm"] == max_grad_norm
-
-    def spoil(model: Any, *args: Any, **kwargs: Any) -> None:
-        model.model.multi_modal_projector.linear_1.weight.grad[0] = torch.inf
-
-    monkeypatch.setattr("training.monitor.InterfaceMonitor.on_step_begin", lambda self, *args, **kwargs: None)
     step = SFTTrainer.training_step
 
     def step_and_spoil(trainer: SFTTrainer, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss = step(trainer, model, *args, **kwargs)
-        spoil(model)
+        model.model.multi_modal_projector.linear_1.weight.grad[0] = torch.inf
         return loss
 
     monkeypatch.setattr(SFTTrainer, "training_step", step_and_spoil)
@@ -203,47 +146,22 @@ def test_gradients_are_watched_also_where_none_is_clipped(
         run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "spoilt")})
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_keeps_its_checkpoint(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(FloatingPointError, match="in step"):
-        run(
-            monkeypatch,
-            tmp_path,
-            **{**finished, "output_dir": str(tmp_path / "out"), "learning_rate": 1e30, "save_steps": 1},
-            lr_scheduler_type="constant",
-        )
-    assert find(tmp_path / "out", True) is not None
-
-
-def test_the_optimizer_holds_what_is_trained_and_nothing_else(finished: dict[str, Any]) -> None:
-    state = torch.load(Path(finished["output_dir"]) / "checkpoint-8" / "optimizer.pt", weights_only=False)
-    names = [group["module"] for group in state["param_groups"]]
-    assert list(dict.fromkeys(names)) == [
-        "multi_modal_projector",
-        "multi_modal_projector.norm",
-        "language_model",
-        "lm_head",
-        "vision_tower",
-    ]
-    # Llava reads the second of three layers: 16 tensors each, and the embeddings.
-    vision = [group for group in state["param_groups"] if group["module"] == "vision_tower"]
-    assert sum(len(group["params"]) for group in vision) == 2 * 16 + 3
-
-
-def test_norms_and_biases_do_not_decay(
+def test_the_optimizer_holds_what_is_trained_and_decays_no_norms_and_biases(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {**finished, "weight_decay": 0.1, "max_steps": 1, "save_steps": 1, "output_dir": str(tmp_path / "out")}
     run(monkeypatch, tmp_path, **fields)
     groups = torch.load(tmp_path / "out" / "checkpoint-1" / "optimizer.pt", weights_only=False)["param_groups"]
     decays = [(group["module"], group["weight_decay"], len(group["params"])) for group in groups]
+    modules = ["multi_modal_projector", "multi_modal_projector.norm", "language_model", "lm_head", "vision_tower"]
+    assert list(dict.fromkeys(module for module, *_ in decays)) == modules
     assert [decay for decay in decays if "projector" in decay[0]] == [
         ("multi_modal_projector", 0.1, 2),
         ("multi_modal_projector", 0.0, 2),
         ("multi_modal_projector.norm", 0.0, 2),
     ]
-    assert ("lm_head", 0.1, 1) in decays
+    # Llava reads the second of three layers: 16 tensors each, and the embeddings.
+    assert sum(count for module, _, count in decays if module == "vision_tower") == 2 * 16 + 3
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "sgd"])
@@ -252,17 +170,8 @@ def test_the_rehearsal_leaves_no_trace(
 ) -> None:
     fields = {**finished, "optim": optim, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "constant"}
     fields |= {"vision_learning_rate": 1e-3, "dataloader_num_workers": 1, "logging_steps": 1}
-    rehearsed: list[list[int]] = []
-    rehearse = NormLlavaTrainer._rehearse
-
-    def note(trainer: NormLlavaTrainer, model: Any, rows: list[int]) -> None:
-        rehearsed.append(rows)
-        rehearse(trainer, model, rows)
-
-    monkeypatch.setattr(NormLlavaTrainer, "_rehearse", note)
     run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "with")})
-    assert [len(rows) for rows in rehearsed] == [2]
-    monkeypatch.setattr(NormLlavaTrainer, "_rehearse", lambda *args: None)
+    monkeypatch.setattr(NormLlavaTrainer, "_prepare_for_training", SFTTrainer._prepare_for_training)
     run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "without")})
     assert moved(tmp_path / "with", tmp_path / "without") == set()
     kept = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "norm/ratio")

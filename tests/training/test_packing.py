@@ -1,13 +1,13 @@
 """Packed rows: the same training as padded ones, nothing lost, rows even and within their limit."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from PIL import Image
 from transformers import (
     AutoProcessor,
@@ -22,15 +22,7 @@ from transformers import (
 
 from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.batches import (
-    Batches,
-    PackedBatches,
-    RowSizes,
-    fill,
-    partition,
-    plan_packing,
-    require_separate_samples,
-)
+from training.batches import packed_batches, partition, plan_packing, require_separate_samples
 from training.collator import VisionLanguageCollator
 from training.monitor import InterfaceMonitor
 
@@ -61,14 +53,17 @@ def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> d
     return VisionLanguageCollator(tokenize, packed)(list(map(tokenize, rows)))
 
 
-def sizes_of(count: int, blank: int = 0) -> RowSizes:
+def sizes_of(count: int) -> Dataset:
     """Sizes of samples, every third of them without pictures."""
-    return RowSizes(lengths_of(count), np.arange(count) % 3, blank)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (700 + 300 * torch.rand(count, generator=generator) ** 4 * 10).long().numpy()
+    return Dataset.from_dict({"length": lengths, "num_images": np.arange(count) % 3})
 
 
-def lengths_of(count: int, seed: int = 0) -> np.ndarray:
-    generator = torch.Generator().manual_seed(seed)
-    return (700 + 300 * torch.rand(count, generator=generator) ** 4 * 10).long().numpy()
+def packed_size(rows: Dataset, members: list[int], blank: int) -> int:
+    """Tokens of a packed row."""
+    chosen = rows.select(members)
+    return sum(chosen["length"]) + blank * (not any(chosen["num_images"]))
 
 
 def backward(model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]) -> float:
@@ -131,14 +126,6 @@ def test_a_blank_picture_is_not_measured(
     assert metrics["norm/visual"] == pytest.approx(target, rel=0.05)
 
 
-@pytest.mark.parametrize("vision", ["siglip", "siglip2", "clip"])
-def test_every_encoder_gives_as_many_features_as_there_are_tokens(
-    composed: Callable[..., Path], rows: list[dict[str, Any]], vision: str
-) -> None:
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision=vision))
-    assert model(**collate(composed(vision=vision), rows, packed=True), use_cache=False).loss.isfinite()
-
-
 @pytest.mark.parametrize("config", [Lfm2Config(full_attn_idxs=[1]), FalconH1Config(), BioGptConfig()])
 def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedConfig) -> None:
     """They read the samples before; the loss was off by hundredths, and nothing was said."""
@@ -149,8 +136,8 @@ def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedCo
 
 
 def test_rows_are_even() -> None:
-    lengths = lengths_of(128)
-    totals = [sum(lengths[member] for member in row) for row in partition(lengths.tolist(), 8)]
+    lengths = sizes_of(128)["length"]
+    totals = [sum(lengths[member] for member in row) for row in partition(list(lengths), 8)]
     assert totals == sorted(totals, reverse=True)
     # Longest-first dealing leaves a difference of one of the shorter samples at most.
     assert max(totals) - min(totals) <= min(lengths)
@@ -161,74 +148,53 @@ def test_rows_are_even() -> None:
 def test_every_sample_once_in_an_epoch_and_the_same_steps_on_any_number_of_processes(
     num_processes: int, count: int
 ) -> None:
-    sizes = sizes_of(count, blank=729)
-    deal = plan_packing(sizes, 16, num_processes, 42, 1, 5000)
-    samplers = [Batches(deal, num_processes, rank) for rank in range(num_processes)]
-    rows = [list(sampler) for sampler in samplers]
-    assert all(len(of_process) == len(samplers[0]) for of_process in rows)
-    assert sorted(sample for of_process in rows for row in of_process for sample in row) == list(range(count))
-    samplers[0].set_epoch(1)
-    assert list(samplers[0]) != rows[0]
-    assert all(sizes.packed(row) <= 5000 for of_process in rows for row in of_process)
+    rows, lengths = sizes_of(count), np.array(sizes_of(count)["length"])
+    steps = plan_packing(rows, 729, 16, num_processes, [42, 43], 5000)
+    first, second = (packed_batches(lengths, 16, num_processes, steps, seed) for seed in (42, 43))
+    assert sorted(sample for row in first for sample in row) == list(range(count))
+    assert first != second
+    assert all(packed_size(rows, row, 729) <= 5000 for row in (*first, *second) if row)
     # The samples of a step don't depend on who shares it.
-    single = PackedBatches(sizes, 16, 1, 16, 42).steps(0)
-    for number, step in enumerate(single[: count // 16 - 1]):
-        window = slice(number * deal.accumulation_steps, (number + 1) * deal.accumulation_steps)
-        assert sorted(sample for of_process in rows for row in of_process[window] for sample in row) == sorted(step)
-
-
-def test_the_fewest_accumulation_steps_that_fit() -> None:
-    sizes = sizes_of(512)
-    for packed_length in (4000, 6000, 16000):
-        deal = plan_packing(sizes, 64, 2, 42, 2, packed_length)
-        assert all(sizes.packed(row) <= packed_length for epoch in range(2) for row in deal(epoch))
-        if deal.accumulation_steps > 1:
-            fewer = PackedBatches(sizes, 64, 2, deal.accumulation_steps - 1, 42)
-            assert any(sizes.packed(row) > packed_length for epoch in range(2) for row in fewer(epoch))
+    alone, width = packed_batches(lengths, 16, 1, 1, 42), steps * num_processes
+    assert len(alone) == -(-count // 16) == -(-len(first) // width)
+    for number, step in enumerate(alone):
+        assert sorted(sample for row in first[number * width :][:width] for sample in row) == sorted(step)
+    # Nor is there a row more than needed.
+    if steps > 1:
+        fewer = packed_batches(lengths, 16, num_processes, steps - 1, 42)
+        fewer += packed_batches(lengths, 16, num_processes, steps - 1, 43)
+        assert any(packed_size(rows, row, 729) > 5000 for row in fewer)
 
 
 def test_plans_that_cannot_be_met() -> None:
-    def plan(lengths: list[int], samples: int, processes: int, packed_length: int, blank: int = 0) -> None:
-        sizes = RowSizes(np.array(lengths), np.zeros(len(lengths), dtype=int), blank)
-        plan_packing(sizes, samples, processes, 42, 1, packed_length)
+    def plan(lengths: list[int], samples: int, processes: int, blank: int = 0) -> int:
+        rows = Dataset.from_dict({"length": lengths, "num_images": [0] * len(lengths)})
+        return plan_packing(rows, blank, samples, processes, [42], 800)
 
-    with pytest.raises(ValueError, match="longest sample has 900 tokens, a packed row 800"):
-        plan([100, 900], 2, 1, 800)
-    with pytest.raises(ValueError, match=r"longest sample has 829 tokens.*Text alone gets a blank picture of 729"):
-        plan([100, 50], 2, 1, 800, blank=729)
-    with pytest.raises(ValueError, match="2 samples a step can't be shared by 4 processes"):
-        plan([100] * 4, 2, 4, 800)
-    with pytest.raises(ValueError, match="fits the last samples of an epoch"):
-        plan([400] * 9, 4, 4, 700)
+    with pytest.raises(ValueError, match="the longest has 900"):
+        plan([100, 900], 2, 1)
+    with pytest.raises(ValueError, match=r"the longest has 829 .text alone gets a blank picture of 729"):
+        plan([100, 50], 2, 1, blank=729)
+    for lengths, samples, processes in (([100] * 4, 2, 4), ([500] * 9, 4, 3)):
+        with pytest.raises(
+            ValueError, match=r"samples of a step can't be packed into rows of 800 tokens on \d process"
+        ):
+            plan(lengths, samples, processes)
 
 
 def test_a_packed_row_without_pictures_leaves_room_for_the_blank_one(
     composed: Callable[..., Path], rows: list[dict[str, Any]]
 ) -> None:
     """4,096 tokens became 4,825."""
-    texts = [rows[1], rows[4]] * 3
     processor = AutoProcessor.from_pretrained(composed())
     tokenize = RowTokenizer(processor, processor.chat_template)
-    tokenized = list(map(tokenize, texts))
-    lengths = np.array([row["length"] for row in tokenized])
-    sizes = RowSizes(lengths, np.zeros(6, dtype=int), tokenize.tokens_per_image)
-    packed_length = int(lengths[0] + lengths[1]) + 2  # two texts fit only without the blank picture
-    for packs in (fill(sizes, packed_length), plan_packing(sizes, 6, 1, 0, 1, packed_length)(0)):
-        assert sorted(member for pack in packs for member in pack) == list(range(6))
-        for pack in packs:
-            batch = VisionLanguageCollator(tokenize, packed=True)([tokenized[member] for member in pack])
-            assert batch["input_ids"].shape[1] == sizes.packed(pack) <= packed_length
-
-
-def test_held_out_rows_are_packed_in_order_without_a_loss() -> None:
-    sizes = sizes_of(50)
-    packs = fill(sizes, 4000)
-    assert [member for pack in packs for member in pack] == list(range(50))
-    assert all(sizes.packed(pack) <= 4000 for pack in packs)
-    for pack, later in pairwise(packs):
-        assert sizes.packed([*pack, later[0]]) > 4000
-    with pytest.raises(ValueError, match="longest row of eval_dataset_name has"):
-        fill(sizes, 800)
+    tokenized = [tokenize(row) for row in [rows[1], rows[4]] * 3]
+    sizes, blank = Dataset.from_list([{name: row[name] for name in ("length", "num_images")} for row in tokenized]), 4
+    packed_length = sum(sizes["length"][:2]) + 2  # two texts fit only without the blank picture
+    steps = plan_packing(sizes, blank, 6, 1, [0], packed_length)
+    for pack in packed_batches(np.array(sizes["length"]), 6, 1, steps, 0):
+        batch = VisionLanguageCollator(tokenize, packed=True)([tokenized[member] for member in pack])
+        assert batch["input_ids"].shape[1] == packed_size(sizes, pack, blank) <= packed_length
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from training.run import Run
 # Runs that are stopped after their first checkpoint; what they train is in tests of its own.
 KINDS: dict[str, dict[str, Any]] = {
     "padded": {},
-    "by length": {"train_sampling_strategy": "group_by_length"},
     "packed, second epoch": {**PACKED, "num_train_epochs": 2, "global_batch_size": 8, "save_steps": 6},
     "packed, workers": {**PACKED, "dataloader_num_workers": 2},
     "checkpointed in bfloat16": {"bf16": True, "gradient_checkpointing": True, "clip_by_module": True},
@@ -39,14 +38,12 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     first = f"checkpoint-{fields['save_steps']}"
     shutil.copytree(unbroken / first, broken / first)
     shutil.copytree(unbroken / first, broken / "checkpoint-99")  # newer, and not complete
-    shutil.copy(unbroken / "metrics.jsonl", broken)
-    with (broken / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 99, "lo')  # torn by the kill
+    (broken / "metrics.jsonl").write_text('{"step": 99, "lo')  # torn by the kill
     with pytest.raises(ValueError, match="already holds a run"):
         run(monkeypatch, tmp_path, **fields, output_dir=str(broken))
     run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
     assert moved(unbroken, broken, "adapter_model.safetensors" if kind == "adapt" else "model.safetensors") == set()
-    assert (broken / "superseded" / "checkpoint-99").is_dir()
+    assert (broken / "superseded" / "1" / "checkpoint-99").is_dir()
     assert [Run.read(folder).environment.resumed for folder in (unbroken, broken)] == [False, True]
     lines, expected = ([line for line in logged(folder) if "loss" in line] for folder in (broken, unbroken))
     # Not the loss: its first value after a restart averages over the steps since then, not since the last log.
@@ -62,15 +59,15 @@ def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_moved_away(
     fields = {**finished, "output_dir": str(out), "learning_rate": 2e-3, "resume_changed": True, "save_steps": 100}
     fields["resume_from_checkpoint"] = str(out / "checkpoint-3")
     run(monkeypatch, tmp_path, **fields, max_steps=5)
-    away = {"checkpoint-6", "checkpoint-8", "trainer_state.json"}
-    assert {path.name for path in (out / "superseded").iterdir()} == away
+    away = {"1/checkpoint-6", "1/checkpoint-8", "1/trainer_state.json"}
+    assert {str(path.relative_to(out / "superseded")) for path in (out / "superseded").glob("*/*")} == away
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-3", "checkpoint-5"}
     assert Run.read(out).arguments["learning_rate"] == 2e-3
     # Of what was moved away nothing is replaced. The new intervals hold, and the newest are kept.
     fields |= {"save_steps": 1, "logging_steps": 1, "save_total_limit": 2}
     run(monkeypatch, tmp_path, **fields, max_steps=6)
-    away |= {"checkpoint-5", "trainer_state.json.1"}
-    assert {path.name for path in (out / "superseded").iterdir()} == away
+    away |= {"2/checkpoint-5", "2/trainer_state.json"}
+    assert {str(path.relative_to(out / "superseded")) for path in (out / "superseded").glob("*/*")} == away
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
     # Another run's checkpoint does not take the folder over.
     with pytest.raises(ValueError, match="already holds a run"):
@@ -79,7 +76,7 @@ def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_moved_away(
 
 CHANGED: dict[str, Any] = {
     "learning_rate": 2e-3, "adam_beta2": 0.95, "lr_scheduler_kwargs": {"num_cycles": 2}, "data_seed": 3,
-    "neftune_noise_alpha": 5.0, "loss_type": "dft", "train_sampling_strategy": "group_by_length", "warmup_steps": 3,
+    "neftune_noise_alpha": 5.0, "loss_type": "dft", "warmup_steps": 3,
     "attn_implementation": "eager", "bf16": True,
 }  # fmt: skip
 
@@ -110,64 +107,38 @@ def test_what_an_upgrade_adds_to_the_record_stops_no_run(
     assert moved(Path(finished["output_dir"]), copied) == set()
 
 
-@pytest.mark.parametrize("change", ["content", "order", "size"])
 def test_data_that_changed_is_another_run(
-    finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+    finished: dict[str, Any], copied: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = Path(shutil.copytree(data.parent, tmp_path / "data")) / data.name
     rows = json.loads(changed.read_text())
-    if change == "content":
-        rows[3]["conversations"][1]["value"] = "something else"
-    elif change == "order":
-        rows[6]["image"], rows[7]["image"] = rows[7]["image"], rows[6]["image"]
-    else:
-        picture = tmp_path / "data" / "5.png"
-        picture.write_bytes(picture.read_bytes() + b" ")
+    rows[6]["image"], rows[7]["image"] = rows[7]["image"], rows[6]["image"]
     changed.write_text(json.dumps(rows))
     fields = {**finished, "output_dir": str(copied), "resume_from_checkpoint": True, "dataset_name": str(changed)}
     with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: [^\n]*\nRestore these"):
         run(monkeypatch, copied, **fields)
 
 
-def test_the_workers_of_a_stream_decide_its_order(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = str(tmp_path / "out")
-    fields = {**finished, "dataset_streaming": True, "max_steps": 2, "save_steps": 1, "output_dir": out}
-    run(monkeypatch, tmp_path, **fields)
-    fields |= {"resume_from_checkpoint": f"{out}/checkpoint-1", "dataloader_num_workers": 2}
-    with pytest.raises(ValueError, match="dataloader_num_workers: 0 before, 2 now"):
-        run(monkeypatch, tmp_path, **fields)
-
-
 LENGTHS = {"one and a half": {"num_train_epochs": 1.5}, "stream": {"dataset_streaming": True, "max_steps": 5}}
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("left", ["all of it", "its checkpoints"])
 def test_a_finished_run_is_published_and_not_trained_on(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: str, left: str
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: str
 ) -> None:
     out, again = tmp_path / "out", tmp_path / "again"
     # A rate that is not 0 at the end, so that a further step would show.
     fields = {**finished, **LENGTHS[length], "lr_scheduler_type": "constant", "output_dir": str(out)}
     run(monkeypatch, tmp_path, **fields)
-    steps = 12 if length == "one and a half" else 5
-    if left == "all of it":
-        shutil.copytree(out, again)
-    else:  # killed before the result was there
-        for path in out.glob("checkpoint-*"):
-            shutil.copytree(path, again / path.name)
-    fields |= {"output_dir": str(again), "resume_from_checkpoint": True, "resume_changed": True, "learning_rate": 1.0}
+    for path in out.glob("checkpoint-*"):  # killed before the result was there
+        shutil.copytree(path, again / path.name)
     for _ in range(2):
-        run(monkeypatch, tmp_path, **fields)
+        run(monkeypatch, tmp_path, **{**fields, "output_dir": str(again)}, resume_from_checkpoint=True)
     assert moved(out, again) == set()
+    steps = 12 if length == "one and a half" else 5
     assert json.loads((again / "trainer_state.json").read_text())["global_step"] == steps
-    assert {path.name for path in again.glob("checkpoint-*")} == {path.name for path in out.glob("checkpoint-*")}
-    for name in ("config.json", "processor_config.json", "run.json", "modeling_normllava.py"):
-        assert (again / name).exists(), name
-    assert not list(again.glob("optimizer*"))
-    assert Run.read(again) == Run.read(out)  # what it was trained with, not what it was published with
+    assert {path.name for path in again.iterdir()} == {path.name for path in out.iterdir()}
+    assert Run.read(again).arguments == Run.read(out).arguments
 
 
 def test_a_finished_run_without_checkpoints_is_not_started_again(
@@ -178,19 +149,6 @@ def test_a_finished_run_without_checkpoints_is_not_started_again(
     before = (tmp_path / "out" / "metrics.jsonl").read_text()
     run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=True)
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == before
+    fields |= {"num_train_epochs": 2, "resume_from_checkpoint": True, "resume_changed": True}
     with pytest.raises(ValueError, match="a run of 8 steps, but no checkpoint to continue from to step 16"):
-        run(
-            monkeypatch, tmp_path, **{**fields, "num_train_epochs": 2}, resume_from_checkpoint=True,
-            resume_changed=True,
-        )  # fmt: skip
-
-
-def test_tokens_and_mean_loss_of_a_resumed_run_are_those_of_the_whole(
-    finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(monkeypatch, copied, **{**finished, "output_dir": str(copied), "resume_from_checkpoint": True})
-    expected, got = logged(Path(finished["output_dir"])), logged(copied)
-    assert [line["num_tokens"] for line in got[:-1]] == [line["num_tokens"] for line in expected[:-1]]
-    assert got[-1]["train_loss"] == pytest.approx(expected[-1]["train_loss"], rel=1e-6)
-    losses = [line["loss"] for line in expected[:-1]]
-    assert expected[-1]["train_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+        run(monkeypatch, tmp_path, **fields)

@@ -20,19 +20,6 @@ def test_sharding_finds_the_modules_that_the_model_names(composed: Callable[...,
     assert set(model._no_split_modules) <= present
 
 
-def test_rounding_of_frozen_weights_is_said(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=True)
-    run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="align")
-    load_base(run_args, args)
-    assert caplog.messages == []  # on a CPU they stay float32
-    monkeypatch.setattr(TrainingConfig, "frozen_dtype", torch.bfloat16)
-    load_base(run_args, args)
-    (said,) = caplog.messages
-    assert said.startswith(f"The frozen weights of {composed()} are float32. With bf16")
-
-
 def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[..., Path]) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     groups = prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 0.0, 1e-3), frozen_dtype=torch.bfloat16)

@@ -125,7 +125,7 @@ def record_scores(scores: dict[str, dict[str, float]], count: int, folder: Path)
         )
         for name in ("image questions", "text-only questions")
     ]
-    write_evaluations(folder, rows, lambda row: row.get("command") == COMMAND)
+    write_evaluations(folder, rows)
 
 
 def write_probe(questions: list[SceneQuestion], path: Path) -> None:

@@ -162,7 +162,7 @@ def record_scores(results: list[Record], folder: Path) -> None:
         for row in results
         if row["seen"] == "the drawing"
     ]
-    write_evaluations(folder, rows, lambda row: row.get("command") == COMMAND)
+    write_evaluations(folder, rows)
 
 
 def render(results: list[Record]) -> str:

@@ -30,12 +30,6 @@ def without_a_shard(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
-def stale(folder: Path) -> None:
-    weights = (folder / WEIGHTS).read_bytes()
-    shard(folder)
-    (folder / WEIGHTS).write_bytes(weights)
-
-
 def fill(name: str, value: float) -> Plant:
     return tensors(lambda weights: weights[name].view(-1)[:1].fill_(value))
 
@@ -45,38 +39,27 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "no card": (delete(README), "README.md: no snippet"),
     "no pin": (edit(README, 'revision = "', 'revision = b"'), "no snippet that loads a repository at a revision"),
     "token": (append(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
-    "token in the vocabulary": (put("tokenizer.json", note=SECRET), "tokenizer.json: holds a Hugging Face token"),
     "path in a config": (put(CONFIG, note="/home/me/run"), "config.json: holds a path of a machine, /home/me/run"),
-    "path in the card": (append(README, "\nSee ~/runs/a.\n"), "README.md: holds a path of a machine, ~/runs"),
     "pickle": (write("training_args.bin", b"x"), "training_args.bin: is not on the list"),
-    "optimizer state": (write("optimizer.safetensors", b"x"), "optimizer.safetensors: is not on the list"),
-    "cache": (write("__pycache__/a.pyc", b"x"), "__pycache__/a.pyc: is not on the list"),
     "other code": (write("custom_generate/generate.py", "x"), "custom_generate/generate.py: is not on the list"),
     "symlink": (link, "images/example9.png: is a symlink"),
     "no weights": (delete(WEIGHTS), "model.safetensors is missing"),
     "torn weights": (write(WEIGHTS, b"\x10\0\0\0"), "model.safetensors can't be read"),
     "a shard lost": (without_a_shard, "model-00002-of-00002.safetensors: the folder's weight files are not those of"),
-    "a single file beside shards": (stale, "model.safetensors: the folder's weight files are not those of its index"),
     "no head": (tensors(lambda w: w.pop("lm_head.weight")), "lm_head.weight"),
     "no norm": (tensors(lambda w: w.pop(f"{NORM}.bias")), f"{NORM}.bias"),
-    "a tensor less": (tensors(lambda w: w.pop(VISION)), VISION),
     "a tensor more": (tensors(lambda w: w.update(extra=torch.zeros(2))), "extra"),
     "another shape": (tensors(lambda w: w.update({VISION: w[VISION].T.contiguous()})), VISION),
-    "another width": (put(CONFIG, text_config__hidden_size=64), "mismatched_keys"),
     "no norm in the config": (put(CONFIG, projector_norm="none"), f"unexpected_keys .*{NORM}"),
     "NaN": (fill(VISION, float("nan")), f"{VISION}: NaN or infinite values"),
-    "infinity": (fill("lm_head.weight", -float("inf")), "lm_head.weight: NaN or infinite values"),
-    "a gain of 0": (tensors(lambda w: w[f"{NORM}.weight"].zero_()), "the norm's gain is 0 everywhere"),
     "another model type": (put(CONFIG, model_type="llava"), "model_type is 'llava', not a NormLlava's"),
     "quantised in the config": (put(CONFIG, quantization_config={"a": True}), 'holds "quantization_config"'),
     "no tokenizer": (delete("tokenizer.json"), "tokenizer.json: missing"),
     "not JSON": (write("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
     "another class file": (append(MODELING, "\n"), "modeling_normllava.py: is not this version's file"),
-    "no class file": (delete("configuration_normllava.py"), "configuration_normllava.py: is not this version's file"),
     "no auto_map": (put(CONFIG, auto_map=None), "config.json: its auto_map is not"),
     "another repository's class": (put(CONFIG, auto_map__AutoModel=OTHER_CODE), "config.json: its auto_map is not"),
     "code of a part": (put(CONFIG, text_config__auto_map={"A": OTHER_CODE}), 'config.json: holds "auto_map"'),
-    "code of the processor": (put("processor_config.json", auto_map={"A": OTHER_CODE}), 'processor_.*holds "auto_map'),
     "a kernel": (put(CONFIG, text_config__attn_implementation="you/kernel"), 'holds "attn_implementation"'),
     "code elsewhere": (put("tokenizer_config.json", tokenizer_class=OTHER_CODE), "holds .you/repo--modeling.Class"),
 }  # fmt: skip

@@ -1,6 +1,5 @@
 """Streams in training: who reads which rows, and going on at the place where a run was."""
 
-import io
 import json
 import re
 from collections import Counter
@@ -16,12 +15,9 @@ import pytest
 import torch
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
-from PIL import Image
 
 from conversations.loading import load_rows
 from conversations.rows import BadRowError, Row, row_turns
-from row_files import write_tar
-from script_runs import INSTRUCT, PACKED, logged, moved, run
 from training import streams
 from training.arguments import TrainingConfig
 from training.streams import StreamBatches
@@ -50,12 +46,6 @@ def write_parquet(folder: Path, sizes: list[int], row_group_size: int = 4) -> Pa
     return folder
 
 
-def write_tars(folder: Path, sizes: list[int]) -> Path:
-    for shard, size in enumerate(sizes):
-        write_tar(folder / f"train-{shard}.tar", {f"{n}.json": said(shard, n) for n in range(size)})
-    return folder
-
-
 def write_json(folder: Path, sizes: list[int]) -> Path:
     folder.mkdir()
     rows = [{"conversations": said(shard, number)} for shard, size in enumerate(sizes) for number in range(size)]
@@ -70,7 +60,7 @@ def write_saved(folder: Path, sizes: list[int]) -> Path:
 
 
 KINDS: dict[str, Callable[[Path, list[int]], Path]] = {
-    "parquet": write_parquet, "tars": write_tars, "JSON": write_json, "saved": write_saved,
+    "parquet": write_parquet, "JSON": write_json, "saved": write_saved,
 }  # fmt: skip
 
 
@@ -166,7 +156,7 @@ def test_a_row_that_no_packed_row_holds_is_named(tmp_path: Path) -> None:
 
 
 def test_a_reader_without_a_row_is_no_endless_one(tmp_path: Path) -> None:
-    path = write_tars(tmp_path / "rows", [5, 0])
+    path = write_parquet(tmp_path / "rows", [5, 0])
     with pytest.raises(ValueError, match="one of 2 readers has no row"):
         next(read(batches_of(path, process_index=1, num_processes=2)))
 
@@ -190,35 +180,3 @@ def test_reading_ahead_takes_none_of_the_random_numbers_of_training(tmp_path: Pa
     for num_workers in (0, 2):
         next(read(batches_of(path, num_workers=num_workers)))
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def picture_of(shade: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("L", (4, 4), shade).save(file, "PNG")
-    return file.getvalue()
-
-
-def test_tars_train_as_the_same_rows_of_parquet_do(
-    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    members: dict[str, Any] = {}
-    images, conversations = [], []
-    for number in range(12):
-        pictures = [picture_of(20 * number + shade) for shade in range(number % 3)]
-        asks = {"from": "human", "value": "<image>" * len(pictures) + "What?"}
-        turns = [asks, {"from": "gpt", "value": f"number {number}"}]
-        members |= {f"{number}.{place}.png": data for place, data in enumerate(pictures)} | {f"{number}.json": turns}
-        images.append([{"bytes": data, "path": None} for data in pictures])
-        conversations.append(turns)
-    write_tar(tmp_path / "tars" / "train.tar", members)
-    (tmp_path / "parquet").mkdir()
-    struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
-    table = pa.table({"images": pa.array(images, pa.list_(struct)), "conversations": conversations})
-    pq.write_table(table, tmp_path / "parquet" / "train.parquet")
-    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_streaming": True}
-    fields |= {"max_steps": 4, "global_batch_size": None, "gradient_accumulation_steps": 2}
-    for kind in ("tars", "parquet"):
-        fields |= {"dataset_name": str(tmp_path / kind), "output_dir": str(tmp_path / f"{kind} out")}
-        run(monkeypatch, tmp_path, **fields)
-    assert moved(tmp_path / "tars out", tmp_path / "parquet out") == set()
-    assert logged(tmp_path / "tars out")[-1]["train_loss"] == logged(tmp_path / "parquet out")[-1]["train_loss"]

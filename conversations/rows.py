@@ -114,7 +114,7 @@ def _problems(row: Row, control_tokens: frozenset[str], needs_answer: bool) -> I
         role, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
             yield f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {str(turn)[:200]}'
-        if control_tokens and (found := _pattern(control_tokens).search(value)):
+        elif control_tokens and (found := _pattern(control_tokens).search(value)):
             yield f"turn {number} contains {found[0]}, which this model's tokenizer reads as a control token"
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
     if needs_answer and not any(answer.strip() for answer in answers):

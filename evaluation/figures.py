@@ -50,7 +50,7 @@ def read_figure(folder: Path, benchmark: Benchmark, settings: Settings, model: M
     elif scores is not None:
         error = mean_and_error(scores)[1]
     config, *others = report["configs"].values()  # several of a group, such as MMLU's subjects
-    source = [config.get("dataset_path") or "", None if others else config.get("dataset_name")]
+    source, part = str(config.get("dataset_path")), None if others else config.get("dataset_name")
     split = config.get("test_split") or config.get("validation_split")
     shots = max((count for count in report["n-shot"].values() if isinstance(count, int)), default=0)
     options = "" if settings.dtype == "auto" else f" --dtype {settings.dtype}"
@@ -59,7 +59,7 @@ def read_figure(folder: Path, benchmark: Benchmark, settings: Settings, model: M
     folder_name = model.path.name if model.path.is_absolute() else model.name
     evaluation = Evaluation(
         task=benchmark.task,
-        dataset=", ".join(filter(None, source)) if "/" in source[0] else benchmark.title,  # ours are files
+        dataset=", ".join(filter(None, [source, part])) if "/" in source else benchmark.title,  # ours are files
         split=split if settings.limit is None else f"{split}[:{settings.limit}]",
         metric=benchmark.metric if answers_filter == "none" else f"{benchmark.metric}, {answers_filter}",
         value=value / benchmark.scale,

@@ -37,7 +37,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("models", nargs="+", help="checkpoint folders; several are compared")
-    add("--tasks", nargs="+", choices=BENCHMARKS, help="instead of the paper's nine")
+    add("--tasks", nargs="+", help=f"some of {', '.join(BENCHMARKS)} (default: the paper's nine)")
     add("--limit", type=int, help="only the first rows of each task, for a quick test")
     add("--batch_size", type=int, default=8, help="rows per batch (default: 8)")
     add("--num_processes", type=int, default=1, help="processes that share the rows, one GPU each; no other launcher")
@@ -46,12 +46,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> Figure:
-    """Run a task and keep what its harness wrote, unless that is there already for this model and these settings. Any
-    other result is kept until there is a new one.
-
-    Raises:
-        TaskError: if the task fails; its log is then in `<folder>.unfinished`.
-    """
+    """Run a task, unless what its harness wrote is there already for this model and these settings; any other result
+    is kept until there is a new one. Raises `TaskError` if it fails; its log is then in `<folder>.unfinished`."""
     name = benchmark.task if settings.limit is None else f"{benchmark.task}-first-{settings.limit}"
     folder = model.path / "evaluation" / name
     result = {"model": model.fingerprint, **fixed_settings(benchmark, settings)}
@@ -70,6 +66,8 @@ def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> Figure:
 
 def evaluate(args: argparse.Namespace) -> list[str]:
     """Run all tasks on all models and print the table. Returns what failed."""
+    if unknown := [task for task in args.tasks or () if task not in BENCHMARKS]:
+        raise ValueError(f"--tasks {unknown[0]}: there are {', '.join(BENCHMARKS)}.")
     benchmarks = [BENCHMARKS[task] for task in dict.fromkeys(args.tasks)] if args.tasks else PAPER
     settings = Settings(args.batch_size, args.num_processes, args.dtype, args.limit)
     models = [open_model(source) for source in dict.fromkeys(args.models)]

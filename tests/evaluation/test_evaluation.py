@@ -131,7 +131,8 @@ def run_main(*argv: str | Path) -> str:
     return str(stopped.value)
 
 
-def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: Callable[..., Path]) -> None:
+def test_a_missing_task_or_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: Callable[..., Path]) -> None:
+    assert run_main("m", "--tasks", "digits", "gsm8k").startswith("--tasks gsm8k: there are mmbench_en_dev_static, ")
     monkeypatch.undo()
     monkeypatch.setitem(harness.MODULES, "lmms-eval", "no_such_harness")
     message = run_main(composed(), "--tasks", "digits", "--limit", "1")

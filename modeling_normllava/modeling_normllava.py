@@ -38,7 +38,7 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+        hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return torch.native_layer_norm(hidden_states, weight.shape, weight, bias, eps)
 
@@ -84,10 +84,11 @@ class Float32LayerNorm(nn.LayerNorm):
         """Normalise `hidden_states`; same shape and dtype out."""
         # Sharded training may pass the parameters in its compute dtype, hence all three.
         dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, self.weight.dtype), torch.float32)
-        output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), bias)
         return output.to(hidden_states.dtype)
 
-    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return nn.functional.layer_norm(hidden_states, self.normalized_shape, weight, bias, self.eps)
 
 
@@ -99,7 +100,7 @@ class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
     there little is left: it changes gradient clipping and what Adam's epsilon weighs. Source: App. D.
     """
 
-    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return _CompensatedLayerNormFunction.apply(hidden_states, weight, bias, self.eps)[0]
 
 

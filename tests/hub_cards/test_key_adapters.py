@@ -1,7 +1,5 @@
 """A model with key adapters: what its card says, what is found in it, and that all but vLLM answers with it."""
 
-import base64
-import io
 import re
 import shutil
 import sys
@@ -9,12 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
-from transformers import AutoProcessor
 
-from diagnostics.answers import answer as ask_model
-from diagnostics.answers import ask
-from hub_cards.assets.handler import EndpointHandler
 from hub_cards.build import build
 from hub_cards.check import check, find_model_faults
 from hub_cards.facts import collect_facts
@@ -100,14 +93,3 @@ def test_training_before_the_adapters_were_added_is_recorded(
     facts = collect_facts(run)
     assert [stage["stage"] for stage in facts.stages] == ["instruct", "adapt"]
     assert facts.steps == 16
-
-
-def test_the_handler_answers_as_the_model_does(release: Path) -> None:
-    model, processor = Adapted.from_pretrained(release).eval(), AutoProcessor.from_pretrained(release)
-    picture, encoded = Image.linear_gradient("L").convert("RGB"), io.BytesIO()
-    (text,) = ask_model(model, processor, [ask("what is it?", picture)], "answer", 256)
-    picture.save(encoded, "PNG")
-    url = f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
-    content = [{"type": "image", "image": url}, {"type": "text", "text": "what is it?"}]
-    messages = [{"role": "user", "content": content}]
-    assert EndpointHandler(str(release))({"inputs": messages}) == {"generated_text": text}

@@ -11,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import tokenizers
 import transformers
-from datasets import Dataset, Features, List, Value, concatenate_datasets
+from datasets import Dataset, Features, List, Value, concatenate_datasets, config
 from datasets.fingerprint import Hasher
 
 from conversations.files import hash_files
@@ -73,7 +72,7 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
         tokenize.processor.image_token, tokenize.tokens_per_image, tokenize.max_length, check.open_pictures, code,
         transformers.__version__, tokenizers.__version__,
     ])  # fmt: skip
-    folder = Path(datasets.config.HF_DATASETS_CACHE) / "normllava"
+    folder = Path(config.HF_DATASETS_CACHE) / "normllava"
     folder.mkdir(parents=True, exist_ok=True)
     return dataset.map(
         partial(_tokenize_batch, check=check), batched=True, batch_size=BATCH, num_proc=num_proc, features=FEATURES,

@@ -1,12 +1,11 @@
 """The pictures of a row, opened when they are needed."""
 
-import re
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-from PIL import ExifTags, ImageOps
 from PIL import Image as PILImage
+from PIL import ImageOps
 
 from conversations.rows import BadRowError, Row, picture_path, row_images
 
@@ -23,23 +22,13 @@ def open_images(row: Row) -> list[PILImage.Image]:
 
 
 def to_rgb(opened: PILImage.Image) -> PILImage.Image:
-    """A picture's pixels in RGB, turned as its EXIF says, with nothing else of it.
-
-    Raises `OSError` if they can't be read, or have no known range.
-    """
-    # Pixels first, since a PNG's EXIF may stand behind them.
-    if opened.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
-        pixels = PILImage.fromarray((np.asarray(opened) >> 8).astype(np.uint8)).convert("RGB")
-    elif opened.mode in ("I", "F"):
-        raise OSError(f"pixels of mode {opened.mode} have no known range")
-    else:
-        pixels = opened.convert("RGB")
-    orientation, pixels.info = opened.getexif().get(ExifTags.Base.Orientation), {}
-    if orientation in range(2, 9):
-        # With nothing else: what `exif_transpose` can't write again would stop it.
-        pixels.getexif()[ExifTags.Base.Orientation] = orientation
-        ImageOps.exif_transpose(pixels, in_place=True)
-    return pixels
+    """A picture's pixels in RGB, turned as its EXIF says. Raises `OSError` if they have no known range."""
+    upright = ImageOps.exif_transpose(opened)
+    if upright.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
+        return PILImage.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
+    if upright.mode in ("I", "F"):
+        raise OSError(f"pixels of mode {upright.mode} have no known range")
+    return upright.convert("RGB")
 
 
 def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
@@ -50,5 +39,4 @@ def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
             return to_rgb(opened)
     except Exception as error:  # Pillow's decoders raise errors of many types on broken files
         name = image["path"] if isinstance(image, dict) else path
-        reason = re.sub(r" <_io.\w+ .*>", "", str(error))
-        raise BadRowError(row["source"], f"image {name or number} can't be read ({reason})") from error
+        raise BadRowError(row["source"], f"image {name or number} can't be read ({error})") from error

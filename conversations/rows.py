@@ -8,6 +8,7 @@ number, for messages).
 import json
 import os
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -51,9 +52,8 @@ def picture_path(row: Row, image: Any) -> str | None:
         return name
     path = os.path.normpath(os.path.join(row["image_folder"], name))
     if not path.startswith(os.path.join(row["image_folder"], "")):
-        raise BadRowError(
-            row["source"], f"image {name} is outside the image folder {row['image_folder']}; set one that holds all"
-        )
+        problem = f"image {name} is outside the image folder {row['image_folder']}; set one that holds all"
+        raise BadRowError(row["source"], problem)
     return path
 
 
@@ -92,27 +92,9 @@ def check_row(row: Row, control_tokens: frozenset[str] = frozenset(), needs_answ
 
     Raises `BadRowError` if the row can't be trained on, or, where it needs no answer, not be asked about.
     """
-    problem = _turns_problem(row, control_tokens) or _row_problem(row, needs_answer)
+    problem = next(_problems(row, control_tokens, needs_answer), None)
     if problem is not None:
         raise BadRowError(row["source"], problem)
-
-
-def _turns_problem(row: Row, control_tokens: frozenset[str]) -> str | None:
-    try:
-        turns = row_turns(row)
-    except ValueError:
-        return "`conversations` is text that is not JSON"
-    if not isinstance(turns, list) or not turns:
-        return "`conversations` is empty or not a list of turns"
-    for number, turn in enumerate(turns):
-        role, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
-            layout = f'{{"from": one of {", ".join(ROLES)}, "value": text}}'
-            return f"turn {number} is not {layout}: {str(turn)[:200]}"
-        found = _pattern(control_tokens).search(value) if control_tokens else None
-        if found is not None:
-            return f"turn {number} contains {found[0]}, which this model's tokenizer reads as a control token"
-    return None
 
 
 @lru_cache
@@ -120,17 +102,28 @@ def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
 
 
-def _row_problem(row: Row, needs_answer: bool) -> str | None:
-    turns, images = row_turns(row), row_images(row)
+def _problems(row: Row, control_tokens: frozenset[str], needs_answer: bool) -> Iterator[str]:
+    """What is wrong with a row. Ask for the first alone: each check relies on those before it."""
+    try:
+        turns, images = row_turns(row), row_images(row)
+    except ValueError:
+        yield "`conversations` is text that is not JSON"
+    if not isinstance(turns, list) or not turns:
+        yield "`conversations` is empty or not a list of turns"
+    for number, turn in enumerate(turns):
+        role, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
+        if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
+            yield f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {str(turn)[:200]}'
+        elif control_tokens and (found := _pattern(control_tokens).search(value)):
+            yield f"turn {number} contains {found[0]}, which this model's tokenizer reads as a control token"
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
     if needs_answer and not any(answer.strip() for answer in answers):
-        return "no assistant turn (`gpt`) with text, so there is nothing to learn"
+        yield "no assistant turn (`gpt`) with text, so there is nothing to learn"
     if any(IMAGE_MARK in answer for answer in answers):
-        return f"an assistant turn contains {IMAGE_MARK}"
+        yield f"an assistant turn contains {IMAGE_MARK}"
     marks = sum(turn["value"].count(IMAGE_MARK) for turn in turns)
     if marks != len(images):
-        return f"{marks} {IMAGE_MARK} marks but {len(images)} images"
+        yield f"{marks} {IMAGE_MARK} marks but {len(images)} images"
     for path in filter(None, (picture_path(row, image) for image in images)):
         if not os.path.isfile(path):
-            return f"image file {path} is missing, or not a regular file"
-    return None
+            yield f"image file {path} is missing, or not a regular file"

@@ -44,8 +44,8 @@ class RowTokenizer:
     def __call__(self, row: Row) -> Row:
         """Tokenize a row that `check_row` has found good. Raises `BadRowError` if the model can't learn from it."""
         if self.plain and [turn["from"] for turn in row_turns(row)] != ["human", "gpt"]:
-            problem = "stage 'align' takes a picture with its caption, one human turn and one gpt turn; the questions "
-            raise BadRowError(row["source"], problem + "of a conversation would be dropped. Train on it in 'instruct'")
+            problem = "stage 'align' takes one human turn and one gpt turn, and would drop other questions"
+            raise BadRowError(row["source"], problem)
         try:
             encoded = self.processor.tokenizer.apply_chat_template(
                 to_messages(row), chat_template=self.chat_template, return_dict=True, return_assistant_tokens_mask=True
@@ -62,15 +62,10 @@ class RowTokenizer:
         num_images = input_ids.count(image_id)
         length = len(input_ids) + num_images * (self.tokens_per_image - 1)
         if self.max_length is not None and length > self.max_length:
-            problem = f"{length} tokens, more than max_length {self.max_length}. Rows are never cut"
-            raise BadRowError(row["source"], f"{problem}: raise max_length, or leave the row out")
+            raise BadRowError(row["source"], f"{length} tokens, more than max_length {self.max_length}")
         if all(label == IGNORED for label in labels):
-            problem = (
-                "no supervised token: the template marks no answer, or the tokenizer's offsets leave out leading "
-            )
-            raise BadRowError(
-                row["source"], problem + "spaces (`trim_offsets`), by which transformers finds the marks"
-            )
+            problem = "no supervised token: the template marks no answer, or the tokenizer has `trim_offsets`"
+            raise BadRowError(row["source"], problem)
         return {**row, "input_ids": input_ids, "labels": labels, "num_images": num_images, "length": length}
 
     def expand_pictures(self, tokens: list[int], like: list[int] | None = None) -> list[int]:

@@ -31,7 +31,6 @@ COMMANDS = (
     ("dynamics", "python -m diagnostics.dynamics", "diagnostics.dynamics"),
     ("evaluation", "python -m evaluation", "evaluation.__main__"),
     ("hub_cards", "python -m hub_cards", "hub_cards.__main__"),
-    ("serve", "python -m hub_cards.serve", "hub_cards.serve"),
     ("benchmarks gpu", "python -m benchmarks.gpu", "benchmarks.gpu"),
     ("benchmarks real", "python -m benchmarks.real", "benchmarks.real"),
     ("benchmarks norm", "python -m benchmarks.norm", "benchmarks.norm"),

@@ -1,4 +1,4 @@
-"""One task of a harness for one model, in a process of its own.
+"""The harnesses: one task for one model, in a process of its own.
 
 Separate processes, since OCRBench's scorer goes on from the counts of the task before it, lmms-eval takes the model
 apart after a run, and a failure then affects one task only.
@@ -8,20 +8,26 @@ import os
 import subprocess
 import sys
 import tempfile
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from huggingface_hub import get_token
 
-from conversations.files import fingerprint, hash_files
-from evaluation.benchmarks import Benchmark
+from conversations.files import WEIGHT_FILES, fingerprint, hash_files
+from evaluation.benchmarks import OURS, Benchmark
 
 
 TASKS = Path(__file__).parent / "tasks"
 LOG_FILE = "log.txt"
+# What a model's answers depend on.
+MODEL_FILES = (
+    "*.safetensors", "*.safetensors.index.json", "*config.json", "*.py", "chat_template*", "tokenizer*", "vocab*",
+    "merges.txt", "*_tokens*.json",
+)  # fmt: skip
 MODULES = {"lmms-eval": "lmms_eval", "lm-eval": "lm_eval"}
-# Raise it when a change of the command or the plug-in changes answers: results of another number are not reused.
+# Raise it when a change of the command or the plug-in changes answers: results of another number are not used again.
 REVISION = 1
 
 
@@ -34,28 +40,44 @@ class Settings(NamedTuple):
     limit: int | None
 
 
+class Model(NamedTuple):
+    """A model to evaluate: its folder, by the name that it was given and as a path.
+
+    `fingerprint` is of all files that answers depend on, `weights` of the weights alone.
+    """
+
+    name: str
+    path: Path
+    fingerprint: str
+    weights: str
+
+
 class TaskError(RuntimeError):
     """A task gave no figure; the message says why, or where its log is."""
 
 
-def fixed_settings(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
-    """The settings that a figure depends on.
+def open_model(folder: str) -> Model:
+    """The model in a checkpoint folder. Raises `ValueError` if it holds no weights."""
+    path = Path(folder)
+    hashes = hash_files(path, *MODEL_FILES)
+    weights = {name: hashes[name] for name in hashes if fnmatch(name, WEIGHT_FILES)}
+    if not weights:
+        raise ValueError(
+            f"{folder}: no folder with {WEIGHT_FILES}. Give that of a trained model, an adapter's after merging; one "
+            "on the Hub is downloaded by: hf download <id> --local-dir <folder>"
+        )
+    return Model(folder.rstrip("/"), path, fingerprint(hashes), fingerprint(weights))
 
-    Raises:
-        importlib.metadata.PackageNotFoundError: if the harness is not installed.
-    """
-    fixed = {
+
+def fixed_settings(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
+    """What a figure of a model depends on. Raises `importlib.metadata.PackageNotFoundError` without the harness."""
+    return {
         "harness": f"{benchmark.harness} {version(MODULES[benchmark.harness])}",
+        "task_files": benchmark in OURS and fingerprint(hash_files(TASKS, "[!.]*")),  # no harness's version covers
         "limit": settings.limit,
         "dtype": settings.dtype,
-        "metric": benchmark.metric,
-        "scale": benchmark.scale,
-        "in_chat": benchmark.in_chat,
         "revision": REVISION,
     }
-    if (TASKS / f"{benchmark.task}.yaml").exists():  # ours, which no harness's version covers
-        fixed["task_files"] = fingerprint(hash_files(TASKS, "[!.]*"))
-    return fixed
 
 
 def build_command(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
@@ -72,36 +94,28 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
         command += ["lm_eval", "run", "--model", "hf-multimodal", "--model_args", arguments]
         # Whatever the checkpoint's generation config says; the plug-in of lmms-eval does the same.
         command += ["--gen_kwargs", "num_beams=1", "repetition_penalty=1.0", "no_repeat_ngram_size=0"]
-        command += ["--apply_chat_template"] if benchmark.in_chat else []
+        command += ["--apply_chat_template"] if benchmark in OURS else []
     command += ["--tasks", benchmark.task, "--include_path", str(TASKS), "--batch_size", str(settings.batch_size)]
     command += ["--output_path", str(output), "--log_samples"]
     return command if settings.limit is None else [*command, "--limit", str(settings.limit)]
 
 
-def run_harness(command: list[str], log: Path) -> None:
-    """Run a harness; its output goes to the terminal and to a file.
-
-    Raises:
-        TaskError: if it fails.
-    """
+def run_harness(command: list[str], folder: Path) -> None:
+    """Run a harness; its output goes to the terminal and to `LOG_FILE`. Raises `TaskError` if it fails."""
     # lmms-eval prints a token that is in the environment.
     environment = {name: os.environ[name] for name in os.environ.keys() - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}}
     # Without the working directory on the path, where a folder or an old egg-info would shadow installed packages.
     environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    with tempfile.NamedTemporaryFile("w") as token_file, log.open("wb") as file:
+    with tempfile.NamedTemporaryFile("w") as token_file, (folder / LOG_FILE).open("wb") as log:
         if (token := get_token()) is not None:
             token_file.write(token)
             token_file.flush()
             environment["HF_TOKEN_PATH"] = token_file.name
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
-            try:
-                while piece := process.stdout.read1():  # type: ignore[attr-defined]
-                    file.write(piece)
-                    sys.stderr.buffer.write(piece)
-                    sys.stderr.flush()
-            except BaseException:
-                process.terminate()
-                raise
+            while piece := process.stdout.read1():  # type: ignore[attr-defined]
+                log.write(piece)
+                sys.stderr.buffer.write(piece)
+                sys.stderr.flush()
     if process.returncode != 0:
-        raise TaskError(f"the harness exited with {process.returncode}; see {log}")
+        raise TaskError(f"the harness exited with {process.returncode}; see {folder / LOG_FILE}")

@@ -13,6 +13,7 @@ from lmms_eval.cli.dispatch import main
 from lmms_eval.models import MODEL_REGISTRY_V2
 from lmms_eval.models.registry_v2 import ModelManifest
 from lmms_eval.protocol import ChatMessages
+from lmms_eval.utils import Collator
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -25,42 +26,38 @@ class ImageTextToText(lmms):
 
     is_simple = False
 
-    def __init__(
-        self, pretrained: str, revision: str = "main", dtype: str = "auto", batch_size: int = 1, device: Any = None
-    ) -> None:
+    def __init__(self, pretrained: str, dtype: str = "auto", batch_size: int = 1) -> None:
         super().__init__()
         self.accelerator = Accelerator()
         self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        self.device = torch.device(device or self.accelerator.device)
+        self.device = self.accelerator.device
         self.batch_size = int(batch_size)
-        options: dict[str, Any] = {"revision": revision, "trust_remote_code": True}
-        self._processor = AutoProcessor.from_pretrained(pretrained, **options)
+        self._processor = AutoProcessor.from_pretrained(pretrained, trust_remote_code=True)
         # Straight to the device: each process would hold a copy in the machine's memory.
-        options |= {"dtype": dtype, "device_map": {"": self.device}}
-        self._model = AutoModelForImageTextToText.from_pretrained(pretrained, **options).eval()
+        self._model = AutoModelForImageTextToText.from_pretrained(
+            pretrained, dtype=dtype, device_map={"": self.device}, trust_remote_code=True
+        ).eval()
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Answers in the order of the requests. Raises `ValueError` if a task asks for sampled answers."""
-        answers = [""] * len(requests)
         # Rows of a batch share the settings of their task, and are of about the same length.
-        order = sorted(range(len(requests)), key=lambda row: (str(requests[row].args[2]), -len(requests[row].args[0])))
+        collator = Collator(
+            [request.args for request in requests], lambda args: -len(args[0]), lambda args: args[2], True
+        )
+        answers: list[str] = []
         with tqdm(total=len(requests), desc="Answering", disable=self.rank > 0) as bar:
-            while order:
-                settings = requests[order[0]].args[2]
-                rows = [row for row in order[: self.batch_size] if requests[row].args[2] == settings]
-                order = order[len(rows) :]
-                for row, answer in zip(rows, self._answer([requests[row] for row in rows], settings), strict=True):
-                    answers[row] = answer
-                bar.update(len(rows))
-        return answers
+            for batch in collator.get_batched(n=self.batch_size):
+                answers += self._answer(batch)
+                bar.update(len(batch))
+        return collator.get_original(answers)
 
     @torch.inference_mode()
-    def _answer(self, requests: list[Instance], settings: dict[str, Any]) -> list[str]:
+    def _answer(self, batch: list[tuple[Any, ...]]) -> list[str]:
+        settings: dict[str, Any] = batch[0][2]
         if settings.get("do_sample", bool(settings.get("temperature"))):
-            raise ValueError(f"{requests[0].task_name} asks for sampled answers; this model only answers greedily.")
+            raise ValueError(f"{batch[0][4]} asks for sampled answers; this model only answers greedily.")
         chats = []
-        for request in requests:
-            _, to_messages, _, document, task, split = request.args
+        for _, to_messages, _, document, task, split in batch:
             messages = to_messages(self.task_dict[task][split][document])
             chats.append(ChatMessages(messages=messages).to_hf_messages())
         inputs = self._processor.apply_chat_template(

@@ -1,7 +1,7 @@
 """A benchmark result as stored in `evaluation.json`, which the model card reads."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,16 @@ class Evaluation:
     baseline_name: str | None = None
 
 
-def write_evaluations(
-    folder: Path, rows: Sequence[Evaluation | dict[str, Any]], is_replaced: Callable[[dict[str, Any]], bool]
-) -> None:
-    """Write results into a model's `evaluation.json`. Existing rows that are not replaced are kept."""
+def write_evaluations(folder: Path, rows: Sequence[Evaluation]) -> None:
+    """Write results into a model's `evaluation.json`. Earlier ones of the same metric on the same rows, and those of
+    other weights, are removed."""
     path = folder / EVALUATION_FILE
+    new = to_json(list(rows))
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    kept = [row for row in before if not is_replaced(row)]
-    if rows or len(kept) < len(before):
-        write_whole(path, json.dumps([*kept, *to_json(list(rows))], indent=1) + "\n")
+    measured, weights = [_key(row) for row in new], {None, *(row.weights for row in rows)}
+    kept = [row for row in before if _key(row) not in measured and row.get("weights") in weights]
+    write_whole(path, json.dumps([*kept, *new], indent=1) + "\n")
+
+
+def _key(row: dict[str, Any]) -> list[Any]:
+    return [row.get(field) for field in ("task", "dataset", "split", "metric")]

@@ -29,9 +29,9 @@ def draw_answers(
 
 
 def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write shares of exact matches into a model's evaluation.json, in place of the same command's earlier ones. Rows
-    hold the other fields of [`Evaluation`]; the standard error follows from value and n."""
+    """Write shares of exact matches into a model's evaluation.json, in place of earlier ones. Rows hold the other
+    fields of [`Evaluation`]; the standard error follows from value and n."""
     common: dict[str, Any] = {"metric": "exact_match", "command": command, "weights": weights_fingerprint(folder)}
     errors = [(row["value"] * (1 - row["value"]) / row["n"]) ** 0.5 or None for row in rows]
     scores = [Evaluation(**common, **row, standard_error=error) for row, error in zip(rows, errors, strict=True)]
-    write_evaluations(folder, scores, lambda row: row.get("command") == command)
+    write_evaluations(folder, scores)

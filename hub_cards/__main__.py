@@ -9,7 +9,6 @@ python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0
 
 import argparse
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
 from transformers.utils import logging as transformers_logging
 
-from hub_cards import serve
 from hub_cards.build import build
 from hub_cards.check import check
 from hub_cards.push import ReleaseError, plan_push, push
+from hub_cards.serve import serve
 from hub_cards.verify import verify
 
 
@@ -40,48 +39,47 @@ def parse_arguments() -> argparse.Namespace:
     add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml next to the run's recipe)")
     add("--revision", default="v1.0", help="tag that the card pins, not a branch (default: v1.0)")
     add("--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples, with the model's answers")
-    add("--dtype", choices=["bfloat16", "float16"], help="cast all weights except the norm's (default: no cast)")
     add("--text_model", help="Hub id of the language model, if it was loaded from a folder")
     add("--vision_model", help="Hub id of the vision encoder, if it was loaded from a folder")
     add("--license", help="licence of parts that were trained from scratch")
     add("--base_licence_file", type=Path, help="the base model's licence text, if a copy is needed")
     add = commands.add_parser("check", help="list all findings").add_argument
     add("stage", type=Path, help="stage folder")
-    command = commands.add_parser("push", help="one commit and a tag; a new repository stays private unless --public")
-    command.add_argument("stage", type=Path, help="stage folder without findings")
-    visibility = command.add_mutually_exclusive_group().add_argument
-    for name, when in (("private", "before anything is sent"), ("public", "once everything is there")):
-        when = f"make the repository {name} {when}"
-        visibility(f"--{name}", dest="visibility", action="store_const", const=name, help=when)
-    command.add_argument("--dry_run", action="store_true", help="show what would change and stop")
+    add = commands.add_parser("push", help="one commit and a tag; private unless --public").add_argument
+    add("stage", type=Path, help="stage folder without findings")
+    add("--public", action="store_true", help="make the repository public once everything is there")
+    add("--dry_run", action="store_true", help="show what would change and stop")
     add = commands.add_parser("verify", help="fresh download, as any user would load it").add_argument
     add("repo_id", help="owner/name")
     add("--revision", required=True, help="tag to verify")
     add("--stage", type=Path, help="stage folder that was pushed, to compare with")
+    add = commands.add_parser("serve", help="transformers' server, on the loopback alone").add_argument
+    add("model", help="folder or Hub id; its code is run")
+    add("--revision", default="main", help="revision of a repository on the Hub (default: main)")
+    add("--port", type=int, default=8000, help="loopback port (default: 8000)")
     return parser.parse_args()
 
 
-def run_push(stage: Path, visibility: str | None, dry_run: bool) -> None:
+def run_push(stage: Path, public: bool, dry_run: bool) -> None:
     """Push, or in a dry run say what would change."""
-    api, token = HfApi(), get_token()
-    if token is None and not dry_run:
+    if get_token() is None:
         raise ReleaseError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
     try:
-        plan = plan_push(stage, api) if dry_run else push(stage, api, visibility)
+        plan = plan_push(stage, HfApi()) if dry_run else push(stage, HfApi(), public)
     except (httpx.HTTPError, ConnectionError, RuntimeError) as error:  # as the client raises them
         stopped = "The Hub can't be asked" if dry_run else "The push stopped; push again to go on from there"
         raise ReleaseError(f"{stopped}: {error}") from error
     logger.info("%s\n%s", plan, "Dry run: nothing was changed." if dry_run else "Published.")
-    if token is None:
-        logger.info("Without a token a private repository of this name can't be seen: hf auth login.")
 
 
 def run(command: str, options: dict[str, Any]) -> None:
-    """One of the four commands. Raises `ValueError` with all that was found wrong."""
+    """One of the five commands. Raises `ValueError` with all that was found wrong."""
     if command == "build":
         logger.info("Staged in %s: now python -m hub_cards check", build(**options))
     elif command == "push":
         run_push(**options)
+    elif command == "serve":
+        serve(**options)
     elif command == "check":
         if findings := check(**options):
             raise ReleaseError("\n".join([*findings, f"{len(findings)} findings: nothing to publish yet."]))
@@ -96,9 +94,6 @@ def run(command: str, options: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the command line."""
-    if sys.argv[1:2] == ["serve"]:
-        serve.main(sys.argv[2:])
-        return
     logging.basicConfig(format="%(message)s")  # the Hub's client would log every request
     logger.setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()

@@ -3,11 +3,9 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.utils import validate_repo_id
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
@@ -17,10 +15,9 @@ from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.answers import answer, ask
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
-from hub_cards.contents import ASSETS, CARD, INDEX, OTHERS, PLOT, SERVING, SETTINGS, class_files
+from hub_cards.contents import ASSETS, CARD, OTHERS, PLOT, SERVING, SETTINGS, class_files
 from hub_cards.facts import Facts, collect_facts, hub_id, read_json
 from hub_cards.licences import APACHE, Licence, licence_of
-from hub_cards.weights import read_weights
 
 
 APACHE_TEXT = ASSETS / "LICENSE-APACHE"
@@ -32,11 +29,10 @@ MAX_WIDGETS = 3
 def build(
     run: Path, repo_id: str, output_dir: Path | None = None, prose: Path | None = None, revision: str = "v1.0",
     widget_data: Path | None = None, text_model: str | None = None, vision_model: str | None = None,
-    license: str | None = None, base_licence_file: Path | None = None, dtype: str | None = None,
+    license: str | None = None, base_licence_file: Path | None = None,
 ) -> Path:  # fmt: skip
     """Make the stage folder, its card last. It appears only when it is complete. Arguments are the command's. Raises
     `ValueError` if a fact or file is missing, the name breaks a licence, or the model has faults, and lists them."""
-    validate_repo_id(repo_id)
     if hub_id(repo_id) is None:
         raise ValueError(f"--repo_id {repo_id!r} is not owner/name.")
     if not TAG.fullmatch(revision):
@@ -56,8 +52,6 @@ def build(
     stage = output_dir.with_name(f"{output_dir.name}.partial")
     shutil.rmtree(stage, ignore_errors=True)  # from an interrupted build
     stage.mkdir(parents=True)
-    if dtype is not None:
-        facts = cast_model(run, stage, dtype, facts)
     code = copy_model(run, stage, facts)
     (stage / "LICENSE").write_text(text, encoding="utf-8")
     if licence.notice is not None:
@@ -87,28 +81,14 @@ def find_prose(run: Path) -> Path:
     return prose
 
 
-def cast_model(run: Path, stage: Path, dtype: str, facts: Facts) -> Facts:
-    """Save the model in another dtype. Raises `ValueError` if that makes values that are not finite."""
-    model = AutoModelForImageTextToText.from_pretrained(run, dtype=dtype)  # which keeps the norm in float32
-    model.save_pretrained(stage, max_shard_size="5GB")
-    weights = read_weights(stage)
-    if weights.not_finite:
-        raise ValueError(f"{weights.not_finite[0]} is NaN or infinite in {dtype}: choose another --dtype.")
-    return replace(facts, weights=weights, cast_from=", ".join(sorted(facts.weights.dtypes)))
-
-
 def copy_model(run: Path, stage: Path, facts: Facts) -> dict[str, int]:
-    """Copy weights, class files, and settings without names of this machine; keep what a cast has written.
-
-    Returns the number of lines by class file.
-    """
+    """Copy weights, class files and settings, these without names of this machine. Returns lines by class file."""
     for name in [*facts.weights.sha256, *OTHERS]:
-        if (run / name).exists() and not (stage / name).exists():
+        if (run / name).exists():
             shutil.copy(run / name, stage)
     for name in SETTINGS:
-        source = stage / name if (stage / name).exists() else run / name
-        if source.exists() and (name != INDEX or len(facts.weights.sha256) > 1):
-            text = json.dumps(without_local_names(read_json(source)), indent=2, ensure_ascii=False)
+        if (run / name).exists():
+            text = json.dumps(without_local_names(read_json(run / name)), indent=2, ensure_ascii=False)
             (stage / name).write_text(text + "\n", encoding="utf-8")
     files = class_files(AutoConfig.from_pretrained(run))
     for path in files:

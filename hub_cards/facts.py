@@ -37,7 +37,6 @@ class Facts:
         text_model, vision_model: Hub ids of the parts, `None` if they are not from the Hub. Both are the id of a Llava
             that the model was converted from.
         earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
-        cast_from: Dtypes of the trained weights, if they were cast.
     """
 
     weights: Weights
@@ -49,7 +48,6 @@ class Facts:
     earlier_is_recorded: bool
     evaluations: list[Evaluation]
     diagnostics: dict[str, str] | None
-    cast_from: str | None = None
 
     @property
     def steps(self) -> int:

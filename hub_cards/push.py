@@ -57,19 +57,17 @@ def plan_push(stage: Path, api: HfApi) -> Plan:
     return Plan(repo_id, tag, "private" if info.private else "public", info.sha, is_tagged, files)
 
 
-def push(stage: Path, api: HfApi, visibility: str | None = None) -> Plan:
+def push(stage: Path, api: HfApi, public: bool = False) -> Plan:
     """Publish a stage folder: one commit, which also deletes stale files, on the head that was seen, then a tag.
 
-    A repository is created private, and made public, if `visibility` says so, only after commit and tag. Where a push
-    stopped, the next one goes on. Raises `ReleaseError` as [`plan_push`], or if the repository is public unasked.
+    A repository is created private, and made public, if asked for, only after commit and tag. Where a push stopped,
+    the next one goes on. Raises `ReleaseError` as [`plan_push`], or if the repository is public unasked.
     """
     plan = plan_push(stage, api)
-    if plan.visibility == "public" and visibility is None and not plan.is_tagged:
-        raise ReleaseError(f"{plan.repo_id} is public: push with --public, or with --private to make it private.")
+    if plan.visibility == "public" and not (public or plan.is_tagged):
+        raise ReleaseError(f"{plan.repo_id} is public: push with --public, or make it private in its settings.")
     if plan.visibility == "new":
         api.create_repo(plan.repo_id, private=True)
-    elif plan.visibility == "public" and visibility == "private":
-        api.update_repo_settings(plan.repo_id, private=True)
     if not plan.is_tagged:
         head = plan.head
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
@@ -80,6 +78,6 @@ def push(stage: Path, api: HfApi, visibility: str | None = None) -> Plan:
             message = f"Release {plan.tag}"
             head = api.create_commit(plan.repo_id, operations, commit_message=message, parent_commit=head).oid
         api.create_tag(plan.repo_id, tag=plan.tag, revision=head)
-    if visibility == "public" != plan.visibility:
+    if public and plan.visibility != "public":
         api.update_repo_settings(plan.repo_id, private=False)
     return plan

@@ -34,10 +34,7 @@ class Weights:
         """Values that `steps` steps of training can't leave; 0 if their number is not known."""
         if self.not_finite:
             yield f"weights: {listed(self.not_finite)}: NaN or infinite values. Train again."
-        gain = self.constant.get(f"{NORM}weight")
-        if gain == 0:
-            yield "weights: the norm's gain is 0 everywhere, so no picture gets through. Train again."
-        elif gain is not None and steps and self.constant.get(f"{NORM}bias") == 0:
+        if steps and f"{NORM}weight" in self.constant and self.constant.get(f"{NORM}bias") == 0:
             yield f"weights: the norm is untrained after {steps} steps. Stage the folder that training wrote."
         untrained = sorted(name for name, value in self.constant.items() if KEY_ADAPTER in name and value == 0)
         if untrained and steps:

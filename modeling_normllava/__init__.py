@@ -1,7 +1,6 @@
 """The NormLlava model class. Importing it registers the classes, so `trust_remote_code` is not needed here."""
 
 import transformers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, LlavaProcessor
 
 from .configuration_normllava import NormLlavaConfig
 from .key_adapters import (
@@ -18,9 +17,13 @@ for config, base, whole in (
 ):
     transformers.AutoConfig.register(config.model_type, config)
     transformers.AutoModel.register(config, base)
-    for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM):
-        auto_class.register(config, whole)  # the first for text-only tools
-    transformers.AutoProcessor.register(config, LlavaProcessor)
+    for auto_class in (
+        transformers.AutoModelForCausalLM,  # for text-only tools
+        transformers.AutoModelForImageTextToText,
+        transformers.AutoModelForMultimodalLM,
+    ):
+        auto_class.register(config, whole)
+    transformers.AutoProcessor.register(config, transformers.LlavaProcessor)
 
 __all__ = [
     "GlobalWeightCompensatedLayerNorm",

@@ -1,6 +1,5 @@
 """NormLlava configuration: Llava's, plus the norm that ends the projector."""
 
-import math
 from typing import Any, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -53,30 +52,6 @@ class NormLlavaConfig(LlavaConfig):
             "AutoModelForImageTextToText": whole,
             "AutoModelForMultimodalLM": whole,
         }
-
-    def validate_projector_norm(self) -> None:
-        """Part of `@strict`-powered validation."""
-        target, eps = self.projector_norm_target, self.projector_norm_eps
-        if target is not None and not (math.isfinite(target) and target > 0):
-            raise ValueError(f"projector_norm_target must be None or a finite number above 0, got {target}.")
-        if not (math.isfinite(eps) and eps > 0):
-            raise ValueError(f"projector_norm_eps must be a finite number above 0, got {eps}.")
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build the config from a dictionary. Raises `ValueError` if it describes another type of model."""
-        found = config_dict.get("model_type", cls.model_type)
-        if found != cls.model_type:
-            raise ValueError(
-                f"This is the config of a {found!r} model, not of a {cls.model_type!r} one. To turn a Llava into a "
-                "NormLlava: python training/compose.py --llava_model <folder or Hub id> --output_dir <folder>"
-            )
-        if config_dict.get("key_adapter_rank") and not hasattr(cls, "key_adapter_rank"):
-            raise ValueError(
-                "This checkpoint has key adapters and was saved by an earlier version, where they were part of "
-                "this class. Load it with NormLlavaKeyAdapterForConditionalGeneration and save it again."
-            )
-        return super().from_dict(config_dict, **kwargs)
 
 
 NormLlavaConfig.register_for_auto_class()

@@ -32,18 +32,6 @@ class NormLlavaKeyAdapterConfig(NormLlavaConfig):
             "AutoModel": "key_adapters.NormLlavaKeyAdapterModel",
         }
 
-    def validate_key_adapters(self) -> None:
-        """Part of `@strict`-powered validation."""
-        if self.key_adapter_rank < 1 or not 0 <= self.key_adapter_dropout < 1:
-            raise ValueError("key_adapter_rank must be 1 or more, and key_adapter_dropout at least 0 and below 1.")
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """[`NormLlavaConfig.from_dict`], also of what was saved when both were one class."""
-        if config_dict.get("model_type") == NormLlavaConfig.model_type and config_dict.get("key_adapter_rank"):
-            config_dict = {**config_dict, "model_type": cls.model_type}
-        return super().from_dict(config_dict, **kwargs)
-
 
 class KeyAdapter(nn.Module):
     """Gated low-rank updates of a layer's keys, one of text tokens and one of visual tokens.

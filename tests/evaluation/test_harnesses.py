@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -95,17 +94,14 @@ def test_the_nine_tasks_give_what_is_known_on_paper(
     for name in ("accuracy, not F1", "the paper doesn't say which", "0-shot", "n = 114"):
         assert name in done.stdout
 
-    # What is there is not run again, what is missing is, and what fails leaves the others.
+    # What is there is not run again, what is missing is.
     logs = {path: path.stat().st_mtime_ns for path in (model / "evaluation").glob("*/log.txt")}
     assert len(logs) == 9
     (model / "evaluation/ai2d/result.json").unlink()
-    done = evaluate("--tasks", "ai2d", "mmstar", "lmms-eval:no_such_task")
-    assert done.returncode == 1
-    assert "no_such_task" in done.stderr.splitlines()[-1]
-    assert done.stdout.count("\n") == 5
+    done = evaluate("--tasks", "ai2d", "mmstar")
+    assert done.stdout.count("\n") == 4
     assert "| AI2D | 25.0" in done.stdout
-    run_again = {path.parent.name for path, before in logs.items() if path.stat().st_mtime_ns != before}
-    assert run_again == {"ai2d"}
+    assert {path.parent.name for path, before in logs.items() if path.stat().st_mtime_ns != before} == {"ai2d"}
     assert read_rows(model) == rows
 
 
@@ -146,10 +142,10 @@ def test_both_harnesses_the_server_and_the_report_read_the_same_answers(
     run: Run, composed: Callable[..., Path], digits: Path, tmp_path: Path
 ) -> None:
     model = composed()
-    tasks = ["--tasks", "digits", "digits_lm_eval", "--batch_size", "7", "--names", "model", "--output_dir"]
     for processes in (1, 2):  # 100 rows in batches of 7: neither goes round
-        folder = tmp_path / str(processes)
-        done = run(digits, "evaluation", model, *tasks, folder, "--num_processes", str(processes))
+        folder = shutil.copytree(model, tmp_path / f"{processes}/model")
+        options = ["--tasks", "digits", "digits_lm_eval", "--batch_size", "7", "--num_processes", str(processes)]
+        done = run(digits, "evaluation", folder, *options)
         assert done.returncode == 0, done.stderr[-5000:]
     with serving(model, tmp_path / "log") as url:
         command = ["--model", "openai", "--model_args", f"model_version={model},base_url={url}", "--tasks", "digits"]
@@ -164,17 +160,3 @@ def test_both_harnesses_the_server_and_the_report_read_the_same_answers(
         for task in ("digits", "digits_lm_eval"):
             assert logged_answers(tmp_path / f"{processes}/model/evaluation" / task) == expected, (processes, task)
     assert read_rows(tmp_path / "1/model") == read_rows(tmp_path / "2/model")
-
-
-def one_figure(folder: Path) -> Any:
-    (path,) = folder.rglob("results_*.json")
-    return json.loads(path.read_text())["results"]["mmlu_anatomy"]["acc,none"]
-
-
-def test_plain_hf_of_lm_eval_loads_the_class(run: Run, always_a: Callable[..., Path], tmp_path: Path) -> None:
-    benchmark_rows.write_all(tmp_path, ["anatomy"])
-    arguments = f"pretrained={always_a()},trust_remote_code=True"
-    command = ["lm_eval", "run", "--model", "hf", "--model_args", arguments, "--tasks", "mmlu_anatomy"]
-    done = run(tmp_path, *command, "--output_path", tmp_path / "out")
-    assert done.returncode == 0, done.stderr[-5000:]
-    assert one_figure(tmp_path / "out") == 0.5

@@ -1,4 +1,4 @@
-"""Starting `python -m hub_cards.serve` and waiting until it answers."""
+"""Starting `python -m hub_cards serve` and waiting until it answers."""
 
 import socket
 import subprocess
@@ -20,7 +20,7 @@ def serving(model: Path, log: Path) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with log.open("w") as file:
-        command = [sys.executable, "-m", "hub_cards.serve", str(model), "--port", str(port)]
+        command = [sys.executable, "-m", "hub_cards", "serve", str(model), "--port", str(port)]
         server = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
         for _ in range(120):

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
-from safetensors.torch import load_file
-from transformers import XGLMConfig
 
 from hub_cards.__main__ import main
 from hub_cards.build import build
@@ -25,7 +22,6 @@ from hub_cards.facts import HUB_ID, collect_facts
 from hub_cards.licences import APACHE
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import WEIGHTS, Plant, delete, put, shard, tensors, write
-from training.compose import compose
 
 
 ROOT = Path(__file__).parents[2]
@@ -88,12 +84,9 @@ def test_the_card_says_what_the_run_recorded(staged: Path, trained: Path) -> Non
         "What it does in this model: not recorded.", "All parts were trained from scratch.",
     ):  # fmt: skip
         assert text in card.text
-    for text in ("three to 24 layers", "key adapters", "vLLM"):  # others' findings, and what it doesn't have
-        assert text not in card.text
     data = card.data.to_dict()
     kind = (data["pipeline_tag"], data["library_name"], data["license"], data["language"], data["datasets"])
     assert kind == ("image-text-to-text", "transformers", "apache-2.0", ["en", "de"], ["owner/rows"])
-    assert {"custom_code", "conversational"} <= set(data["tags"])
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_split) == ("exact_match", 0.5, "test")
     assert [widget["output"].keys() for widget in data["widget"]] == [{"text"}] * 2
@@ -136,26 +129,6 @@ def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
     assert "Be brief." not in text
     with Image.open(tmp_path / "stage" / "images" / "example1.png") as picture:
         assert (picture.info, picture.size) == ({}, (30, 20))
-    (tmp_path / "rows.json").write_text(json.dumps(rows[:1]))
-    with pytest.raises(ValueError, match=r"rows.json has no row with one picture and a question"):
-        card_of(trained, widget_data=tmp_path / "rows.json", **OWN)
-
-
-def test_a_cast_keeps_the_norm_and_is_said(run: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
-    before = load_file(run / WEIGHTS)
-    text = card_of(run, dtype="bfloat16", **OWN)
-    assert "They were cast from float32; the norm stays in float32." in text
-    assert "Measured before the cast." in text
-    after = load_file(tmp_path / "stage" / WEIGHTS)
-    dtypes = {name: tensor.dtype for name, tensor in after.items()}
-    assert {dtype for name, dtype in dtypes.items() if "projector.norm" in name} == {torch.float32}
-    assert {dtype for name, dtype in dtypes.items() if "projector.norm" not in name} == {torch.bfloat16}
-    assert all(torch.equal(after[name], before[name].to(dtypes[name])) for name in before)
-    (run / "evaluation.json").unlink()  # of other files
-    tensors(lambda weights: weights["lm_head.weight"].fill_(1e5))(run)
-    with pytest.raises(ValueError, match=r"lm_head.weight is NaN or infinite in float16: choose another"):
-        card_of(run, dtype="float16", **OWN)
-    assert not (tmp_path / "stage").exists()
 
 
 def test_shards_are_staged_with_their_index(run: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
@@ -163,8 +136,6 @@ def test_shards_are_staged_with_their_index(run: Path, card_of: Callable[..., st
     (run / "evaluation.json").unlink()  # of other files
     card_of(run, **OWN)
     assert len([*(tmp_path / "stage").glob("*.safetensors*")]) == 3
-    card_of(run, dtype="bfloat16", **OWN)
-    assert [path.name for path in (tmp_path / "stage").glob("*.safetensors*")] == [WEIGHTS]
 
 
 def test_results_are_read_as_they_stand(run: Path, card_of: Callable[..., str]) -> None:
@@ -177,7 +148,6 @@ def test_results_are_read_as_they_stand(run: Path, card_of: Callable[..., str]) 
     assert "\n```py\n" not in card
     for rows, message in (
         ([{**result, "value": None}], ", row 0: value is null, NaN or infinite"),
-        ([{"task": "a"}], ": no 0.dataset, 0.split"),
         ([{**result, "weights": None}], r", row 0, Visual .* of other weights. Measure again: python evaluate.py"),
     ):
         (run / "evaluation.json").write_text(json.dumps(rows))
@@ -222,8 +192,6 @@ def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..
     assert collect_facts(run).earlier_is_recorded
     put("config.json", projector_aligned=True)(run)  # which was training too
     assert not collect_facts(run).earlier_is_recorded
-    put("run.json", arguments__model_name_or_path=str(run))(run)  # ends
-    assert len(collect_facts(run).stages) == 1
 
 
 def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
@@ -238,19 +206,11 @@ def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
     assert collect_facts(run).stages[0]["arguments"] == {"learning_rate": 1e-5, **listed}
 
 
-def test_sizes_are_read_by_the_familys_own_names(run: Path) -> None:
-    put("config.json", text_config=XGLMConfig(d_model=48, num_layers=5, attention_heads=2).to_dict())(run)
-    decoder = collect_facts(run).decoder
-    assert (decoder.hidden_size, decoder.num_hidden_layers) == (48, 5)
-
-
 def test_build_finds_what_training_left(
     run: Path, report: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["hub_cards", "build", str(run), "--repo_id", "me/Mine", "--license", "apache-2.0"]
     monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit, match=r"run.json names no recipe: give .* --prose. training"):
-        main()
     put("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
     with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing: give .* --prose. training/recipes/\*/card"):
         main()
@@ -277,10 +237,8 @@ def test_the_recipes_bring_their_prose() -> None:
         ("Qwen/Qwen2.5-3B-Instruct", None, OWN, "base model Qwen/Qwen2.5-3B-Instruct is not known"),  # another licence
         (None, None, {}, "name it: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
         (LLAMA, SIGLIP, {}, "asks for another name than Mine: Llama-Mine"),
-        (LLAMA, None, OWN, "asks for another name than Mine"),
         (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "requires a copy of it: --base_licence_file"),
         (QWEN, SIGLIP, {"vision_model": "google/siglip2-x"}, f"google/siglip2-x, but .*json records {SIGLIP}"),
-        (None, SIGLIP, {"text_model": "/data/llama"}, "--text_model '/data/llama' is not owner/name"),
     ],
 )
 def test_a_licence_that_does_not_follow_is_a_stop(
@@ -288,27 +246,6 @@ def test_a_licence_that_does_not_follow_is_a_stop(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         card_of(rename_parts(run, text, vision), **options)
-
-
-def test_a_hub_id_is_one_wherever_build_runs(
-    run: Path, card_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / QWEN).mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    card_of(rename_parts(run, QWEN, SIGLIP))
-    assert ModelCard.load(tmp_path / "stage" / "README.md").data.base_model == [QWEN, SIGLIP]
-
-
-def test_a_folder_is_recorded_so_that_it_is_no_hub_id(
-    backbones: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "own").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for name, part in (("text", "qwen2"), ("vision", "siglip")):
-        (tmp_path / "own" / name).symlink_to(backbones(part))
-    config = compose("own/vision", "own/text")[0].config
-    names = {config.text_config._name_or_path, config.vision_config._name_or_path}
-    assert names == {str(tmp_path / "own" / "text"), str(tmp_path / "own" / "vision")}
 
 
 def test_a_part_that_was_loaded_from_a_folder_is_named(run: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
@@ -334,9 +271,6 @@ def test_a_converted_llava_names_its_source(
     assert f"Converted from a Llava checkpoint. Made from {source}." in text
     assert "| projector | a Llava checkpoint |" in text
     assert "Training before the stage that follows: not recorded." in text
-    put("config.json", llava_name_or_path="/data/llava")(run)  # a folder, and parts that are not on the Hub either
-    text = card_of(run, **OWN)
-    assert "Converted from a Llava checkpoint. All parts were trained from scratch." in text
 
 
 def test_llama_brings_its_agreement_its_notice_and_its_name(
@@ -344,9 +278,6 @@ def test_llama_brings_its_agreement_its_notice_and_its_name(
 ) -> None:
     rename_parts(run, LLAMA, SIGLIP)
     licence, stage = tmp_path / "LICENSE.txt", tmp_path / "stage"
-    licence.write_text("Apache License")
-    with pytest.raises(ValueError, match=r"does not read like the Llama 3\.2 Community License"):
-        card_of(run, "me/Llama-Mine", base_licence_file=licence)
     licence.write_text("LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nand so on\n")
     text = card_of(run, "me/Llama-Mine", base_licence_file=licence)
     assert (stage / "LICENSE").read_text() == licence.read_text()
@@ -361,12 +292,9 @@ def test_llama_brings_its_agreement_its_notice_and_its_name(
     ("plant", "message"),
     [
         (delete("config.json"), "holds no config.json"),
-        (write("config.json", "{"), "config.json is not valid JSON"),
         (put("config.json", model_type="llava"), "config.json: model_type is 'llava'"),
         (write("metrics.jsonl", "{"), "metrics.jsonl is not that of a run"),
         (write("adapter_config.json", "{}"), "training/merge.py --adapter"),
-        (delete(WEIGHTS), "model.safetensors is missing"),
-        (write(WEIGHTS, b"\x10\0"), "model.safetensors can't be read"),
     ],
 )
 def test_what_is_needed_and_missing_is_named(
@@ -380,11 +308,9 @@ def test_what_is_needed_and_missing_is_named(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [b", "is not a card's prose"),
         ("summary: x", "missing 4 required .* 'intended_use'"),
         ("{}\ndataset: [a/b]", "unexpected keyword argument 'dataset'.. Its fields are: summary"),
         ("{}\nlanguage: [no]", r'language is \[False\], not text.* write "no"'),
-        ("{}\nlimits:", "limits is None, not text"),
     ],
 )
 def test_prose_that_is_none(
@@ -395,13 +321,9 @@ def test_prose_that_is_none(
         card_of(trained, prose=tmp_path / "card.yaml", **OWN)
 
 
-@pytest.mark.parametrize("revision", ["main", "HEAD", "0" * 40, "v1 0", "v1..0", "-v1", "", "v1.lock", "refs/pr/1"])
+@pytest.mark.parametrize("revision", ["main", "0" * 40, "v1..0", "", "v1.lock", "refs/pr/1"])
 def test_a_revision_that_pins_nothing_is_refused(revision: str, trained: Path, card_of: Callable[..., str]) -> None:
     with pytest.raises(ValueError, match=f"--revision '{re.escape(revision)}' is not a tag that pins code"):
         card_of(trained, revision=revision, **OWN)
-
-
-@pytest.mark.parametrize("repo_id", ["mine", "me/a--b"])
-def test_a_name_that_the_hub_refuses(repo_id: str, trained: Path, card_of: Callable[..., str]) -> None:
-    with pytest.raises(ValueError, match=repo_id):
-        card_of(trained, repo_id, **OWN)
+    with pytest.raises(ValueError, match="--repo_id 'mine' is not owner/name"):
+        card_of(trained, "mine", **OWN)

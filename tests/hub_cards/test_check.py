@@ -1,6 +1,5 @@
 """A stage folder without findings, and every fault that is planted in it, found."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForImageTextToText, Qwen3MoeConfig
 
 from hub_cards.build import build
 from hub_cards.check import MACHINE_PATH, TOKEN, check, find_model_faults
@@ -30,12 +28,6 @@ def without_a_shard(folder: Path) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
-def stale(folder: Path) -> None:
-    weights = (folder / WEIGHTS).read_bytes()
-    shard(folder)
-    (folder / WEIGHTS).write_bytes(weights)
-
-
 def fill(name: str, value: float) -> Plant:
     return tensors(lambda weights: weights[name].view(-1)[:1].fill_(value))
 
@@ -45,53 +37,39 @@ FAULTS: dict[str, tuple[Plant, str]] = {
     "no card": (delete(README), "README.md: no snippet"),
     "no pin": (edit(README, 'revision = "', 'revision = b"'), "no snippet that loads a repository at a revision"),
     "token": (append(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
-    "token in the vocabulary": (put("tokenizer.json", note=SECRET), "tokenizer.json: holds a Hugging Face token"),
     "path in a config": (put(CONFIG, note="/home/me/run"), "config.json: holds a path of a machine, /home/me/run"),
-    "path in the card": (append(README, "\nSee ~/runs/a.\n"), "README.md: holds a path of a machine, ~/runs"),
     "pickle": (write("training_args.bin", b"x"), "training_args.bin: is not on the list"),
-    "optimizer state": (write("optimizer.safetensors", b"x"), "optimizer.safetensors: is not on the list"),
-    "cache": (write("__pycache__/a.pyc", b"x"), "__pycache__/a.pyc: is not on the list"),
     "other code": (write("custom_generate/generate.py", "x"), "custom_generate/generate.py: is not on the list"),
     "symlink": (link, "images/example9.png: is a symlink"),
     "no weights": (delete(WEIGHTS), "model.safetensors is missing"),
     "torn weights": (write(WEIGHTS, b"\x10\0\0\0"), "model.safetensors can't be read"),
     "a shard lost": (without_a_shard, "model-00002-of-00002.safetensors: the folder's weight files are not those of"),
-    "a single file beside shards": (stale, "model.safetensors: the folder's weight files are not those of its index"),
     "no head": (tensors(lambda w: w.pop("lm_head.weight")), "lm_head.weight"),
     "no norm": (tensors(lambda w: w.pop(f"{NORM}.bias")), f"{NORM}.bias"),
-    "a tensor less": (tensors(lambda w: w.pop(VISION)), VISION),
     "a tensor more": (tensors(lambda w: w.update(extra=torch.zeros(2))), "extra"),
     "another shape": (tensors(lambda w: w.update({VISION: w[VISION].T.contiguous()})), VISION),
-    "another width": (put(CONFIG, text_config__hidden_size=64), "mismatched_keys"),
     "no norm in the config": (put(CONFIG, projector_norm="none"), f"unexpected_keys .*{NORM}"),
     "NaN": (fill(VISION, float("nan")), f"{VISION}: NaN or infinite values"),
-    "infinity": (fill("lm_head.weight", -float("inf")), "lm_head.weight: NaN or infinite values"),
-    "a gain of 0": (tensors(lambda w: w[f"{NORM}.weight"].zero_()), "the norm's gain is 0 everywhere"),
     "another model type": (put(CONFIG, model_type="llava"), "model_type is 'llava', not a NormLlava's"),
     "quantised in the config": (put(CONFIG, quantization_config={"a": True}), 'holds "quantization_config"'),
     "no tokenizer": (delete("tokenizer.json"), "tokenizer.json: missing"),
     "not JSON": (write("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
     "another class file": (append(MODELING, "\n"), "modeling_normllava.py: is not this version's file"),
-    "no class file": (delete("configuration_normllava.py"), "configuration_normllava.py: is not this version's file"),
     "no auto_map": (put(CONFIG, auto_map=None), "config.json: its auto_map is not"),
     "another repository's class": (put(CONFIG, auto_map__AutoModel=OTHER_CODE), "config.json: its auto_map is not"),
     "code of a part": (put(CONFIG, text_config__auto_map={"A": OTHER_CODE}), 'config.json: holds "auto_map"'),
-    "code of the processor": (put("processor_config.json", auto_map={"A": OTHER_CODE}), 'processor_.*holds "auto_map'),
     "a kernel": (put(CONFIG, text_config__attn_implementation="you/kernel"), 'holds "attn_implementation"'),
     "code elsewhere": (put("tokenizer_config.json", tokenizer_class=OTHER_CODE), "holds .you/repo--modeling.Class"),
 }  # fmt: skip
 
 
-def planted(source: Path, folder: Path, fault: str) -> Path:
-    shutil.copytree(source, folder)
-    FAULTS[fault][0](folder)
-    return folder
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, staged: Path, tmp_path: Path) -> None:
-    findings = check(planted(staged, tmp_path / "stage", fault))
-    assert any(re.search(FAULTS[fault][1], finding) for finding in findings), findings
+    plant, message = FAULTS[fault]
+    shutil.copytree(staged, tmp_path / "stage")
+    plant(tmp_path / "stage")
+    findings = check(tmp_path / "stage")
+    assert any(re.search(message, finding) for finding in findings), findings
 
 
 def test_build_says_all_faults_and_stages_nothing(trained: Path, prose: Path, tmp_path: Path) -> None:
@@ -115,31 +93,16 @@ def test_every_family_as_composed_has_no_faults(vision: str, text: str, composed
     assert [*find_model_faults(folder, read_weights(folder))] == []
 
 
-def test_a_model_that_is_stored_under_other_names_has_no_faults(composed: Callable[..., Path], tmp_path: Path) -> None:
-    # The experts of a layer are one tensor in memory and many in files.
-    shutil.copytree(composed(), tmp_path / "model")
-    config = AutoConfig.from_pretrained(composed())
-    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    config.text_config = Qwen3MoeConfig(**(config.text_config.to_dict() | {"model_type": "qwen3_moe"} | sizes))
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
-    shutil.copy(composed() / "generation_config.json", tmp_path / "model")
-    assert [*find_model_faults(tmp_path / "model", read_weights(tmp_path / "model"))] == []
-
-
-def test_no_folder() -> None:
-    assert check(Path("none")) == ["none: no such folder. Make one with python -m hub_cards build."]
-
-
-@pytest.mark.parametrize(
-    "text", ["/data/models/llama", "file:///etc", "~me/x", "C:\\\\Users\\\\me", "\\\\nas\\runs", '"/home/me/a.json"']
-)
-def test_paths_of_machines(text: str) -> None:
-    assert MACHINE_PATH.search(json.dumps(text) if "\\" not in text else text)
-
-
-@pytest.mark.parametrize(
-    "text", ["https://arxiv.org/abs/2512.08374", "/v1/models", "and/or", "python -m a --model runs/a/b", "</a>", "~5"]
-)
-def test_what_is_no_path_or_token(text: str) -> None:
-    assert not MACHINE_PATH.search(text)
-    assert not TOKEN.search(text + " hf_hub_download")
+def test_what_is_a_path_of_a_machine_and_what_is_none() -> None:
+    for text in (
+        "/data/models/llama",
+        "file:///etc",
+        "~me/x",
+        "C:\\\\Users\\\\me",
+        "\\\\nas\\runs",
+        '"/home/me/a.json"',
+    ):
+        assert MACHINE_PATH.search(text), text
+    for text in ("https://arxiv.org/abs/2512.08374", "/v1/models", "and/or", "--model runs/a/b", "</a>", "~5"):
+        assert not MACHINE_PATH.search(text), text
+        assert not TOKEN.search(text + " hf_hub_download")

@@ -1,22 +1,13 @@
 """A model with key adapters: what its card says, what is found in it, and that all but vLLM answers with it."""
 
-import base64
-import io
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image
-from transformers import AutoProcessor
 
-from diagnostics.answers import answer as ask_model
-from diagnostics.answers import ask
-from hub_cards.assets.handler import EndpointHandler
 from hub_cards.build import build
 from hub_cards.check import check, find_model_faults
 from hub_cards.facts import collect_facts
@@ -28,8 +19,7 @@ from plants import CONFIG, Plant, put, tensors
 from training.add_key_adapters import add_key_adapters, main
 
 
-README, RANK, QUESTION, MAX_NEW_TOKENS = "README.md", 4, "what is it?", 256
-PICTURE = Image.linear_gradient("L").convert("RGB")
+RANK = 4
 UP = "model.language_model.layers.{}.self_attn.k_proj.key_adapter.up"
 
 
@@ -59,34 +49,23 @@ def release(adapted: Path, prose: Path, widget_data: Path, tmp_path_factory: pyt
     return build(adapted, NAME, folder, prose, widget_data=widget_data, license="apache-2.0")
 
 
-@pytest.fixture(scope="module")
-def answer(release: Path) -> str:
-    """The model's own greedy answer about the fixed picture."""
-    model = Adapted.from_pretrained(release).eval()
-    processor = AutoProcessor.from_pretrained(release)
-    (text,) = ask_model(model, processor, [ask(QUESTION, PICTURE)], "answer", MAX_NEW_TOKENS)
-    return text
-
-
 def test_the_card_says_what_the_config_and_the_weights_say(release: Path, adapted: Path) -> None:
     assert check(release) == []
-    card = (release / README).read_text()
+    card = (release / "README.md").read_text()
     assert "The decoder's keys have adapters of rank 4, one for visual and one for text tokens (MaLoRA-style" in card
-    assert "transformers runs them, vLLM refuses a model with them." in " ".join(card.split())
-    model = Adapted.from_pretrained(adapted)
-    assert f"{sum(parameter.numel() for parameter in model.parameters()):,} weights" in card
-    decoder = model.model.language_model.named_parameters()
-    sizes = {name: parameter.numel() for name, parameter in decoder}
+    sizes = {name: parameter.numel() for name, parameter in Adapted.from_pretrained(adapted).named_parameters()}
+    assert f"{sum(sizes.values()):,} weights" in card
     adapters = sum(size for name, size in sizes.items() if ".key_adapter." in name)
     assert f"| key adapters in it | trained here | {adapters:,} |" in card
-    language_model = sum(sizes.values()) - adapters + model.lm_head.weight.numel()
-    assert f"| language model | trained from scratch | {language_model:,} |" in card
+    language_model = sum(
+        size for name, size in sizes.items() if "language_model" in name or name.startswith("lm_head")
+    )
+    assert f"| language model | trained from scratch | {language_model - adapters:,} |" in card
     assert "| `key_mmd_weight` | 0.1 |" in card
 
 
 WRONG: dict[str, tuple[Plant, str]] = {
     "adapters that were not trained": (zero(0, 1), f"{UP.format(0)} \\(and 1 more\\): untrained after 8 steps"),
-    "a layer that was not trained": (zero(1), f"{UP.format(1)}: untrained after 8 steps"),
     "another rank": (put(CONFIG, key_adapter_rank=8), "mismatched_keys .*key_adapter"),
     "adapters lost": (
         tensors(lambda w: [w.pop(name) for name in [*w] if ".key_adapter." in name]), "key_adapter"
@@ -103,41 +82,14 @@ def test_a_fault_in_the_adapters_is_found(fault: str, adapted: Path, tmp_path: P
     assert any(re.search(reason, finding) for finding in findings), findings
 
 
-def compose_keys(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    arguments = ["--model", model, "--rank", RANK, "--output_dir", folder]
+def test_training_before_the_adapters_were_added_is_recorded(
+    trained: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, keys = shutil.copytree(adapted, tmp_path / "run"), tmp_path / "keys"
+    arguments = ["--model", trained, "--rank", RANK, "--output_dir", keys]
     monkeypatch.setattr(sys, "argv", ["add_key_adapters", *map(str, arguments)])
     main()
-    return folder
-
-
-def test_training_before_the_adapters_were_added_is_recorded(
-    trained: Path, adapted: Path, composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(adapted, run)
-
-    def start_from(folder: Path) -> Any:
-        put("run.json", arguments={"stage": "adapt", "model_name_or_path": str(folder)})(run)
-        return collect_facts(run)
-
-    facts = start_from(compose_keys(trained, tmp_path / "keys", monkeypatch))
+    put("run.json", arguments={"stage": "adapt", "model_name_or_path": str(keys)})(run)
+    facts = collect_facts(run)
     assert [stage["stage"] for stage in facts.stages] == ["instruct", "adapt"]
     assert facts.steps == 16
-    # Without a record, as of a model from the Hub, nobody knows.
-    facts = start_from(compose_keys(composed(), tmp_path / "bare", monkeypatch))
-    assert not facts.earlier_is_recorded
-
-
-def picture_url() -> str:
-    encoded = io.BytesIO()
-    PICTURE.save(encoded, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
-
-
-def conversation(picture: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": [picture, {"type": "text", "text": QUESTION}]}]
-
-
-def test_the_handler_answers_as_the_model_does(release: Path, answer: str) -> None:
-    messages = conversation({"type": "image", "image": picture_url()})
-    assert EndpointHandler(str(release))({"inputs": messages}) == {"generated_text": answer}

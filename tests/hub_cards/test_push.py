@@ -22,14 +22,13 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_commands_from_dry_run_to_verdict(
     staged: Path, hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(monkeypatch, "push", str(staged), "--dry_run")
-    assert f"{NAME} is new, without the tag v1.0\n+ LICENSE\n" in caplog.text
-    assert "Without a token a private repository of this name can't be seen" in caplog.text
-    assert not hub.repositories
     with pytest.raises(SystemExit, match="There is no token: hf auth login"):
         run(monkeypatch, "push", str(staged))
     (tmp_path / "token").write_text(hub.token)  # as `hf auth login` leaves it
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    run(monkeypatch, "push", str(staged), "--dry_run")
+    assert f"{NAME} is new, without the tag v1.0\n+ LICENSE\n" in caplog.text
+    assert not hub.repositories
     run(monkeypatch, "push", str(staged))
     repository = hub.repositories[NAME]
     assert (repository.private, len(repository.commits)) == (True, 2)  # the Hub's own, and one
@@ -67,11 +66,11 @@ def test_at_whatever_request_a_push_stops_the_same_push_goes_on(
         hub.faults[f"{status} #{number}"] = 1
         stopped = False
         try:
-            push(staged, api, "public")
+            push(staged, api, public=True)
         except (OSError, RuntimeError):
             stopped = True
             assert NAME not in hub.repositories or hub.repositories[NAME].private
-            push(staged, api, "public")
+            push(staged, api, public=True)
         repository = hub.repositories[NAME]
         assert published(hub, "v1.0") == tree(staged)
         assert (repository.private, len(repository.commits)) == (False, 2)
@@ -93,22 +92,6 @@ def test_stale_files_go_in_the_same_commit(staged: Path, hub: HubServer, api: Hf
     assert len(repository.commits) == 2
 
 
-def test_a_public_repository_takes_only_what_is_to_be_public(
-    staged: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch, unchecked: None
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", hub.token)
-    repository = place(hub, {"README.md": b"before"})
-    repository.tags.clear()
-    with pytest.raises(SystemExit, match=f"{NAME} is public: push with --public, or with --private"):
-        run(monkeypatch, "push", str(staged))
-    assert (len(repository.commits), hub.uploads) == (1, [])
-    run(monkeypatch, "push", str(staged), "--private")
-    assert repository.private
-    settings = next(n for n, (_, path, _) in enumerate(hub.requests) if path.endswith("/settings"))
-    assert settings < next(n for n, (_, path, _) in enumerate(hub.requests) if "/commit/" in path)
-    assert published(hub, "v1.0") == tree(staged)
-
-
 @pytest.mark.parametrize("changed", ["model.safetensors", "README.md", "theirs.txt"])
 def test_a_tag_on_other_files_stays_what_it_is(
     changed: str, staged: Path, hub: HubServer, api: HfApi, unchecked: None
@@ -128,6 +111,10 @@ def test_what_is_refused(staged: Path, hub: HubServer, api: HfApi, tmp_path: Pat
     repository = place(hub, {"README.md": b"before"}, private=True)
     repository.branches["v1.0"] = repository.main
     with pytest.raises(ReleaseError, match=rf"v1.0 is a branch of {NAME}"):
+        push(staged, api)
+    repository.branches, repository.private = {}, False
+    repository.tags.clear()
+    with pytest.raises(ReleaseError, match=f"{NAME} is public: push with --public"):
         push(staged, api)
     assert (len(repository.commits), hub.uploads) == (1, [])
 

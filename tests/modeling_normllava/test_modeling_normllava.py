@@ -26,7 +26,6 @@ from transformers import (
 from modeling_normllava import (
     NormLlavaConfig,
     NormLlavaForConditionalGeneration,
-    NormLlavaKeyAdapterConfig,
     NormLlavaKeyAdapterForConditionalGeneration,
     NormLlavaModel,
 )
@@ -48,22 +47,9 @@ def prompt(processor: AutoProcessor, num_images: int, text: str = "What is it?")
     return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"projector_norm": "rmsnorm"}, "gwc.*layernorm.*none"),
-        ({"projector_norm_target": -1.0}, "None or a finite number above 0"),
-        ({"projector_norm_target": float("nan")}, "None or a finite number above 0"),
-        ({"projector_norm_target": "1.0"}, "expected float"),
-        ({"projector_norm_eps": 0.0}, "finite number above 0"),
-        ({"key_adapter_rank": 0}, "key_adapter_rank must be 1 or more"),
-        ({"key_adapter_dropout": 1.0}, "key_adapter_dropout at least 0 and below 1"),
-    ],
-)
-def test_wrong_config_values_fail_at_construction(wrong: dict[str, object], message: str) -> None:
-    config_class = NormLlavaKeyAdapterConfig if "key" in message else NormLlavaConfig
-    with pytest.raises(StrictDataclassError, match=message):
-        config_class(**wrong)
+def test_a_norm_that_is_none_of_the_arms_fails_at_construction() -> None:
+    with pytest.raises(StrictDataclassError, match=r"gwc.*layernorm.*none"):
+        NormLlavaConfig(projector_norm="rmsnorm")
 
 
 @pytest.mark.parametrize(
@@ -136,14 +122,10 @@ def test_saved_keys_are_the_models_own(composed: Callable[..., Path]) -> None:
             assert set(weights.keys()) == set(model.state_dict())
 
 
-@pytest.mark.parametrize("give_config", [False, True])
-def test_a_plain_llava_folder_is_refused(
-    model: NormLlavaForConditionalGeneration, tmp_path: Path, give_config: bool
-) -> None:
+def test_a_plain_llava_folder_is_refused(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:
     plain_llava(model).save_pretrained(tmp_path)
-    options = {"config": model.config} if give_config else {}
     with pytest.raises(ValueError, match=r"training/compose.py --llava_model"):
-        NormLlavaForConditionalGeneration.from_pretrained(tmp_path, **options)
+        NormLlavaForConditionalGeneration.from_pretrained(tmp_path)
 
 
 def rewritten(
@@ -163,7 +145,6 @@ def rewritten(
         ("lm_head.", "lm_head, first 'lm_head.weight'"),
         ("vision_tower.", "vision_tower, first"),
         ("vision_tower.encoder.layers.1.mlp.fc1.bias", "missing: 1 of vision_tower, first"),
-        ("multi_modal_projector.", "missing: 6 of multi_modal_projector, first"),
         ("multi_modal_projector.norm.weight", "missing: 1 of multi_modal_projector, first"),
         ("language_model.", "language_model, first"),
     ],
@@ -179,12 +160,11 @@ def test_no_weight_is_made_up(
         model_class.from_pretrained(folder)  # which has no head
         return
     for options in ({}, {"output_loading_info": True}):
-        with pytest.raises(ValueError, match=re.escape(named)) as refusal:
+        with pytest.raises(ValueError, match=re.escape(named)):
             model_class.from_pretrained(folder, **options)
-        assert str(folder) in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight", "image_newline"])
+@pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight"])
 def test_no_weight_is_dropped(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
     folder = rewritten(composed(), tmp_path / "more", lambda weights: {**weights, name: torch.ones(3)})
     for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):
@@ -192,19 +172,8 @@ def test_no_weight_is_dropped(composed: Callable[..., Path], tmp_path: Path, nam
             model_class.from_pretrained(folder)
 
 
-def test_a_base_model_has_no_head_to_load(composed: Callable[..., Path], tmp_path: Path) -> None:
-    NormLlavaModel.from_pretrained(composed()).save_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match=r"missing: 1 of lm_head"):
-        NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
-    # A tied head is the embeddings, which are there.
-    NormLlavaModel.from_pretrained(composed(text="gemma3")).save_pretrained(tmp_path / "tied")
-    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "tied")
-    assert torch.equal(model.lm_head.weight, model.get_input_embeddings().weight)
-
-
-@pytest.mark.parametrize("text", ["qwen2", "gemma3"])
-def test_ways_to_load_a_whole_checkpoint(composed: Callable[..., Path], tmp_path: Path, text: str) -> None:
-    whole = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
+def test_ways_to_load_a_whole_checkpoint(composed: Callable[..., Path], tmp_path: Path) -> None:
+    whole = NormLlavaForConditionalGeneration.from_pretrained(composed(text="gemma3"))  # whose head is tied
     whole.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 5
     for loaded in (
@@ -234,13 +203,11 @@ def test_tied_head_and_gradient_checkpointing(composed: Callable[..., Path], pic
 
     model.train()
     expected = gradients()
-    for use_reentrant in (True, False):
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        model.enable_input_require_grads()
-        actual = gradients()
-        assert actual.keys() == expected.keys()
-        for name, gradient in actual.items():
-            torch.testing.assert_close(gradient, expected[name], msg=name)
+    model.gradient_checkpointing_enable()
+    actual = gradients()
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
+        torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
 def test_generate_batches(
@@ -265,7 +232,6 @@ def test_generate_batches(
 
 
 FRESH_PROCESS = """
-import shutil
 import sys
 from importlib.abc import MetaPathFinder
 
@@ -278,7 +244,6 @@ sys.meta_path.insert(0, Blocked())
 
 import torch
 from PIL import Image
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor,
     pipeline,
@@ -311,17 +276,6 @@ for folder in (source, again):
         AutoModel.from_pretrained(again + "-base", **options)
 assert torch.equal(logits[source], logits[again])
 torch.save(logits[source], again + "/logits.pt")
-
-torn = shutil.copytree(again, again + "-torn")
-weights = load_file(torn + "/model.safetensors")
-del weights["model.multi_modal_projector.linear_1.weight"]
-save_file(weights, torn + "/model.safetensors", metadata={"format": "pt"})
-try:
-    AutoModelForImageTextToText.from_pretrained(torn, **options)
-except ValueError as error:
-    assert "missing: 1 of multi_modal_projector" in str(error)
-else:
-    raise AssertionError("a weight was made up")
 """
 
 

@@ -17,7 +17,6 @@ from datasets.distributed import split_dataset_by_node
 
 from conversations.loading import load_rows
 from conversations.rows import BadRowError, Row, row_turns
-from row_files import write_tar
 from training import streams
 from training.streams import StreamBatches
 
@@ -45,12 +44,6 @@ def write_parquet(folder: Path, sizes: list[int]) -> Path:
     return folder
 
 
-def write_tars(folder: Path, sizes: list[int]) -> Path:
-    for shard, size in enumerate(sizes):
-        write_tar(folder / f"train-{shard}.tar", {f"{n}.json": said(shard, n) for n in range(size)})
-    return folder
-
-
 def write_json(folder: Path, sizes: list[int]) -> Path:
     folder.mkdir()
     rows = [{"conversations": said(shard, number)} for shard, size in enumerate(sizes) for number in range(size)]
@@ -60,7 +53,6 @@ def write_json(folder: Path, sizes: list[int]) -> Path:
 
 KINDS: dict[str, Callable[[Path, list[int]], Path]] = {
     "parquet": write_parquet,
-    "tars": write_tars,
     "JSON": write_json,
 }
 
@@ -143,7 +135,7 @@ def test_the_place_is_read_back_by_as_many_readers_and_no_others(tmp_path: Path)
 
 
 def test_a_reader_without_a_row_is_no_endless_one(tmp_path: Path) -> None:
-    path = write_tars(tmp_path / "rows", [5, 0])
+    path = write_parquet(tmp_path / "rows", [5, 0])
     with pytest.raises(ValueError, match="one of 2 readers has no row"):
         next(read(batches_of(path, process=1, processes=2)))
 

@@ -5,11 +5,9 @@ from typing import Any
 
 import gradio as gr
 import torch
-from huggingface_hub import metadata_load
 from layers import Measured, draw, measure
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
-from transformers.utils import cached_file
 
 
 MAX_NEW_TOKENS = 256
@@ -31,16 +29,6 @@ model = AutoModelForImageTextToText.from_pretrained(
     MODEL, **SOURCE, dtype="auto", device_map="auto" if torch.cuda.is_available() else None
 ).eval()
 processor = AutoProcessor.from_pretrained(MODEL, **SOURCE)
-
-
-def read_examples() -> list[list[str]]:
-    """Picture and question of each example on the model's card."""
-    card = cached_file(MODEL, "README.md", revision=REVISION, _raise_exceptions_for_missing_entries=False)
-    examples = []
-    for widget in ((card and metadata_load(card)) or {}).get("widget", []):
-        picture, text = widget["messages"][0]["content"]
-        examples.append([cached_file(MODEL, picture["image_url"]["url"], revision=REVISION), text["text"]])
-    return examples
 
 
 def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
@@ -87,8 +75,6 @@ with gr.Blocks(title=NAME) as demo:
             reply = gr.Textbox(label="Answer", lines=4)
     figure = gr.Plot(show_label=False)
     gr.Markdown(CAPTION)
-    if examples := read_examples():
-        gr.Examples(examples, [picture, question], cache_examples=False)
     gr.on([ask.click, question.submit], answer, [picture, question], [reply, figure])
 demo.queue(max_size=20)
 

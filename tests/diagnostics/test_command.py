@@ -16,8 +16,8 @@ from diagnostics.__main__ import main
 from diagnostics.loading import load_model, load_questions
 from diagnostics.model_report import record_samples
 from diagnostics.report import Report
-from diagnostics.results import from_json
-from diagnostics.samples import prepare_samples
+from conversations.records import from_json
+from diagnostics.comparison import prepare_samples
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.compose import compose
 

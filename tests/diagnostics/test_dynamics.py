@@ -18,7 +18,7 @@ from PIL import Image
 from diagnostics import dynamics
 from diagnostics.dynamics import FILE, fingerprint, measure_run, read_points
 from diagnostics.loading import load_questions
-from diagnostics.results import to_json
+from conversations.records import to_json
 from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import INSTRUCT, logged, run, weights
 

@@ -26,7 +26,7 @@ from diagnostics.report import (
     sentences,
     with_interval,
 )
-from diagnostics.results import from_json, to_json
+from conversations.records import from_json, to_json
 from diagnostics.table import Estimate, Summary, jackknife_rows, make_rows, ratio_rows
 
 

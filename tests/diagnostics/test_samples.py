@@ -14,7 +14,7 @@ from diagnostics.loading import Question, load_model, load_questions
 from diagnostics.model_report import record_samples
 from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
-from diagnostics.samples import prepare_samples
+from diagnostics.comparison import prepare_samples
 
 
 TURNS = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": "seven"}]

@@ -41,21 +41,13 @@ GRID = torch.tensor([[1, 4, 6]])  # patches of a picture: time, height, width
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a small model of a family and pictures for it.
-
-    Attributes:
-        config: Of the small model.
-        pictures: Returns what the image processor would, for one picture.
-        image_tokens: Image tokens of one picture.
-        token_types: Name of the input that marks image tokens, where the family has one.
-        boundaries: Whether pictures stand between two tokens of the vocabulary that the config names.
-    """
+    """How to make a small model of a family and pictures for it."""
 
     config: Any
-    pictures: Callable[[], dict[str, torch.Tensor]]
-    image_tokens: int
-    token_types: str | None = None
-    boundaries: bool = False
+    pictures: Callable[[], dict[str, torch.Tensor]]  # returns what the image processor would, for one picture
+    image_tokens: int  # of one picture
+    token_types: str | None = None  # name of the input that marks image tokens, where the family has one
+    boundaries: bool = False  # whether pictures stand between two tokens that the config names
 
 
 def config(model_type: str, **fields: Any) -> Any:
@@ -133,7 +125,6 @@ FAMILIES: dict[str, Family] = {
     "llava-clip": Family(llava("clip_vision_model"), square(), 16),
     "llava-siglip": Family(llava("siglip_vision_model", vision_feature_select_strategy="full"), square(), 16),
     "normllava": normllava(),
-    "normllava, key adapters": normllava("normllava_key_adapters", key_adapter_rank=4),
     "normllava, key adapters, qk-norm": normllava(
         "normllava_key_adapters", key_adapter_rank=4, text_config=text("qwen3", head_dim=8)
     ),
@@ -204,13 +195,6 @@ FAMILIES: dict[str, Family] = {
             vision_use_head=False,
         ),
         projector_hidden_size=24,
-    ),
-    "aya_vision": Family(
-        config(
-            "aya_vision", text_config=text("cohere2", sliding_window=64), vision_config=siglip(),
-            image_token_index=IMAGE,
-        ),
-        square(), 4,
     ),
     "cohere2_vision": joined(
         "cohere2_vision", 4, of_text=text("cohere2", sliding_window=64), vision_config=siglip(),

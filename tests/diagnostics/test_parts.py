@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from diagnostics.parts import (
     DiagnosticsError,
-    NoVisualTokensError,
     find_decoder,
     find_encoder,
     find_norm,
@@ -60,9 +59,3 @@ def test_every_family_of_transformers_has_its_parts_or_is_refused_in_one_line(na
     assert len(find_decoder(model).layers) == find_decoder(model).config.num_hidden_layers
     assert (find_encoder(model) is None) == (name in WITHOUT_ENCODER)
     assert (find_projector(model) is None) == (name in WITHOUT_PROJECTOR)
-
-
-def test_a_language_model_has_no_image_token() -> None:
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    with pytest.raises(NoVisualTokensError, match="LlamaForCausalLM has no visual tokens"):
-        image_token_id(LlamaForCausalLM(LlamaConfig(**small, vocab_size=32)))

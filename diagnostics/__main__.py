@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel
+from transformers import AutoProcessor, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from conversations.files import weights_fingerprint
 from diagnostics.comparison import measure_models
 from diagnostics.loading import add_arguments, load_model, model_options, read_questions
-from diagnostics.model_report import check_layers
 from diagnostics.parts import DiagnosticsError
 
 
@@ -51,28 +50,20 @@ def parse_arguments() -> argparse.Namespace:
 
 
 @contextmanager
-def naming(value: str) -> Iterator[None]:
+def naming(path: str) -> Iterator[None]:
     """Exit with one line that names the model if it can't be loaded."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
         # the first line only: transformers goes on to list all its classes
-        raise SystemExit(f"--model {value}: {str(error).strip().splitlines()[0]}") from error
-
-
-def check_models(args: argparse.Namespace) -> None:
-    """Exit, before weights are loaded, if a model is not there or lacks a requested layer."""
-    for path in args.model:
-        with naming(path):
-            AutoProcessor.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-            config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
-            count = getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
-            if args.layers is not None and isinstance(count, int):
-                check_layers(args.layers, count)
+        raise SystemExit(f"--model {path}: {str(error).strip().splitlines()[0]}") from error
 
 
 def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, Any]]:
     """Name, model and processor, one after the other; no reference is kept here."""
+    for path in args.model:  # before hours of measuring the first one
+        with naming(path):
+            AutoProcessor.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     for path, name in zip(args.model, args.names, strict=True):
         with naming(path):
             loaded = load_model(path, **model_options(args))
@@ -87,11 +78,7 @@ def main() -> None:
     logging.getLogger("fontTools").setLevel(logging.WARNING)  # it logs every font table of a PDF
     plt.switch_backend("agg")
     args = parse_arguments()
-    try:
-        args.output_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(f"--output_dir: {error}") from error
-    check_models(args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     command = "python -m diagnostics " + shlex.join(sys.argv[1:])
     try:
         measured = measure_models(load_models(args), read_questions(args), Path(args.data).name, args.layers, command)

@@ -1,28 +1,22 @@
-"""Records each layer's attention call: probabilities of chosen queries, keys and values."""
+"""Records each layer's attention call: probabilities of chosen queries, keys before rotation, and values."""
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-# Attention that tells who is recording it, under a name of its own.
-RECORDED = "recorded_sdpa"
-NO_MODULE = "the layer has no module k_norm, k_layernorm or k_proj"
-OTHER_KEYS = "what its k_norm or k_proj returns is not what its attention rotates"
-NO_CALL = "the layer never calls attention over the sample"
-# Who is told of the calls of an attention module.
-_RECORDERS: "WeakKeyDictionary[nn.Module, AttentionCalls]" = WeakKeyDictionary()
+# The first of these that an attention module has returns its keys before rotation.
+KEYS_MODULES = ("k_norm", "k_layernorm", "k_proj")
 
 
-class AttentionCalls:
-    """Records the attention calls of a decoder's layers until it is removed.
+class AttentionCalls(ExitStack):
+    """Records the attention calls of a decoder's layers until it is left or closed.
 
     Attributes:
         attention: By layer, probabilities of the queries, `(num_heads, num_queries, S)`.
@@ -46,143 +40,100 @@ class AttentionCalls:
         key_positions: torch.Tensor,
         length: int,
     ) -> None:
+        super().__init__()
         self.attention: dict[int, torch.Tensor] = {}
         self.visible: dict[int, torch.Tensor] = {}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        self._decoder, self._layers, self._length = decoder, layers, length
-        self._queries, self._key_positions = queries, key_positions
-        self._without_keys: dict[str, list[int]] = {}  # reason: layer numbers
+        self._layers, self._queries, self._key_positions, self._length = layers, queries, key_positions, length
         self._numbers = {module: number for number, layer in layers.items() for module in layer.modules()}
-        self._projected: dict[nn.Module, torch.Tensor] = {}  # keys of an attention module before its call
-        self._handles: list[RemovableHandle] = []
-        self._before = decoder.config._attn_implementation
-        self._is_recorded = bool(layers) and self._before == "sdpa"
-        if not self._is_recorded:
+        self._projected: dict[nn.Module, torch.Tensor] = {}  # what the keys module of an attention module returned
+        self._implementation = decoder.config._attn_implementation
+        if self._implementation != "sdpa":
             return
         for module in self._numbers:
-            source = find_keys_module(module)
+            found = (getattr(module, name, None) for name in KEYS_MODULES)
+            source = next((part for part in found if part is not None), None)
             if source is not None:
-                self._handles.append(source.register_forward_hook(self._see_keys(module)))
-            _RECORDERS[module] = self
-        decoder.set_attn_implementation(RECORDED)
-
-    def remove(self) -> None:
-        """Remove the hooks and restore the attention function."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._is_recorded:
-            for module in self._numbers:
-                _RECORDERS.pop(module, None)
-            self._decoder.set_attn_implementation(self._before)
+                self.callback(source.register_forward_hook(partial(self._see_keys, module)).remove)
+        self._sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attend
+        self.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, "sdpa", self._sdpa)
 
     def notes(self) -> list[str]:
         """What was not recorded, and why."""
-        if not self._is_recorded:
-            why = f"attention, keys: not recorded, the decoder runs with {self._before}, not with sdpa"
-            return [why] if self._layers else []
-        without = {f"keys of layer {{}}: not recorded, {why}": layers for why, layers in self._without_keys.items()}
-        missed = [number for number in self._layers if number not in self.attention]
-        if missed:
-            without[f"attention, keys and values of layer {{}}: not recorded, {NO_CALL}"] = missed
-        return [note.format(", ".join(map(str, layers))) for note, layers in without.items()]
+        missed = ", ".join(str(number) for number in self._layers if number not in self.keys)
+        if not missed:
+            return []
+        if self._implementation != "sdpa":
+            return [f"attention, keys: not recorded, the decoder runs with {self._implementation}, not with sdpa"]
+        return [
+            f"keys of layer {missed}: not recorded, there is no attention over the sample, or none of its "
+            f"{', '.join(KEYS_MODULES)} returns the keys that are rotated"
+        ]
 
-    def _see_keys(self, attention: nn.Module) -> Any:
-        def see(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            self._projected[attention] = output.detach()[0]
+    def _see_keys(self, attention: nn.Module, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        self._projected[attention] = output.detach()[0]
 
-        return see
+    def _attend(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """transformers' sdpa, which is told to the recorder first."""
+        if module in self._numbers and query.shape[2] == key.shape[2] == self._length:
+            self._record(module, query, key, *args, **kwargs)
+        return self._sdpa(module, query, key, *args, **kwargs)
 
     @torch.no_grad()
-    def see(
+    def _record(
         self,
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
         **kwargs: Any,
     ) -> None:
-        """Record a call of the attention function, whose arguments these are."""
-        projected = self._projected.pop(module, None)
-        if not query.shape[2] == key.shape[2] == self._length:
-            return
         number, positions = self._numbers[module], self._key_positions.to(key.device)
-        rows, visible = attention_rows(query, key, mask, self._queries, module, **kwargs)
+        rows, visible = attention_rows(query, key, attention_mask, self._queries, scaling)
         self.attention[number], self.visible[number] = rows.cpu(), visible.cpu()
         self.values[number] = value[0][:, positions].float().cpu()
-        keys = None if projected is None else in_heads(projected, key[0])
-        if keys is None:
-            reason = NO_MODULE if projected is None else OTHER_KEYS
-            self._without_keys.setdefault(reason, []).append(number)
-        else:
+        keys = before_rotation(self._projected.pop(module, None), key[0])
+        if keys is not None:
             self.keys[number] = keys[:, positions].float().cpu()
 
 
-def recorded_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> Any:
-    """transformers' sdpa, of which a module's recorder is told."""
-    if module in _RECORDERS:
-        _RECORDERS[module].see(module, query, key, value, attention_mask, **kwargs)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-
-AttentionInterface.register(RECORDED, recorded_attention)
-AttentionMaskInterface.register(RECORDED, sdpa_mask)
-
-
-def find_keys_module(attention: nn.Module) -> nn.Module | None:
-    """The module of an attention module that returns keys before rotation; `None` if no name is known."""
-    names = ("k_norm", "k_layernorm", "k_proj")
-    return next((part for part in (getattr(attention, name, None) for name in names) if part is not None), None)
-
-
-def in_heads(projected: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Keys before rotation as `(num_key_value_heads, S, head_dim)`, times the scale that some rotary embeddings (YaRN)
-    apply to all keys; `None` if these are not the ones that attention rotates, which keeps their norms.
+def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+    """Keys before rotation as `(num_heads, S, head_dim)`; `None` if they are not those that attention rotates, which
+    keeps their norms.
 
     Args:
-        projected: What a module returned, tokens or heads first.
+        projected: What a module returned, tokens or heads first, if there is one.
         key: What attention gets, `(num_heads, S, head_dim)`.
     """
     heads, length, size = key.shape
-    if projected.numel() != key.numel():
+    if projected is None or projected.numel() != key.numel():
         return None
-    is_heads_first = projected.ndim == 3 and projected.shape[:2] == (heads, length)
+    is_heads_first = projected.shape == key.shape
     keys = projected if is_heads_first else projected.reshape(length, heads, size).transpose(0, 1)
     before, after = (torch.linalg.vector_norm(of, dim=-1, dtype=torch.float32) for of in (keys, key))
-    factor = after.norm() / before.norm().clamp(min=1e-30)
     tolerance = max(8 * torch.finfo(key.dtype).eps, 1e-3)
-    if not ((before * factor - after).abs() <= tolerance * (after + after.mean())).all():
-        return None
-    return keys if abs(factor - 1) < tolerance else keys * factor
+    is_rotation = ((before - after).abs() <= tolerance * (after + after.mean())).all()  # not where they overflow
+    return keys if is_rotation else None
 
 
-@torch.no_grad()
 def attention_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     mask: torch.Tensor | None,
     rows: torch.Tensor,
-    module: nn.Module,
     scaling: float | None = None,
-    is_causal: bool | None = None,
-    position_bias: torch.Tensor | None = None,
-    **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention probabilities of some queries in float32, as transformers' sdpa computes them, and their visible keys.
 
     Args:
         query: `(1, num_heads, S, head_dim)`, `key` with `num_key_value_heads`.
-        mask: `None`, or a boolean or additive mask `(1, 1 or num_heads, S, S)`.
+        mask: `None` for a causal one, or boolean or additive, `(1, 1 or num_heads, S, S)`.
         rows: Positions of the queries, `(num_queries,)`.
+        scaling: Of the products; 1/√head_dim by default.
 
     Returns:
         Probabilities `(num_heads, num_queries, S)`, and which keys the mask allows, `(num_queries, S)`.
@@ -191,18 +142,11 @@ def attention_rows(
     chosen, keys = query[0][:, rows].float(), key[0].float()
     keys = keys.repeat_interleave(chosen.shape[0] // keys.shape[0], dim=0)
     scores = chosen @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if position_bias is not None:
-        scores = scores + position_bias[0][:, rows].float()
-    visible = torch.ones(len(rows), keys.shape[1], dtype=torch.bool, device=rows.device)
     if mask is None:
-        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        if causal:
-            visible = torch.arange(keys.shape[1], device=rows.device)[None] <= rows[:, None]
-            scores = scores.masked_fill(~visible, -torch.inf)
-    elif mask.dtype == torch.bool:
-        visible = mask[0, 0, rows]
-        scores = scores.masked_fill(~mask[0][:, rows], -torch.inf)
+        allowed = (torch.arange(keys.shape[1], device=rows.device) <= rows[:, None])[None]
     else:
-        visible = mask[0, 0, rows] > torch.finfo(mask.dtype).min / 2
-        scores = scores + mask[0][:, rows].float()
-    return scores.softmax(-1), visible
+        allowed = mask[0][:, rows]
+        if mask.dtype != torch.bool:
+            scores = scores + allowed.float()
+            allowed = allowed > torch.finfo(mask.dtype).min / 2
+    return scores.masked_fill(~allowed, -torch.inf).softmax(-1), allowed[0]

@@ -1,42 +1,33 @@
-"""Measure models that are in memory, from Python or a notebook.
+"""All measures of one or several models: for the command line, and for Python and notebooks."""
 
-from diagnostics import compare, measure
-
-measured = measure(model, processor, pictures, question="What is this?")
-print(measured)
-measured.frame()
-measured.figures()["overview"]
-measured.save("report")
-"""
-
-import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import transformers
+from jinja2 import TemplateError
 from matplotlib.figure import Figure
 from PIL import Image
-from transformers import PreTrainedModel
+from tqdm import tqdm
+from transformers import BatchFeature, PreTrainedModel
 
 from conversations.files import write_whole
-from conversations.pictures import to_rgb
-from conversations.rows import BadRowError, Row, row_images
-from diagnostics.loading import QUESTION, Questions, load_questions, picture_row, take_questions
-from diagnostics.model_report import ModelReport, Pictures, measure_model
-from diagnostics.parts import DiagnosticsError
-from diagnostics.plots import FIGURES, draw_figures
+from conversations.records import to_json
+from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
+from diagnostics.loading import QUESTION, Message, Question, Questions, ask_about, load_questions
+from diagnostics.measures import measure_all
+from diagnostics.parts import DiagnosticsError, find_decoder
+from diagnostics.plots import FIGURES, Placed, draw_figures
 from diagnostics.plots import save as save_figure
-from diagnostics.report import Report, measured_on, render_html, sentences
-from diagnostics.results import to_json
-
-
-# A folder or file as `--data` takes it, or pictures, or rows as training takes them.
-Data = str | Path | Sequence[Image.Image | Row]
+from diagnostics.probe import Probe, Record
+from diagnostics.report import ModelReport, Report, measured_on, render_html, sentences
+from diagnostics.table import Summary
+from diagnostics.tokens import Inputs, classify_sample, token_ids
 
 
 @dataclass(frozen=True)
@@ -46,12 +37,12 @@ class Comparison:
     Attributes:
         report: What was measured, on what.
         rows: All numbers: `model` and the columns of [`~diagnostics.table`].
-        pictures: Pictures, attention maps and t-SNE points to draw, one for each model.
+        placed: t-SNE of keys to draw, by model; those without keys lack.
     """
 
     report: Report
     rows: pd.DataFrame
-    pictures: list[Pictures]
+    placed: dict[str, Placed]
 
     def __str__(self) -> str:
         of_models = [f"{model.name}: {text}" for model in self.report.models for text in sentences(model)]
@@ -64,7 +55,7 @@ class Comparison:
 
     def figures(self) -> dict[str, Figure]:
         """The report's figures by name; those without data are left out."""
-        return draw_figures({model.name: model.summary for model in self.report.models}, self.pictures)
+        return draw_figures({model.name: model.summary for model in self.report.models}, self.placed)
 
     def save(self, folder: str | Path) -> None:
         """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), and below `figures/`
@@ -84,14 +75,20 @@ class Comparison:
         write_whole(folder / "report.html", render_html(self.report, self.rows, drawn))
 
 
-def measure(model: PreTrainedModel, processor: Any, data: Data, name: str = "model", **options: Any) -> Comparison:
+def measure(
+    model: PreTrainedModel,
+    processor: Any,
+    data: str | Path | Sequence[Image.Image],
+    name: str = "model",
+    **options: Any,
+) -> Comparison:
     """Every measure of one model. Options are those of [`compare`]."""
     return compare({name: (model, processor)}, data, **options)
 
 
 def compare(
     models: Mapping[str, tuple[PreTrainedModel, Any]],
-    data: Data,
+    data: str | Path | Sequence[Image.Image],
     question: str = QUESTION,
     num_samples: int = 32,
     layers: Sequence[int] | None = None,
@@ -100,53 +97,19 @@ def compare(
 
     Args:
         models: Each with its processor, by its name in the report. They are not changed.
-        data: Pictures, rows as training takes them, or what `--data` takes.
+        data: Pictures, or what `--data` takes.
         question: Asked about pictures that come without one.
         num_samples: How many pictures at most.
         layers: Layers whose attention and keys are measured; six evenly spread ones by default.
 
     Raises:
         DiagnosticsError: if a model can't be measured on this data; the message says why.
-        ValueError: if there are no models, or no row can be read.
+        ValueError: if no row can be read.
     """
-    if not models:
-        raise ValueError("Give at least one model.")
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1, got {num_samples}.")
-    questions = find_questions(data, question, num_samples)
-    named = Path(data).name if isinstance(data, str | Path) else "data in memory"
     loaded = ((name, model, processor) for name, (model, processor) in models.items())
-    return measure_models(loaded, questions, named, layers)
-
-
-def find_questions(data: Data, question: str, num_samples: int) -> Questions:
-    """The questions to ask; see [`compare`]."""
     if isinstance(data, str | Path):
-        return load_questions(str(data), num_samples, question=question)
-
-    def to_row(number: int, entry: Any) -> Any:
-        if isinstance(entry, Image.Image):
-            row = picture_row(entry, question, f"picture {number}")
-        elif isinstance(entry, Mapping):
-            row = {"source": f"row {number}", "images": entry.get("image"), **entry}
-        else:
-            raise BadRowError(f"entry {number}", f"neither a picture nor a row: {type(entry).__name__}")
-        return {**row, "images": [_embed(image, row["source"]) for image in row_images(row)]}
-
-    rows = (to_row(number, entry) for number, entry in enumerate(data))
-    return take_questions(rows, num_samples, "data")
-
-
-def _embed(image: Any, source: str) -> Any:
-    """A picture in memory in the form of a row: as the bytes of a lossless file, turned as its EXIF says."""
-    if not isinstance(image, Image.Image):
-        return image
-    file = io.BytesIO()
-    try:
-        to_rgb(image).save(file, format="PNG")
-    except OSError as error:
-        raise BadRowError(source, f"its picture can't be read ({error})") from error
-    return {"bytes": file.getvalue(), "path": None}
+        return measure_models(loaded, load_questions(data, num_samples, question), Path(data).name, layers)
+    return measure_models(loaded, ask_about(data, question, num_samples), "pictures in memory", layers)
 
 
 def measure_models(
@@ -160,26 +123,120 @@ def measure_models(
 
     `data` and `command` are shown in the report.
     """
-    measured: list[ModelReport] = []
+    reports: list[ModelReport] = []
     of_models: list[pd.DataFrame] = []
-    drawn: list[Pictures] = []
+    placed: dict[str, Placed] = {}
     for name, model, processor in models:
         try:
-            of_model, rows, pictures = measure_model(model, processor, questions.questions, name, layers)
+            report, rows, keys = measure_model(model, processor, questions.questions, name, layers)
         except DiagnosticsError as error:
             raise type(error)(f"{name}: {error}") from error
         del model, processor  # before the next one is loaded
-        measured.append(of_model)
+        reports.append(report)
         of_models.append(rows.assign(model=name))
-        drawn.append(pictures)
+        if keys is not None:
+            placed[name] = keys
     table = pd.concat(of_models, ignore_index=True)
-    report = Report(
+    whole = Report(
         command=command,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
         data=data,
-        num_pictures=len(questions.questions),
         passed_over=questions.passed_over,
         unreadable=questions.unreadable,
-        models=measured,
+        models=reports,
     )
-    return Comparison(report, table[["model", *table.columns.drop("model")]], drawn)
+    return Comparison(whole, table[["model", *table.columns.drop("model")]], placed)
+
+
+def measure_model(
+    model: PreTrainedModel,
+    processor: Any,
+    questions: Sequence[Question],
+    name: str,
+    layers: Sequence[int] | None = None,
+) -> tuple[ModelReport, pd.DataFrame, Placed | None]:
+    """Every measure of one model: its report, its rows, and its keys to draw.
+
+    Attention and keys are measured in `layers`, by default in six that are evenly spread. Raises `DiagnosticsError` if
+    one does not exist, or a question can't be measured.
+    """
+    num_layers = len(find_decoder(model).layers)
+    spread = np.linspace(0, num_layers - 1, 6).round().astype(int).tolist()
+    chosen = sorted(set(spread if layers is None else layers))
+    if not set(chosen) <= set(range(num_layers)):
+        raise DiagnosticsError(f"It has layers 0 to {num_layers - 1}, got --layers {' '.join(map(str, chosen))}.")
+    records = record_questions(model, processor, questions, chosen, f"{name}: pictures")
+    keys, values = (measure_space(space, records) for space in ("keys", "values"))
+    measured = [measure_all(model, records), *(of for of in (keys, values) if of is not None)]
+    rows = pd.concat(measured, ignore_index=True)
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    report = ModelReport(
+        name=name,
+        model_class=type(model).__name__,
+        dtype=str(model.dtype).removeprefix("torch.") + (", quantized" if is_quantized else ""),
+        num_layers=num_layers,
+        hidden_size=model.config.get_text_config().hidden_size,
+        num_pictures=len(records),
+        num_tokens=count_tokens([{"visual": of.tokens.visual, "text": of.tokens.text} for of in records]),
+        excluded=count_tokens([record.tokens.excluded for record in records]),
+        notes=sorted({note for record in records for note in record.notes}),
+        summary=Summary.of(rows),
+    )
+    if keys is None:
+        return report, rows, None
+    with_keys = sorted(set.intersection(*(set(record.keys) for record in records)))
+    middle = with_keys[len(with_keys) // 2]
+    return report, rows, (middle, *project(records, middle))
+
+
+def count_tokens(masks: Sequence[dict[str, torch.Tensor]]) -> dict[str, int]:
+    """Number of tokens of all samples by the names of their masks."""
+    return {name: sum(int(of[name].sum()) for of in masks) for name in masks[0]}
+
+
+@torch.no_grad()
+def record_questions(
+    model: PreTrainedModel, processor: Any, questions: Sequence[Question], layers: Collection[int], title: str
+) -> list[Record]:
+    """A record of each question up to where its answer begins, with attention, keys and values of `layers`.
+
+    The model runs in eval mode, and is in its own mode again afterwards. Its head is not run: nothing after the
+    decoder is measured. `title` is what the progress bar says.
+
+    Raises:
+        DiagnosticsError: if a question can't be measured; the message names it.
+    """
+    ids, num_kept = token_ids(model, processor), max(1, MAX_TOKENS // len(questions))
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    records = []
+    try:
+        for question in tqdm(questions, desc=title, unit="picture"):
+            prepared = _process(processor, question.prompt)
+            inputs = dict(BatchFeature(dict(prepared)).to(model.device, dtype=model.dtype))
+            tokens = classify_sample(inputs, ids)
+            with Probe(model, inputs, tokens, layers, draw_positions(tokens, question.picture, num_kept)) as probe:
+                model.base_model(**inputs)
+            records.append(probe.record())
+    except DiagnosticsError as error:
+        raise type(error)(f"{question.source}: {error}") from error
+    finally:
+        for module in training:
+            module.training = True
+    return records
+
+
+def _process(processor: Any, messages: list[Message]) -> Inputs:
+    """The processor's output for chat messages; without a template, for their texts and pictures, one per line."""
+    try:
+        if getattr(processor, "chat_template", None):
+            return processor.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+            )
+        mark = getattr(processor, "image_token", "<image>")
+        parts = [part for message in messages for part in message["content"]]
+        text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
+        images = [part["image"] for part in parts if part["type"] == "image"]
+        return processor(images=images, text=text, return_tensors="pt")
+    except (TemplateError, ValueError) as error:  # roles that a template does not know, a picture that is too small
+        raise DiagnosticsError(f"The processor can't prepare it: {error}") from error

@@ -1,24 +1,23 @@
 """Hooks at the modality interface, where the vision encoder's features become tokens of the decoder."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from diagnostics.parts import PROJECTORS, decoder_layers, find_encoder, find_norm, find_projector
+from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_norm, find_projector
 
 
-class InterfaceHooks:
-    """Calls a function with the tensor at each place of the modality interface, until the hooks are removed.
+class InterfaceHooks(ExitStack):
+    """Calls a function with the tensor at each place of the modality interface, until it is left or closed.
 
     Places are `"encoder_output"` (the vision encoder's last hidden states), `"projector_input"`, `"norm_input"` (input
     of the norm after a NormLlava's projector), `"projector_output"` and `"decoder"` (input of the decoder's first
     layer). The function gets the tensor that the forward pass uses, `(..., width)`, every time that a place is passed,
     including recomputation in the backward pass.
-
-    As a context manager, it removes the hooks on exit.
 
     Args:
         model: The model.
@@ -30,6 +29,7 @@ class InterfaceHooks:
     """
 
     def __init__(self, model: PreTrainedModel, see: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+        super().__init__()
         encoder, projector, norm = find_encoder(model), find_projector(model), find_norm(model)
         self.notes: list[str] = []
 
@@ -49,32 +49,23 @@ class InterfaceHooks:
                 return None
             return ((changed, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": changed})
 
-        self._handles = [decoder_layers(model)[0].register_forward_pre_hook(see_entrance, with_kwargs=True)]
+        handles = [find_decoder(model).layers[0].register_forward_pre_hook(see_entrance, with_kwargs=True)]
         if encoder is None:
             self.notes.append("vision encoder: not recorded, the model names none")
         else:
-            self._handles.append(encoder.register_forward_hook(see_encoder))
+            handles.append(encoder.register_forward_hook(see_encoder))
         if projector is None:
             self.notes.append(f"projector: not recorded, no module is called {', '.join(PROJECTORS)}")
         else:
-            self._handles.append(projector.register_forward_hook(see_projector, with_kwargs=True))
+            handles.append(projector.register_forward_hook(see_projector, with_kwargs=True))
         if norm is not None:
 
             def see_norm(module: nn.Module, args: Any) -> None:
                 see("norm_input", args[0])
 
-            self._handles.append(norm.register_forward_pre_hook(see_norm))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+            handles.append(norm.register_forward_pre_hook(see_norm))
+        for handle in handles:
+            self.callback(handle.remove)
 
 
 def _first_tensor(values: Iterable[Any]) -> torch.Tensor | None:

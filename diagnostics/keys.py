@@ -44,12 +44,10 @@ DEFINITIONS = {
     f"({HALVES} splits of each); halves have half as many tokens, which raises js",
     "probe": "accuracy of a logistic regression that tells visual from text tokens, cross-validated with each picture "
     "in one fold; 0.5 is chance",
-    "norm, spread": "mean L2 norm of a head's keys or values, and root mean squared distance from the mean of their "
-    "modality, before they are standardised",
 }
 # Two sets of groups of tokens, boolean, `(num_ways, 2 * num_pictures)` each: the visual tokens of each picture are a
 # group, then the text tokens of each.
-Split = tuple[np.ndarray, np.ndarray]
+Split = tuple[np.ndarray, ...]
 
 
 class Splits(NamedTuple):
@@ -210,17 +208,11 @@ def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.Dat
 
 def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     heads, groups, count = points.scaled.transpose(1, 0, 2), points.groups, points.num_pictures
-
-    def medians(by_head: list[list[np.ndarray]]) -> list[np.ndarray]:
-        """Over heads, of the values for each split."""
-        return [np.median(of_heads, axis=0) for of_heads in zip(*by_head, strict=True)]
-
-    matrices = [kernel(head) for head in heads]
-    pictures = np.arange(2 * count) % count
-    mmds = [[unbiased_mmd(matrix, groups, pictures, split) for split in splits] for matrix in matrices]
-    mmd, without, exchanged, halves = medians(mmds)
-    (a, b), (half, other) = splits.observed, splits.halves
-    both = (np.concatenate([a, half]), np.concatenate([b, other]))
+    matrices, pictures = [kernel(head) for head in heads], np.arange(2 * count) % count
+    mmd, without, exchanged, halves = (
+        np.median([unbiased_mmd(matrix, groups, pictures, split) for matrix in matrices], axis=0) for split in splits
+    )
+    both = tuple(np.concatenate(parts) for parts in zip(splits.observed, splits.halves, strict=True))
     js, *js_halves = np.median([js_divergence(head, groups, both) for head in heads], axis=0)
     rows = [jackknife_rows("mmd", mmd[0], without, layers=[layer])]
     numbers = {
@@ -231,23 +223,7 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     }
     if len(halves):
         numbers |= {"mmd_halves": np.quantile(halves, 0.95), "js_halves": np.quantile(js_halves, 0.95)}
-    rows += [make_rows(name, layers=[layer], whole=number) for name, number in numbers.items()]
-    for modality, tokens in (("visual", points.visual), ("text", points.text)):
-        norms = _by_picture(np.linalg.norm(tokens, axis=-1), points)
-        squares = _by_picture(((tokens - tokens.mean(axis=0)) ** 2).sum(axis=-1), points)
-        total, with_tokens = np.nansum(squares), np.sum(~np.isnan(squares))
-        without = np.sqrt(np.maximum(total - squares, 0) / max(with_tokens - 1, 1))
-        rows.append(make_rows("norm", norms, modality, [layer]))
-        rows.append(jackknife_rows("spread", np.sqrt(total / with_tokens), without, modality, [layer]))
-    return pd.concat(rows)
-
-
-def _by_picture(values: np.ndarray, points: Points) -> np.ndarray:
-    """Mean over heads and over the tokens of each picture, `(num_pictures,)`, of `(n, num_heads)`; NaN for a picture
-    without tokens."""
-    with np.errstate(invalid="ignore"):
-        sums, counts = (np.bincount(points.pictures, of, points.num_pictures) for of in (values.mean(axis=1), None))
-        return sums / counts
+    return pd.concat([*rows, *(make_rows(name, layers=[layer], whole=number) for name, number in numbers.items())])
 
 
 def project(records: Sequence[Record], layer: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:

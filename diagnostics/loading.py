@@ -1,4 +1,4 @@
-"""Load any vision-language model with its processor, and pictures with questions as its inputs."""
+"""Load any vision-language model with its processor, and pictures with questions."""
 
 import argparse
 import hashlib
@@ -11,22 +11,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import (
-    AutoConfig,
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    PreTrainedModel,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from conversations.loading import load_rows
-from conversations.pictures import open_images
-from conversations.rows import BadRowError, Row, check_row, row_images, row_turns, to_messages
-from diagnostics.parts import (
-    NoVisualTokensError,
-    decoder_layers,
-    image_token_id,
-)
+from conversations.pictures import open_images, to_rgb
+from conversations.rows import BadRowError, Row, check_row, row_turns, to_messages
+from diagnostics.parts import NoVisualTokensError, find_decoder, image_token_id
 
 
 logger = logging.getLogger(__name__)
@@ -47,19 +38,12 @@ class Question:
     Attributes:
         source: Where it comes from, for messages.
         picture: Fingerprint of the content of the prompt's pictures, independent of their paths.
-        images: The prompt's pictures, in RGB.
-        prompt: Messages up to the first answer.
+        prompt: Messages up to the first answer, with pictures in RGB.
     """
 
     source: str
     picture: str
-    images: list[Image.Image]
     prompt: list[Message]
-
-    @property
-    def text(self) -> str:
-        """The words of the last message."""
-        return " ".join(part["text"] for part in self.prompt[-1]["content"] if part["type"] == "text").strip()
 
 
 @dataclass(frozen=True)
@@ -78,10 +62,7 @@ class Questions:
 
 
 def load_model(
-    name: str,
-    dtype: str = "auto",
-    device_map: str | None = None,
-    trust_remote_code: bool = False,
+    name: str, dtype: str = "auto", device_map: str | None = None, trust_remote_code: bool = False
 ) -> tuple[PreTrainedModel, Any]:
     """A model in eval mode and its processor, from a folder or the Hub.
 
@@ -96,19 +77,11 @@ def load_model(
         OSError, ValueError, ImportError: if it can't be loaded, or needs a package that is missing.
     """
     processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
-    try:
-        model = AutoModelForImageTextToText.from_pretrained(
-            name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
-        )
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        kind = type(AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)).__name__
-        raise NoVisualTokensError(
-            f"This is not an image-text model: transformers has none with the config {kind}."
-        ) from error
+    model = AutoModelForImageTextToText.from_pretrained(
+        name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
+    )
     image_token_id(model)
-    decoder_layers(model)
+    find_decoder(model)
     return model.eval(), processor
 
 
@@ -117,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add = parser.add_argument
     add("--data", required=True, help="pictures and questions, or a folder of pictures")
     add("--image_folder", help="base folder of a JSON file's picture paths (default: the file's folder)")
-    add("--split", help="split of a dataset (default: train)")
+    add("--split", default="train", help="split of a dataset (default: train)")
     add("--question", help=f"question for the pictures of a folder (default: {QUESTION})")
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
@@ -131,50 +104,33 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
-    """[`load_questions`] with the command line's options; exits with the reason if there are none, or if an option is
-    not for such data."""
-    if args.num_samples < 1:
-        raise SystemExit("--num_samples must be at least 1.")
-    is_of_pictures = _is_of_pictures(Path(args.data))
-    split = "train" if args.split is None else args.split
-    question = QUESTION if args.question is None else args.question
+    """[`load_questions`] with the command line's options; exits with the reason if there are none."""
+    if args.question is not None and not _is_of_pictures(Path(args.data)):
+        raise SystemExit(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
     try:
-        chosen = load_questions(args.data, args.num_samples, args.image_folder, split, question)
+        return load_questions(args.data, args.num_samples, args.question or QUESTION, args.image_folder, args.split)
     except (ValueError, OSError) as error:
         raise SystemExit(f"--data: {error}") from error
-    for name in ("image_folder", "split") if is_of_pictures else ("question",):
-        if getattr(args, name) is not None:
-            kind = "a folder of pictures" if is_of_pictures else "rows with their own questions"
-            raise SystemExit(f"--{name} is not used, because {args.data} holds {kind}: leave it out.")
-    if chosen.passed_over:
-        logger.info("%d rows of %s have no picture and were skipped", chosen.passed_over, args.data)
-    if len(chosen.questions) < args.num_samples:
-        logger.info("%s has %d different pictures, fewer than --num_samples", args.data, len(chosen.questions))
-    return chosen
 
 
 def load_questions(
-    data: str, num_samples: int, image_folder: str | None = None, split: str = "train", question: str = ""
+    data: str | Path, num_samples: int, question: str = QUESTION, image_folder: str | None = None, split: str = "train"
 ) -> Questions:
     """What [`take_questions`] takes of rows as training reads them, or of a folder of pictures, all asked `question`.
 
     Pictures in subfolders count too, hidden files don't.
     """
     if not _is_of_pictures(Path(data)):
-        return take_questions(load_rows(data, image_folder, split=split), num_samples, data)
+        return take_questions(load_rows(str(data), image_folder, split=split), num_samples, str(data))
     paths = sorted(
         path
         for path in Path(data).rglob("*")
         if path.suffix.lower() in PICTURE_SUFFIXES
         and not any(part.startswith(".") for part in path.relative_to(data).parts)
     )
-    return take_questions([picture_row(str(path), question, str(path)) for path in paths], num_samples, data)
-
-
-def picture_row(image: Any, question: str, source: str) -> Any:
-    """The row that asks a question about a picture."""
     turns = [{"from": "human", "value": f"<image>\n{question}"}]
-    return {"images": [image], "conversations": turns, "source": source}
+    rows = ({"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths)
+    return take_questions(rows, num_samples, str(data))
 
 
 def _is_of_pictures(path: Path) -> bool:
@@ -189,7 +145,6 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
     `NoVisualTokensError`, which names the rows as `data`, if none is left.
     """
     taken: dict[str, Question] = {}  # by fingerprint of the picture
-    seen: set[int] = set()  # hashes of the pictures' paths or bytes, so that none is opened twice
     unreadable: list[str] = []
     passed_over = 0
     for row in rows:
@@ -197,16 +152,15 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
             break
         try:
             check_row(row, needs_answer=False)
-            files = hash(repr(row_images(row)))
-            question = None if files in seen else _to_question(row)
+            question = _to_question(row)
         except BadRowError as error:
             logger.warning("skipped: %s", error)
             unreadable.append(str(error))
             continue
-        if question is not None and question.images:
-            seen.add(files)
+        if question is None:
+            passed_over += 1
+        else:
             taken.setdefault(question.picture, question)
-        passed_over += question is not None and not question.images
     if not taken:
         reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
         raise NoVisualTokensError(
@@ -216,22 +170,37 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
     return Questions([*taken.values()], passed_over, unreadable)
 
 
-def _to_question(row: Row) -> Question:
+def ask_about(pictures: Iterable[Image.Image], question: str, num_samples: int) -> Questions:
+    """The same question about each of the first different pictures in memory, turned as their EXIF says."""
+    taken: dict[str, Question] = {}
+    for number, picture in enumerate(pictures):
+        if len(taken) == num_samples:
+            break
+        if not isinstance(picture, Image.Image):
+            raise TypeError(f"entry {number} is no PIL picture: {type(picture).__name__}. Rows are given as a path.")
+        image = to_rgb(picture)
+        content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+        asked = Question(f"picture {number}", fingerprint([image]), [{"role": "user", "content": content}])
+        taken.setdefault(asked.picture, asked)
+    if not taken:
+        raise NoVisualTokensError("There are no pictures to ask about.")
+    return Questions([*taken.values()], 0, [])
+
+
+def _to_question(row: Row) -> Question | None:
+    """`None` if there is no picture before the first answer."""
     before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)))
-    remaining, prompt = iter(open_images(row)), []
-    for message in to_messages({**row, "conversations": before_answer}):
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        parts = [{"type": "image", "image": next(remaining)} if part["type"] == "image" else part for part in parts]
-        prompt.append({"role": message["role"], "content": parts})
-    images = [part["image"] for message in prompt for part in message["content"] if part["type"] == "image"]
-    return Question(row["source"], fingerprint_pictures(images), images, prompt)
+    messages = to_messages({**row, "conversations": before_answer})
+    parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
+    images = open_images(row)[: len(parts)]
+    for part, image in zip(parts, images, strict=True):
+        part["image"] = image
+    return Question(row["source"], fingerprint(images), messages) if images else None
 
 
-def fingerprint_pictures(images: Iterable[Image.Image]) -> str:
-    """Hash of the pictures' pixels, independent of file names."""
+def fingerprint(images: Iterable[Image.Image]) -> str:
+    """Hash of the pixels of pictures in RGB."""
     seen = hashlib.sha256()
     for image in images:
-        rgb = image.convert("RGB")
-        seen.update(repr(rgb.size).encode() + rgb.tobytes())
+        seen.update(repr(image.size).encode() + image.tobytes())
     return seen.hexdigest()[:16]

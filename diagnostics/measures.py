@@ -148,15 +148,6 @@ def attention_share(attention: torch.Tensor, visual: torch.Tensor, counted: torc
     return (weights[..., visual].sum(-1) / weights.sum(-1).clamp(min=1e-30)).mean().item()
 
 
-def attention_maps(record: Record) -> dict[int, torch.Tensor]:
-    """By layer, attention over the picture, `(height, width)`, of the position that the answer begins from, mean over
-    heads; empty where the picture's layout is not known."""
-    if record.grid is None:
-        return {}
-    of_answer = {layer: rows[:, -1, record.with_sinks.visual].mean(0) for layer, rows in record.attention.items()}
-    return {layer: of_answer[layer].reshape(record.grid) for layer in sorted(of_answer)}
-
-
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:
     """Rows of gain and bias; `None` for a model whose projector does not end in a norm."""
     norm = find_norm(model)

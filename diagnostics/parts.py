@@ -23,9 +23,6 @@ PROJECTORS = (
     "embed_vision",
     "vision_embed_tokens",
 )
-# Names of the parameters from which a resampler makes visual tokens.
-QUERIES = ("latent_query", "latents", "query", "query_tokens")
-
 THIRDS = ("first third", "middle third", "last third")
 # Names of the groups if a decoder has fewer than three layers.
 FEW = {1: ("only layer",), 2: ("first layer", "last layer")}
@@ -80,27 +77,10 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder's layers, from the first to the last; raises what [`find_decoder`] does."""
-    return find_decoder(model).layers
-
-
 def layer_groups(count: int) -> dict[str, np.ndarray]:
     """Layer numbers of a decoder with `count` layers in three groups of similar size, by name; fewer if `count` is."""
     thirds = [third for third in np.array_split(np.arange(count), 3) if len(third)]
     return dict(zip(FEW.get(len(thirds), THIRDS), thirds, strict=True))
-
-
-def merge_size(model: PreTrainedModel) -> int:
-    """Width and height, in patches, of the block that the vision encoder merges into a visual token."""
-    config = getattr(model.config, "vision_config", None)
-    size = getattr(config, "spatial_merge_size", None)
-    return getattr(config, "merge_kernel_size", [1])[0] if size is None else size
-
-
-def has_learned_queries(model: PreTrainedModel) -> bool:
-    """Whether a resampler's learned queries become the visual tokens, which then have no place in the picture."""
-    return any(name.split(".")[-1] in QUERIES for name, _ in model.named_parameters())
 
 
 def image_token_id(model: PreTrainedModel) -> int:

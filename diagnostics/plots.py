@@ -1,6 +1,6 @@
 """The report's figures and the training dynamics figure, in one style, as wide as a paper's page."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -14,26 +14,28 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from diagnostics.model_report import Pictures
-from diagnostics.table import Estimate, Summary
+from diagnostics.table import Summary
 
 
 Drawing = ParamSpec("Drawing")
+# Number of a layer, and t-SNE of its visual and text keys, `(n, 2)` each.
+Placed = tuple[int, np.ndarray, np.ndarray]
 
 WIDTH = 7.0  # inches, of a page's text
 INK, FAINT = "#24292f", "#8c959f"
 # Okabe and Ito's colours, which are safe for colour blindness; every line also has its own dash pattern.
 MODALITY_COLOURS = {"visual": "#d55e00", "text": "#0072b2"}
-GREEN, PURPLE, YELLOW, SKY = "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
-DASHES = ("-", (0, (5, 1.5)), (0, (4, 1.5, 1, 1.5)), (0, (2, 1)))
+GREEN = "#009e73"
 DOTTED: dict[str, Any] = {"linestyle": (0, (1, 1.5)), "marker": ""}
 LINES: dict[str, dict[str, Any]] = {
     "visual": {"color": MODALITY_COLOURS["visual"]},
-    "text": {"color": MODALITY_COLOURS["text"], "linestyle": DASHES[1], "marker": "s"},
+    "text": {"color": MODALITY_COLOURS["text"], "linestyle": (0, (5, 1.5)), "marker": "s"},
 }
 MODELS: list[dict[str, Any]] = [
-    {"color": colour, "linestyle": dash, "marker": marker}
-    for colour, dash, marker in zip((GREEN, PURPLE, YELLOW, SKY), DASHES, "os^D", strict=True)
+    {"color": GREEN, "linestyle": "-", "marker": "o"},
+    {"color": "#cc79a7", "linestyle": (0, (5, 1.5)), "marker": "s"},
+    {"color": "#e69f00", "linestyle": (0, (4, 1.5, 1, 1.5)), "marker": "^"},
+    {"color": "#56b4e9", "linestyle": (0, (2, 1)), "marker": "D"},
 ]
 STYLE: Any = {
     **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "legend.fontsize"), 8),
@@ -55,8 +57,6 @@ FIGURES = {
     "keys": "How far apart visual and text tokens are, as keys and as values; dotted: 95% of random halves of the "
     "pictures within a modality. Compare a curve with its own halves, not with another model's curve.",
     "tsne": "t-SNE of one layer's keys; distances mean nothing.",
-    "attention_maps": "Attention over the picture of the position that the answer begins from; 1 is an even share of "
-    "the picture's attention. Below each, the share of all attention that falls on the picture.",
 }
 
 
@@ -111,10 +111,8 @@ def draw_gaps(models: Mapping[str, Summary]) -> Figure:
     """Norm ratio and gap of cosines between visual and text tokens by layer; all models together."""
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
     for number, (name, of) in enumerate(models.items()):
-        count = len(MODELS)
-        style = MODELS[number % count] | {"linestyle": DASHES[(number + number // count) % len(DASHES)]}
         for axis, measure in zip(axes, ("norm_ratio", "gap"), strict=True):
-            draw_curve(axis, of.curve(measure), label=plain(name, 40), **style)
+            draw_curve(axis, of.curve(measure), label=plain(name, 40), **MODELS[number % len(MODELS)])
     axes[0].set(ylabel="norm, visual over text", yscale="log", xlabel="layer")
     axes[1].set(ylabel="cosine, visual − text", xlabel="layer")
     for axis, level in zip(axes, (1, 0), strict=True):
@@ -139,7 +137,7 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
 
 
 @styled
-def draw_tsne(models: Mapping[str, tuple[int, np.ndarray, np.ndarray]]) -> Figure:
+def draw_tsne(models: Mapping[str, Placed]) -> Figure:
     """t-SNE of one layer's keys, a column for each model."""
     figure, axes = plt.subplots(
         1, len(models), figsize=(min(WIDTH, 3.5 * len(models)), 2.6), squeeze=False, layout="constrained"
@@ -154,55 +152,14 @@ def draw_tsne(models: Mapping[str, tuple[int, np.ndarray, np.ndarray]]) -> Figur
 
 
 @styled
-def draw_maps(models: Mapping[str, Pictures]) -> Figure:
-    """Attention over different pictures, as the model sees them, if their layout is known; a row for each picture and
-    model. Colours show attention relative to an even share."""
-    count = max(len(of.seen) for of in models.values())
-    drawn = [(n, name, of) for n in range(count) for name, of in models.items() if n < len(of.seen) and of.maps[n]]
-    rows = [(name, *of.seen[n], of.maps[n]) for n, name, of in drawn]
-    columns = 1 + max(len(maps) for *_, maps in rows)
-    shares = [of.flatten() / of.mean().clamp(min=1e-12) for *_, maps in rows for of in maps.values()]
-    scale = Normalize(0, max(1.0, float(np.quantile(np.concatenate(shares), 0.995))))
-    side = (WIDTH - 0.7) / columns
-    figure, axes = plt.subplots(
-        len(rows), columns, figsize=(WIDTH, (side + 0.36) * len(rows)), squeeze=False, layout="constrained"
-    )
-    for axis in axes.flat:
-        axis.axis("off")
-    for line, (name, image, question, maps) in zip(axes, rows, strict=True):
-        line[0].imshow(image)
-        _set_title(line[0], f"{plain(name, 30)}: {plain(question, 60)}", weight="normal")
-        for axis, (layer, values) in zip(line[1:], maps.items(), strict=False):
-            axis.imshow(image.convert("L"), cmap="gray")
-            extent = (-0.5, image.width - 0.5, image.height - 0.5, -0.5)
-            relative = values / values.mean().clamp(min=1e-12)
-            axis.imshow(relative, extent=extent, alpha=0.65, cmap="inferno", norm=scale)
-            label = f"layer {layer}: {values.sum():.0%}"
-            axis.text(0.5, -0.04, label, fontsize=7, ha="center", va="top", transform=axis.transAxes)
-    colours = ScalarMappable(scale, "inferno")
-    bar = figure.colorbar(colours, ax=axes, extend="max", location="bottom", aspect=50, shrink=0.5)
-    bar.set_label("attention relative to an even share")
-    return figure
-
-
-@styled
 def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
-    """A run's checkpoints by step: norms at the decoder, what gain and bias yield, turning, and turning by layer
-    (Fig. 5)."""
-    steps = list(points)
-
-    def through(measure: str, modality: str = "") -> pd.DataFrame:
-        found = [of.look(measure, modality) or Estimate(np.nan) for of in points.values()]
-        return pd.DataFrame(found).assign(step=steps)
-
+    """A run's checkpoints by step: norms at the decoder, turning, and turning by layer (Fig. 5)."""
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
     for axis, measure in zip(axes[0], ("at_decoder", "turning"), strict=True):
         for modality, style in LINES.items():
-            draw_curve(axis, through(measure, modality), "step", label=modality, **style)
-    yields = np.hypot(through("gain_l2")["mean"], through("bias_l2")["mean"])
-    if yields.notna().all():
-        axes[0, 0].plot(steps, yields, label="gain and bias", color=FAINT, **DOTTED)
-    scale, colours = Normalize(min(steps), max(steps)), plt.get_cmap("viridis")
+            means = pd.DataFrame([of.look(measure, modality) for of in points.values()])
+            draw_curve(axis, means.assign(step=list(points)), "step", label=modality, **style)
+    scale, colours = Normalize(min(points), max(points)), plt.get_cmap("viridis")
     for axis, modality in zip(axes[1], LINES, strict=True):
         for step, of in points.items():
             draw_curve(axis, of.curve("turning", modality), band=0.07, color=colours(scale(step)))
@@ -215,16 +172,11 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
     return figure
 
 
-def draw_figures(models: Mapping[str, Summary], pictures: Sequence[Pictures]) -> dict[str, Figure]:
+def draw_figures(models: Mapping[str, Summary], placed: Mapping[str, Placed]) -> dict[str, Figure]:
     """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them."""
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
-    drawn = dict(zip(models, pictures, strict=True))
-    placed = {name: of.keys for name, of in drawn.items() if of.keys is not None}
     if placed:
-        figures["keys"] = draw_keys({name: models[name] for name in placed})
-        figures["tsne"] = draw_tsne(placed)
-    if any(maps for of in pictures for maps in of.maps):
-        figures["attention_maps"] = draw_maps(drawn)
+        figures |= {"keys": draw_keys({name: models[name] for name in placed}), "tsne": draw_tsne(placed)}
     return figures
 
 
@@ -253,10 +205,7 @@ def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.nd
 
 
 def _with_legends(figure: Figure, axes: np.ndarray) -> Figure:
-    """The figure with a legend in each column's first panel; panels without data say so."""
-    for axis in axes.flat:
-        if not axis.has_data():
-            axis.text(0.5, 0.5, "not recorded", ha="center", color=FAINT, transform=axis.transAxes)
+    """The figure with a legend in each column's first panel."""
     for axis in axes[0]:
         if axis.get_legend_handles_labels()[0]:
             axis.legend()
@@ -269,11 +218,11 @@ def _mark(axis: Axes, level: float) -> None:
         axis.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
 
 
-def _set_title(axis: Axes, title: str, weight: str = "bold") -> None:
+def _set_title(axis: Axes, title: str) -> None:
     """A title over the left corner that may extend past the axes: the layout reserves its height, not its width."""
     axis.set_title(" ")
     axis.annotate(
-        title, (0, 1), (0, 6), "axes fraction", "offset points", fontweight=weight, annotation_clip=False
+        title, (0, 1), (0, 6), "axes fraction", "offset points", fontweight="bold", annotation_clip=False
     ).set_in_layout(False)
 
 

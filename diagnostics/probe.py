@@ -5,28 +5,21 @@ bit. Per-token numbers are reduced inside the hooks, in float32, so that no hidd
 for chosen queries only, keys and values for chosen tokens.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from diagnostics.attention_call import AttentionCalls
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
-from diagnostics.parts import (
-    DiagnosticsError,
-    NoVisualTokensError,
-    decoder_layers,
-    find_decoder,
-    has_learned_queries,
-    image_token_id,
-    merge_size,
-)
-from diagnostics.tokens import Inputs, Tokens, find_grid, find_newlines, find_sinks
+from diagnostics.parts import DiagnosticsError, NoVisualTokensError, find_decoder, image_token_id
+from diagnostics.tokens import Inputs, Tokens, find_newlines, find_sinks
 
 
 # Maximum number of attention rows kept per sample.
@@ -61,14 +54,9 @@ class Record:
         cosines: Between a layer's input and output, `(L, S)`.
         update_ratios: Norm of the layer's residual update over that of its input, `(L, S)`.
         update_cosines: Between a layer's input and its residual update, `(L, S)`.
-        attention: By layer, the attention probabilities of the queries, `(num_heads, num_queries, S)`.
-        visible: By layer, which keys the mask lets each query see, `(num_queries, S)`.
-        queries: Positions of the queries, `(num_queries,)`.
-        keys: By layer, keys as attention gets them, but before rotary embedding, `(num_key_value_heads, num_kept,
-            head_dim)`; layers whose keys can't be found are left out, with a note.
-        values: By layer, as attention gets them, `(num_key_value_heads, num_kept, head_dim)`.
+        attention, visible, keys, values: By layer, as in [`AttentionCalls`]; some layers may lack.
+        queries: Positions of the queries of `attention`, `(num_queries,)`.
         key_positions: Positions of the keys and values, `(num_kept,)`.
-        grid: Height and width of the picture in visual tokens, or `None` if unknown.
         notes: What could not be recorded, and why.
     """
 
@@ -82,11 +70,10 @@ class Record:
     update_cosines: torch.Tensor
     attention: dict[int, torch.Tensor]
     visible: dict[int, torch.Tensor]
-    queries: torch.Tensor
     keys: dict[int, torch.Tensor]
     values: dict[int, torch.Tensor]
+    queries: torch.Tensor
     key_positions: torch.Tensor
-    grid: tuple[int, int] | None
     notes: list[str]
 
 
@@ -103,7 +90,6 @@ class Probe:
         tokens: Type of each position, as far as the inputs tell: see [`~diagnostics.tokens.classify_sample`].
         layers: Layers whose attention rows and keys are kept; all by default.
         key_positions: Positions whose keys are kept, of the sample; all by default.
-        num_images: Pictures in the sample; only a single one has a grid.
     """
 
     def __init__(
@@ -111,42 +97,30 @@ class Probe:
         model: PreTrainedModel,
         inputs: Inputs,
         tokens: Tokens,
-        layers: Iterable[int] | None = None,
+        layers: Collection[int] | None = None,
         key_positions: torch.Tensor | None = None,
-        num_images: int = 1,
     ) -> None:
         self._model, self._inputs, self._tokens = model, inputs, tokens
-        self._has_grid = num_images == 1 and not has_learned_queries(model)
-        self._decoder_layers = decoder_layers(model)
-        self._layers = set(range(len(self._decoder_layers)) if layers is None else layers)
-        self._queries = choose_queries(tokens)
+        self._layers, self._queries = layers, choose_queries(tokens)
         self._key_positions = torch.arange(len(tokens.text)) if key_positions is None else key_positions
-        self._hooks: list[RemovableHandle | InterfaceHooks | AttentionCalls] = []
+        self._hooks = ExitStack()
         self._interface: dict[str, torch.Tensor] = {}
         self._turns: dict[int, torch.Tensor] = {}
-        self._calls: AttentionCalls | None = None
-        self._notes: list[str] = []
 
     def __enter__(self) -> Self:
-        interface = InterfaceHooks(self._model, self._see_interface)
-        self._hooks.append(interface)
-        self._notes += interface.notes
-        for number, layer in enumerate(self._decoder_layers):
-            self._hooks.append(layer.register_forward_hook(self._see_layer(number), with_kwargs=True))
-        self._calls = AttentionCalls(
-            find_decoder(self._model),
-            {number: layer for number, layer in enumerate(self._decoder_layers) if number in self._layers},
-            self._queries,
-            self._key_positions,
-            len(self._tokens.text),
-        )
-        self._hooks.append(self._calls)
+        decoder = find_decoder(self._model)
+        self._notes = self._hooks.enter_context(InterfaceHooks(self._model, self._see_interface)).notes
+        for number, layer in enumerate(decoder.layers):
+            handle = layer.register_forward_hook(partial(self._see_layer, number), with_kwargs=True)
+            self._hooks.callback(handle.remove)
+        watched = {n: layer for n, layer in enumerate(decoder.layers) if self._layers is None or n in self._layers}
+        length = len(self._tokens.text)
+        calls = AttentionCalls(decoder, watched, self._queries, self._key_positions, length)
+        self._calls = self._hooks.enter_context(calls)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
 
     @torch.no_grad()
     def _see_interface(self, place: str, features: torch.Tensor) -> None:
@@ -177,30 +151,22 @@ class Probe:
                 "the embedding of a placeholder, so pictures reach it another way, such as cross-attention."
             )
 
-    def _see_layer(self, number: int) -> Callable[..., None]:
-        @torch.no_grad()
-        def see(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            after = output if isinstance(output, torch.Tensor) else output[0]
-            before = args[0] if args else kwargs["hidden_states"]
-            before, after = before[0].to(after.device, torch.float32), after[0].float()  # [S, hidden_size]
-            self._turns[number] = turn(before, after).cpu()  # a single transfer
-
-        return see
+    @torch.no_grad()
+    def _see_layer(self, number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        after = output if isinstance(output, torch.Tensor) else output[0]
+        before = args[0] if args else kwargs["hidden_states"]
+        before, after = before[0].to(after.device, torch.float32), after[0].float()  # [S, hidden_size]
+        self._turns[number] = turn(before, after).cpu()  # a single transfer
 
     def record(self) -> Record:
         """The record of the forward pass. Raises `DiagnosticsError` if the hidden states overflowed."""
-        count = len(self._decoder_layers)
-        calls = self._calls
-        if calls is None or len(self._turns) != count:
-            raise RuntimeError(f"{len(self._turns)} of {count} decoder layers were run; run the model inside `with`.")
-        turns = torch.stack([self._turns[number] for number in range(count)], dim=1)  # [5, L, S]
+        turns = torch.stack([self._turns[number] for number in sorted(self._turns)], dim=1)  # [5, L, S]
         entering, leaving, cosines, update_ratios, update_cosines = turns
         layer_norms, tokens = torch.cat([entering, leaving[-1:]]), self._tokens
         if not layer_norms[:, tokens.visual | tokens.text].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
             )
-        self._note_added_features(entering, leaving)
         return Record(
             input_ids=self._inputs["input_ids"][0].cpu(),
             tokens=tokens.without("sink", find_sinks(layer_norms, tokens)),
@@ -210,25 +176,14 @@ class Probe:
             cosines=cosines,
             update_ratios=update_ratios,
             update_cosines=update_cosines,
-            attention=calls.attention,
-            visible=calls.visible,
+            attention=self._calls.attention,
+            visible=self._calls.visible,
+            keys=self._calls.keys,
+            values=self._calls.values,
             queries=self._queries,
-            keys=calls.keys,
-            values=calls.values,
             key_positions=self._key_positions,
-            grid=find_grid(self._inputs, tokens.visual, merge_size(self._model)) if self._has_grid else None,
-            notes=[*self._notes, *calls.notes()],
+            notes=[*self._notes, *self._calls.notes()],
         )
-
-    def _note_added_features(self, entering: torch.Tensor, leaving: torch.Tensor) -> None:
-        visual = self._tokens.visual
-        changed = [
-            str(number)
-            for number in range(len(entering) - 1)
-            if not torch.equal(entering[number + 1, visual], leaving[number, visual])
-        ]
-        if changed:
-            self._notes.append(f"visual features are added after layer {', '.join(changed)}, outside of the layers")
 
 
 def choose_queries(tokens: Tokens) -> torch.Tensor:

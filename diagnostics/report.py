@@ -9,13 +9,11 @@ from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, Template
-from scipy.special import stdtrit
 
 from diagnostics import keys, measures
-from diagnostics.model_report import ModelReport
 from diagnostics.parts import layer_groups
 from diagnostics.plots import FIGURES
-from diagnostics.table import LEVEL, Estimate, Summary, subtract, summarize, with_means
+from diagnostics.table import Estimate, Summary, subtract, summarize, with_means
 from diagnostics.tokens import SINK_FACTOR
 
 
@@ -25,10 +23,38 @@ CHAPTERS = {
     "Norms up to the decoder": ((), r"encoder_output|projector_|at_decoder|in_prompt|vocabulary|ratio"),
     "Norm and turning by layer": (("layers",), r"norm|turning|gap|update_"),
     "The norm after the projector": ((), r"gain_|bias_"),
-    "Attention to the picture": (("attention_maps",), r"attention"),
+    "Attention to the picture": ((), r"attention"),
     "Keys and values": (("keys", "tsne"), r"keys\.|values\."),
     "Other measures": ((), r""),
 }
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What was measured of one model.
+
+    Attributes:
+        name: Name in the report.
+        model_class, dtype, num_layers, hidden_size: Of the model; a quantized one's dtype says so.
+        num_pictures: How many, with a question each.
+        num_tokens: By modality.
+        excluded: Number of excluded tokens by reason.
+        notes: What could not be recorded, and why.
+        summary: The numbers.
+        weights: [`~conversations.files.fingerprint`] of the weights; `None` if they are not in a local folder.
+    """
+
+    name: str
+    model_class: str
+    dtype: str
+    num_layers: int
+    hidden_size: int
+    num_pictures: int
+    num_tokens: dict[str, int]
+    excluded: dict[str, int]
+    notes: list[str]
+    summary: Summary
+    weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +65,6 @@ class Report:
         command: Command that made it.
         versions: Of torch and transformers.
         data: Name of the file or folder.
-        num_pictures: How many, with a question each.
         passed_over: Number of skipped rows without a picture.
         unreadable: Skipped rows that can't be read, and why.
         models: One report each.
@@ -48,7 +73,6 @@ class Report:
     command: str
     versions: dict[str, str]
     data: str
-    num_pictures: int
     passed_over: int
     unreadable: list[str]
     models: list[ModelReport]
@@ -78,26 +102,16 @@ def with_interval(estimate: Estimate) -> str:
 def sentences(model: ModelReport) -> list[str]:
     """One model's main results."""
     thirds = list(layer_groups(model.num_layers))
-    template = _template("sentences.jinja")
-    text = template.render(model=model, summary=model.summary, thirds=thirds, largest_gap=largest_gap)
+    text = _template("sentences.jinja").render(model=model, summary=model.summary, thirds=thirds)
     return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 def measured_on(report: Report) -> str:
     """How many models were measured on what."""
-    intervals = "95% intervals over pictures are in brackets" if report.num_pictures > 1 else "one gives no intervals"
-    pictures = f"pictures with a question each: {report.num_pictures} ({report.data})"
+    count = report.models[0].num_pictures
+    intervals = "95% intervals over pictures are in brackets" if count > 1 else "one gives no intervals"
+    pictures = f"pictures with a question each: {count} ({report.data})"
     return f"Models: {len(report.models)}; {pictures}; {intervals}."
-
-
-def largest_gap(summary: Summary) -> tuple[int, Estimate]:
-    """The layer whose cosines differ most, and its gap; the interval is corrected for the choice among all layers
-    (Bonferroni)."""
-    gaps = summary.curve("gap")
-    layer, mean, high, n = gaps.loc[gaps["mean"].abs().idxmax(), ["layer", "mean", "high", "n"]]
-    ends = stdtrit(n - 1, [(1 + LEVEL) / 2, 1 - (1 - LEVEL) / (2 * len(gaps))])
-    half = (high - mean) * ends[1] / ends[0]
-    return int(layer), Estimate(mean, mean - half, mean + half)
 
 
 def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, pd.DataFrame]:

@@ -140,36 +140,3 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
             norms = layer_norms[1:, mask]
             sinks[mask] = (norms > SINK_FACTOR * norms.median(dim=-1, keepdim=True).values).any(0)
     return sinks
-
-
-def single_picture(inputs: Inputs) -> torch.Tensor | None:
-    """The pixels of a sample's only picture as the vision encoder gets them, `(3, height, width)`; `None` if there are
-    several, or the processor cuts it into tiles or patches."""
-    pixels = inputs.get("pixel_values", inputs.get("pixel_values_images"))  # Video-LLaVA's
-    if pixels is None or pixels.ndim < 4 or pixels.shape[-3] != 3 or pixels[..., 0, 0, 0].numel() != 1:
-        return None
-    return pixels.reshape(pixels.shape[-3:])
-
-
-def find_grid(inputs: Inputs, visual: torch.Tensor, merge_size: int) -> tuple[int, int] | None:
-    """Height and width of a sample's only picture in visual tokens.
-
-    Known from `image_grid_thw`, or if the picture is not cut into tiles, from its aspect ratio where the tokens form a
-    single run. Otherwise `None`.
-    """
-    count = int(visual.sum())
-    grids, shapes, picture = inputs.get("image_grid_thw"), inputs.get("spatial_shapes"), single_picture(inputs)
-    if grids is not None:
-        if len(grids) != 1 or int(grids[0, 0]) != 1:
-            return None
-        height, width = (int(size) // merge_size for size in grids[0, 1:])
-        return (height, width) if height * width == count else None
-    if shapes is not None and len(shapes) == 1:  # LFM2-VL's, in patches
-        size = shapes[0].tolist()
-    elif picture is not None:
-        size = picture.shape[-2:]
-    else:
-        return None
-    height, width = (round((count * side * side / (size[0] * size[1])) ** 0.5) for side in size)
-    is_run = (visual.nonzero()[:, 0].diff() == 1).all()
-    return (height, width) if is_run and height * width == count and height * size[1] == width * size[0] else None

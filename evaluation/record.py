@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from conversations.files import write_whole
-from diagnostics.results import to_json
+from conversations.records import to_json
 
 
 EVALUATION_FILE = "evaluation.json"

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from conversations.files import fingerprint
-from diagnostics.results import from_json
+from conversations.records import from_json
 from evaluation.record import Evaluation
 from hub_cards.weights import Weights, read_weights
 from training.run import SAME

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from conversations.files import write_whole
-from diagnostics.results import from_json
+from conversations.records import from_json
 
 
 RUN_FILE = "run.json"

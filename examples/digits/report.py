@@ -21,14 +21,14 @@ from scenes import CHANCE, ask
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from conversations.records import to_json
+from diagnostics import measure
 from diagnostics.answers import Prompt, answer
 from diagnostics.answers import ask as ask_about
-from diagnostics.dynamics import DynamicsPoint, measure_point
-from diagnostics.loading import load_model, load_questions
+from diagnostics.loading import load_model
 from diagnostics.parts import THIRDS
 from diagnostics.plots import draw_overview, save
-from diagnostics.results import to_json
-from diagnostics.samples import prepare_samples
+from diagnostics.table import Summary
 from examples.results import draw_answers, record_scores
 
 
@@ -114,9 +114,8 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
-def measure(run_dir: Path, probe: Path) -> dict[str, DynamicsPoint]:
+def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
     """Norms and turning of tokens on the probe, through composing and training."""
-    questions = load_questions(str(probe), PROBE_SIZE).questions
     measured = {}
     for label, name in (
         ("composed, norm taken out", "composed"),
@@ -127,7 +126,8 @@ def measure(run_dir: Path, probe: Path) -> dict[str, DynamicsPoint]:
         model, processor = load_model(str(run_dir / name))
         if label.endswith("taken out"):
             model.model.multi_modal_projector.norm = torch.nn.Identity()
-        measured[label] = measure_point(model, prepare_samples(model, processor, questions), step=0)
+        (of_model,) = measure(model, processor, probe, label, num_samples=PROBE_SIZE, layers=[]).report.models
+        measured[label] = of_model.summary
     return measured
 
 
@@ -141,7 +141,7 @@ def draw_some(questions: list[SceneQuestion], answers: list[str], path: Path) ->
     draw_answers(images, titles, mistakes, path)
 
 
-def render_table(scores: dict[str, dict[str, float]], measured: dict[str, DynamicsPoint], count: int) -> str:
+def render_table(scores: dict[str, dict[str, float]], measured: dict[str, Summary], count: int) -> str:
     """The table that the quickstart prints."""
     lines = [
         f"Exact match on {count} held-out questions, ± one standard error",
@@ -153,14 +153,14 @@ def render_table(scores: dict[str, dict[str, float]], measured: dict[str, Dynami
         lines.append(f"{name:34}{total:>16}" + "".join(f"{100 * score[kind]:8.1f}%" for kind in CHANCE))
     lines += ["", f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, visual - text':>36}"]
     lines.append(f"{'':26}{'visual':>10}{'text':>10}{'ratio':>11}" + "".join(f"{name:>14}" for name in THIRDS))
-    for label, point in measured.items():
+    for label, summary in measured.items():
         places = (
             ("at_decoder", "visual"),
             ("at_decoder", "text"),
             ("ratio",),
             *((f"gap, {name}",) for name in THIRDS),
         )
-        found = [point.summary.look(*place) for place in places]
+        found = [summary.look(*place) for place in places]
         visual, text, ratio, *gaps = (estimate.mean if estimate else float("nan") for estimate in found)
         lines.append(f"{label:26}{visual:10.3f}{text:10.3f}{ratio:10.2f}x" + "".join(f"{gap:14.3f}" for gap in gaps))
     return "\n".join(lines)
@@ -178,15 +178,15 @@ def main() -> None:
     scores, answers = evaluate_run(run_dir, questions)
     probe = run_dir / "data" / "probe.json"
     write_probe(questions, probe)
-    measured = measure(run_dir, probe)
+    measured = measure_run(run_dir, probe)
     common = {"dataset": "digits-quickstart", "split": "test", "n": len(questions)}
     common |= {"baseline": scores["guessing"]["all"], "baseline_name": "guessing"}
-    asked = ("image questions", "text-only questions")
+    tasks = ("image questions", "text-only questions")
     record_scores(
-        run_dir / "stage2", COMMAND, [{**common, "task": task, "value": scores[task]["all"]} for task in asked]
+        run_dir / "stage2", COMMAND, [{**common, "task": task, "value": scores[task]["all"]} for task in tasks]
     )
     draw_some(questions, answers, run_dir / "answers.png")
-    drawn = {label: point.summary for label, point in measured.items() if label != "after stage 1"}
+    drawn = {label: summary for label, summary in measured.items() if label != "after stage 1"}
     save(draw_overview(drawn), run_dir / "norms.png")
     report = {"questions": len(questions), "accuracy": scores, "dynamics": to_json(measured)}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")

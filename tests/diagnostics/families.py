@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,21 +41,13 @@ GRID = torch.tensor([[1, 4, 6]])  # patches of a picture: time, height, width
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a small model of a family and pictures for it.
-
-    Attributes:
-        config: Of the small model.
-        pictures: Returns what the image processor would, for one picture.
-        image_tokens: Image tokens of one picture.
-        token_types: Name of the input that marks image tokens, where the family has one.
-        boundaries: Whether pictures stand between two tokens of the vocabulary that the config names.
-    """
+    """How to make a small model of a family and pictures for it."""
 
     config: Any
-    pictures: Callable[[], dict[str, torch.Tensor]]
-    image_tokens: int
-    token_types: str | None = None
-    boundaries: bool = False
+    pictures: Callable[[], dict[str, torch.Tensor]]  # returns what the image processor would, for one picture
+    image_tokens: int  # of one picture
+    token_types: str | None = None  # name of the input that marks image tokens, where the family has one
+    boundaries: bool = False  # whether pictures stand between two tokens that the config names
 
 
 def config(model_type: str, **fields: Any) -> Any:
@@ -122,25 +114,10 @@ GRID_VISION = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size
 MROPE = {"rope_parameters": ROPE}
 GLM_ROPE = {"rope_parameters": {**ROPE, "partial_rotary_factor": 1.0}}
 WINDOWS = {"window_size": 16, "fullatt_block_indexes": [1]}
-# A decoder without rotary embedding, and what takes a picture to it.
-OPT = config(
-    "opt", hidden_size=32, ffn_dim=48, num_hidden_layers=3, num_attention_heads=4, vocab_size=VOCAB,
-    word_embed_proj_dim=32, max_position_embeddings=128, bos_token_id=BOS, eos_token_id=2, pad_token_id=0,
-)  # fmt: skip
-QFORMER = {
-    "image_token_index": IMAGE, "num_query_tokens": 4, "vision_config": {**VISION, "initializer_range": 0.02},
-    "qformer_config": {
-        "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40, "vocab_size": 30
-    },
-}  # fmt: skip
 TOKENS = {"image_token_id": IMAGE, "video_token_id": 196}
 QWEN_TOKENS = {**TOKENS, "vision_start_token_id": START, "vision_end_token_id": END}
 GLM_TOKENS = {**TOKENS, "image_start_token_id": START, "image_end_token_id": END}
 GEMMA_TOKENS = {"image_token_index": IMAGE, "boi_token_index": START, "eoi_token_index": END}
-EXPERTS = {
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
-    "moe_intermediate_size": 16, "n_shared_experts": 1,
-}  # fmt: skip
 PIXTRAL = {"vision_config": config("pixtral", **VISION), "spatial_merge_size": 2}
 ONE_SIZE = square(image_sizes=torch.tensor([[28, 28]]))
 
@@ -148,18 +125,12 @@ FAMILIES: dict[str, Family] = {
     "llava-clip": Family(llava("clip_vision_model"), square(), 16),
     "llava-siglip": Family(llava("siglip_vision_model", vision_feature_select_strategy="full"), square(), 16),
     "normllava": normllava(),
-    "normllava, key adapters": normllava("normllava_key_adapters", key_adapter_rank=4),
     "normllava, key adapters, qk-norm": normllava(
         "normllava_key_adapters", key_adapter_rank=4, text_config=text("qwen3", head_dim=8)
     ),
     "llava_next": tiled("clip_vision_model", "llava_next"),
     "llava_onevision": tiled("siglip_vision_model", "llava_onevision", video_token_index=196),
     "vipllava": Family(llava("clip_vision_model", "vipllava", vision_feature_layers=[-1, -2]), square(), 16),
-    "video_llava": Family(
-        llava("clip_vision_model", "video_llava", video_token_index=196),
-        lambda: {"pixel_values_images": torch.rand(1, 3, 28, 28) * 2 - 1},
-        16,
-    ),
     "qwen2_vl": in_patches(
         "qwen2_vl", MROPE,
         {"depth": 3, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
@@ -183,64 +154,8 @@ FAMILIES: dict[str, Family] = {
         grid_vision(num_position_embeddings=16), QWEN_TOKENS,
     ),
     "glm4v": in_patches("glm4v", GLM_ROPE, grid_vision(image_size=28), GLM_TOKENS),
-    "glm4v_moe": in_patches(
-        "glm4v_moe", {**GLM_ROPE, **EXPERTS, "head_dim": 8, "use_qk_norm": True}, grid_vision(image_size=28),
-        GLM_TOKENS,
-    ),
-    "ernie4_5_vl_moe": in_patches(
-        "ernie4_5_vl_moe",
-        {
-            **MROPE, "moe_intermediate_size": [16, 16], "moe_k": 2, "moe_num_experts": 4,
-            "moe_num_shared_experts": 1, "mlp_layer_types": ["dense", "dense", "sparse"],
-        },
-        GRID_VISION, GLM_TOKENS, patches(3 * 4 * 4),
-    ),
-    "exaone4_5": in_patches(
-        "exaone4_5", {"model_type": "exaone4", "sliding_window": 64, "sliding_window_pattern": 2},
-        grid_vision(**WINDOWS, num_key_value_heads=2), QWEN_TOKENS,
-    ),
     "paddleocr_vl": in_patches(
         "paddleocr_vl", {**MROPE, "head_dim": 8}, {**VISION, "spatial_merge_size": 2}, QWEN_TOKENS, patches(3, 7, 7)
-    ),
-    "hunyuan_vl": Family(
-        config(
-            "hunyuan_vl",
-            text_config={**TEXT, "head_dim": 8, "rope_parameters": {**ROPE, "mrope_section": [1, 1, 1, 1]}},
-            vision_config={
-                **VISION, "out_hidden_size": 32, "text_hidden_size": 32, "num_key_value_heads": 2,
-                "max_image_size": 56,
-            },
-            image_token_id=IMAGE,
-        ),
-        patches(3 * 7 * 7),
-        2 * 4 + 2,  # two rows of three tokens with a newline each, and two around them
-        "mm_token_type_ids",
-    ),
-    "kimi_k25": Family(
-        config(
-            "kimi_k25",
-            text_config=config(
-                "deepseek_v3", **{**TEXT, **EXPERTS, "num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16,
-                qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8,
-            ),
-            vision_config={
-                "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2,
-                "patch_size": 7, "pos_emb_height": 8, "pos_emb_width": 8,
-            },
-            projection_hidden_size=24,
-            **QWEN_TOKENS,
-        ),
-        patches(3, 7, 7),
-        6,
-        boundaries=True,
-    ),
-    "ovis2": replace(
-        joined(
-            "ovis2", 16, of_text=text("qwen2"), vocab_size=VOCAB, hidden_size=32,
-            vision_config={**VISION, "vocab_size": 64, "num_visual_indicator_tokens": 5},
-            visual_indicator_token_ids=[START, 195, 194, 193, END],
-        ),
-        boundaries=True,
     ),
     "gemma3": Family(
         config(
@@ -267,13 +182,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "lighton_ocr": joined("lighton_ocr", 4, ONE_SIZE, text("qwen3", head_dim=8), **PIXTRAL),
     "deepseek_vl": joined("deepseek_vl", 16, vision_config=siglip()),
-    "janus": joined(
-        "janus", 16, vision_config={**VISION, "projection_dim": 32, "num_image_tokens": 16},
-        vq_config={
-            "num_embeddings": 16, "latent_channels": 8, "base_channels": 32, "channel_multiplier": [1, 1],
-            "num_res_blocks": 1, "num_patches": 4, "projection_dim": 32, "image_token_embed_dim": 32,
-        },
-    ),
     "lfm2_vl": joined(  # its second layer is no attention
         "lfm2_vl", 4,
         lambda: {
@@ -288,70 +196,9 @@ FAMILIES: dict[str, Family] = {
         ),
         projector_hidden_size=24,
     ),
-    "aria": Family(
-        config(
-            "aria", text_config={**TEXT, "model_type": "aria_text", "head_dim": 8, "moe_num_experts": 4},
-            vision_config={**VISION, "model_type": "idefics3_vision"}, image_token_index=IMAGE,
-            projector_patch_to_query_dict={16: 4},
-        ),
-        square(pixel_mask=torch.ones(1, 28, 28, dtype=torch.bool)), 4,
-    ),
-    "aya_vision": Family(
-        config(
-            "aya_vision", text_config=text("cohere2", sliding_window=64), vision_config=siglip(),
-            image_token_index=IMAGE,
-        ),
-        square(), 4,
-    ),
     "cohere2_vision": joined(
         "cohere2_vision", 4, of_text=text("cohere2", sliding_window=64), vision_config=siglip(),
         alignment_intermediate_size=48,
-    ),
-    "granite_docling": joined(
-        "granite_docling", 4, square(1, pixel_attention_mask=torch.ones(1, 1, dtype=torch.bool)), TEXT,
-        vision_config={
-            **VISION, "scale_factor": 2, "out_hidden_size": 32, "use_fine_route": False,
-            "deepstack_visual_indexes": [0],
-        },
-    ),
-    "perception_lm": joined(
-        "perception_lm", 4, square(1), vision_use_cls_token=False, projector_pooling_ratio=2,
-        vision_config=siglip(model_args={"embed_dim": 24}),  # its own encoder needs timm
-    ),
-    "idefics2": joined(
-        "idefics2", 4, square(1), text("mistral", head_dim=8),
-        perceiver_config={
-            "hidden_size": 32, "resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 2,
-            "resampler_head_dim": 8, "num_key_value_heads": 1,
-        },
-    ),
-    "blip-2": Family(config("blip-2", text_config=OPT, **QFORMER), square(), 4),
-    "instructblip": Family(
-        config("instructblip", text_config=OPT, **QFORMER),
-        square(qformer_input_ids=torch.ones(1, 3, dtype=torch.long)), 4,
-    ),
-    "llama4": Family(  # two layers with a norm after rotation, one without rotation
-        config(
-            "llama4",
-            text_config={
-                **TEXT, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "moe_layers": [1],
-                "no_rope_layers": [1, 1, 0], "attention_chunk_size": 64,
-            },
-            vision_config={
-                **VISION, "intermediate_size": 96, "vision_output_dim": 48, "projector_input_dim": 48,
-                "projector_output_dim": 48,
-            },
-            **GEMMA_TOKENS,
-        ),
-        square(), 4, boundaries=True,
-    ),
-    "fuyu": Family(  # no encoder: patches go through one matrix
-        config(
-            "fuyu",
-            text_config=config("persimmon", **{key: TEXT[key] for key in TEXT if key != "num_key_value_heads"}),
-            patch_size=7, hidden_size=32, vocab_size=VOCAB, image_token_id=IMAGE,
-        ),
-        lambda: {"image_patches": torch.randn(1, 4, 3 * 7 * 7)}, 4,
     ),
     "gemma4": Family(
         config(

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -41,12 +42,12 @@ def test_pictures_are_different(colours: Path) -> None:
 
 
 def test_pictures_past_the_first_answer_are_not_asked_about(colours: Path) -> None:
-    later = [*TURNS, {"from": "human", "value": "<image>\nand this?"}]
-    rows = [{"image": ["red.png", name], "conversations": later} for name in ("blue.png", "green.png")]
+    turns = [{"from": "human", "value": "<image>\nthis, or <image>"}, *TURNS[1:]]
+    turns.append({"from": "human", "value": "<image>\nand this?"})
+    rows = [{"image": ["red.png", "blue.png", name], "conversations": turns} for name in ("blue.png", "green.png")]
     (colours / "rows.json").write_text(json.dumps(rows))
     (question,) = load_questions(str(colours / "rows.json"), 2).questions
-    assert len(question.images) == 1
-    assert len(question.prompt) == 1
+    assert [part["type"] for message in question.prompt for part in message["content"]] == ["image", "text", "image"]
 
 
 def test_broken_and_missing_pictures_are_passed_over_and_named(
@@ -58,20 +59,15 @@ def test_broken_and_missing_pictures_are_passed_over_and_named(
         chosen = load_questions(data, 2)
     assert [question.source.split()[-1] for question in chosen.questions] == ["0", "3"]
     assert [record.getMessage() for record in caplog.records] == [f"skipped: {line}" for line in chosen.unreadable]
-    for number, line in enumerate(chosen.unreadable, 1):
-        assert f"row {number}: " in line
-    assert "broken.png can't be read" in chosen.unreadable[0]
-    assert "none.png is missing" in chosen.unreadable[1]
+    assert re.search(r"row 1: .*broken\.png can't be read", chosen.unreadable[0])
+    assert re.search(r"row 2: .*none\.png is missing", chosen.unreadable[1])
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"image": "0.png"}, "row 0: `conversations` is empty or not a list of turns"),
         ({"image": "0.png", "conversations": [{"role": "user", "content": "x"}]}, "row 0: turn 0 is not"),
-        ({"image": "0.png", "conversations": [{"from": "human", "value": "x"}]}, "row 0: 0 <image> marks but 1"),
         ({"image": "broken.png", "conversations": TURNS}, r"row 0: image .*broken\.png"),
-        ({"conversations": TURNS[1:]}, r"has no pictures to ask about \(\d+ rows without one"),
     ],
 )
 def test_where_no_row_can_be_read_the_first_is_named(row: dict, message: str, colours: Path) -> None:
@@ -85,7 +81,7 @@ def test_subfolders_are_read_and_hidden_files_are_not(tmp_path: Path) -> None:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8), (40 * number, 0, 0)).save(path)
-    chosen = load_questions(str(tmp_path), 9, question="what is it?")
+    chosen = load_questions(tmp_path, 9)
     found = [str(Path(question.source).relative_to(tmp_path)) for question in chosen.questions]
     assert found == ["a/b/c.jpg", "a/z.png", "b.png"]
 
@@ -99,4 +95,4 @@ def test_pictures_beside_a_datasets_files_are_not_what_is_asked_about(tmp_path: 
     (tmp_path / "data").mkdir()
     rows.to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
     (question,) = load_questions(str(tmp_path), 4).questions
-    assert question.images[0].size == (20, 20)
+    assert question.prompt[0]["content"][0]["image"].size == (20, 20)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from diagnostics.measures import attention_maps, attention_share, measure_attention, measure_projector_norm
+from diagnostics.measures import measure_attention, measure_projector_norm
 from diagnostics.norms import text_norm_target
 from diagnostics.table import Summary
 from families import build, inputs, record_sample
@@ -35,15 +35,6 @@ def test_gain_and_bias_by_hand(model: NormLlavaForConditionalGeneration) -> None
     assert measure_projector_norm(build("qwen3_vl")) is None
 
 
-def test_attention_by_hand() -> None:
-    visual, everything = torch.tensor([1] * 6 + [0, 0]).bool(), torch.ones(8, dtype=torch.bool)
-    assert attention_share(torch.full((2, 3, 8), 1 / 8), visual, everything) == pytest.approx(6 / 8)
-    # A key that is not counted takes nothing from the others.
-    sunk = torch.tensor([0.05] * 6 + [0.6, 0.1]).reshape(1, 1, 8)
-    without = torch.tensor([1] * 6 + [0, 1]).bool()
-    assert attention_share(sunk, visual, without) == pytest.approx(0.3 / 0.4)
-
-
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("name", ["llava-siglip", "llava_next", "paligemma", "gemma3"])
 @torch.no_grad()
@@ -62,7 +53,6 @@ def test_blind_queries_look_everywhere_alike(name: str, padding: int) -> None:
     for kind in ("", "_without_sinks"):
         even = found[f"attention_even{kind}"].tolist()
         assert found[f"attention{kind}"].tolist() == pytest.approx(even, abs=1e-6)
-    assert found["attention_even"].iloc[0] != found["attention_even_without_sinks"].iloc[0]
 
 
 def test_a_sink_is_counted_or_not() -> None:
@@ -79,12 +69,3 @@ def test_a_sink_is_counted_or_not() -> None:
     summary = Summary.of(measured)
     assert summary.look("attention").mean == pytest.approx(0.7)
     assert summary.look("attention_without_sinks").mean == pytest.approx(0.1 / 0.4)
-
-
-def test_a_map_lies_as_the_picture_does() -> None:
-    record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
-    rows = torch.zeros(2, len(record.queries), len(record.with_sinks.visual))
-    rows[1, -1, record.with_sinks.visual] = torch.arange(16.0)
-    shown = dataclasses.replace(record, attention={5: rows})
-    assert torch.equal(attention_maps(shown)[5], torch.arange(16.0).reshape(4, 4) / 2)
-    assert attention_maps(dataclasses.replace(shown, grid=None)) == {}

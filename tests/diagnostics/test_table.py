@@ -74,13 +74,12 @@ def test_a_ratio_of_what_moves_together_is_certain() -> None:
 def test_the_jackknife_of_a_mean_is_the_mean() -> None:
     values = np.random.default_rng(0).normal(size=(9, 3))
     without = np.stack([np.delete(values, picture, axis=0).mean(axis=0) for picture in range(9)])
-    one, other = (
+    both = (
         jackknife_rows("x", values.mean(axis=0), without, layers=range(3)),
         make_rows("x", values, "", range(3)),
     )
-    for rows in (lambda of: of, over_layers):
-        found = [summarize(rows(of))[["mean", "low", "high"]].to_numpy() for of in (one, other)]
-        assert found[0] == pytest.approx(found[1])
+    one, other = (summarize(over_layers(rows))[["mean", "low", "high"]].to_numpy() for rows in both)
+    assert one == pytest.approx(other)
 
 
 def test_what_a_picture_does_not_say_is_left_out() -> None:

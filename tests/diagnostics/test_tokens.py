@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from diagnostics.parts import NoVisualTokensError
-from diagnostics.tokens import TokenIds, classify, classify_sample, find_grid, find_sinks, token_ids
+from diagnostics.tokens import TokenIds, classify, classify_sample, find_sinks, token_ids
 from families import build, inputs, record_sample
 
 
@@ -39,34 +38,14 @@ def test_a_batch_is_sorted_padded_and_packed() -> None:
     assert kinds({"input_ids": torch.tensor(SAMPLES[:1])}) == [IS_WHAT[0]]
 
 
-def test_a_token_that_is_long_when_it_enters_is_no_sink(hand_made: tuple[PreTrainedModel, Inputs]) -> None:
+def test_a_token_that_is_long_when_it_enters_is_no_sink() -> None:
     """A layer may take it back; what counts is what stands behind one."""
-    model, sample = hand_made
-    tokens = record_sample(model, sample).with_sinks
+    tokens = record_sample(build("llava-siglip"), inputs("llava-siglip")).with_sinks
     norms = torch.ones(4, len(tokens.text))
     norms[0, 10] = 1e4
     assert not find_sinks(norms, tokens).any()
     norms[2, 10] = 1e4
     assert find_sinks(norms, tokens).nonzero().flatten().tolist() == [10]
-
-
-def test_a_grid_is_found_or_left_unknown() -> None:
-    visual = torch.ones(13, dtype=torch.bool)
-    square, wide = {"pixel_values": torch.zeros(1, 3, 12, 12)}, {"pixel_values": torch.zeros(1, 1, 3, 14, 56)}
-    assert find_grid(square, visual[:9], 1) == (3, 3)
-    assert find_grid(square, visual[:8], 1) is None
-    assert find_grid(wide, torch.ones(16, dtype=torch.bool), 1) == (2, 8)
-    assert find_grid(wide, visual[:9], 1) is None
-    assert find_grid(square, torch.tensor([1, 1, 0, 1, 1]).bool(), 1) is None  # something stands between its rows
-    # Tiles may add up to a square number.
-    tiles = {"pixel_values": torch.zeros(4, 3, 28, 28)}
-    assert find_grid(tiles, torch.ones(16, dtype=torch.bool), 1) is None
-    patches = {"pixel_values": torch.zeros(1, 16, 147)}
-    assert find_grid(patches, visual[:4], 1) is None
-    assert find_grid({**patches, "spatial_shapes": torch.tensor([[2, 8]])}, visual[:4], 1) == (1, 4)
-    assert find_grid({**patches, "spatial_shapes": torch.tensor([[4, 4]] * 2)}, visual[:4], 1) is None
-    assert find_grid({"image_grid_thw": torch.tensor([[1, 4, 6]])}, visual[:6], 2) == (2, 3)
-    assert find_grid({"image_grid_thw": torch.tensor([[1, 4, 6]] * 2)}, visual[:12], 2) is None
 
 
 def test_what_has_nothing_visual_is_refused() -> None:

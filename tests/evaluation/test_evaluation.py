@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from scipy.stats import t, ttest_rel
 
-from diagnostics.results import from_json
+from conversations.records import from_json
 from evaluation import __main__ as command_line
 from evaluation import harness
 from evaluation.benchmarks import OURS, PAPER, Benchmark

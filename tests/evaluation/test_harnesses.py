@@ -16,7 +16,7 @@ from transformers import AutoProcessor
 
 import benchmark_rows
 from chat_servers import serving
-from diagnostics.results import from_json
+from conversations.records import from_json
 from evaluation.record import Evaluation
 from modeling_normllava import NormLlavaForConditionalGeneration
 

@@ -41,7 +41,8 @@ def add_adapters(
     If the model has key adapters, they are trained in full, and the `k_proj` inside them gets no LoRA. Rank, alpha,
     dropout and options are PEFT's; `revision` is the model's on the Hub, which merging loads again.
     """
-    modules = dict(model.model.language_model.layers.named_modules())
+    decoder_layers: Any = model.model.language_model.layers
+    modules = dict(decoder_layers.named_modules())
     linear = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
     has_key_adapters = any(name.endswith(".key_adapter") for name in modules)
     config = LoraConfig(

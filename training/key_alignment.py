@@ -90,8 +90,9 @@ class KeyAlignment:
         self._references: dict[int, torch.Tensor] = {}
         self._sums = torch.zeros(3, dtype=torch.float64)  # MMD², Gram distance, passes
         model.model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self._attentions: list[Any] = [layer.self_attn for layer in model.model.language_model.layers]
-        for number, layer in enumerate(model.model.language_model.layers):
+        decoder_layers: Any = model.model.language_model.layers
+        self._attentions: list[Any] = [layer.self_attn for layer in decoder_layers]
+        for number, layer in enumerate(decoder_layers):
             layer.register_forward_hook(self._see_layer)
             self._watch(number, layer.self_attn)
 

@@ -307,6 +307,12 @@ def test_a_picture_that_does_not_become_its_tokens(backbones: Callable[[str], Pa
     AutoImageProcessor.from_pretrained(backbones("dinov2")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="should be 4 tokens, but the processor writes 8 and counts 8"):
         compose(str(tmp_path), str(backbones("qwen2")), vision_feature_layer=-1)
+    shutil.copytree(backbones("dinov2"), tmp_path / "larger")  # whose positions can be interpolated
+    AutoImageProcessor.from_pretrained(backbones("dinov2"), size={"height": 42, "width": 42}).save_pretrained(
+        tmp_path / "larger"
+    )
+    with pytest.raises(ValueError, match=r"encoder gives 9: set size and crop_size"):
+        compose(str(tmp_path / "larger"), str(backbones("qwen2")))
 
 
 def run_compose(*arguments: object) -> subprocess.CompletedProcess[str]:

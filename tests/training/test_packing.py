@@ -195,16 +195,3 @@ def test_a_packed_row_without_pictures_leaves_room_for_the_blank_one(
     for pack in packed_batches(np.array(sizes["length"]), 6, 1, steps, 0):
         batch = VisionLanguageCollator(tokenize, packed=True)([tokenized[member] for member in pack])
         assert batch["input_ids"].shape[1] == packed_size(sizes, pack, blank) <= packed_length
-
-
-@pytest.mark.slow
-def test_flex_attention_masks_by_sample_too(composed: Callable[..., Path], rows: list[dict[str, Any]]) -> None:
-    # On CPU it has no backward pass.
-    row, logits = collate(composed(), rows, packed=True), []
-    for name in ("flex_attention", "sdpa"):
-        model = NormLlavaForConditionalGeneration.from_pretrained(
-            composed(), attn_implementation={"text_config": name, "vision_config": "sdpa"}
-        )
-        with torch.no_grad():
-            logits.append(model(**row, use_cache=False).logits)
-    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)

@@ -1,9 +1,12 @@
-"""File helpers: write atomically, hash, empty a folder."""
+"""File helpers: write atomically, read a record, hash, empty a folder."""
 
 import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 
 # Files of a model's weights, whose fingerprint says which weights a figure is of.
@@ -15,6 +18,18 @@ def write_whole(path: Path, text: str) -> None:
     aside = path.with_suffix(".tmp")
     aside.write_text(text, encoding="utf-8")
     aside.replace(path)
+
+
+def read_record(kind: Any, path: Path) -> Any:
+    """Read a JSON file as a dataclass or a list of them, without fields that it doesn't have. Raises `ValueError` that
+    names the file and what is wrong with it."""
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error}).") from error
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, of['loc']))}: {of['msg']}".removeprefix(": ") for of in error.errors())
+        raise ValueError(f"{path}: {'; '.join(problems)}.") from error
 
 
 def sha256(path: Path) -> str:

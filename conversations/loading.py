@@ -108,9 +108,12 @@ def _parse_json(path: Path) -> Iterator[Any]:
     if text.lstrip().startswith("["):
         yield from json.loads(text)
         return
-    for line in text.split("\n"):  # strings may contain Unicode line separators
+    for number, line in enumerate(text.split("\n"), 1):  # strings may contain Unicode line separators
         if line.strip():
-            yield json.loads(line)
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}. Give a list of rows, or a row on each line.") from None
 
 
 def _undecoded(features: datasets.Features) -> datasets.Features:
@@ -142,15 +145,16 @@ def _standardise(dataset: datasets.Dataset, name: str, image_folder: str) -> dat
 def _stream(name: str, image_folder: str, config: str | None, split: str) -> datasets.IterableDataset:
     """A stream of a dataset's rows with our columns, pictures undecoded."""
     rows = datasets.load_dataset(name, config, split=split, streaming=True)
-    wanted = _undecoded(rows.features or rows._resolve_features().features)
+    features = rows.features or rows._resolve_features().features
+    wanted = datasets.Features({name: features[name] for name in ("id",) if name in features} | _undecoded(features))
     undecoded = rows.select_columns(list(wanted)).cast(wanted)
     return undecoded.map(partial(_name_row, name=name, image_folder=image_folder))
 
 
 def _name_row(row: Row, name: str, image_folder: str) -> Row:
-    """A stream doesn't number its rows, so the source is the beginning of the text."""
-    begin = json.dumps(row["conversations"], default=str)[:80]
-    return {"image_folder": image_folder, "source": f"{name}, row {begin}"}
+    """A stream doesn't number its rows, so the source is the `id` or the beginning of the text."""
+    place = row.get("id") or json.dumps(row["conversations"], default=str)[:80]
+    return {"image_folder": image_folder, "source": f"{name}, row {place}"}
 
 
 def stream_fingerprint(name: str, config: str | None, split: str) -> str:

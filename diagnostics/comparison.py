@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tqdm import tqdm
 from transformers import BatchFeature, PreTrainedModel
 
 from conversations.files import write_whole
-from conversations.records import to_json
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
 from diagnostics.loading import QUESTION, Message, Question, Questions, ask_about, load_questions
 from diagnostics.measures import measure_all
@@ -68,7 +67,7 @@ class Comparison:
                 (drawn / f"{name}.{suffix}").unlink(missing_ok=True)
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
-        write_whole(folder / "report.json", json.dumps(to_json(self.report), indent=1, allow_nan=False))
+        write_whole(folder / "report.json", json.dumps(asdict(self.report), indent=1, allow_nan=False))
         for name, figure in self.figures().items():
             for suffix in ("png", "pdf"):
                 save_figure(figure, drawn / f"{name}.{suffix}")

@@ -2,12 +2,11 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from conversations.files import write_whole
-from conversations.records import to_json
 
 
 EVALUATION_FILE = "evaluation.json"
@@ -48,7 +47,7 @@ def write_evaluations(folder: Path, rows: Sequence[Evaluation]) -> None:
     """Write results into a model's `evaluation.json`. Earlier ones of the same metric on the same rows, and those of
     other weights, are removed."""
     path = folder / EVALUATION_FILE
-    new = to_json(list(rows))
+    new = [asdict(row) for row in rows]
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     measured, weights = [_key(row) for row in new], {None, *(row.weights for row in rows)}
     kept = [row for row in before if _key(row) not in measured and row.get("weights") in weights]

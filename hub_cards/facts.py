@@ -13,8 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from conversations.files import fingerprint
-from conversations.records import from_json
+from conversations.files import fingerprint, read_record
 from evaluation.record import Evaluation
 from hub_cards.weights import Weights, read_weights
 from training.run import SAME
@@ -164,10 +163,10 @@ def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
 
 def read_evaluations(path: Path, of_weights: str) -> list[Evaluation]:
     """Rows of `evaluation.json`, if there is one. Raises `ValueError` if a row is not whole, or of other weights."""
-    rows = from_json(list[Evaluation], read_json(path) if path.exists() else [], path)
+    rows = read_record(list[Evaluation], path) if path.exists() else []
     for number, row in enumerate(rows):
         if not isfinite(row.value):
-            raise ValueError(f"{path}, row {number}: value is null, NaN or infinite.")
+            raise ValueError(f"{path}, row {number}: value is NaN or infinite.")
         if row.weights != of_weights:
             raise ValueError(f"{path}, row {number}, {row.task}: of other weights. Measure again: {row.command}")
     return rows

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from conversations.files import write_whole
-from conversations.records import from_json
+from conversations.files import read_record, write_whole
 
 
 RUN_FILE = "run.json"
@@ -81,11 +80,7 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> "Run":
         """Read `run.json` from a folder. Raises `ValueError` if it can't be read or lacks a field."""
-        path = folder / RUN_FILE
-        try:
-            return from_json(cls, json.loads(path.read_text(encoding="utf-8")), path)
-        except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} can't be read ({error}).") from error
+        return read_record(cls, folder / RUN_FILE)
 
 
 def describe_run(

@@ -21,7 +21,6 @@ from scenes import CHANCE, ask
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from conversations.records import to_json
 from diagnostics import measure
 from diagnostics.answers import Prompt, answer
 from diagnostics.answers import ask as ask_about
@@ -188,7 +187,8 @@ def main() -> None:
     draw_some(questions, answers, run_dir / "answers.png")
     drawn = {label: summary for label, summary in measured.items() if label != "after stage 1"}
     save(draw_overview(drawn), run_dir / "norms.png")
-    report = {"questions": len(questions), "accuracy": scores, "dynamics": to_json(measured)}
+    norms = {label: summary.rows for label, summary in measured.items()}
+    report = {"questions": len(questions), "accuracy": scores, "norms": norms}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
     logger.info("%s", render_table(scores, measured, len(questions)))
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from conversations.records import from_json
+from conversations.files import read_record
 from diagnostics.__main__ import main
 from diagnostics.comparison import record_questions
 from diagnostics.loading import load_model, load_questions
@@ -48,7 +48,7 @@ def test_two_models_side_by_side(
     names = ("without", "with")
     models = (composed(projector_norm="none"), composed())
     run(monkeypatch, "--model", *models, "--names", *names, "--data", data, "--output_dir", out)
-    report = from_json(Report, json.loads((out / "report.json").read_text()), out)
+    report = read_record(Report, out / "report.json")
     assert (report.data, report.passed_over) == ("questions.json", 1)
     before, after = report.models
     assert (before.name, after.name) == names

@@ -12,7 +12,6 @@ import pandas as pd
 import pytest
 from scipy.stats import t, ttest_rel
 
-from conversations.records import from_json
 from evaluation import __main__ as command_line
 from evaluation import harness
 from evaluation.benchmarks import OURS, PAPER, Benchmark
@@ -245,8 +244,8 @@ def test_a_failed_task_fails_the_command_and_leaves_the_others(
     assert len(started) == 4
     *others, row = json.loads(kept.read_text())
     assert others == own
-    read = from_json(Evaluation, row, kept)
-    assert (read.command, read.weights) == ("python -m evaluation first --tasks digits", open_model(models[0]).weights)
+    assert row["command"] == "python -m evaluation first --tasks digits"
+    assert row["weights"] == open_model(models[0]).weights
     # A trial leaves it; figures of other weights, or of the same task before, are replaced.
     command_line.main([models[0], "--tasks", "digits", "--limit", "3"])
     assert len(json.loads(kept.read_text())) == 3

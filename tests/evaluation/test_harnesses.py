@@ -16,7 +16,7 @@ from transformers import AutoProcessor
 
 import benchmark_rows
 from chat_servers import serving
-from conversations.records import from_json
+from conversations.files import read_record
 from evaluation.record import Evaluation
 from modeling_normllava import NormLlavaForConditionalGeneration
 
@@ -55,7 +55,7 @@ def error_of_share(share: float, count: int) -> float:
 
 
 def read_rows(folder: Path) -> dict[str, Evaluation]:
-    rows = from_json(list[Evaluation], json.loads((folder / "evaluation.json").read_text()), folder)
+    rows = read_record(list[Evaluation], folder / "evaluation.json")
     return {row.task: row for row in rows}
 
 

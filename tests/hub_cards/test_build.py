@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import re
 import shutil
 import sys
@@ -147,7 +148,8 @@ def test_results_are_read_as_they_stand(run: Path, card_of: Callable[..., str]) 
     assert r"| a b &lt;i> | owner/rows (test) | acc\|any | 1,489 | 200 | lm-eval 1 | 0.1 (guessing) |" in card
     assert "\n```py\n" not in card
     for rows, message in (
-        ([{**result, "value": None}], ", row 0: value is null, NaN or infinite"),
+        ([{**result, "value": None}], ": 0.value: Input should be a valid number"),
+        ([{**result, "value": math.nan}], ", row 0: value is NaN or infinite"),
         ([{**result, "weights": None}], r", row 0, Visual .* of other weights. Measure again: python evaluate.py"),
     ):
         (run / "evaluation.json").write_text(json.dumps(rows))

@@ -199,7 +199,7 @@ def test_a_conversation_is_no_row_of_stage_align(
     path = data.parent / "conversation.json"
     path.write_text(json.dumps([{**row, "conversations": [*row["conversations"], *more]}]))
     fields = {"model_name_or_path": str(composed()), "dataset_name": str(path), "max_steps": 1}
-    with pytest.raises(ValueError, match=r"row 0: stage 'align' takes a picture with its caption"):
+    with pytest.raises(ValueError, match=r"row 0: stage 'align' takes one human turn and one gpt turn"):
         run(monkeypatch, tmp_path, **fields, stage="align", output_dir=str(tmp_path / "out"))
     run(monkeypatch, tmp_path, **fields, **INSTRUCT, output_dir=str(tmp_path / "out"))
 

@@ -134,12 +134,6 @@ def test_the_place_is_read_back_by_as_many_readers_and_no_others(tmp_path: Path)
             batches_of(path, **readers).go_on(tmp_path)
 
 
-def test_a_reader_without_a_row_is_no_endless_one(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows", [5, 0])
-    with pytest.raises(ValueError, match="one of 2 readers has no row"):
-        next(read(batches_of(path, process=1, processes=2)))
-
-
 def test_bad_rows_of_a_stream_are_listed_or_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_json(tmp_path / "rows", [5, 5])
     assert len(list(islice(read(batches_of(path)), 4))) == 4

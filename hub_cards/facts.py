@@ -147,7 +147,6 @@ def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
     used = {"lora": stage == "adapt", "bnb": in_4bit, "use_bnb": in_4bit, "key": has_key_loss}
     idle = tuple(prefix for prefix, is_used in used.items() if not is_used)  # of arguments that did nothing
     listed = {name: arguments.get(name) for name in SAME if name not in UNLISTED and not name.startswith(idle)}
-    commit, is_dirty = environment.get("commit"), environment.get("commit_is_clean") is False
     return {
         "stage": stage,
         "steps": steps,
@@ -156,7 +155,7 @@ def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
         "seconds": seconds[-1] if seconds else None,
         "arguments": {name: value for name, value in listed.items() if value is not None and value is not False},
         "hardware": f"{environment['num_processes']} x {environment['device']}" if environment else None,
-        "commit": f"{commit}, with uncommitted changes" if commit and is_dirty else commit,
+        "commit": environment.get("commit"),
         "sources": record.get("sources", []),
     }
 

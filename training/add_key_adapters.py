@@ -23,12 +23,8 @@ from training.loading import load_config
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
-    """The same model with key adapters; its parts are reused.
-
-    Raises:
-        ValueError: if its decoder can't have any, or has them already.
-        huggingface_hub.errors.StrictDataclassError: if rank, alpha or dropout are invalid.
-    """
+    """The same model with key adapters; its parts are reused. Raises `ValueError` if its decoder can't have any, or
+    has them already."""
     fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
     config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | fields)
     config._attn_implementation = model.config._attn_implementation

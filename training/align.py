@@ -35,11 +35,8 @@ ENCODER_BATCH = 64
 def encode_pictures(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset
 ) -> torch.Tensor:
-    """What the projector gets for each row's picture: `(num_rows, num_patches, vision_hidden_size)`, float16.
-
-    Raises:
-        BadRowError: if a row has no picture or several, or one that can't be read.
-    """
+    """What the projector gets for each row's picture: `(num_rows, num_patches, vision_hidden_size)`, float16. Raises
+    `BadRowError` if a row has no picture or several, or one that can't be read."""
     features: dict[str, list[torch.Tensor]] = {}
     with InterfaceHooks(model, lambda place, states: features.setdefault(place, []).append(states.to("cpu").half())):
         for start in tqdm(range(0, len(rows), ENCODER_BATCH), desc="Encoding pictures"):

@@ -183,8 +183,6 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     samples, passes = run_args.global_batch_size, args.gradient_accumulation_steps
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if not args.bf16 and not args.fp16 else "no"
     compiles = args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
-    deepspeed = {} if args.deepspeed_plugin is None else args.deepspeed_plugin.deepspeed_config
-    one_rate = {"optimizer", "scheduler"} & deepspeed.keys()
     refusals = (
         (no_rate, "Stage 'instruct' trains the vision encoder too: give vision_learning_rate."),
         (losses, "Losses on keys work only with stage 'adapt', which freezes k_proj itself."),
@@ -195,8 +193,8 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         (packed and args.neftune_noise_alpha, "neftune_noise_alpha depends on rows' lengths: remove packed_length."),
         (precision != "no", f"The launcher has mixed_precision {precision!r}: give bf16: true, or launch with 'no'."),
         (compiles, "Compiled code would pass over the hooks that the loss needs: no torch_compile or dynamo_backend."),
-        (one_rate, "Remove optimizer and scheduler from DeepSpeed's config: all modules would get one learning rate."),
-        (deepspeed and run_args.clip_by_module, "DeepSpeed clips all modules together: remove clip_by_module."),
+        (args.deepspeed_plugin, "DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml."),
+        (args.optim.startswith("schedule_free"), "A schedule_free optimizer trains other weights than it saves."),
     )
     for applies, message in refusals:
         if applies:

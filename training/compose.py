@@ -23,7 +23,6 @@ from transformers import (
     BaseImageProcessor,
     LlavaForConditionalGeneration,
     LlavaProcessor,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
 )
@@ -31,7 +30,7 @@ from transformers import (
 from conversations.chat_template import chat_format, chat_template
 from conversations.loading import load_rows
 from diagnostics.hooks import InterfaceHooks
-from diagnostics.norms import embedding_norms, text_norm_target, token_norms
+from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.align import align
@@ -47,12 +46,6 @@ from training.backbones import (
 
 
 logger = logging.getLogger(__name__)
-
-
-def measure_target(language_model: PreTrainedModel) -> float:
-    """T (eq. 11) of a language model: the mean norm of what its embedding layer returns."""
-    embeddings = language_model.get_input_embeddings()
-    return text_norm_target(embedding_norms(embeddings, language_model.config.vocab_size))
 
 
 def compose(
@@ -77,7 +70,7 @@ def compose(
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
 
     tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
-    target = measure_target(text_model) if align_norm and projector_norm != "none" else None
+    target = text_norm_target(vocabulary_norms(text_model)) if align_norm and projector_norm != "none" else None
     image_token = choose_image_token(tokenizer)
     set_seed(seed)
     if len(tokenizer) > text_model.get_input_embeddings().weight.shape[0]:
@@ -136,12 +129,13 @@ def convert_llava(
     vision_model, language_model = llava.model.vision_tower, llava.model.language_model
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
     num_patches, num_additional = vision_tokens(vision_model, old_processor.image_processor)
+    target = text_norm_target(vocabulary_norms(language_model))
     drops_first = llava.config.vision_feature_select_strategy == "default"
     fields: dict[str, Any] = llava.config.to_dict() | {
         "model_type": NormLlavaConfig.model_type,
         "image_seq_length": num_patches + num_additional - drops_first,
         "projector_norm": projector_norm,
-        "projector_norm_target": measure_target(language_model) if align_norm and projector_norm != "none" else None,
+        "projector_norm_target": target if align_norm and projector_norm != "none" else None,
         "llava_name_or_path": plain_name(llava_model_path),
     }
     config = NormLlavaConfig.from_dict(fields, attn_implementation=llava.config._attn_implementation)
@@ -225,7 +219,7 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
     noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
     pictures = [Image.fromarray(pixels) for pixels in noise]
     pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"].to(model.dtype)
-    norms = {"text": model.config.projector_norm_target or measure_target(model.model.language_model)}
+    norms = {"text": model.config.projector_norm_target or text_norm_target(vocabulary_norms(model))}
     with InterfaceHooks(model, lambda place, features: norms.update({place: token_norms(features).mean().item()})):
         model.model.get_image_features(pixel_values)
     return {"norm_input": norms["projector_output"]} | norms

@@ -1,8 +1,7 @@
-"""Arithmetic of a training step, for the model FLOPs utilisation (MFU).
+"""Arithmetic of a training step: what the mathematics needs, whatever the code does.
 
-MFU = model FLOPs of a step / (seconds of the step x peak FLOP/s of the device), as in PaLM (arXiv 2204.02311, App. B).
-Model FLOPs are what the mathematics needs, whatever the code does: padding, recomputation and vision layers past the
-one that is read don't count. With N weights in matrix products and t tokens, a linear part costs
+Padding, recomputation and vision layers past the one that is read don't count, as in the model FLOPs utilisation of
+PaLM (arXiv 2204.02311, App. B). With N weights in matrix products and t tokens, a linear part costs
 
     forward                    2 N t
     gradient of its input      2 N t    if anything before it is trained
@@ -14,60 +13,12 @@ over a sample of L tokens costs 4 L² d a layer forward (d = heads x head size),
 twice the forward again in the backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import nn
-from trl.trainer.utils import get_peak_flops
 
-from conversations.tokens import IGNORED
-from diagnostics.tokens import Inputs
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.stages import Stage, trained_projector
-
-
-def device_peak(device: torch.device) -> float | None:
-    """Dense bfloat16 FLOP/s of a device by TRL's table of data sheets; `None` if it is not there, is a part of a GPU
-    (MIG), or no GPU."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return None if "MIG" in name else get_peak_flops(name, "bfloat16")
-
-
-class MfuMeter:
-    """The share of the devices' peak that training reaches, measured without waiting for the device between logs.
-
-    Args:
-        model: The model, prepared for the stage and not yet sharded.
-        stage: What is trained.
-        peak: FLOP/s of a device.
-    """
-
-    def __init__(self, model: NormLlavaForConditionalGeneration, stage: Stage, peak: float) -> None:
-        self._costs = torch.tensor(unit_flops(model, stage), dtype=torch.float64)
-        self._peak, self._work, self._seconds = peak, torch.zeros_like(self._costs), 0.0
-
-    def add(self, inputs: Inputs) -> None:
-        """Count a batch in a collator's layout, on any device."""
-        packed = "cu_seq_lens_q" in inputs
-        lengths = inputs["cu_seq_lens_q"].diff() if packed else inputs["attention_mask"].sum(1)
-        supervised = (inputs["labels"][:, 1:] != IGNORED).sum()
-        pictures = torch.full_like(supervised, len(inputs["pixel_values"]))
-        lengths = (lengths * (lengths > 1)).double()  # of a packed blank picture each token is a sample
-        work = torch.stack([lengths.sum(), lengths.square().sum(), pictures, supervised])
-        self._work = self._work.to(work.device) + work
-
-    def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor], num_processes: int, seconds: float) -> float:
-        """The MFU since the last call. All processes must call this.
-
-        Args:
-            reduce: Sums a tensor over processes.
-            num_processes: Devices that share the work.
-            seconds: How long training has taken since its start.
-        """
-        flops = (reduce(self._work).cpu() * self._costs).sum().item()
-        passed, self._seconds = seconds - self._seconds, seconds
-        self._work.zero_()
-        return flops / (passed * self._peak * num_processes)
 
 
 def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
@@ -79,9 +30,11 @@ def _matrix_weights(module: nn.Module, trained_alone: bool = False) -> int:
     )
 
 
-def unit_flops(model: NormLlavaForConditionalGeneration, stage: Stage) -> tuple[float, float, float, float]:
-    """Model FLOPs of a token, of a sample's squared length, of a picture and of a supervised token, of a model that is
-    prepared for the stage."""
+def step_flops(
+    model: NormLlavaForConditionalGeneration, stage: Stage, lengths: Sequence[int], pictures: int, supervised: int
+) -> float:
+    """Model FLOPs of a step, of the tokens of each sample and the pictures and supervised tokens of all, of a model
+    that is prepared for the stage."""
     tune_all, text = stage is Stage.INSTRUCT, model.config.text_config
     vision_passes, head_passes = (3, 3) if tune_all else (1, 2)
     decoder = model.model.language_model
@@ -99,12 +52,6 @@ def unit_flops(model: NormLlavaForConditionalGeneration, stage: Stage) -> tuple[
     # With the encoder frozen nothing before the first of its two layers is trained.
     projected = 3 * _matrix_weights(projector) - (0 if tune_all else _matrix_weights(projector.linear_1))
     of_picture = seen + patches * projected
-    return 2.0 * of_token, 2.0 * of_square, 2.0 * of_picture, 2.0 * model.lm_head.weight.numel() * head_passes
-
-
-def step_flops(
-    model: NormLlavaForConditionalGeneration, stage: Stage, lengths: Sequence[int], pictures: int, supervised: int
-) -> float:
-    """Model FLOPs of a step, of the tokens of each sample and the pictures and supervised tokens of all."""
-    amounts = (sum(lengths), sum(length**2 for length in lengths), pictures, supervised)
-    return sum(cost * amount for cost, amount in zip(unit_flops(model, stage), amounts, strict=True))
+    of_sequence = of_token * sum(lengths) + of_square * sum(length**2 for length in lengths)
+    of_head = model.lm_head.weight.numel() * head_passes * supervised
+    return 2.0 * (of_sequence + of_picture * pictures + of_head)

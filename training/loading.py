@@ -1,14 +1,10 @@
-"""Loads the model of a run, in the main process for all, and prepares it for its stage."""
+"""Loads the model of a run, and prepares it for its stage."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, parse_flag_from_env
-from torch import nn
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
-from transformers.integrations import is_fsdp_enabled
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig
@@ -32,13 +28,7 @@ def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model to start from, in float32 except for a 4-bit language model.
-
-    Processes other than the main one get its parameters on the meta device. [`make_room`] allocates them, and DDP,
-    FSDP2 or DeepSpeed copy the main process's values.
-    """
-    # ZeRO-3 would shard the weights while loading, before they are prepared for the stage.
-    unset_hf_deepspeed_config()
+    """The model to start from, in float32 except for a 4-bit language model."""
     name, revision = str(run_args.model_name_or_path), run_args.model_revision
     config = load_config(name, revision)
     model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
@@ -51,20 +41,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
         quantization = quantization_config(compute_dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
         options |= {"dtype": args.frozen_dtype, "quantization_config": quantization, "device_map": {"": args.device}}
-    # FSDP2 sends the main process's weights only if the launcher says so.
-    are_sent = not run_args.load_in_4bit and (is_fsdp_enabled() or not parse_flag_from_env("ACCELERATE_USE_FSDP"))
-    if args.process_index == 0 or not are_sent:
-        model = model_class.from_pretrained(name, revision=revision, **options)
-    else:
-        with torch.device("meta"):
-            model = model_class._from_config(config, **options)
-    if args.world_size > 1 and are_sent:  # nobody else sends what is no parameter
-        sent: list[Any] = [(dict(model.named_buffers()), model.generation_config)]
-        broadcast_object_list(sent)
-        buffers, model.generation_config = sent[0]
-        for path, buffer in buffers.items():
-            parent, _, last = path.rpartition(".")
-            setattr(model.get_submodule(parent), last, buffer)
+    model = model_class.from_pretrained(name, revision=revision, **options)
     for module in model.modules():
         # On a CPU bitsandbytes would rewrite 4-bit weights, and round their scales, when they run in eval mode.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -74,18 +51,6 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
     return model
-
-
-def make_room(model: nn.Module) -> None:
-    """Allocate parameters that are on the meta device, to receive the main process's values.
-
-    They are put on the CPU, where untouched memory takes no space. FSDP2 would not need this, but accelerate
-    identifies an optimizer's parameters by address, and would train the wrong ones.
-    """
-    for parameter in model.parameters():
-        if parameter.is_meta:
-            room = nn.Parameter(torch.empty_like(parameter, device="cpu"), requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, room)  # the same object, which may be tied
 
 
 def prepare_model(

@@ -99,11 +99,8 @@ class ConsoleTable(TrainerCallback):
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
 
-    def __init__(self, shows_mfu: bool) -> None:
-        self.shows_mfu = shows_mfu
-        self.seconds = 0.0
-        """Seconds from the start to the end of the last step, without those of evaluations."""
-        self._since = 0.0
+    def __init__(self) -> None:
+        self._seconds = self._since = 0.0  # of all steps so far, and the time when the clock was read
         self._steps_before = self._tokens_before = 0
 
     @override
@@ -111,13 +108,13 @@ class ConsoleTable(TrainerCallback):
         """Start the clock and print the header."""
         self._since = time.monotonic()
         self._steps_before, self._tokens_before = state.global_step, state.num_input_tokens_seen
-        self._print(state, "", *self.COLUMNS, *(["MFU"] if self.shows_mfu else []))
+        self._print(state, "", *self.COLUMNS)
 
     @override
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Read the clock."""
         now = time.monotonic()
-        self.seconds, self._since = self.seconds + now - self._since, now
+        self._seconds, self._since = self._seconds + now - self._since, now
 
     @override
     def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -132,7 +129,7 @@ class ConsoleTable(TrainerCallback):
             self._print(state, f"    held out: loss {logs['eval_loss']:.4f}, {blank}")
         if "loss" in logs:
             steps = state.global_step - self._steps_before
-            left = round(self.seconds / steps * (state.max_steps - state.global_step))
+            left = round(self._seconds / steps * (state.max_steps - state.global_step))
             self._print(
                 state,
                 "",
@@ -140,9 +137,8 @@ class ConsoleTable(TrainerCallback):
                 f"{logs['loss']:.4f}",
                 f"{logs['learning_rate']:.3g}",
                 f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture",
-                f"{(state.num_input_tokens_seen - self._tokens_before) / self.seconds:,.0f}",
+                f"{(state.num_input_tokens_seen - self._tokens_before) / self._seconds:,.0f}",
                 f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
-                *([f"{logs['mfu']:.1%}"] if self.shows_mfu else []),
             )
 
     @staticmethod

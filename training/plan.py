@@ -141,7 +141,8 @@ def main() -> None:
     flops *= options.rows * args.num_train_epochs / samples
     hours = flops / (options.devices * options.tflops * 1e12) / 3600
     logger.info("memory of a device: %.1f GiB (%s)", sum(memory.values()) / GIB, parts)
-    logger.info("the run: %.3g FLOPs, %.1f hours on %d devices", flops, hours, options.devices)
+    a_token = flops / (options.rows * args.num_train_epochs * options.tokens)
+    logger.info("the run: %.3g FLOPs (%.3g a token), %.1f hours on %d devices", flops, a_token, hours, options.devices)
 
 
 if __name__ == "__main__":

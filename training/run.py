@@ -58,8 +58,7 @@ class Environment:
     resumed: bool
     """Whether the run was resumed from a checkpoint, so that timings don't cover all of it."""
     commit: str | None
-    """Of this code; `None` without a git repository."""
-    commit_is_clean: bool | None
+    """Of this code, with "-dirty" if files have changed since; `None` without a git repository."""
     packages: dict[str, str]
 
 
@@ -119,13 +118,11 @@ def describe_environment(device_type: str, num_processes: int, resumed: bool) ->
     `"cuda"` or `"cpu"`; a run may leave a GPU unused."""
     # An installed copy may lie in a folder of another project's repository, which doesn't track it.
     tracked = _git("ls-files", "--error-unmatch", __file__) is not None
-    status = _git("status", "--porcelain") if tracked else None
     return Environment(
         device=torch.cuda.get_device_name() if device_type == "cuda" else platform.machine(),
         num_processes=num_processes,
         resumed=resumed,
-        commit=_git("rev-parse", "HEAD") if tracked else None,
-        commit_is_clean=None if status is None else not status,
+        commit=_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None,
         packages={name: version(name) for name in PACKAGES},
     )
 

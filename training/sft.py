@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
@@ -32,9 +33,8 @@ from training.batches import deal_held_out, deal_rows, require_separate_samples
 from training.checkpoints import check_weights, checkpoints, find, lock, restore, steps_done
 from training.collator import VisionLanguageCollator
 from training.data import read_held_out, read_rows
-from training.flops import MfuMeter, device_peak
 from training.key_alignment import KeyAlignment
-from training.loading import load_base, load_config, make_room, prepare_model
+from training.loading import load_base, load_config, prepare_model
 from training.run import Run, check_same_run, describe_environment, describe_run
 from training.stages import Stage, describe_stage
 from training.streams import StreamBatches
@@ -46,11 +46,8 @@ ROOT = Path(__file__).parents[1]
 
 
 def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, steps: int) -> bool:
-    """Whether a run has taken all of its steps, and its model is there.
-
-    Raises:
-        ValueError: if the folder or the checkpoint is of another run, or there is nothing to resume from.
-    """
+    """Whether a run has taken all of its steps, and its model is there. Raises `ValueError` if the folder or the
+    checkpoint is of another run, or there is nothing to resume from."""
     output_dir = Path(args.output_dir)
     # A checkpoint given by path is resumed from, whatever came after it.
     done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
@@ -105,13 +102,11 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args)
-    make_room(trained)
     if checkpoint is not None:
         check_weights(checkpoint, trained)
     key_alignment = None
     if run_args.key_mmd_weight or run_args.key_gram_weight:
         key_alignment = KeyAlignment(model, processor, run_args.key_mmd_weight, run_args.key_gram_weight)
-    peak = device_peak(args.device)
     trainer = NormLlavaTrainer(
         trained,
         groups,
@@ -120,7 +115,6 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         stream=stream,
         eval_sampler=None if held_out is None else deal_held_out(args, len(held_out)),
         key_alignment=key_alignment,
-        mfu=None if peak is None else MfuMeter(model, stage, peak),
         clip_by_module=run_args.clip_by_module,
         args=args,
         train_dataset=rows,
@@ -142,7 +136,9 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     shape = f"{batch} rows" if run_args.packed_length is None else f"1 row of up to {run_args.packed_length} tokens"
     arithmetic = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     passes_of = f"{args.world_size} processes x {shape} x {passes} accumulation steps"
-    return f"{passes_of} = global batch {samples}; arithmetic in {arithmetic}"
+    # accelerate starts a process with one thread unless it is told otherwise
+    threads = f" by {torch.get_num_threads()} threads" if args.device.type == "cpu" else ""
+    return f"{passes_of} = global batch {samples}; arithmetic in {arithmetic}{threads}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -176,4 +172,4 @@ if __name__ == "__main__":
     except Exception as error:
         if not told(error):
             raise
-        sys.exit("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]))
+        sys.exit(f"error: {error}")

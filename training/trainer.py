@@ -18,7 +18,6 @@ from conversations.measured import row_lengths
 from conversations.tokens import IGNORED
 from diagnostics.tokens import attended_tokens
 from training.checkpoints import SAVING_FOLDER, STATE_FILE, publish, save, write_aside, write_unsharded
-from training.flops import MfuMeter
 from training.loss import SupervisedTrainer
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
 from training.rehearsal import largest_batch, rehearsal
@@ -46,7 +45,6 @@ class NormLlavaTrainer(SupervisedTrainer):
         run: The run's record, written into each checkpoint and with the result.
         sampler: Deals batches of padded or packed rows to the processes; `None` for a stream.
         stream: The batches of a stream; a resumed run continues where it was.
-        mfu: Measures how much of the devices' peak is reached.
         clip_by_module: Clip the gradient of each module to `max_grad_norm` instead of the whole gradient.
         eval_sampler: The sampler of held-out rows.
         kwargs: As for [`SupervisedTrainer`].
@@ -59,7 +57,6 @@ class NormLlavaTrainer(SupervisedTrainer):
         run: Run,
         sampler: BatchRebalanceSampler | None = None,
         stream: StreamBatches | None = None,
-        mfu: MfuMeter | None = None,
         clip_by_module: bool = False,
         eval_sampler: BatchRebalanceSampler | None = None,
         **kwargs: Any,
@@ -67,7 +64,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         # Only names: sharding replaces parameters, and unsharded ones referenced here would stay on the device.
         self._modules = {name: group.name for group in groups for name in group.parameters}
         self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
-        self._run, self._mfu, self._clip_by_module = run, mfu, clip_by_module
+        self._run, self._clip_by_module = run, clip_by_module
         self._sampler, self._stream, self._eval_sampler = sampler, stream, eval_sampler
         self._grad_norms: dict[str, torch.Tensor] = {}  # by module, before clipping
         # TRL casts a quantized model's trained parameters to bfloat16, which loses small steps and most of the gain.
@@ -77,11 +74,10 @@ class NormLlavaTrainer(SupervisedTrainer):
             if parameter.dtype != master.dtype:
                 parameter.data = master.to(parameter.device)
         self._monitor = InterfaceMonitor(self._unwrapped(), self.processing_class)
-        self._console = ConsoleTable(shows_mfu=mfu is not None)
         # In a notebook the default is another class than in a terminal.
         for printer in (transformers.trainer.DEFAULT_PROGRESS_CALLBACK, PrinterCallback):
             self.remove_callback(printer)
-        for callback in (self._monitor, self._console, MetricsFile(Path(self.args.output_dir) / "metrics.jsonl")):
+        for callback in (self._monitor, ConsoleTable(), MetricsFile(Path(self.args.output_dir) / "metrics.jsonl")):
             self.add_callback(callback)
         if stream is not None:
             self.args.ignore_data_skip = True  # the stream itself resumes where it was
@@ -130,7 +126,7 @@ class NormLlavaTrainer(SupervisedTrainer):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """As Trainer does it; then rehearse, with the weights and states of a resumed run in their places."""
         model, dataloader = super()._prepare_for_training(*args, **kwargs)
-        if self._sampler is not None and not self.is_deepspeed_enabled:
+        if self._sampler is not None:
             rows = largest_batch(self._sampler, row_lengths(self.train_dataset), self.data_collator.packed)
             self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
             with rehearsal(model, self.optimizer.optimizer, self.args.device):
@@ -159,8 +155,6 @@ class NormLlavaTrainer(SupervisedTrainer):
             self._stream.trained_on(inputs.pop(PLACE))
         loss = super().training_step(model, inputs, *args, **kwargs)
         self._check_finite("loss", loss.item())
-        if self._mfu is not None:
-            self._mfu.add(inputs)
         return loss if self._key_alignment is None else loss - self._penalty
 
     @override
@@ -173,8 +167,6 @@ class NormLlavaTrainer(SupervisedTrainer):
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         """Measure the gradient, whole and by module, then clip the one or the others; the whole norm before that."""
-        if self.is_deepspeed_enabled:  # which clips by itself and leaves no gradients to measure
-            return super()._clip_grad_norm(model)
         self.accelerator.unscale_gradients()
         modules = self._by_module(self.accelerator.unwrap_model(model))
         norms = {name: total_norm(parameters) for name, parameters in modules.items()}
@@ -205,9 +197,6 @@ class NormLlavaTrainer(SupervisedTrainer):
             logs |= self._monitor.collect(self._sum_over_processes)
             if self._key_alignment is not None:
                 logs |= self._key_alignment.collect(self._sum_over_processes)
-            if self._mfu is not None:
-                processes = self.accelerator.num_processes
-                logs["mfu"] = self._mfu.collect(self._sum_over_processes, processes, self._console.seconds)
         # What TRL counts and, for a stream, Trainer, begins at 0 again where a run is resumed.
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         if self._stream is not None:

@@ -53,7 +53,6 @@ def trained(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
         "num_processes": 1,
         "resumed": False,
         "commit": "0" * 40,
-        "commit_is_clean": True,
     }
     arguments = {"stage": "instruct", "learning_rate": 1e-5, "model_name_or_path": str(run.parent / "gone")}
     (run / "run.json").write_text(json.dumps({"arguments": arguments, "environment": environment, "recipe": None}))

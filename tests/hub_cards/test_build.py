@@ -178,13 +178,13 @@ def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..
     source = {"path": "/home/someone/rows.json", "name": None, "split": "train", "is_local": True, "rows": 1000,
               "good_rows": 1000, "weight": 1.0, "drawn": 1000, "fingerprint": "a" * 64}  # fmt: skip
     other = source | {"path": "owner/rows", "name": "large", "split": "dev", "is_local": False, "good_rows": 990}
-    put("run.json", arguments__stage="align", environment__commit_is_clean=False)(first)
+    put("run.json", arguments__stage="align")(first)
     put("run.json", arguments__model_name_or_path=str(first), sources=[source, {**other, "weight": 2.5}])(run)
     text = card_of(run, **OWN)
     assert text.index("### Stage: align") < text.index("### Stage: instruct")
     assert "Training took 0:01:00 in total" in text
     assert "Training before" not in text
-    assert f"commit {'0' * 40}, with uncommitted changes |" in text
+    assert f"commit {'0' * 40} |" in text
     assert f"| data | rows.json: 1,000 rows; content {'a' * 12} |\n" in text
     link = "[owner/rows](https://huggingface.co/datasets/owner/rows), large, dev"
     assert f"| data | {link}: 990 rows (of 1,000; the rest are bad), weight 2.5, 1,000 per epoch; content a" in text

@@ -8,22 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import transformers.trainer
 import yaml
-from transformers import AutoProcessor
 from transformers.utils.notebook import NotebookProgressCallback
 
-from conversations.loading import load_rows
-from conversations.rows import row_images
-from conversations.tokens import RowTokenizer
-from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import FAST, INSTRUCT, PACKED, ROOT, logged, run
-from training import monitor, sft
-from training.flops import step_flops
-from training.stages import LearningRates, Stage, prepare_stage
+from script_runs import FAST, INSTRUCT, ROOT, logged, run
 
 
 @pytest.mark.parametrize("place", ["terminal", "notebook"])
@@ -50,34 +41,6 @@ def test_the_console_shows_a_table(
     assert rows[-1][-1] == "0:00:00"
     assert "grad_norm/" not in printed.err + printed.out
     assert "IPython" not in printed.out
-
-
-def test_the_share_of_the_peak_is_that_of_the_tokens_trained_on(
-    composed: Callable[..., Path],
-    data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sft, "device_peak", lambda device: 1e9)
-    clock = iter(range(1000))  # a second from each look to the next
-    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data)}
-    fields |= {"max_steps": 1, "global_batch_size": 30, "logging_steps": 1}
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
-    mfu = logged(tmp_path / "out")[0]["mfu"]
-    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    prepare_stage(model, Stage.INSTRUCT, LearningRates(1e-3, 2e-4, 1e-3))
-    processor = AutoProcessor.from_pretrained(composed())
-    rows = load_rows(str(data))
-    read = [RowTokenizer(processor, processor.chat_template)(row) for row in rows]
-    supervised = sum(label != -100 for row in read for label in row["labels"])
-    pictures = sum(len(row_images(row)) for row in rows)
-    lengths = [row["length"] for row in read]
-    expected = step_flops(model, Stage.INSTRUCT, lengths, pictures, supervised)
-    # Batches without a picture get a blank one, which is computed too.
-    assert mfu * 1e9 == pytest.approx(expected, rel=0.02)
-    assert f"{mfu:.1%}" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:

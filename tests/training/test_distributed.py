@@ -133,29 +133,6 @@ def test_two_processes_share_a_stream_and_its_bad_rows_and_go_on_in_it(
     assert whole[5:] == rest[-7:]
 
 
-@pytest.mark.slow
-def test_zero3_trains_and_resumes_as_one_process_does(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("deepspeed")
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    config = yaml.safe_load((ROOT / "training" / "accelerate" / "zero3.yaml").read_text())
-    on_cpu = tmp_path / "zero3_cpu.yaml"
-    on_cpu.write_text(yaml.safe_dump({**config, "num_processes": 2, "mixed_precision": "no", "use_cpu": True}))
-    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data)}
-    fields |= {"global_batch_size": 10, "save_steps": 2}
-    one, two, resumed = tmp_path / "one", tmp_path / "two", tmp_path / "resumed"
-    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
-    launch(tmp_path, "--config_file", str(on_cpu), **fields, output_dir=str(two))
-    shutil.copytree(two / "checkpoint-2", resumed / "checkpoint-2")
-    launch(tmp_path, "--config_file", str(on_cpu), **fields, output_dir=str(resumed), resume_from_checkpoint=True)
-    expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
-    for line, other in zip(got, expected, strict=True):
-        assert line["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
-    assert moved(two, resumed) == set()
-
-
 @pytest.fixture
 def fsdp2(tmp_path: Path) -> tuple[str, ...]:
     """Arguments that launch two processes with fsdp2.yaml, on the CPU."""

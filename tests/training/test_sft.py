@@ -168,7 +168,8 @@ def test_the_commit_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     here = describe_environment("cuda", 1, resumed=False)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert (here.commit, here.device) == (head.stdout.strip(), "a GPU")
+    assert str(here.commit).removesuffix("-dirty") == head.stdout.strip()
+    assert here.device == "a GPU"
     installed = tmp_path / "venv" / "site-packages" / "training"
     installed.mkdir(parents=True)
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
@@ -176,7 +177,7 @@ def test_the_commit_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.Mon
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "theirs"], check=True)
     monkeypatch.setattr("training.run.__file__", str(installed / "run.py"))
     there = describe_environment("cpu", 1, resumed=False)
-    assert (there.commit, there.commit_is_clean, there.device) == (None, None, platform.machine())
+    assert (there.commit, there.device) == (None, platform.machine())
 
 
 def test_a_model_in_the_output_folder_is_never_replaced(

@@ -51,4 +51,5 @@ PAPER = (
 OURS = (
     Benchmark("lmms-eval", "digits", "digits", "exact_match", 1.0),
     Benchmark("lm-eval", "digits_lm_eval", "digits, lm-eval", "exact_match", 1.0),
+    Benchmark("lmms-eval", "emoji", "emoji", "exact_match", 1.0),
 )

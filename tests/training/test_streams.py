@@ -155,12 +155,6 @@ def test_a_row_that_no_packed_row_holds_is_named(tmp_path: Path) -> None:
         list(islice(read(batches_of(write_json(tmp_path / "rows", [9]), packed_length=3)), 9))
 
 
-def test_a_reader_without_a_row_is_no_endless_one(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "rows", [5, 0])
-    with pytest.raises(ValueError, match="one of 2 readers has no row"):
-        next(read(batches_of(path, process_index=1, num_processes=2)))
-
-
 def test_bad_rows_of_a_stream_are_listed_once_or_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_json(tmp_path / "rows", [5, 5])
     assert len(list(islice(read(batches_of(path)), 12))) == 12  # three rounds

@@ -117,7 +117,8 @@ def peak(model: Any, num_tokens: int, dtype: torch.dtype) -> float:
     shapes = {"left": (num_tokens, config.hidden_size), "right": (config.hidden_size, config.intermediate_size)}
     factors = {name: torch.rand(shape, dtype=dtype, device=model.device) for name, shape in shapes.items()}
     timer = Timer("left @ right", globals=factors, num_threads=torch.get_num_threads())
-    return 2 * num_tokens * config.hidden_size * config.intermediate_size / min(timer.blocked_autorange(min_run_time=2).times)
+    seconds = min(timer.blocked_autorange(min_run_time=2).times)
+    return 2 * num_tokens * config.hidden_size * config.intermediate_size / seconds
 
 
 def train_ours(stage: str, rows: Path, packed: bool, options: argparse.Namespace, common: Mapping[str, Any]) -> None:

@@ -68,16 +68,11 @@ def test_a_relative_image_folder_takes_absolute_paths_inside_it(
     assert len(read_whole(load_rows("data.json"))) == 1
 
 
-def store(folder: Path, kind: str, names: list[str]) -> Path:
-    """Rows with a picture each, given by name, in a file or dataset of a kind."""
-    path = write_json(folder, [{"image": name, "conversations": ASKED} for name in names])
-    if kind == "json":
-        return path
-    columns = {
-        "structs": [{"bytes": None, "path": name} for name in names],
-        "lists": [[name] for name in names],
-    }
-    stored = {"image": columns.get(kind, names), "conversations": [ASKED for _ in names]}
+def store(folder: Path, kind: str, name: str) -> Path:
+    """A row with a picture, given by name, in a dataset of a kind."""
+    write_json(folder, [])
+    image: Any = {"structs": {"bytes": None, "path": name}, "lists": [name]}.get(kind, name)
+    stored = {"image": [image], "conversations": [ASKED]}
     if kind != "saved":
         return write_parquet(folder / "stored", **stored)
     Dataset.from_dict(stored).save_to_disk(folder / "stored")
@@ -86,37 +81,32 @@ def store(folder: Path, kind: str, names: list[str]) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "streaming"),
-    [("json", False), ("saved", False), ("strings", False), ("structs", False), ("lists", False), ("structs", True)],
+    [("saved", False), ("strings", False), ("structs", False), ("lists", False), ("structs", True)],
 )
-def test_links_inside_the_folder_and_to_it_are_followed(tmp_path: Path, kind: str, streaming: bool) -> None:
-    data = store(tmp_path, kind, ["link.png", "a.png"])
-    (tmp_path / "pictures" / "link.png").symlink_to("a.png")
+def test_pictures_are_found_by_name_in_columns_of_any_kind(tmp_path: Path, kind: str, streaming: bool) -> None:
+    data = store(tmp_path, kind, "a.png")
     (tmp_path / "door").symlink_to("pictures")
-    for folder in ("pictures", "door"):
-        assert len(read_whole(load_rows(str(data), str(tmp_path / folder), streaming=streaming))) == 2, folder
+    (read,) = read_whole(load_rows(str(data), str(tmp_path / "door"), streaming=streaming))
+    assert read.getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_pictures_of_a_dataset_are_found_in_its_folder_alone(tmp_path: Path) -> None:
-    data = store(tmp_path, "saved", ["a.png"])
+    data = store(tmp_path, "saved", "a.png")
     (tmp_path / "pictures" / "a.png").rename(data / "a.png")
     assert len(read_whole(load_rows(str(data)))) == 1
-    data = store(tmp_path / "pictures", "saved", [str(data / "a.png")])
+    data = store(tmp_path / "pictures", "saved", str(data / "a.png"))
     with pytest.raises(BadRowError, match=r"stored, row 0: image .*a.png is outside the image folder .*set one"):
         read_whole(load_rows(str(data)))
 
 
-ENCODED = ["binary", "large_binary", "list", "struct", "list of structs"]
-
-
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("encoded", ENCODED)
+@pytest.mark.parametrize("encoded", ["binary", "list", "struct", "list of structs"])
 def test_encoded_pictures_of_any_column_are_read(tmp_path: Path, encoded: str, streaming: bool) -> None:
     write_json(tmp_path, [])
     picture = (tmp_path / "pictures" / "a.png").read_bytes()
     struct = pa.struct({"bytes": pa.binary(), "path": pa.string()})
     column = {
         "binary": pa.array([picture, None], pa.binary()),
-        "large_binary": pa.array([picture, None], pa.large_binary()),
         "list": pa.array([[picture], None], pa.list_(pa.binary())),
         "struct": pa.array([{"bytes": picture, "path": "/etc/passwd"}, None], struct),
         "list of structs": pa.array([[{"bytes": picture, "path": None}], []], pa.list_(struct)),
@@ -129,7 +119,6 @@ def test_encoded_pictures_of_any_column_are_read(tmp_path: Path, encoded: str, s
 ROW = json.dumps({"conversations": turns("Hello.", "Grüße.")}, ensure_ascii=False)
 FILES = {
     "bom.json": b"\xef\xbb\xbf" + f"[{ROW}]".encode(),
-    "LOUD.JSON": f"[{ROW}]".encode(),
     "rows.JsonL": f"\n{ROW}\r\n\n".encode(),
     "breaks.jsonl": json.dumps({"conversations": turns("a\u2028b", "c")}, ensure_ascii=False).encode(),
 }
@@ -145,10 +134,8 @@ def test_json_of_many_spellings_is_read(tmp_path: Path, name: str) -> None:
 
 WRONG_FILES = {
     "latin-1": (f"[{ROW}]".encode("latin-1"), r"'utf-8' codec can't decode byte \w+ in position \d+"),
-    "no rows": (b"[]", "no data"),
     "a row that is no row": (f"[{ROW}, 7]".encode(), "row 1 is not a row.*: 7"),
     "a torn line": (ROW.encode() + b'\n{"conv', "Unterminated string"),
-    "a torn list": (f"[{ROW}".encode(), "Expecting ',' delimiter: line 1 column"),
 }
 
 
@@ -169,7 +156,6 @@ def test_what_holds_no_rows_is_named(tmp_path: Path) -> None:
         load_rows(str(path), str(tmp_path / "gone"))
     for number, (columns, problem) in enumerate((
         ({"text": ["a"]}, r"no column 'conversations' among \['text'\]"),
-        ({"image": [7], "conversations": [ASKED]}, "Unsupported cast from int64"),
         ({"images": pa.array([], pa.list_(pa.string())), "conversations": pa.array([], pa.string())}, ""),
     )):  # fmt: skip
         stored = write_parquet(tmp_path / str(number), **columns)

@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as PILImage
-from PIL.PngImagePlugin import PngInfo
 
 from conversations.pictures import open_images
 from conversations.rows import BadRowError
@@ -36,11 +35,6 @@ def test_pictures_of_every_kind_come_out_as_people_see_them(tmp_path: Path) -> N
     turned[0x0112] = 6  # held upright by the photographer, stored on its side
     red.save(tmp_path / "turned.jpg", exif=turned)
     assert open_one(tmp_path / "turned.jpg").size == (4, 6)
-    PILImage.fromarray(ramp[:, :4]).save(tmp_path / "turned.png", exif=turned)  # 16 bits
-    assert open_one(tmp_path / "turned.png").size == (8, 4)
-    for mode in ("L", "P", "RGBA"):
-        red.convert(mode).save(tmp_path / "turned.tiff", exif=turned)
-        assert open_one(tmp_path / "turned.tiff").size == (4, 6), mode
 
 
 def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,10 +45,7 @@ def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "text.png").write_text("no picture")
     (tmp_path / "empty.png").write_bytes(b"")
     PILImage.new("L", (100, 100)).save(tmp_path / "bomb.png")
-    text = PngInfo()
-    text.add_text("comment", "x" * 5_000_000, zip=True)
-    PILImage.new("L", (4, 4)).save(tmp_path / "text_bomb.png", pnginfo=text)
-    for name in ("float.tiff", "torn.jpg", "text.png", "empty.png", "text_bomb.png"):
+    for name in ("float.tiff", "torn.jpg", "text.png", "empty.png"):
         with pytest.raises(BadRowError, match=f"data.json, row 0: image .*{name} can't be read"):
             open_one(tmp_path / name)
     inside = {"images": [{"bytes": whole, "path": None}, {"bytes": b"?", "path": None}], "source": "row 1"}

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from functools import partial
 from math import sqrt
 from pathlib import Path
 
@@ -15,7 +14,6 @@ import yaml
 from transformers import AutoProcessor
 
 import benchmark_rows
-from chat_servers import serving
 from conversations.files import read_record
 from evaluation.record import Evaluation
 from modeling_normllava import NormLlavaForConditionalGeneration
@@ -64,8 +62,7 @@ def test_the_nine_tasks_give_what_is_known_on_paper(
 ) -> None:
     benchmark_rows.write_all(tmp_path, mmlu_subjects(harness_python))
     model = Path(shutil.copytree(always_a(), tmp_path / "model"))
-    evaluate = partial(run, tmp_path, "evaluation", model)
-    done = evaluate()
+    done = run(tmp_path, "evaluation", model)
     assert done.returncode == 0, done.stderr[-5000:]
     rows = read_rows(model)
     expected = {
@@ -85,24 +82,9 @@ def test_the_nine_tasks_give_what_is_known_on_paper(
         assert rows[task].n == count, task
         if task != "mmlu":  # whose error is lm-eval's own, pooled over subjects of two rows each
             assert rows[task].standard_error == (error if error is None else pytest.approx(error)), task
-    assert rows["hellaswag"].n == 12
-    assert rows["hellaswag"].metric == "acc_norm"
+    assert (rows["hellaswag"].n, rows["hellaswag"].metric) == (12, "acc_norm")
     assert rows["mmlu"].standard_error > 0
-    assert 0 <= rows["hellaswag"].value <= 1
-    assert {str(row.harness).split()[0] for row in rows.values()} == {"lmms-eval", "lm-eval"}
     assert f"| mean of the 9 | {100 * sum(row.value for row in rows.values()) / 9:.1f} |" in done.stdout
-    for name in ("accuracy, not F1", "the paper doesn't say which", "0-shot", "n = 114"):
-        assert name in done.stdout
-
-    # What is there is not run again, what is missing is.
-    logs = {path: path.stat().st_mtime_ns for path in (model / "evaluation").glob("*/log.txt")}
-    assert len(logs) == 9
-    (model / "evaluation/ai2d/result.json").unlink()
-    done = evaluate("--tasks", "ai2d", "mmstar")
-    assert done.stdout.count("\n") == 4
-    assert "| AI2D | 25.0" in done.stdout
-    assert {path.parent.name for path, before in logs.items() if path.stat().st_mtime_ns != before} == {"ai2d"}
-    assert read_rows(model) == rows
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +120,7 @@ def own_answers(model: Path, data: Path) -> list[str]:
     return [text.split("\n")[0].strip() for text in report.answer(loaded, processor, prompts, "answering")]
 
 
-def test_both_harnesses_the_server_and_the_report_read_the_same_answers(
+def test_both_harnesses_and_the_report_read_the_same_answers(
     run: Run, composed: Callable[..., Path], digits: Path, tmp_path: Path
 ) -> None:
     model = composed()
@@ -147,15 +129,9 @@ def test_both_harnesses_the_server_and_the_report_read_the_same_answers(
         options = ["--tasks", "digits", "digits_lm_eval", "--batch_size", "7", "--num_processes", str(processes)]
         done = run(digits, "evaluation", folder, *options)
         assert done.returncode == 0, done.stderr[-5000:]
-    with serving(model, tmp_path / "log") as url:
-        command = ["--model", "openai", "--model_args", f"model_version={model},base_url={url}", "--tasks", "digits"]
-        include = ["--include_path", ROOT / "evaluation/tasks", "--output_path", tmp_path / "served", "--log_samples"]
-        done = run(digits, "lmms_eval", *command, *include)
-        assert done.returncode == 0, done.stderr[-5000:]
     expected = own_answers(model, digits / "runs/digits/data")
     assert len(expected) == NUM_ANSWERS
     assert len(set(expected)) > 1
-    assert logged_answers(tmp_path / "served") == expected
     for processes in (1, 2):
         for task in ("digits", "digits_lm_eval"):
             assert logged_answers(tmp_path / f"{processes}/model/evaluation" / task) == expected, (processes, task)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from conversations.files import weights_fingerprint
 from diagnostics.__main__ import main as measure
 from hub_cards.build import build
-from hub_server import HubServer, use
+from hub_server import TOKEN, HubServer, serve_hub
 
 
 PROSE = {
@@ -43,17 +43,11 @@ def trained(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     tensors = load_file(run / "model.safetensors")
     tensors["model.multi_modal_projector.norm.weight"] *= torch.linspace(0.9, 1.1, 32)  # as training moves it
     save_file(tensors, run / "model.safetensors", {"format": "pt"})
-    state = {"global_step": 8, "log_history": []}
-    (run / "trainer_state.json").write_text(json.dumps(state))
-    lines = [{"step": 4, "loss": 2.5, "num_tokens": 100.0}, {"step": 8, "loss": 1.5, "num_tokens": 200.0}]
+    (run / "trainer_state.json").write_text(json.dumps({"global_step": 8, "log_history": []}))
+    lines = [{"step": 4, "loss": 2.5}, {"step": 8, "loss": 1.5, "num_tokens": 200.0}]
     lines.append({"step": 8, "train_runtime": 30.0})
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    environment = {
-        "device": "x86_64",
-        "num_processes": 1,
-        "resumed": False,
-        "commit": "0" * 40,
-    }
+    environment = {"device": "x86_64", "num_processes": 1, "commit": "0" * 40}
     arguments = {"stage": "instruct", "learning_rate": 1e-5, "model_name_or_path": str(run.parent / "gone")}
     (run / "run.json").write_text(json.dumps({"arguments": arguments, "environment": environment, "recipe": None}))
     (run / "evaluation.json").write_text(json.dumps([{**EVALUATION, "weights": weights_fingerprint(run)}]))
@@ -104,11 +98,10 @@ def staged(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pyte
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    with HubServer() as server:
-        use(monkeypatch, server.url)
+    with serve_hub(monkeypatch) as server:
         yield server
 
 
 @pytest.fixture
 def api(hub: HubServer) -> HfApi:
-    return HfApi(endpoint=hub.url, token=hub.token)
+    return HfApi(endpoint=hub.url, token=TOKEN)

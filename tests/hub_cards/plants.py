@@ -14,20 +14,8 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
 
-def edit(name: str, old: str, new: str) -> Plant:
-    """Replace text in a file, which must be there."""
-
-    def plant(folder: Path) -> None:
-        text = (folder / name).read_text()
-        assert old in text
-        (folder / name).write_text(text.replace(old, new))
-
-    return plant
-
-
 def write(name: str, content: str | bytes) -> Plant:
     def plant(folder: Path) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
     return plant

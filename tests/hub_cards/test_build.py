@@ -1,6 +1,5 @@
 """What is staged and what stays behind; what the card says, and what it does not make up."""
 
-import ast
 import json
 import math
 import re
@@ -20,9 +19,8 @@ from hub_cards.build import build
 from hub_cards.card import Prose
 from hub_cards.check import check
 from hub_cards.facts import HUB_ID, collect_facts
-from hub_cards.licences import APACHE
 from modeling_normllava import NormLlavaForConditionalGeneration
-from plants import WEIGHTS, Plant, delete, put, shard, tensors, write
+from plants import WEIGHTS, put, shard, tensors
 
 
 ROOT = Path(__file__).parents[2]
@@ -51,11 +49,7 @@ def card_of(prose: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 def rename_parts(run: Path, text: str | None, vision: str | None) -> Path:
-    config = json.loads((run / "config.json").read_text())
-    for part, name in (("text_config", text), ("vision_config", vision)):
-        config[part].pop("_name_or_path", None)
-        config[part] |= {"_name_or_path": name} if name else {}
-    (run / "config.json").write_text(json.dumps(config))
+    put("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
     return run
 
 
@@ -119,14 +113,11 @@ def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
     exif = Image.Exif()
     exif[0x013B] = "me"
     Image.new("RGB", (30, 20)).save(tmp_path / "0.png", exif=exif, icc_profile=b"0" * 200)
-    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": '<image>\nwhat does "A\\B"\nsay?'}]
+    turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "<image>\nwhat does it say?"}]
     rows = [{"image": "0.png", "label": 3}, {"image": "0.png", "conversations": turns}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     text = card_of(trained, widget_data=tmp_path / "rows.json", **OWN)
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert 'what does "A\\B"\nsay?' in [
-        node.value for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Constant)
-    ]
+    assert "what does it say?" in text
     assert "Be brief." not in text
     with Image.open(tmp_path / "stage" / "images" / "example1.png") as picture:
         assert (picture.info, picture.size) == ({}, (30, 20))
@@ -139,37 +130,23 @@ def test_shards_are_staged_with_their_index(run: Path, card_of: Callable[..., st
     assert len([*(tmp_path / "stage").glob("*.safetensors*")]) == 3
 
 
-def test_results_are_read_as_they_stand(run: Path, card_of: Callable[..., str]) -> None:
-    (result,) = json.loads((run / "evaluation.json").read_text())
-    row = {**result, "metric": "acc|any", "task": "a\nb <i>", "command": "a\n\n```py\nb", "value": 1488.6,
-           "standard_error": None, "harness": "lm-eval 1"}  # fmt: skip
-    (run / "evaluation.json").write_text(json.dumps([row]))
-    card = card_of(run, **OWN)
-    assert r"| a b &lt;i> | owner/rows (test) | acc\|any | 1,489 | 200 | lm-eval 1 | 0.1 (guessing) |" in card
-    assert "\n```py\n" not in card
-    for rows, message in (
-        ([{**result, "value": None}], ": 0.value: Input should be a valid number"),
-        ([{**result, "value": math.nan}], ", row 0: value is NaN or infinite"),
-        ([{**result, "weights": None}], r", row 0, Visual .* of other weights. Measure again: python evaluate.py"),
-    ):
-        (run / "evaluation.json").write_text(json.dumps(rows))
-        with pytest.raises(ValueError, match=f"evaluation.json{message}"):
-            card_of(run, **OWN)
-
-
-def test_the_diagnostics_are_shown_if_they_are_of_these_weights(
-    run: Path, report: Path, card_of: Callable[..., str], tmp_path: Path
-) -> None:
+def test_figures_are_of_these_weights(run: Path, report: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
     shutil.copytree(report, run / "diagnostics")
     text = card_of(run, **OWN)
     assert re.search(r"\| norm of visual over text tokens at the decoder \| [\d.]+ \([\d.]+ to [\d.]+\) \|", text)
     assert "](diagnostics/overview.png)" in text
     assert (tmp_path / "stage" / "diagnostics" / "overview.png").stat().st_size > 10_000
-    content = json.loads((report / "report.json").read_text())
-    for change in ({"weights": "other"}, {"dtype": "float32, quantized"}, {"summary": {}}):
-        changed = {"models": [content["models"][0] | change]}
-        (run / "diagnostics" / "report.json").write_text(json.dumps(changed))
-        with pytest.raises(ValueError, match=r"report.json .* Run python -m diagnostics on this model alone"):
+    (model,) = json.loads((report / "report.json").read_text())["models"]
+    put("diagnostics/report.json", models=[model | {"weights": "other"}])(run)
+    with pytest.raises(ValueError, match=r"report.json .* Run python -m diagnostics on this model alone"):
+        collect_facts(run)
+    (result,) = json.loads((run / "evaluation.json").read_text())
+    for change, message in (
+        ({"value": math.nan}, "value is NaN or infinite"),
+        ({"weights": None}, "Visual .* of other weights. Measure again: python evaluate.py"),
+    ):
+        (run / "evaluation.json").write_text(json.dumps([result | change]))
+        with pytest.raises(ValueError, match=f"evaluation.json, row 0.*{message}"):
             collect_facts(run)
 
 
@@ -177,9 +154,9 @@ def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..
     first = shutil.copytree(run, tmp_path / "stage1")
     source = {"path": "/home/someone/rows.json", "name": None, "split": "train", "is_local": True, "rows": 1000,
               "good_rows": 1000, "weight": 1.0, "drawn": 1000, "fingerprint": "a" * 64}  # fmt: skip
-    other = source | {"path": "owner/rows", "name": "large", "split": "dev", "is_local": False, "good_rows": 990}
+    other = {"path": "owner/rows", "name": "large", "split": "dev", "is_local": False, "good_rows": 990, "weight": 2.5}
     put("run.json", arguments__stage="align")(first)
-    put("run.json", arguments__model_name_or_path=str(first), sources=[source, {**other, "weight": 2.5}])(run)
+    put("run.json", arguments__model_name_or_path=str(first), sources=[source, source | other])(run)
     text = card_of(run, **OWN)
     assert text.index("### Stage: align") < text.index("### Stage: instruct")
     assert "Training took 0:01:00 in total" in text
@@ -189,23 +166,15 @@ def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..
     link = "[owner/rows](https://huggingface.co/datasets/owner/rows), large, dev"
     assert f"| data | {link}: 990 rows (of 1,000; the rest are bad), weight 2.5, 1,000 per epoch; content a" in text
     assert "someone" not in text
-    (tmp_path / "composed").mkdir()
-    put("run.json", arguments__model_name_or_path=str(tmp_path / "composed"))(first)
-    assert collect_facts(run).earlier_is_recorded
     put("config.json", projector_aligned=True)(run)  # which was training too
     assert not collect_facts(run).earlier_is_recorded
 
 
 def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
-    fields = {"max_steps": 9, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "lora_r": 16, "lora_dropout": 0.1}
-    others = {"data_seed": None, "model_name_or_path": "/a/b", "pad_token": "<PAD_TOKEN>"}  # all, in older records
-    arguments = {"stage": "instruct", "learning_rate": 1e-5, **others, **fields}
-    put("run.json", arguments=arguments, environment__resumed=True)(run)
+    unused = {"load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "lora_r": 16, "data_seed": None, "max_steps": 9}
+    put("run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused}, environment__resumed=True)(run)
     (stage,) = collect_facts(run).stages
     assert (stage["arguments"], stage["seconds"]) == ({"learning_rate": 1e-5}, None)  # the time of a part of it
-    put("run.json", arguments=arguments | {"stage": "adapt", "load_in_4bit": True, "key_mmd_weight": 0.0})(run)
-    listed = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "lora_r": 16, "lora_dropout": 0.1}
-    assert collect_facts(run).stages[0]["arguments"] == {"learning_rate": 1e-5, **listed}
 
 
 def test_build_finds_what_training_left(
@@ -235,12 +204,10 @@ def test_the_recipes_bring_their_prose() -> None:
 @pytest.mark.parametrize(
     ("text", "vision", "options", "message"),
     [
-        ("mystery/model-7B", SIGLIP, {}, "base model mystery/model-7B is not known"),
         ("Qwen/Qwen2.5-3B-Instruct", None, OWN, "base model Qwen/Qwen2.5-3B-Instruct is not known"),  # another licence
         (None, None, {}, "name it: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
         (LLAMA, SIGLIP, {}, "asks for another name than Mine: Llama-Mine"),
         (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "requires a copy of it: --base_licence_file"),
-        (QWEN, SIGLIP, {"vision_model": "google/siglip2-x"}, f"google/siglip2-x, but .*json records {SIGLIP}"),
     ],
 )
 def test_a_licence_that_does_not_follow_is_a_stop(
@@ -250,29 +217,12 @@ def test_a_licence_that_does_not_follow_is_a_stop(
         card_of(rename_parts(run, text, vision), **options)
 
 
-def test_a_part_that_was_loaded_from_a_folder_is_named(run: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
+def test_parts_from_folders_and_converted_llavas_are_named(run: Path, card_of: Callable[..., str]) -> None:
     text = card_of(rename_parts(run, "/data/models/Qwen", SIGLIP), text_model=QWEN)
     assert f"Made from {QWEN}. Made from {SIGLIP}." in text
-    own = tmp_path / "card.yaml"
-    said = {"summary": "x", "intended_use": "x", "out_of_scope": "x", "training_data": "x", "limits": "x"}
-    own.write_text(yaml.safe_dump(said | {"language_model": "Small-LM, from a 4-bit file"}))
-    text = card_of(rename_parts(run, None, None), prose=own, **OWN)
-    assert "| language model | Small-LM, from a 4-bit file |" in text
-    assert "The language model: Small-LM, from a 4-bit file. The vision encoder was trained from scratch." in text
-    with pytest.raises(ValueError, match=r"language_model is 'Small-LM.*, but it is Qwen/"):
-        card_of(rename_parts(run, QWEN, None), prose=own, **OWN)
-
-
-def test_a_converted_llava_names_its_source(
-    run: Path, card_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = "llava-hf/llava-1.5-7b-hf"
-    put("config.json", llava_name_or_path=source)(run)
-    monkeypatch.setattr("hub_cards.licences.KNOWN", {source: APACHE})
-    text = card_of(run)
-    assert f"Converted from a Llava checkpoint. Made from {source}." in text
-    assert "| projector | a Llava checkpoint |" in text
-    assert "Training before the stage that follows: not recorded." in text
+    put("config.json", llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
+    facts = collect_facts(run)
+    assert (facts.base_models, facts.earlier_is_recorded) == (["llava-hf/llava-1.5-7b-hf"], False)
 
 
 def test_llama_brings_its_agreement_its_notice_and_its_name(
@@ -290,42 +240,13 @@ def test_llama_brings_its_agreement_its_notice_and_its_name(
     assert "license: llama3.2\n" in text
 
 
-@pytest.mark.parametrize(
-    ("plant", "message"),
-    [
-        (delete("config.json"), "holds no config.json"),
-        (put("config.json", model_type="llava"), "config.json: model_type is 'llava'"),
-        (write("metrics.jsonl", "{"), "metrics.jsonl is not that of a run"),
-        (write("adapter_config.json", "{}"), "training/merge.py --adapter"),
-    ],
-)
-def test_what_is_needed_and_missing_is_named(
-    plant: Plant, message: str, run: Path, card_of: Callable[..., str]
-) -> None:
-    plant(run)
-    with pytest.raises(ValueError, match=message):
+def test_what_is_wrong_is_named(run: Path, prose: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
+    for revision in ("main", "0" * 40):
+        with pytest.raises(ValueError, match=f"--revision '{revision}' is not a tag that pins code"):
+            card_of(run, revision=revision, **OWN)
+    (tmp_path / "card.yaml").write_text(prose.read_text() + "dataset: [a/b]\n")
+    with pytest.raises(ValueError, match=r"card.yaml.*unexpected keyword argument 'dataset'"):
+        card_of(run, prose=tmp_path / "card.yaml", **OWN)
+    (run / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"training/merge.py --adapter"):
         card_of(run, **OWN)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("summary: x", "missing 4 required .* 'intended_use'"),
-        ("{}\ndataset: [a/b]", "unexpected keyword argument 'dataset'.. Its fields are: summary"),
-        ("{}\nlanguage: [no]", r'language is \[False\], not text.* write "no"'),
-    ],
-)
-def test_prose_that_is_none(
-    text: str, message: str, trained: Path, prose: Path, card_of: Callable[..., str], tmp_path: Path
-) -> None:
-    (tmp_path / "card.yaml").write_text(text.replace("{}", re.sub("language:\n(- .*\n)+", "", prose.read_text())))
-    with pytest.raises(ValueError, match=rf"card.yaml.*{message}"):
-        card_of(trained, prose=tmp_path / "card.yaml", **OWN)
-
-
-@pytest.mark.parametrize("revision", ["main", "0" * 40, "v1..0", "", "v1.lock", "refs/pr/1"])
-def test_a_revision_that_pins_nothing_is_refused(revision: str, trained: Path, card_of: Callable[..., str]) -> None:
-    with pytest.raises(ValueError, match=f"--revision '{re.escape(revision)}' is not a tag that pins code"):
-        card_of(trained, revision=revision, **OWN)
-    with pytest.raises(ValueError, match="--repo_id 'mine' is not owner/name"):
-        card_of(trained, "mine", **OWN)

@@ -1,22 +1,24 @@
 """The staged folder asked in each way that it is served: endpoint handler, pipeline, transformers serve."""
 
 import base64
-import functools
-import http.server
 import io
+import socket
+import subprocess
 import sys
-import threading
+import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+import uvicorn
 from PIL import Image
 from transformers import pipeline
 
-from chat_servers import serving
 from hub_cards.__main__ import main as command_line
-from hub_cards.assets.handler import EndpointHandler, read_image
+from hub_cards.assets.handler import EndpointHandler
 
 
 ROOT = Path(__file__).parents[2]
@@ -41,12 +43,9 @@ def request(image: Any, text: Any = "what is it?", **parameters: Any) -> dict[st
 def test_the_handler_answers_as_the_pipeline_does(handler: Any, staged: Path) -> None:
     bare = handler(request(png(), max_new_tokens=8))
     assert bare == handler(request(f"data:image/png;base64,{png()}", max_new_tokens=8))
-    picture = Image.open(io.BytesIO(base64.b64decode(png())))
-    content = [{"type": "image", "image": picture}, {"type": "text", "text": "what is it?"}]
+    asked = request(Image.open(io.BytesIO(base64.b64decode(png()))))["inputs"]
     ask = pipeline("image-text-to-text", model=str(staged), trust_remote_code=True)
-    (given,) = ask(
-        text=[{"role": "user", "content": content}], max_new_tokens=8, do_sample=False, return_full_text=False
-    )
+    (given,) = ask(text=asked, max_new_tokens=8, do_sample=False, return_full_text=False)
     assert bare["generated_text"] == given["generated_text"].strip()
     text_alone = handler({"inputs": [{"role": "user", "content": "hello"}], "parameters": {"max_new_tokens": 4}})
     assert isinstance(text_alone["generated_text"], str)
@@ -60,27 +59,13 @@ def test_at_temperature_0_no_penalty_changes_the_answer(handler: Any, monkeypatc
     assert handler(request(png(), max_new_tokens=32)) == greedy
 
 
-def test_the_handler_starts_no_program_for_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[Any] = []
-    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *args, **kwargs: started.append(args))
-    picture = io.BytesIO()
-    Image.new("RGB", (30, 20)).save(picture, "EPS")
-    with pytest.raises(ValueError, match=r"not a base64 picture in PNG"):
-        read_image(base64.b64encode(picture.getvalue()).decode())
-    assert started == []
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         ({"inputs": [{"role": "user", "content": [{"type": "video"}]}]}, "only text and base64 pictures .* not video"),
         (request(str(ROOT / "README.md")), "not a base64 picture in PNG, .*; paths are refused"),
-        (request("https://example.com/a.png"), "not a base64 picture"),
-        (request({"path": "/etc/passwd"}), "not a base64 picture"),
-        (request(base64.b64encode(b"no picture").decode()), "not a base64 picture"),
         (request(png((20_000, 20_000))), "not a base64 picture .*decompression bomb"),
         (request(png(), max_new_tokens=5000), "only max_new_tokens, from 1 to 1024"),
-        (request(png(), num_beams=99), "only max_new_tokens"),
         (request(png(), "<|image_pad|>"), "The total number of .* tokens"),
     ],
 )
@@ -92,10 +77,24 @@ def test_the_handler_refuses(data: dict[str, Any], message: str, handler: Any) -
 @pytest.fixture(scope="module")
 def client(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The OpenAI client of a server that runs."""
-    openai = pytest.importorskip("openai")  # the extra "release"
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(staged, log) as url:
-        yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "hub_cards", "serve", str(staged), "--port", str(port)]
+        server = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+    try:
+        for _ in range(120):
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1)
+                break
+            except OSError:
+                assert server.poll() is None, log.read_text()
+                time.sleep(1)
+        yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    finally:
+        server.terminate()
+        server.wait()
 
 
 def conversation(url: str, text: str = "what is it?") -> list[dict[str, Any]]:
@@ -103,24 +102,17 @@ def conversation(url: str, text: str = "what is it?") -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path, handler: Any, tmp_path: Path) -> None:
-    Image.open(io.BytesIO(base64.b64decode(png()))).save(tmp_path / "picture.png")
-    web = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
-    )
-    threading.Thread(target=web.serve_forever, daemon=True).start()
+def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path, handler: Any) -> None:
+    url = f"data:image/png;base64,{png()}"
     asked = {"model": str(staged), "max_tokens": 4, "temperature": 0}
     expected = handler(request(png(), max_new_tokens=4))["generated_text"]
     assert [model.id for model in client.models.list()] == [str(staged)]
-    urls = [f"data:image/png;base64,{png()}", f"http://127.0.0.1:{web.server_port}/picture.png"]
-    for url in urls:
-        answer = client.chat.completions.create(messages=conversation(url), **asked)
-        assert answer.choices[0].message.content.strip() == expected
-    web.shutdown()
-    chunks = client.chat.completions.create(messages=conversation(urls[0]), stream=True, **asked)
+    answer = client.chat.completions.create(messages=conversation(url), **asked)
+    assert answer.choices[0].message.content.strip() == expected
+    chunks = client.chat.completions.create(messages=conversation(url), stream=True, **asked)
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert streamed.strip() == expected.rstrip("\ufffd")  # a stream holds half a character back
-    content = [{"type": "input_image", "image_url": urls[0]}, {"type": "input_text", "text": "what is it?"}]
+    content = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "what is it?"}]
     response = client.responses.create(
         model=str(staged), input=[{"role": "user", "content": content}], max_output_tokens=4, temperature=0
     )
@@ -131,21 +123,13 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
     ("fields", "message"),
     [
         ({"extra_body": {"generation_config": '{"max_new_tokens": 1000000}'}}, "generation_config: not accepted"),
-        ({"extra_body": {"chat_template_kwargs": {"images": ["private.png"]}}}, "chat_template_kwargs: not accepted"),
         ({"model": "me/other"}, "Server is pinned to .*; requested 'me/other'"),
-        ({"messages": conversation("data:image/png;base64,YWJj")}, "cannot identify image file"),
         ({"messages": conversation(str(ROOT / "docs/picture.png"))}, "files are not read"),
-        ({"messages": conversation("docs/picture.png")}, "files are not read"),
-        ({"messages": conversation(f"file://{ROOT}/README.md")}, "files are not read"),
         ({"messages": [{"role": "user", "content": [{"type": "video_url", "video_url": {"url": "/etc/passwd"}}]}]},
-         "only text, and pictures"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": "/etc/passwd"}]}]},
          "only text, and pictures"),
     ],
 )  # fmt: skip
 def test_transformers_serve_refuses(client: Any, staged: Path, fields: dict[str, Any], message: str) -> None:
-    import openai
-
     asked = {"model": str(staged), "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=message):
@@ -153,8 +137,6 @@ def test_transformers_serve_refuses(client: Any, staged: Path, fields: dict[str,
 
 
 def test_the_other_routes_load_and_read_nothing_either(client: Any, staged: Path) -> None:
-    import openai
-
     content = [{"type": "input_image", "image_url": "/etc/passwd"}, {"type": "input_text", "text": "what is it?"}]
     with pytest.raises(openai.BadRequestError, match="files are not read"):
         client.responses.create(model=str(staged), input=[{"role": "user", "content": content}])
@@ -164,7 +146,6 @@ def test_the_other_routes_load_and_read_nothing_either(client: Any, staged: Path
 
 
 def test_only_the_loopback_interface_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    uvicorn = pytest.importorskip("uvicorn")
     heard: dict[str, Any] = {}
     monkeypatch.setattr(uvicorn, "run", lambda app, **options: heard.update(options))
     monkeypatch.setattr("hub_cards.serve.build_app", lambda *args: args)

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from test_modeling_normllava import FRESH_PROCESS, prompt
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    Phi3Config,
-    Phi3Model,
-)
+from test_modeling_normllava import FRESH_PROCESS, inputs_for
+from transformers import AutoModelForImageTextToText, AutoProcessor, Phi3Config, Phi3Model
 
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,
@@ -30,14 +25,10 @@ RANK, ALPHA = 4, 6.0
 FAMILIES = ("qwen2", "gemma3")
 
 
-def untrained(folder: Path) -> NormLlavaForConditionalGeneration:
-    model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
-    return add_key_adapters(model, RANK, ALPHA, dropout=0.0).eval()
-
-
 def trained(folder: Path) -> NormLlavaForConditionalGeneration:
     """A model whose key adapters are at random, and large enough to tell in the logits."""
-    model = untrained(folder)
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
+    model = add_key_adapters(model, RANK, ALPHA, dropout=0.0).eval()
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if ".key_adapter." in name:
@@ -55,12 +46,6 @@ def model(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
 @pytest.fixture
 def processor(composed: Callable[..., Path]) -> Any:
     return AutoProcessor.from_pretrained(composed())
-
-
-def inputs_for(processor: Any, images: list[list[Image.Image]], texts: list[str]) -> dict[str, torch.Tensor]:
-    prompts = [prompt(processor, len(of_row), text) for of_row, text in zip(images, texts, strict=True)]
-    nested = images if any(images) else None
-    return dict(processor(images=nested, text=prompts, padding=True, return_tensors="pt"))
 
 
 @pytest.fixture
@@ -249,14 +234,12 @@ def test_the_command_adds_them_to_a_model_as_it_is(
     start = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     start.save_pretrained(tmp_path / "start")
     AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path / "start")
-    (tmp_path / "start" / "run.json").write_text("{}")  # of which a card is made
     options = ["--model", tmp_path / "start", "--rank", 4, "--alpha", 6, "--dropout", 0.1, "--seed", 7]
     monkeypatch.setattr(sys, "argv", ["add", *map(str, options), "--output_dir", str(tmp_path / "keys")])
     main()
     assert {path.name for path in (tmp_path / "keys").glob("*.py")} == {
         "configuration_normllava.py", "key_adapters.py", "modeling_normllava.py"
     }  # fmt: skip
-    assert (tmp_path / "keys" / "run.json").exists()
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "keys", dtype="auto")
     assert (model.dtype, model.config.key_adapter_alpha, model.config.key_adapter_dropout) == (torch.bfloat16, 6, 0.1)
     state = {name.replace("k_proj.base.", "k_proj."): tensor for name, tensor in model.state_dict().items()}

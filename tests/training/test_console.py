@@ -11,10 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import transformers.trainer
 import yaml
 from transformers import AutoProcessor
-from transformers.utils.notebook import NotebookProgressCallback
 
 from conversations.loading import load_rows
 from conversations.rows import row_images
@@ -26,19 +24,15 @@ from training.flops import step_flops
 from training.stages import LearningRates, Stage, prepare_stage
 
 
-@pytest.mark.parametrize("place", ["terminal", "notebook"])
 def test_the_console_shows_a_table(
     composed: Callable[..., Path],
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    place: str,
 ) -> None:
-    if place == "notebook":
-        monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback)
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data)}
-    run(monkeypatch, tmp_path, **fields, disable_tqdm=place == "terminal", output_dir=str(tmp_path / "out"))
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
     lines = printed.err.splitlines()
     header = next(number for number, line in enumerate(lines) if line.split()[:2] == ["step", "loss"])
@@ -49,7 +43,6 @@ def test_the_console_shows_a_table(
         assert row[3] == f"{line['norm/ratio']:.3f}"
     assert rows[-1][-1] == "0:00:00"
     assert "grad_norm/" not in printed.err + printed.out
-    assert "IPython" not in printed.out
 
 
 def test_the_share_of_the_peak_is_that_of_the_tokens_trained_on(

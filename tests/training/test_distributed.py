@@ -154,7 +154,9 @@ def test_zero3_trains_and_resumes_as_one_process_does(
     assert moved(two, resumed) == set()
 
 
-PADDED_AND_EVALUATED = {"per_device_train_batch_size": 5, "eval_strategy": "steps", "eval_steps": 1}
+PADDED_AND_EVALUATED = {
+    "per_device_train_batch_size": 5, "eval_strategy": "steps", "eval_steps": 1, "gradient_checkpointing": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

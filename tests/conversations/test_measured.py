@@ -120,7 +120,9 @@ def test_rows_are_tokenized_once(tmp_path: Path, tokenize: RowTokenizer, seen: l
     assert len(seen) == 12 + 6
     tokenize.processor.tokenizer.add_tokens(["dog"])
     look(path, RowCheck(tokenize))
-    assert len(seen) == 12 + 6 + 12
+    tokenize.chat_template += " "
+    look(path, RowCheck(tokenize))
+    assert len(seen) == 12 + 6 + 12 + 12
     seen.clear()
     look(write(tmp_path, *"abcdeX"), RowCheck(tokenize))
     assert len(seen) == 12

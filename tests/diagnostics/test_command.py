@@ -79,20 +79,11 @@ def test_what_is_refused_before_a_model_is_loaded(
     with pytest.raises(SystemExit):
         run(monkeypatch, "--model", composed(), composed(), "--data", data, *rest)
     assert "two models have the same name" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=f"--question is not used, because {data} holds rows with their own"):
-        run(monkeypatch, "--model", composed(), "--data", data, *rest, "--question", "x")
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
     with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
         run(monkeypatch, "--model", composed(), "--data", texts, *rest)
     assert loaded == []
-
-
-def test_a_model_without_pictures(
-    backbones: Callable[[str], Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit, match=r"Unrecognized configuration class .*LlamaConfig"):
-        run(monkeypatch, "--model", backbones("llama"), "--data", data, "--output_dir", tmp_path / "report")
 
 
 def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from diagnostics.attention_call import before_rotation
-from diagnostics.measures import input_scale, measure_attention, measure_interface, measure_layers
+from diagnostics.measures import measure_attention, measure_interface, measure_layers
 from diagnostics.norms import vocabulary_norms
 from diagnostics.parts import DiagnosticsError, NoVisualTokensError, find_decoder
 from diagnostics.probe import Probe, Record
@@ -232,13 +232,6 @@ def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
     is_scaled = before["measure"].isin(["at_decoder", "in_prompt", "vocabulary"])
     expected = before["value"] * np.where(is_scaled, factor, 1)
     assert after["value"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
-
-
-def test_one_text_token_tells_no_factor() -> None:
-    assert input_scale(torch.tensor([3.0]), torch.tensor([2.0])) == 1
-    assert input_scale(torch.tensor([3.0, 3.0]), torch.zeros(2)) == 1
-    assert input_scale(torch.tensor([3.0, 6.0]), torch.tensor([2.0, 4.0])) == 1.5
-    assert input_scale(torch.tensor([3.0, 5.0]), torch.tensor([2.0, 4.0])) == 1
 
 
 def test_patches_that_pad_a_tile_are_no_encoders_output() -> None:

@@ -87,14 +87,6 @@ def test_one_picture_has_no_spread(tmp_path: Path) -> None:
     assert not re.search(r"\bnan\b|\bNone\b|&lt;NA&gt;", page)
 
 
-def test_what_was_measured_is_said_beside_what_it_is_compared_with() -> None:
-    *_, attention, keys = sentences(model_of(make_rows_of_a_model()))
-    assert re.search(r"a share of 0\.(30|29)\d* .* falls .*, against 0\.(40|39)\d* .* over 2 layers", attention)
-    assert "p is 0.2 to 0.3 over layers, where 0.2 is the smallest possible" in keys
-    assert "within a modality, it is below 0.25" in keys
-    assert len(sentences(model_of(make_rows_of_a_model(with_keys=False)))) == 3
-
-
 @pytest.mark.parametrize(
     ("mean", "interval", "shown"),
     [
@@ -124,12 +116,6 @@ def test_two_models_have_a_paired_difference_but_for_keys_and_values() -> None:
     assert set(tables["Keys and values"][DIFFERENCE]) == {""}
     assert tables["The norm after the projector"].loc["gain l2"].tolist() == ["8.1", "8.1", ""]
     assert DIFFERENCE not in make_tables(make_report(named[0]).models, rows)["Keys and values"]
-
-
-def test_another_measure_has_its_row() -> None:
-    rows = pd.concat([make_rows_of_a_model(), make_rows("depth", [1.0, 2.0], "text")])
-    tables = make_tables(make_report(("it", rows)).models, rows.assign(model="it"))
-    assert tables["Other measures"].index.tolist() == ["depth, text"]
 
 
 def test_the_page_needs_nothing_else_and_text_is_only_text(tmp_path: Path) -> None:

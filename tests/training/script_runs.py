@@ -8,8 +8,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
+from transformers import AutoProcessor
 
+from conversations.tokens import RowTokenizer
 from training import sft
+from training.collator import VisionLanguageCollator
 
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +42,13 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> None:
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**FAST | fields))
     sft.main(["--config", str(recipe)])
+
+
+def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> dict[str, Any]:
+    """A batch of rows, tokenized with the chat template of a model's processor."""
+    processor = AutoProcessor.from_pretrained(folder)
+    tokenize = RowTokenizer(processor, processor.chat_template)
+    return VisionLanguageCollator(tokenize, packed)(list(map(tokenize, rows)))
 
 
 def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:

@@ -10,31 +10,25 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
+from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
 
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
-from conversations.tokens import RowTokenizer  # noqa: E402
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
-from script_runs import INSTRUCT, ROOT, logged, run  # noqa: E402
+from script_runs import INSTRUCT, ROOT, collate, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
-from training.collator import VisionLanguageCollator  # noqa: E402
 from training.merge import merge  # noqa: E402
 
 
 QLORA = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
 
 
-@pytest.fixture
-def quantized(composed: Callable[..., Path]) -> NormLlavaForConditionalGeneration:
-    return NormLlavaForConditionalGeneration.from_pretrained(
+def test_the_language_model_alone_is_quantized_and_adapted(composed: Callable[..., Path]) -> None:
+    quantized = NormLlavaForConditionalGeneration.from_pretrained(
         composed(), dtype=torch.float32, quantization_config=quantization_config(torch.float32)
     )
-
-
-def test_the_language_model_alone_is_quantized_and_adapted(quantized: NormLlavaForConditionalGeneration) -> None:
     in_4bit = {name for name, module in quantized.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
     linear = {name for name, module in quantized.named_modules() if isinstance(module, torch.nn.Linear)}
     assert in_4bit == {name for name in linear if name.startswith("model.language_model.layers.")}
@@ -69,17 +63,9 @@ def test_an_adapter_loads_on_a_whole_base_and_on_no_torn_one(composed: Callable[
 def test_a_run_learns_saves_reloads_and_merges(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
 ) -> None:
-    fields: dict[str, Any] = {
-        **QLORA,
-        "model_name_or_path": str(composed()),
-        "dataset_name": str(data),
-        "num_train_epochs": 6,
-        "logging_steps": 8,
-        "gradient_checkpointing": True,
-        "bf16": bf16,
-        "output_dir": str(tmp_path / "adapter"),
-    }
-    run(monkeypatch, tmp_path, **fields)
+    fields = {**QLORA, "model_name_or_path": str(composed()), "dataset_name": str(data), "num_train_epochs": 6}
+    fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": bf16}
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
     lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
     losses = [line["loss"] for line in lines]
     assert losses == sorted(losses, reverse=True)
@@ -94,14 +80,12 @@ def test_a_run_learns_saves_reloads_and_merges(
     assert (gain != start).all()  # none of it would have moved in bfloat16
 
     # The adapter reloads to the same logits, here on the base that it was trained on.
-    processor = AutoProcessor.from_pretrained(tmp_path / "adapter")
     row = {
         "images": [str(data.parent / "7.png")],
         "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "number 7"}],
         "source": "row",
     }
-    tokenize = RowTokenizer(processor, processor.chat_template)
-    batch = VisionLanguageCollator(tokenize)([tokenize(row)])
+    batch = collate(tmp_path / "adapter", [row])
     base = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     for name, tensor in peft.get_peft_model_state_dict(adapted).items():
@@ -164,7 +148,3 @@ def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
     assert merged.lm_head.weight.dtype == torch.bfloat16  # as the base
     assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32
     assert loaded == ["v1.0"]
-    (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(OSError, match=rf"{tmp_path}/base"):
-        merge(tmp_path / "adapter")
-    assert merge(tmp_path / "adapter", base=str(tmp_path / "moved")).dtype == torch.bfloat16

@@ -16,12 +16,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
     AutoTokenizer,
-    CohereConfig,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     FalconH1Config,
     Gemma2Config,
-    GPT2Config,
     LlavaConfig,
     LlavaForConditionalGeneration,
     PhiConfig,
@@ -36,7 +34,6 @@ from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.backbones import load_text_model, load_vision_model
 from training.compose import compose, convert_llava, interface_norms, main
-from training.loading import load_config
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -146,18 +143,6 @@ def test_zero_rows_are_left_out_of_the_target(backbones: Callable[[str], Path], 
     assert model.config.projector_norm_target == pytest.approx(expected, rel=1e-6)
 
 
-def test_the_image_token_is_never_said(backbones: Callable[[str], Path]) -> None:
-    """It may be the most likely one; no picture's features belong to it."""
-    model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")))
-    inputs = processor(images=Image.new("RGB", (30, 20)), text=f"{processor.image_token}\na", return_tensors="pt")
-    with torch.no_grad():
-        model.lm_head.weight[model.config.image_token_id] = 0
-        model.lm_head.weight[:] -= 10 * model(**inputs, output_hidden_states=True).hidden_states[-1][0, -1]
-        model.lm_head.weight[model.config.image_token_id] *= -1
-    said = model.generate(**inputs, do_sample=False, max_new_tokens=6)
-    assert model.config.image_token_id not in said[0, inputs["input_ids"].shape[1] :]
-
-
 def test_a_token_with_another_role_stands_for_no_picture(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     """A pad token would count as a picture's in every padded batch."""
     shutil.copytree(backbones("qwen2"), tmp_path / "text")
@@ -261,10 +246,8 @@ def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path)
     ("config", "message"),
     [
         (PhiConfig(**TEXT_SIZES), "lm_head.bias"),
-        (GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=320), "GPT2Model has no attribute .embed_tokens"),
         (Qwen3MoeConfig(**TEXT_SIZES, num_experts=4), "qwen3_moe.* mixes experts"),
         (Gemma2Config(**TEXT_SIZES, head_dim=8), "logits change by up to .* softcap"),
-        (CohereConfig(**TEXT_SIZES), "logits change by up to .* scale"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
@@ -273,7 +256,7 @@ def test_language_models_that_would_not_be_themselves(
 ) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path)
-    with pytest.raises((ValueError, RuntimeError, AttributeError), match=message):
+    with pytest.raises((ValueError, RuntimeError), match=message):
         compose(str(backbones("siglip")), str(tmp_path))
 
 
@@ -295,11 +278,6 @@ def test_only_a_llava_checkpoint_is_converted(composed: Callable[..., Path]) -> 
         convert_llava(str(composed()))
 
 
-def test_training_starts_from_a_normllava(backbones: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match=r"a NormLlava is needed. Make one of it: python training/compose.py"):
-        load_config(str(backbones("qwen2")))
-
-
 def test_a_picture_that_does_not_become_its_tokens(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     encoder = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**sizes, image_size=28, patch_size=14))
@@ -307,17 +285,6 @@ def test_a_picture_that_does_not_become_its_tokens(backbones: Callable[[str], Pa
     AutoImageProcessor.from_pretrained(backbones("dinov2")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="should be 4 tokens, but the processor writes 8 and counts 8"):
         compose(str(tmp_path), str(backbones("qwen2")), vision_feature_layer=-1)
-    shutil.copytree(backbones("dinov2"), tmp_path / "larger")  # whose positions can be interpolated
-    AutoImageProcessor.from_pretrained(backbones("dinov2"), size={"height": 42, "width": 42}).save_pretrained(
-        tmp_path / "larger"
-    )
-    with pytest.raises(ValueError, match=r"encoder gives 9: set size and crop_size"):
-        compose(str(tmp_path / "larger"), str(backbones("qwen2")))
-
-
-def run_compose(*arguments: object) -> subprocess.CompletedProcess[str]:
-    script = Path(__file__).parents[2] / "training" / "compose.py"
-    return subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True)
 
 
 def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
@@ -325,10 +292,11 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "black.png")
     caption = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "black"}]
     (tmp_path / "captions.json").write_text(json.dumps([{"image": "black.png", "conversations": caption}]))
-    result = run_compose(*parts, "--captions", tmp_path / "captions.json", "--output_dir", tmp_path / "out")
+    command = [sys.executable, Path(__file__).parents[2] / "training" / "compose.py", *parts]
+    command += ["--captions", tmp_path / "captions.json", "--output_dir", tmp_path / "out"]
+    result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "text embeddings (T)" in result.stderr
-    assert "ChatML" in result.stderr
     assert NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out").config.projector_aligned
     AutoProcessor.from_pretrained(tmp_path / "out")
 
@@ -338,7 +306,6 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     [
         ("--output_dir {full}", "is not empty"),
         ("--output_dir out --vision_model x", "give either --vision_model and --text_model, or only --llava_model"),
-        ("--output_dir out --llava_model x --text_model x", "give either --vision_model and --text_model"),
         ("--output_dir out --llava_model x --scale_projector", "are for a new projector"),
     ],
 )

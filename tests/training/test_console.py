@@ -10,26 +10,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import transformers.trainer
 import yaml
-from transformers.utils.notebook import NotebookProgressCallback
 
 from script_runs import FAST, INSTRUCT, ROOT, logged, run
 
 
-@pytest.mark.parametrize("place", ["terminal", "notebook"])
 def test_the_console_shows_a_table(
     composed: Callable[..., Path],
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    place: str,
 ) -> None:
-    if place == "notebook":
-        monkeypatch.setattr(transformers.trainer, "DEFAULT_PROGRESS_CALLBACK", NotebookProgressCallback)
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data)}
-    run(monkeypatch, tmp_path, **fields, disable_tqdm=place == "terminal", output_dir=str(tmp_path / "out"))
+    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
     lines = printed.err.splitlines()
     header = next(number for number, line in enumerate(lines) if line.split()[:2] == ["step", "loss"])
@@ -40,7 +34,6 @@ def test_the_console_shows_a_table(
         assert row[3] == f"{line['norm/ratio']:.3f}"
     assert rows[-1][-1] == "0:00:00"
     assert "grad_norm/" not in printed.err + printed.out
-    assert "IPython" not in printed.out
 
 
 def test_ctrl_c_ends_with_one_line(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:

@@ -11,17 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
-from torch import distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import AutoProcessor
 
-from modeling_normllava import NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT, PACKED, ROOT, dump_recipe, logged, moved, weights
-from training.checkpoints import write_unsharded
 
 
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
@@ -35,6 +27,14 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stderr
+
+
+def on_cpu(name: str, folder: Path) -> tuple[str, str]:
+    """Arguments that launch two processes with one of accelerate's configurations, on the CPU."""
+    config = yaml.safe_load((ROOT / "training" / "accelerate" / f"{name}.yaml").read_text())
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**config, "num_processes": 2, "mixed_precision": "no", "use_cpu": True}))
+    return "--config_file", str(path)
 
 
 def assert_same_training(one: Path, two: Path, start: Path) -> None:
@@ -133,15 +133,6 @@ def test_two_processes_share_a_stream_and_its_bad_rows_and_go_on_in_it(
     assert whole[5:] == rest[-7:]
 
 
-@pytest.fixture
-def fsdp2(tmp_path: Path) -> tuple[str, ...]:
-    """Arguments that launch two processes with fsdp2.yaml, on the CPU."""
-    config = yaml.safe_load((ROOT / "training" / "accelerate" / "fsdp2.yaml").read_text())
-    on_cpu = tmp_path / "fsdp2_cpu.yaml"
-    on_cpu.write_text(yaml.safe_dump({**config, "num_processes": 2, "mixed_precision": "no", "use_cpu": True}))
-    return ("--config_file", str(on_cpu))
-
-
 PADDED_AND_EVALUATED = {
     "per_device_train_batch_size": 5, "eval_strategy": "steps", "eval_steps": 1, "gradient_checkpointing": True,
 }  # fmt: skip
@@ -153,18 +144,13 @@ PADDED_AND_EVALUATED = {
     ids=["packed", "padded"],
 )
 def test_sharded_training_is_that_of_one_process(
-    composed: Callable[..., Path],
-    data: Path,
-    tmp_path: Path,
-    fsdp2: tuple[str, ...],
-    text: str,
-    fields: dict[str, Any],
+    composed: Callable[..., Path], data: Path, tmp_path: Path, text: str, fields: dict[str, Any]
 ) -> None:
     fields = {**INSTRUCT, **fields, "model_name_or_path": str(composed(text=text)), "dataset_name": str(data)}
     fields |= {"global_batch_size": 10, "save_steps": 2}
     if "eval_strategy" in fields:
         fields["eval_dataset_name"] = str(data)
-    one, two = tmp_path / "one", tmp_path / "two"
+    one, two, fsdp2 = tmp_path / "one", tmp_path / "two", on_cpu("fsdp2", tmp_path)
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(two))
     expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
@@ -183,22 +169,3 @@ def test_sharded_training_is_that_of_one_process(
         shutil.copytree(two / f"checkpoint-{step}", resumed / f"checkpoint-{step}")
         launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(resumed), resume_from_checkpoint=True)
         assert moved(two, resumed) == set()
-
-
-@pytest.mark.parametrize("text", ["qwen2", "gemma3"])
-def test_a_sharded_model_is_saved_as_a_whole_one(composed: Callable[..., Path], tmp_path: Path, text: str) -> None:
-    model: Any = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        for module in (*model.model.language_model.layers, model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)  # as accelerate gathers
-        gathered = get_model_state_dict(model, options=options)
-    finally:
-        dist.destroy_process_group()
-    write_unsharded(model, gathered, AutoProcessor.from_pretrained(composed(text=text)), tmp_path / "out")
-    saved, expected = weights(tmp_path / "out"), weights(composed(text=text))
-    assert saved.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
-    for file in ("config.json", "generation_config.json", "modeling_normllava.py"):
-        assert (tmp_path / "out" / file).read_text() == (composed(text=text) / file).read_text()

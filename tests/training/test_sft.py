@@ -1,8 +1,6 @@
 """The training script as people start it: both stages, resuming, and errors before any work is lost."""
 
 import json
-import math
-import platform
 import shutil
 import subprocess
 import sys
@@ -15,11 +13,8 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from conversations.loading import load_rows
-from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, dump_recipe, logged, moved, run, weights
-from training import sft
-from training.collator import VisionLanguageCollator
+from script_runs import FAST, INSTRUCT, NORM, PACKED, ROOT, collate, dump_recipe, logged, moved, run, weights
 from training.run import Run, describe_environment
 
 
@@ -142,34 +137,15 @@ def test_packing_trains_as_padding_does_by_the_loss_that_transformers_computes(
             assert line[name] == pytest.approx(expected[name], rel=1e-4), name
     if stage is INSTRUCT:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
-        processor = AutoProcessor.from_pretrained(composed())
-        tokenize = RowTokenizer(processor, processor.chat_template)
-        batch = VisionLanguageCollator(tokenize)([tokenize(row) for row in load_rows(fields["dataset_name"])])
+        batch = collate(composed(), list(load_rows(fields["dataset_name"])))
         assert packed[0]["loss"] == pytest.approx(model(**batch).loss.item(), rel=1e-5)
-
-
-def test_a_step_that_the_loss_scaler_skips_leaves_valid_records(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """float16 needs a GPU, so the norm that its overflow gives is put in its place."""
-    norms = iter([torch.tensor(math.inf), torch.tensor(1.0)])
-    monkeypatch.setattr(sft.NormLlavaTrainer, "_clip_grad_norm", lambda trainer, model: next(norms))
-    fields |= {"stage": "align", "max_steps": 2, "logging_steps": 1}
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
-    first, second = (line for line in logged(tmp_path / "out") if "loss" in line)
-    assert "grad_norm" not in first
-    assert second["grad_norm"] == 1
-    for name in ("metrics.jsonl", "trainer_state.json"):
-        assert "Infinity" not in (tmp_path / "out" / name).read_text()
 
 
 def test_the_commit_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment inside another project's repository holds an installed copy, which that one doesn't track."""
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    here = describe_environment("cuda", 1, resumed=False)
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    here = describe_environment("cpu", 1, resumed=False)
     assert str(here.commit).removesuffix("-dirty") == head.stdout.strip()
-    assert here.device == "a GPU"
     installed = tmp_path / "venv" / "site-packages" / "training"
     installed.mkdir(parents=True)
     git = ["git", "-c", "user.name=me", "-c", "user.email=me@example.com", "-C", str(tmp_path)]
@@ -177,7 +153,7 @@ def test_the_commit_is_that_of_this_code(tmp_path: Path, monkeypatch: pytest.Mon
     subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message", "theirs"], check=True)
     monkeypatch.setattr("training.run.__file__", str(installed / "run.py"))
     there = describe_environment("cpu", 1, resumed=False)
-    assert (there.commit, there.device) == (None, platform.machine())
+    assert there.commit is None
 
 
 def test_a_model_in_the_output_folder_is_never_replaced(

@@ -37,11 +37,8 @@ def taken() -> int:
 
 
 def run(options: argparse.Namespace, *command: object) -> dict[str, float]:
-    """Run a module or script in a process of its own; its seconds, and the most memory that it held.
-
-    Raises:
-        RuntimeError: if it fails; its output says why.
-    """
+    """Run a module or script in a process of its own; its seconds, and the most memory that it held. Raises
+    `RuntimeError` if it fails; its output says why."""
     before = most = 0 if options.cpu else taken()
     started = time.monotonic()
     with subprocess.Popen([sys.executable, *map(str, command)], cwd=ROOT) as process:

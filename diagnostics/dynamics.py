@@ -46,7 +46,9 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     path = run / FILE
     table = pd.DataFrame({"step": [], "measured_as": []})
     if path.exists():
-        table = pd.read_csv(path, dtype={"layer": "Int64", "picture": "Int64"}).fillna({"modality": ""})
+        table = pd.read_csv(path, dtype={"layer": "Int64", "picture": "Int64", "measured_as": str}).fillna(
+            {"modality": ""}
+        )
     if set(table["measured_as"]) - {measured_as}:
         raise ValueError(f"{path} holds rows of other questions or another dtype: give the same, or move it away.")
     for step, name in sorted(steps.items()):

@@ -1,5 +1,6 @@
 """The real model's example: what it reads from the packages, and the rows that it makes."""
 
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from examples.emoji import parts, pictures
+from examples.emoji import parts, pictures, run
 
 
 def backbone_file(folder: Path, leave_out: str = "") -> Path:
@@ -90,3 +91,9 @@ def test_rows_ask_in_a_balanced_way() -> None:
     )
     assert [turn["value"] for turn in pictures.turns(pictures.NAME, "bee")] == ["<image>\nWhat is this?", "bee"]
     assert pictures.turns("Why?", "So.", mark="")[0] == {"from": "human", "value": "Why?"}
+
+
+def test_training_takes_all_cores() -> None:
+    """By itself accelerate starts a process with one thread, which takes twice as long on two cores."""
+    (training,) = (command for _, _, _, command in run.STEPS if "training/sft.py" in command)
+    assert training[training.index("--num_cpu_threads_per_process") + 1] == str(os.cpu_count())

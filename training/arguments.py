@@ -30,6 +30,8 @@ ONLY: dict[str, tuple[Any, str]] = {
     "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
     "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
     "ignore_data_skip": (False, "a resumed run would train on rows twice"),
+    "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
+    "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
     "load_best_model_at_end": (False, "save_strategy 'best' keeps the best checkpoint; take it from its folder"),
     "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
     "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),

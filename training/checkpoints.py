@@ -67,8 +67,12 @@ def publish(folder: Path, output_dir: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
+    """Write files through to the disk, and let others read them as far as the umask does: safetensors doesn't."""
+    umask = os.umask(0)
+    os.umask(umask)
     for path in folder.rglob("*"):
         if path.is_file():
+            path.chmod(0o666 & ~umask)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 

@@ -70,7 +70,7 @@ def prepare_model(
     rates = LearningRates(
         common=args.learning_rate,
         vision=run_args.vision_learning_rate or 0.0,
-        norm=run_args.norm_learning_rate or args.learning_rate,
+        norm=args.learning_rate if run_args.norm_learning_rate is None else run_args.norm_learning_rate,
         projector=run_args.projector_learning_rate,
     )
     return trained, prepare_stage(model, stage, rates, frozen_dtype=args.frozen_dtype)

@@ -79,7 +79,7 @@ def prepare_stage(
     learning_rates = {
         "vision_tower": rates.vision if tune_all else None,
         UNREAD: None,
-        "multi_modal_projector": rates.projector or rates.common,
+        "multi_modal_projector": rates.common if rates.projector is None else rates.projector,
         "multi_modal_projector.norm": rates.norm,
         "language_model": rates.common if tune_all else None,
         "language_model.lora": rates.common,

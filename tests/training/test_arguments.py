@@ -39,6 +39,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"average_tokens_across_devices": False}, "average_tokens_across_devices must stay True"),
     ({"optim": "schedule_free_adamw"}, "trains other weights than it saves"),
     ({"load_best_model_at_end": True, "save_strategy": "no"}, "load_best_model_at_end must stay"),
+    ({"packing": True}, "packing must stay False, .* packed_length"),
+    ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint must stay False"),
     ({"push_to_hub": True}, "push_to_hub must stay False, got True: .* holds your token"),
     ({"torch_compile": True}, "no torch_compile or dynamo_backend"),
     ({"stage": "instruct"}, "give vision_learning_rate"),

@@ -41,6 +41,13 @@ def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
         find(copied, True)
 
 
+def test_others_may_read_what_a_run_writes(finished: dict[str, Any]) -> None:
+    """safetensors itself writes files that only their owner can read."""
+    out = Path(finished["output_dir"])
+    for path in (out / "model.safetensors", out / "checkpoint-6" / "model.safetensors"):
+        assert path.stat().st_mode & 0o777 == (out / ".lock").stat().st_mode & 0o777
+
+
 def test_weights_that_do_not_fit_are_an_error(
     finished: dict[str, Any], copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

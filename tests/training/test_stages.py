@@ -8,7 +8,7 @@ import torch
 
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig
-from training.loading import load_base
+from training.loading import load_base, prepare_model
 from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 
 
@@ -60,3 +60,10 @@ def test_a_frozen_encoder_is_run_once_though_layers_are_checkpointed(
         model.zero_grad()
     assert runs == (1 if stage is Stage.ALIGN else 2)
     torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_a_rate_of_0_is_one(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:
+    zero = {"norm_learning_rate": 0.0, "projector_learning_rate": 0.0}
+    run_args = RunArguments(model_name_or_path="m", dataset_name="d", stage="align", **zero)
+    _, groups = prepare_model(model, run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    assert {group.learning_rate for group in groups} == {None, 0.0}

@@ -38,6 +38,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, LlavaForConditionalGeneration, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
 from training.batches import shuffled
@@ -47,7 +48,6 @@ ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below -
 PACKED_LENGTH = 65536  # a step in one row
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
 COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share", "memory_gib")
-IGNORED = -100  # the label of what is not supervised
 
 
 class BareLoop(TrainerCallback):

@@ -29,7 +29,6 @@ ONLY: dict[str, tuple[Any, str]] = {
     "train_sampling_strategy": ("random", "each epoch shuffles the rows"),
     "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
     "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
-    "ignore_data_skip": (False, "a resumed run would train on rows twice"),
     "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
     "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
     "load_best_model_at_end": (False, "save_strategy 'best' keeps the best checkpoint; take it from its folder"),
@@ -72,6 +71,7 @@ class RunArguments(DatasetArguments, ModelConfig):
     datasets: list[SourceArguments] | None = option(None, "Sources instead of dataset_name; see docs/data.md.")
     image_folder: str | None = option(None, "Prefix of the image paths in a JSON file; by default the file's folder.")
     eval_dataset_name: str | None = option(None, "Held-out rows to evaluate the model on during training.")
+    eval_image_folder: str | None = option(None, "image_folder of the held-out rows.")
     vision_learning_rate: float | None = option(None, "Learning rate of the vision encoder in stage 'instruct'.")
     projector_learning_rate: float | None = option(None, "Learning rate of the projector; learning_rate by default.")
     norm_learning_rate: float | None = option(None, "Learning rate of the projector's norm; learning_rate by default.")
@@ -179,7 +179,8 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
             raise ValueError(f"{name} must stay {value!r}, got {given!r}: {reason}.")
     stage, packed = Stage(str(run_args.stage)), run_args.packed_length is not None
     no_rate = stage is Stage.INSTRUCT and run_args.vision_learning_rate is None
-    losses = stage is not Stage.ADAPT and (run_args.key_mmd_weight or run_args.key_gram_weight)
+    losses = run_args.key_mmd_weight or run_args.key_gram_weight
+    adapts = stage is not Stage.ADAPT and (losses or run_args.load_in_4bit)
     twice = [name for name in ONE_SOURCE if getattr(run_args, name) != getattr(RunArguments, name)]
     no_stream = run_args.dataset_streaming and (run_args.datasets or packed or args.max_steps <= 0)
     samples, passes = run_args.global_batch_size, args.gradient_accumulation_steps
@@ -187,7 +188,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     compiles = args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     refusals = (
         (no_rate, "Stage 'instruct' trains the vision encoder too: give vision_learning_rate."),
-        (losses, "Losses on keys work only with stage 'adapt', which freezes k_proj itself."),
+        (adapts, "Losses on keys and load_in_4bit work only with stage 'adapt', which freezes the language model."),
         (run_args.datasets and twice, f"Give either {', '.join(twice)} or datasets, not both."),
         (no_stream, "A stream takes dataset_name and max_steps, and neither datasets nor packed_length."),
         (samples and passes != 1, "Give either global_batch_size or gradient_accumulation_steps, not both."),
@@ -196,6 +197,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         (precision != "no", f"The launcher has mixed_precision {precision!r}: give bf16: true, or launch with 'no'."),
         (compiles, "Compiled code would pass over the hooks that the loss needs: no torch_compile or dynamo_backend."),
         (args.deepspeed_plugin, "DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml."),
+        (os.environ.get("FSDP_VERSION", "2") != "2", "Set fsdp_version: 2, as training/accelerate/fsdp2.yaml does."),
         (args.optim.startswith("schedule_free"), "A schedule_free optimizer trains other weights than it saves."),
     )
     for applies, message in refusals:

@@ -63,7 +63,7 @@ def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTok
         return None
     config = run_args.dataset_config if name == run_args.dataset_name else None
     split = str(run_args.dataset_test_split) if has_splits(name) else "train"
-    return check_rows(run_args, args, tokenize, SourceArguments(name, config, split, run_args.image_folder))[1]
+    return check_rows(run_args, args, tokenize, SourceArguments(name, config, split, run_args.eval_image_folder))[1]
 
 
 def check_rows(

@@ -95,31 +95,19 @@ class MetricsFile(TrainerCallback):
 
 
 class ConsoleTable(TrainerCallback):
-    """Prints a header and a line per log; everything else is in the file. Its clock leaves evaluations out."""
+    """Prints a header and a line per log; everything else is in the file."""
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
 
-    def __init__(self) -> None:
-        self._seconds = self._since = 0.0  # of all steps so far, and the time when the clock was read
-        self._steps_before = self._tokens_before = 0
+    # At the start of training, which may be a resume.
+    _started, _steps_before, _tokens_before = 0.0, 0, 0
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the clock and print the header."""
-        self._since = time.monotonic()
+        self._started = time.monotonic()
         self._steps_before, self._tokens_before = state.global_step, state.num_input_tokens_seen
         self._print(state, "", *self.COLUMNS)
-
-    @override
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Read the clock."""
-        now = time.monotonic()
-        self._seconds, self._since = self._seconds + now - self._since, now
-
-    @override
-    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Let the clock go on from here."""
-        self._since = time.monotonic()
 
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -128,8 +116,8 @@ class ConsoleTable(TrainerCallback):
             blank = f"with blank pictures {logs['eval_loss_blank']:.4f}"
             self._print(state, f"    held out: loss {logs['eval_loss']:.4f}, {blank}")
         if "loss" in logs:
-            steps = state.global_step - self._steps_before
-            left = round(self._seconds / steps * (state.max_steps - state.global_step))
+            seconds, steps = time.monotonic() - self._started, state.global_step - self._steps_before
+            left = round(seconds / steps * (state.max_steps - state.global_step))
             self._print(
                 state,
                 "",
@@ -137,7 +125,7 @@ class ConsoleTable(TrainerCallback):
                 f"{logs['loss']:.4f}",
                 f"{logs['learning_rate']:.3g}",
                 f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture",
-                f"{(state.num_input_tokens_seen - self._tokens_before) / self._seconds:,.0f}",
+                f"{(state.num_input_tokens_seen - self._tokens_before) / seconds:,.0f}",
                 f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
             )
 

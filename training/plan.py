@@ -137,10 +137,10 @@ def main() -> None:
     samples = args.per_device_train_batch_size if packed is None else max(packed // options.tokens, 1)
     sizes = (samples, options.tokens, options.supervised, options.devices)
     memory, flops = plan_step(config, run_args, args, *sizes)
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.items())
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
     flops *= options.rows * args.num_train_epochs / samples
     hours = flops / (options.devices * options.tflops * 1e12) / 3600
-    logger.info("memory of a device: %.1f GiB (%s)", sum(memory.values()) / GIB, parts)
+    logger.info("memory of a device: %.2f GiB (%s)", sum(memory.values()) / GIB, parts)
     a_token = flops / (options.rows * args.num_train_epochs * options.tokens)
     logger.info("the run: %.3g FLOPs (%.3g a token), %.1f hours on %d devices", flops, a_token, hours, options.devices)
 

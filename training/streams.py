@@ -74,7 +74,6 @@ class StreamBatches(IterableDataset):
             if len(batch) == self.args.per_device_train_batch_size:
                 yield {**self.collate(batch), PLACE: {"reader": reader, "rows": share.state_dict()}}
                 batch = []
-        raise ValueError(f"A shard is empty, so one of {count} readers has no row: write the shards anew.")
 
     def good_rows(self, share: datasets.IterableDataset) -> Iterator[Row]:
         """The good rows of a share with their tokens; bad ones are listed. Raises `BadRowError` at a bad row, or at
@@ -93,14 +92,14 @@ class StreamBatches(IterableDataset):
                 num_bad = 0
                 yield good
 
-    def loader(self, args: TrainingConfig) -> DataLoader:
+    def loader(self) -> DataLoader:
         """The batches, read ahead by workers if there are any."""
         return DataLoader(
             self,
             batch_size=None,
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            prefetch_factor=args.dataloader_prefetch_factor,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
             generator=torch.Generator(),  # otherwise it takes one of training's random numbers
         )
 
@@ -116,13 +115,13 @@ class StreamBatches(IterableDataset):
             write_whole(folder / STREAM_FILE, json.dumps(processes) + "\n")
 
     def go_on(self, checkpoint: Path) -> None:
-        """Resume at a checkpoint's place. Raises `ValueError` if it is of other readers."""
+        """Resume at a checkpoint's place. Raises `ValueError` if it is of another version, or of other readers."""
         processes = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
-        before, now = [len(of["places"]) for of in processes], [len(self.places)] * self.args.world_size
+        before, now = [len(of.get("places", [])) for of in processes], [len(self.places)] * self.args.world_size
         if before != now:
             raise ValueError(
-                f"{checkpoint} is of other processes and workers (readers of each: {before}, now {now}): resume as "
-                "before, or train its model from the stream's start with another output_dir."
+                f"{checkpoint} is of another version, or of other processes and workers (readers of each: {before}, "
+                f"now {now}): resume as before, or train its model from the stream's start with another output_dir."
             )
         own = processes[self.args.process_index]
         self.places, self.next_reader = own["places"], own["next_reader"]

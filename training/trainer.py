@@ -93,7 +93,7 @@ class NormLlavaTrainer(SupervisedTrainer):
     @override
     def get_train_dataloader(self) -> DataLoader:
         """The training data loader; for a stream that of `StreamBatches`, which deals rows to processes itself."""
-        return super().get_train_dataloader() if self._stream is None else self._stream.loader(self.args)
+        return super().get_train_dataloader() if self._stream is None else self._stream.loader()
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
@@ -102,8 +102,9 @@ class NormLlavaTrainer(SupervisedTrainer):
             return self.optimizer
         optimizer = super().create_optimizer(model)
         modules, groups = self._by_module(model or self.model), []
-        # The common rate first: it is the one that Trainer logs as `learning_rate`.
-        for name in sorted(modules, key=lambda name: self._rates[name] != self.args.learning_rate):
+        # The common rate first, or else the highest: it is the one that Trainer logs as `learning_rate`.
+        rates, common = self._rates, self.args.learning_rate
+        for name in sorted(modules, key=lambda name: (rates[name] != common, -rates[name])):
             members = set(modules[name])
             for group in optimizer.param_groups:
                 parameters = [parameter for parameter in group["params"] if parameter in members]
@@ -191,7 +192,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         """Log the loss with the step's measurements. Gradient norms that are not finite are left out."""
         if "loss" in logs:
             # The scheduler has stepped already; these are the rates of the step that is logged, as `learning_rate` is.
-            scale = logs["learning_rate"] / self.args.learning_rate
+            scale = logs["learning_rate"] / (self._rates[self.optimizer.param_groups[0]["module"]] or 1.0)
             logs |= {f"learning_rate/{name}": rate * scale for name, rate in self._rates.items()}
             logs |= {f"grad_norm/{name}": norm.item() for name, norm in self._grad_norms.items()}
             logs |= self._monitor.collect(self._sum_over_processes)

@@ -120,7 +120,7 @@ def test_the_rows_are_checked_as_those_of_training(
     rows = json.loads(held_out.read_text())
     rows[3]["image"] = "gone.png"
     (tmp_path / "bad.json").write_text(json.dumps(rows))
-    fields |= {"eval_dataset_name": str(tmp_path / "bad.json"), "image_folder": str(held_out.parent)}
+    fields |= {"eval_dataset_name": str(tmp_path / "bad.json"), "eval_image_folder": str(held_out.parent)}
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=r"bad.json, row 3: image file .*gone.png is missing"):
         run(monkeypatch, tmp_path, **fields, **INSTRUCT, **EVERY_TWO, output_dir=str(tmp_path / "out"))

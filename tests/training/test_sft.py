@@ -122,6 +122,16 @@ def test_gradient_accumulation_is_exact_and_nothing_is_told_to_anyone(
     assert sent == []
 
 
+def test_rates_are_logged_where_no_module_has_the_common_one(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = {"learning_rate": 1e-3, "projector_learning_rate": 2e-4, "norm_learning_rate": 1e-5}
+    run(monkeypatch, tmp_path, **{**fields, **ONE_STEP, **rates}, stage="align", output_dir=str(tmp_path / "out"))
+    (line, _) = logged(tmp_path / "out")
+    assert line["learning_rate/multi_modal_projector"] == line["learning_rate"] == 2e-4
+    assert line["learning_rate/multi_modal_projector.norm"] == pytest.approx(1e-5)
+
+
 @pytest.mark.parametrize("stage", [{"stage": "align"}, INSTRUCT], ids=["align", "instruct"])
 def test_packing_trains_as_padding_does_by_the_loss_that_transformers_computes(
     composed: Callable[..., Path], fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,

@@ -81,7 +81,7 @@ def batches_of(
 
 
 def read(batches: StreamBatches) -> Iterator[dict[str, Any]]:
-    return iter(batches.loader(batches.args))
+    return iter(batches.loader())
 
 
 def good(sizes: list[int]) -> list[str]:

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from conversations.chat_template import chat_format, chat_template
-from conversations.console import command
 from conversations.loading import load_rows
+from diagnostics.console import command
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
-from conversations.console import command
+from diagnostics.console import command
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.flops import step_flops

@@ -33,3 +33,5 @@ def command() -> Iterator[None]:
         if not is_ours and not isinstance(error, OSError):
             raise
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("stopped")

@@ -131,10 +131,9 @@ def convert_llava(
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
     num_patches, num_additional = vision_tokens(vision_model, old_processor.image_processor)
     target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
-    drops_first = llava.config.vision_feature_select_strategy == "default"
     fields: dict[str, Any] = llava.config.to_dict() | {
         "model_type": NormLlavaConfig.model_type,
-        "image_seq_length": num_patches + num_additional - drops_first,
+        "image_seq_length": num_patches + num_additional - (llava.config.vision_feature_select_strategy == "default"),
         "projector_norm": projector_norm,
         "projector_norm_target": target if align_norm and projector_norm != "none" else None,
         "llava_name_or_path": plain_name(llava_model_path),
@@ -145,8 +144,7 @@ def convert_llava(
     projector.linear_1, projector.linear_2 = old_projector.linear_1, old_projector.linear_2
     model.generation_config = llava.generation_config
     tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")
-    parts = (old_processor.image_processor, tokenizer, old_processor.image_token)
-    return model, complete(model, *parts, num_additional)
+    return model, complete(model, old_processor.image_processor, tokenizer, old_processor.image_token, num_additional)
 
 
 def complete(

@@ -42,7 +42,7 @@ PLAIN, NORM, LONG, STARTED = "no norm", "GWC at T", "GWC at 30 T", "started at T
 ARMS = {PLAIN: ["--projector_norm=none"], NORM: [], LONG: ["--norm_target_ratio=30"]}
 ARMS[STARTED] = ["--projector_norm=none", "--scale_projector"]
 RATES = (1.25e-5, 5e-5, 2e-4)  # of the projector, searched with seed 0; the norm's is 0.6 of it, as in the recipe
-SFT = ("--max_steps=146", "--per_device_train_batch_size=8", "--global_batch_size=8")
+SFT = ("--max_steps=146",)  # half of the recipe's
 SCALES, DOSED, ASKED = (0.03, 0.1, 0.3, 1, 3, 10, 30), 24, 64
 # Names whose drawings nearly agree, among those that are trained on: they count as one.
 ONE_NAME = {

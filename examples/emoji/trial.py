@@ -42,14 +42,12 @@ PLAIN, NORM, LONG, STARTED = "no norm", "GWC at T", "GWC at 30 T", "started at T
 ARMS = {PLAIN: ["--projector_norm=none"], NORM: [], LONG: ["--norm_target_ratio=30"]}
 ARMS[STARTED] = ["--projector_norm=none", "--scale_projector"]
 RATES = (1.25e-5, 5e-5, 2e-4)  # of the projector, searched with seed 0; the norm's is 0.6 of it, as in the recipe
-SFT = ("--max_steps=146",)  # half of the recipe's
 SCALES, DOSED, ASKED = (0.03, 0.1, 0.3, 1, 3, 10, 30), 24, 64
 # Names whose drawings nearly agree, among those that are trained on: they count as one.
 ONE_NAME = {
     "ram": "ewe", "two hump camel": "camel", "spouting whale": "whale", "nest with eggs": "empty nest",
     "front facing baby chick": "baby chick", "guide dog": "dog", "service dog": "dog",
 }  # fmt: skip
-Cell = tuple[str, int, float]  # arm, seed, and the projector's rate
 
 
 def differences(records: Sequence[Record], arm: str) -> np.ndarray:
@@ -85,8 +83,7 @@ def report(records: Sequence[Record]) -> str:
     rows = {arm: compare(values) for arm in ARMS if arm != PLAIN and len(values := differences(records, arm)) > 1}
     if NORM not in rows:
         return "There are no two pairs yet."
-    raised = 0.0
-    others = sorted((row["p"], arm) for arm, row in rows.items() if arm != NORM)
+    raised, others = 0.0, sorted((row["p"], arm) for arm, row in rows.items() if arm != NORM)
     for number, (p, arm) in enumerate(others):
         rows[arm]["Holm's p"] = raised = min(1, max(raised, p * (len(others) - number)))
     runs = pd.DataFrame([row for row in records if "names" in row]).drop(columns=["OpenMoji", "seed"])
@@ -95,11 +92,11 @@ def report(records: Sequence[Record]) -> str:
     return f"{means.T.round(2)}\n\nLess no norm:\n{pd.DataFrame(rows).T.round(3)}\n\n{NORM}: {verdict}"
 
 
-def plan(records: Sequence[Record]) -> list[Cell]:
+def plan(records: Sequence[Record]) -> list[tuple[str, int, float]]:
     """All runs, in order: rates, then pairs with the best, of equals the smallest; the start at T comes after that."""
     scores = {(row["arm"], row["rate"]): row["searched"] for row in records if "searched" in row}
     best = {arm: max(RATES, key=lambda rate: scores.get((arm, rate), -1)) for arm in ARMS}
-    cells = []
+    cells = []  # arm, seed, and the projector's rate
     for arms in ((PLAIN, NORM, LONG), (STARTED,)):
         pairs = num_pairs(differences(records, NORM)) if NORM in arms else 8
         cells += [(arm, 0, rate) for arm in arms for rate in RATES]
@@ -145,11 +142,11 @@ def evaluate(trained: Path, search: bool) -> Record:
     for scale in SCALES:
         with scaled(model, is_visual, scale):
             figures[f"names, x {scale}"] = 100 * fmean(right(asked[:DOSED]))
-    figures["perplexity"] = perplexity(model, processor.tokenizer)
-    return figures | {"OpenMoji": 100 * fmean(right(last[:ASKED]))}
+    figures |= {"OpenMoji": 100 * fmean(right(last[:ASKED])), "perplexity": perplexity(model, processor.tokenizer)}
+    return figures
 
 
-def run(cell: Cell) -> Record:
+def run(cell: tuple[str, int, float]) -> Record:
     """Compose and train as the real model is, without EmojiOne; the record. A search composes once for its rates."""
     (arm, seed, rate), pictures = cell, RUN / "pictures"
     aligned, trained = (WORK / f"{list(ARMS).index(arm)}-{seed}{end}" for end in ("", f"-{rate:g}"))
@@ -163,7 +160,7 @@ def run(cell: Cell) -> Record:
         compose += [f"--captions={WORK / 'captions.json'}", f"--output_dir={aligned}", *ARMS[arm]]
         subprocess.run([sys.executable, *compose], cwd=ROOT, check=True)
     sft += [f"--dataset_name={WORK / 'train.json'}", f"--model_name_or_path={aligned}", f"--output_dir={trained}"]
-    sft += [f"--projector_learning_rate={rate}", f"--norm_learning_rate={0.6 * rate}", *SFT]
+    sft += [f"--projector_learning_rate={rate}", f"--norm_learning_rate={0.6 * rate}", "--max_steps=146"]
     subprocess.run([sys.executable, *sft], cwd=ROOT, check=True)
     steps = pd.read_json(trained / "metrics.jsonl", lines=True).dropna(subset="loss")
     record = {"arm": arm, "seed": seed, "rate": rate, "commit": Run.read(trained).environment.commit}

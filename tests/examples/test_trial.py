@@ -36,7 +36,7 @@ def test_the_verdict_and_the_number_of_pairs() -> None:
     assert (num_pairs(four[:3]), num_pairs(four / 10), num_pairs(four * 10)) == (8, 8, 16)
 
 
-def stand_in(cell: trial.Cell) -> dict[str, object]:
+def stand_in(cell: tuple[str, int, float]) -> dict[str, object]:
     """The record of a run: the middle rate is best, the next as good; the norm gains 3 points, and 30 T loses 9."""
     arm, seed, rate = cell
     if seed == 0:

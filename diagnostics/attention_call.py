@@ -121,11 +121,7 @@ def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.
 
 
 def attention_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    rows: torch.Tensor,
-    scaling: float | None = None,
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, rows: torch.Tensor, scaling: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention probabilities of some queries in float32, as transformers' sdpa computes them, and their visible keys.
 

@@ -39,11 +39,18 @@ class Question:
         source: Where it comes from, for messages.
         picture: Fingerprint of the content of the prompt's pictures, independent of their paths.
         prompt: Messages up to the first answer, with pictures in RGB.
+        answer: The row's first answer; empty if it has none.
     """
 
     source: str
     picture: str
     prompt: list[Message]
+    answer: str = ""
+
+    @property
+    def parts(self) -> list[dict[str, Any]]:
+        """Texts and pictures of the prompt."""
+        return [part for message in self.prompt for part in message["content"]]
 
 
 @dataclass(frozen=True)
@@ -189,13 +196,15 @@ def ask_about(pictures: Iterable[Image.Image], question: str, num_samples: int) 
 
 def _to_question(row: Row) -> Question | None:
     """`None` if there is no picture before the first answer."""
-    before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)))
+    turns = row_turns(row)
+    before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", turns))
     messages = to_messages({**row, "conversations": before_answer})
     parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
     images = open_images(row)[: len(parts)]
     for part, image in zip(parts, images, strict=True):
         part["image"] = image
-    return Question(row["source"], fingerprint(images), messages) if images else None
+    answer = "".join(turn["value"].strip() for turn in turns[len(before_answer) :][:1])
+    return Question(row["source"], fingerprint(images), messages, answer) if images else None
 
 
 def fingerprint(images: Iterable[Image.Image]) -> str:

@@ -81,7 +81,8 @@ class Comparison:
                 (drawn / f"{name}.{suffix}").unlink(missing_ok=True)
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
-        write_whole(folder / "sweep.csv", self.swept.to_csv(index=False))
+        if len(self.swept):
+            write_whole(folder / "sweep.csv", self.swept.to_csv(index=False))
         write_whole(folder / "report.json", json.dumps(asdict(self.report), indent=1, allow_nan=False))
         for name, figure in self.figures().items():
             for suffix in ("png", "pdf"):
@@ -124,9 +125,10 @@ def compare(
     """
     loaded = ((name, model, processor) for name, (model, processor) in models.items())
     if isinstance(data, str | Path):
-        questions = load_questions(data, num_samples, question)
-        return measure_models(loaded, questions, Path(data).name, layers, sweep=sweep)
-    return measure_models(loaded, ask_about(data, question, num_samples), "pictures in memory", layers, sweep=sweep)
+        questions, origin = load_questions(data, num_samples, question), Path(data).name
+    else:
+        questions, origin = ask_about(data, question, num_samples), "pictures in memory"
+    return measure_models(loaded, questions, origin, layers, sweep=sweep)
 
 
 def measure_models(
@@ -227,9 +229,9 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
     doses = [*DOSES, text / visual]
-    passes = len(doses) * (3 + len(CONTROLS))
-    minutes = passes * (time.perf_counter() - started) / 60
-    logger.info("%s: %d passes for each of %d pictures, about %.0f minutes", name, passes, len(questions), minutes)
+    passes, seconds = len(doses) * (3 + len(CONTROLS)), (time.perf_counter() - started) / len(questions)
+    told = (name, len(questions), passes, seconds, len(questions) * passes * seconds / 60)
+    logger.info("%s: %d pictures, %d passes each at %.2f s and short ones over answers, about %.0f minutes", *told)
     records: dict[float, list[Record]] = {dose: [] for dose in doses}
     lengths, found = [], []
     for number, question in enumerate(tqdm(questions, desc=f"{name}: sweep", unit="picture")):
@@ -238,7 +240,7 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
             states: dict[str, torch.Tensor] = {}
             with scaled(model, is_visual, dose), InterfaceHooks(model, states.__setitem__):
                 records[dose] += record_questions(model, processor, [question], (0, num_layers - 1), "")
-        lengths.append(update_norms(states, is_visual))  # of the first dose
+        lengths.append(update_norms(states, is_visual))  # at dose 1
         found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, doses)]
     answers = pd.DataFrame(found, columns=["picture", "measure", "value", "dose", "control"])
     rows = [answers.assign(modality="", layer=pd.NA)]
@@ -258,15 +260,15 @@ def ask_at_doses(
     """Measure, value, dose and control of answers to one question, also about a blank, another's picture and none; the
     right answer competes with those to the same question. A `_change` is from the first dose and the own picture."""
     tokenizer, question = getattr(processor, "tokenizer", processor), questions[number]
-    texts = [[part.get("text") for part in of.parts] for of in questions]
-    answers = sorted({of.answer for of, text in zip(questions, texts, strict=True) if text == texts[number]} - {""})
+    alike = [of for of in questions if of.about(None) == question.about(None)]
+    answers = sorted({of.answer for of in alike} - {""})
     tokens = [tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids for answer in answers]
     right = tokens[answers.index(question.answer)] if question.answer else []
-    own, other = (next(part["image"] for part in questions[n].parts if "image" in part) for n in (number, number - 1))
-    others = {"blank": Image.new("RGB", own.size, "white"), "another's": other, "none": None}
+    own, other = question.image, questions[number - 1].image
+    others = {"blank": Image.new("RGB", own.size, "white"), "another's": other, "none": None} if right else {}
     plain: dict[str, float] = {}
     for control, image in {**dict.fromkeys(CONTROLS, own), **others}.items():
-        inputs = prepare(model, processor, show(question.prompt, image))
+        inputs = prepare(model, processor, question.about(image))
         is_visual = inputs["input_ids"][0] == image_token_id(model)
         if not plain:
             generated = model.generate(**inputs, **GREEDY, min_new_tokens=2, max_new_tokens=8)
@@ -288,14 +290,6 @@ def ask_at_doses(
             for measure, value in numbers.items():
                 yield measure, value, dose, control
                 yield f"{measure}_change", value - plain[measure], dose, control
-
-
-def show(prompt: list[Message], image: Image.Image | None) -> list[Message]:
-    """A prompt about another picture, or about none."""
-    return [
-        of | {"content": [part | {"image": image} for part in of["content"] if image or part["type"] == "text"]}
-        for of in prompt
-    ]
 
 
 @torch.no_grad()

@@ -41,7 +41,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
         raise ValueError(f"{run} has no checkpoint-<step> folders; train with --save_strategy steps.")
     if start is not None:
         steps[0] = start
-    asked = [(of.picture, [part.get("text") for part in of.parts]) for of in questions]
+    asked = [(of.picture, [part.get("text") for turn in of.prompt for part in turn["content"]]) for of in questions]
     measured_as = hashlib.sha256(repr((asked, options.get("dtype"))).encode()).hexdigest()[:16]
     path = run / FILE
     table = pd.DataFrame({"step": [], "measured_as": []})

@@ -73,6 +73,8 @@ class InterfaceHooks(ExitStack):
                 see("norm_input", args[0])
 
             handles.append(norm.register_forward_pre_hook(see_norm))
+        if "deepstack" in str(model.config.to_dict()):
+            self.notes.append("deepstack: pictures enter later layers too, which nothing at the entrance changes")
         for handle in handles:
             self.callback(handle.remove)
 

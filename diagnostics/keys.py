@@ -129,13 +129,8 @@ def unbiased_mmd(matrix: np.ndarray, groups: np.ndarray, pictures: np.ndarray, s
     """MMD² between the two sets of each split, `(num_ways,)`; NaN if no pairs are left.
 
     The U-statistic of Gretton et al. (2012, eq. 3) over pictures: only pairs of tokens of different pictures count,
-    since tokens of one picture are correlated, which would raise it above 0 for equal distributions.
-
-    Args:
-        matrix: Kernel matrix `(N, N)`.
-        groups: Group of each token, `(N,)`.
-        pictures: Picture of each group, `(num_groups,)`.
-        split: Of the groups.
+    since tokens of one picture are correlated, which would raise it above 0 for equal distributions. The kernel's
+    matrix is `(N, N)`; `groups` are those of its tokens, `(N,)`, and `pictures` those of the groups, `(num_groups,)`.
     """
     members = np.eye(len(pictures))[groups]  # [N, num_groups]
     apart = pictures[:, None] != pictures

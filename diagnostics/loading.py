@@ -39,18 +39,24 @@ class Question:
         source: Where it comes from, for messages.
         picture: Fingerprint of the content of the prompt's pictures, independent of their paths.
         prompt: Messages up to the first answer, with pictures in RGB.
+        image: The first picture.
         answer: The row's first answer; empty if it has none.
     """
 
     source: str
     picture: str
     prompt: list[Message]
+    image: Image.Image
     answer: str = ""
 
-    @property
-    def parts(self) -> list[dict[str, Any]]:
-        """Texts and pictures of the prompt."""
-        return [part for message in self.prompt for part in message["content"]]
+    def about(self, image: Image.Image | None) -> list[Message]:
+        """The prompt about another picture, or about none."""
+        shown = [{"type": "image", "image": image}] if image else []
+
+        def replaced(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            return [of for part in parts for of in (shown if part["type"] == "image" else [part])]
+
+        return [message | {"content": replaced(message["content"])} for message in self.prompt]
 
 
 @dataclass(frozen=True)
@@ -187,7 +193,7 @@ def ask_about(pictures: Iterable[Image.Image], question: str, num_samples: int) 
             raise TypeError(f"entry {number} is no PIL picture: {type(picture).__name__}. Rows are given as a path.")
         image = to_rgb(picture)
         content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
-        asked = Question(f"picture {number}", fingerprint([image]), [{"role": "user", "content": content}])
+        asked = Question(f"picture {number}", fingerprint([image]), [{"role": "user", "content": content}], image)
         taken.setdefault(asked.picture, asked)
     if not taken:
         raise NoVisualTokensError("There are no pictures to ask about.")
@@ -204,7 +210,7 @@ def _to_question(row: Row) -> Question | None:
     for part, image in zip(parts, images, strict=True):
         part["image"] = image
     answer = "".join(turn["value"].strip() for turn in turns[len(before_answer) :][:1])
-    return Question(row["source"], fingerprint(images), messages, answer) if images else None
+    return Question(row["source"], fingerprint(images), messages, images[0], answer) if images else None
 
 
 def fingerprint(images: Iterable[Image.Image]) -> str:

@@ -51,13 +51,14 @@ STYLE: Any = {
 }
 # Names of the report's figures, whose captions are in its template; a report may lack some.
 FIGURES = ("overview", "sweep", "layers", "keys", "tsne")
-# Panels of the sweep: measure and title, and the controls that are drawn.
+# Panels of the sweep: measure, modality and title, and the controls that are drawn.
 RESPONSES = {
-    ("named", "right answer is likeliest"): CONTROLS,
-    ("loss", "loss of the right answer"): (SCALED, "blank", "another's"),
-    ("kl", "KL of the answer to today's"): CONTROLS,
-    ("turning, layer 1", "visual tokens' turning, layer 1"): (SCALED,),
+    ("named", "", "right answer is likeliest"): CONTROLS,
+    ("loss", "", "loss of the right answer"): (SCALED, "blank", "another's"),
+    ("kl", "", "KL of the answer to today's"): CONTROLS,
+    ("turning, layer 1", "visual", "turning in layer 1"): (SCALED,),
 }
+POINT = ["length", *Estimate._fields]
 
 
 def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
@@ -176,28 +177,22 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
 def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
     """What visual tokens of other lengths change, from summaries by dose and control; a row for each model."""
     figure, axes = _rows_of_axes(models, len(RESPONSES))
+    figure.set_size_inches(1.5 * WIDTH, 0.3 + 2.4 * len(models))
     for row, points in zip(axes, models.values(), strict=True):
         marks = [points[1.0, SCALED].look(mark) for mark in ("length", "attention_update", "mlp_update")]
-        for axis, ((measure, title), controls) in zip(row, RESPONSES.items(), strict=True):
+        lengths = [mark.mean for mark in marks if mark]
+        for axis, ((measure, modality, title), controls) in zip(row, RESPONSES.items(), strict=True):
             for control, style in zip(controls, MODELS, strict=False):
-                of = {
-                    dose: (at.look(measure) or at.look(measure, "visual"))
-                    for (dose, kind), at in points.items()
-                    if kind == control
-                }
-                found = pd.DataFrame([value for value in of.values() if value], columns=Estimate._fields)
-                length = [dose * marks[0].mean for dose, value in of.items() if value]
-                draw_curve(axis, found.assign(length=length), "length", label=control or "multiplied", **style)
-            for mark, colour in zip(marks, (INK, FAINT, FAINT), strict=True):
-                if mark is not None:
-                    axis.axvline(mark.mean, color=colour, linewidth=0.6, linestyle=":", zorder=0)
+                found = {dose: of.look(measure, modality) for (dose, kind), of in points.items() if kind == control}
+                means = pd.DataFrame([(dose * lengths[0], *of) for dose, of in found.items() if of], columns=POINT)
+                draw_curve(axis, means, "length", label=control or "multiplied", **style)
+            for length, colour in zip(lengths, (INK, FAINT, FAINT), strict=False):
+                axis.axvline(length, color=colour, linewidth=0.6, linestyle=":", zorder=0)
             axis.set(ylabel=title, xlabel="norm over text's", xscale="log")
     return _with_legends(figure, axes)
 
 
-def draw_figures(
-    models: Mapping[str, Summary], placed: Mapping[str, Placed], swept: Mapping[str, Any]
-) -> dict[str, Figure]:
+def draw_figures(models: Mapping[str, Summary], placed: Mapping[str, Placed], swept: Any) -> dict[str, Figure]:
     """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them."""
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
     if swept:
@@ -255,10 +250,10 @@ def _set_title(axis: Axes, title: str) -> None:
 
 def _choose_ticks(axis: Axes) -> None:
     """Integer ticks for layers; a few round numbers for log axes, whatever the range."""
-    if axis.lines and axis.get_xscale() == "linear":
+    if axis.lines:
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if axis.get_yscale() == "log":
-        low, high = axis.get_ylim()
-        axis.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else LogLocator())
-        axis.yaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for ticks, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        if ticks.get_scale() == "log":
+            ticks.set_major_locator(MaxNLocator(5) if high < 10 * low else LogLocator(numticks=5))
+            ticks.set_minor_locator(NullLocator())
+            ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -192,7 +192,7 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     return _with_legends(figure, axes)
 
 
-def draw_figures(models: Mapping[str, Summary], placed: Mapping[str, Placed], swept: Any) -> dict[str, Figure]:
+def draw_figures(models: Mapping[str, Summary], placed: Mapping[str, Placed], swept: Any = None) -> dict[str, Figure]:
     """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them."""
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
     if swept:

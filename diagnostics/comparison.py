@@ -220,18 +220,15 @@ def count_tokens(masks: Sequence[dict[str, torch.Tensor]]) -> dict[str, int]:
 
 @torch.no_grad()
 def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
-    """Rows of a model in eval mode whose visual tokens are multiplied by each dose, with columns `dose` and `control`.
-
-    Lengths are multiples of the mean norm of the text tokens that enter the decoder.
-    """
+    """Rows of a model in eval mode whose visual tokens are multiplied by each dose, with columns `dose` and `control`;
+    lengths are multiples of the mean norm of the text tokens that enter the decoder."""
     num_layers, started = len(find_decoder(model).layers), time.perf_counter()
     plain = record_questions(model, processor, questions, (), f"{name}: x 1")
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
     doses = [*DOSES, text / visual]
-    passes, seconds = len(doses) * (3 + len(CONTROLS)), (time.perf_counter() - started) / len(questions)
-    told = (name, len(questions), passes, seconds, len(questions) * passes * seconds / 60)
-    logger.info("%s: %d pictures, %d passes each at %.2f s and short ones over answers, about %.0f minutes", *told)
+    passes, minutes = len(doses) * (3 + len(CONTROLS)), (time.perf_counter() - started) / 60
+    logger.info("%s: %d passes a picture and short ones for answers: %.1f minutes", name, passes, passes * minutes)
     records: dict[float, list[Record]] = {dose: [] for dose in doses}
     lengths, found = [], []
     for number, question in enumerate(tqdm(questions, desc=f"{name}: sweep", unit="picture")):
@@ -244,12 +241,13 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
         found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, doses)]
     answers = pd.DataFrame(found, columns=["picture", "measure", "value", "dose", "control"])
     rows = [answers.assign(modality="", layer=pd.NA)]
-    for part, of in zip(("length", "attention_update", "mlp_update"), np.transpose(lengths), strict=False):
+    config = model.config.get_text_config()  # where the mean square of a token is the eps of layer 1's norm
+    lengths = [[(config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5, *of] for of in lengths]
+    for part, of in zip(("eps", "length", "attention_update", "mlp_update"), np.transpose(lengths), strict=False):
         rows.append(make_rows(part, of / text).assign(dose=1.0, control=SCALED))
     for dose, of in records.items():
         layers = measure_layers(of)
-        first = layers[(layers["measure"] == "turning") & (layers["layer"] == 0)]
-        first = first.assign(measure="turning, layer 1", layer=pd.NA)
+        first = layers.query("measure == 'turning' and layer == 0").assign(measure="turning, layer 1", layer=pd.NA)
         rows.append(pd.concat([layers, first, measure_attention(of)]).assign(dose=dose, control=SCALED))
     return pd.concat(rows, ignore_index=True).astype({"layer": "Int64", "picture": "Int64"})
 
@@ -260,8 +258,7 @@ def ask_at_doses(
     """Measure, value, dose and control of answers to one question, also about a blank, another's picture and none; the
     right answer competes with those to the same question. A `_change` is from the first dose and the own picture."""
     tokenizer, question = getattr(processor, "tokenizer", processor), questions[number]
-    alike = [of for of in questions if of.about(None) == question.about(None)]
-    answers = sorted({of.answer for of in alike} - {""})
+    answers = sorted({of.answer for of in questions if of.about(None) == question.about(None)} - {""})
     tokens = [tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids for answer in answers]
     right = tokens[answers.index(question.answer)] if question.answer else []
     own, other = question.image, questions[number - 1].image

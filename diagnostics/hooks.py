@@ -25,7 +25,6 @@ class InterfaceHooks(ExitStack):
     every time that a place is passed, including recomputation in the backward pass.
 
     Args:
-        model: The model.
         see: Takes the place and the tensor. What it returns for the last three places, if anything, is used in the
             tensor's place; hooks that are added later see that.
 

@@ -51,12 +51,9 @@ class Question:
 
     def about(self, image: Image.Image | None) -> list[Message]:
         """The prompt about another picture, or about none."""
-        shown = [{"type": "image", "image": image}] if image else []
-
-        def replaced(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            return [of for part in parts for of in (shown if part["type"] == "image" else [part])]
-
-        return [message | {"content": replaced(message["content"])} for message in self.prompt]
+        kept = [[part for part in of["content"] if image or part["type"] == "text"] for of in self.prompt]
+        shown = [[part if part["type"] == "text" else part | {"image": image} for part in parts] for parts in kept]
+        return [of | {"content": parts} for of, parts in zip(self.prompt, shown, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,6 @@ def load_model(
     """A model in eval mode and its processor, from a folder or the Hub.
 
     Args:
-        name: Folder or Hub id.
         dtype: `"auto"` for the checkpoint's own, or torch's name of one.
         device_map: As in `from_pretrained`; `"auto"` spreads a model over the available devices.
         trust_remote_code: Run the code in the repository; not needed for NormLlava.

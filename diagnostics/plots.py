@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from diagnostics.sweep import CONTROLS, SCALED
-from diagnostics.table import Estimate, Summary
+from diagnostics.table import Summary
 
 
 Drawing = ParamSpec("Drawing")
@@ -58,7 +58,6 @@ RESPONSES = {
     ("kl", "", "KL of the answer to today's"): CONTROLS,
     ("turning, layer 1", "visual", "turning in layer 1"): (SCALED,),
 }
-POINT = ["length", *Estimate._fields]
 
 
 def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
@@ -184,8 +183,9 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
         for axis, ((measure, modality, title), controls) in zip(row, RESPONSES.items(), strict=True):
             for control, style in zip(controls, MODELS, strict=False):
                 found = {dose: of.look(measure, modality) for (dose, kind), of in points.items() if kind == control}
-                means = pd.DataFrame([(dose * lengths[0], *of) for dose, of in found.items() if of], columns=POINT)
-                draw_curve(axis, means, "length", label=control or "multiplied", **style)
+                means = [{"length": dose * lengths[0]} | of._asdict() for dose, of in found.items() if of]
+                if means:
+                    draw_curve(axis, pd.DataFrame(means), "length", label=control or "multiplied", **style)
             for length, colour in zip(lengths, (INK, FAINT, FAINT), strict=False):
                 axis.axvline(length, color=colour, linewidth=0.6, linestyle=":", zorder=0)
             axis.set(ylabel=title, xlabel="norm over text's", xscale="log")

@@ -39,9 +39,7 @@ def make_rows(
     """Rows of one measure.
 
     Args:
-        measure: Its name.
         values: By picture, `(num_pictures,)`, or with `layers` `(num_pictures, num_layers)`.
-        modality: Of the tokens.
         layers: Layer numbers of a measure by layer.
         whole: The value over all pictures, a number or `(num_layers,)`, of a measure that is no mean over pictures.
     """

@@ -70,10 +70,9 @@ def read(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
 
 @torch.no_grad()
 def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Log-probabilities of the vocabulary at each token of each answer, `(len(answer), vocab_size)`, in float32; one
-    answer at least has two tokens."""
-    tokens = [torch.tensor(answer, device=model.device) for answer in answers]
-    padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)  # [num_answers, longest]
+    """Log-probabilities of the vocabulary at each token of each answer, `(len(answer), vocab_size)`, in float32."""
+    tokens = [torch.tensor(answer, device=model.device) for answer in [*answers, [0, 0]]]  # a pass needs one to follow
+    padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)[:-1]  # [num_answers, longest]
     shared = copy.deepcopy(prompt.cache)
     shared.batch_repeat_interleave(len(answers))
     mask = padded.new_ones(len(answers), prompt.length + padded.shape[1] - 1)

@@ -268,7 +268,7 @@ def ask_at_doses(
         inputs = prepare(model, processor, question.about(image))
         is_visual = inputs["input_ids"][0] == image_token_id(model)
         if not plain:
-            generated = model.generate(**inputs, **GREEDY, min_new_tokens=2, max_new_tokens=8)
+            generated = model.generate(**inputs, **GREEDY, max_new_tokens=8)
             greedy = generated[0, len(is_visual) :].tolist()
             (expected,) = distributions(model, read(model, inputs), [greedy])
         for dose in doses if image else doses[:1]:

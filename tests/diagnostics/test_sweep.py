@@ -17,6 +17,8 @@ import families
 from diagnostics import measure, sweep
 from diagnostics.__main__ import main
 from diagnostics.answers import ask, encode, likeliest
+from diagnostics.comparison import ask_at_doses
+from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import find_decoder
 
 
@@ -133,6 +135,12 @@ def test_measures_of_a_sweep(model: PreTrainedModel, composed: Callable[..., Pat
     for part in ("attention", "mlp"):
         found = rows[f"{part}_update", "", 1.0, 1].item() / rows["length", "", 1.0, 1].item()
         assert found == pytest.approx(norms[part] / norms["length"], rel=1e-4)
+
+
+def test_a_short_answer_has_not_changed(always_a: Callable[..., Path], data: Path) -> None:
+    model, processor = load_model(str(always_a()))
+    rows = ask_at_doses(model, processor, load_questions(data, 2).questions, 0, [1.0])
+    assert {value for measure, value, *_ in rows if measure == "changed"} == {0}
 
 
 @pytest.mark.parametrize("with_answers", [True, False])

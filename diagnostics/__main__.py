@@ -40,6 +40,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--names", nargs="+", help="their names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
+    add(
+        "--sweep",
+        action="store_true",
+        help="also multiply visual tokens by 0.03 to 30: does their length matter here?",
+    )
     args = parser.parse_args()
     args.names = args.names or args.model
     if len(args.names) != len(args.model):
@@ -81,12 +86,13 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     command = "python -m diagnostics " + shlex.join(sys.argv[1:])
     try:
-        measured = measure_models(load_models(args), read_questions(args), Path(args.data).name, args.layers, command)
+        models, questions, data = load_models(args), read_questions(args), Path(args.data).name
+        measured = measure_models(models, questions, data, args.layers, command, args.sweep)
     except DiagnosticsError as error:
         raise SystemExit(f"--model {error}") from error
     sources = zip(measured.report.models, args.model, strict=True)
-    models = [replace(model, weights=weights_fingerprint(Path(source))) for model, source in sources]
-    measured = replace(measured, report=replace(measured.report, models=models))
+    reports = [replace(model, weights=weights_fingerprint(Path(source))) for model, source in sources]
+    measured = replace(measured, report=replace(measured.report, models=reports))
     measured.save(args.output_dir)
     logger.info("\n%s\n\nReport in %s", measured, args.output_dir)
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -52,7 +52,37 @@ def answer(
     return [text.strip() for text in answers]
 
 
+class ReadPrompt(NamedTuple):
+    """A prompt's keys and values, log-probabilities of the token after it, `(vocab_size,)`, and its length."""
+
+    cache: DynamicCache
+    first: torch.Tensor
+    length: int
+
+
 @torch.no_grad()
+def read(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
+    """Read a prompt of one row, as [`encode`] returns it."""
+    cache = DynamicCache(config=model.config.get_text_config())
+    logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
+    return ReadPrompt(cache, logits[0, -1].float().log_softmax(dim=-1), inputs["input_ids"].shape[1])
+
+
+@torch.no_grad()
+def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Log-probabilities of the vocabulary at each token of each answer, `(len(answer), vocab_size)`, in float32."""
+    tokens = [torch.tensor(answer, device=model.device) for answer in [*answers, [0, 0]]]  # a pass needs one to follow
+    padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)[:-1]  # [num_answers, longest]
+    shared = copy.deepcopy(prompt.cache)
+    shared.batch_repeat_interleave(len(answers))
+    mask = padded.new_ones(len(answers), prompt.length + padded.shape[1] - 1)
+    logits = model(input_ids=padded[:, :-1], attention_mask=mask, past_key_values=shared).logits
+    following = logits.float().log_softmax(dim=-1)
+    return [
+        torch.cat([prompt.first[None], of[: len(answer) - 1]]) for answer, of in zip(answers, following, strict=True)
+    ]
+
+
 def likeliest(model: PreTrainedModel, inputs: Any, answers: Sequence[Sequence[int]]) -> int:
     """Index of the answer with the highest log-probability after a prompt, its end token included. Exact.
 
@@ -61,25 +91,18 @@ def likeliest(model: PreTrainedModel, inputs: Any, answers: Sequence[Sequence[in
 
     Args:
         model: A model that generates.
-        inputs: A prompt of one row, as `encode` returns it.
+        inputs: A prompt of one row, as `encode` returns it, or one that was read.
         answers: Token ids of each answer, with its end token; at least two tokens each.
     """
-    cache = DynamicCache(config=model.config.get_text_config())
-    first = model(**inputs, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().log_softmax(dim=-1)
-    starts = first[[tokens[0] for tokens in answers]]  # [num_answers]
+    prompt = inputs if isinstance(inputs, ReadPrompt) else read(model, inputs)
+    starts = prompt.first[[tokens[0] for tokens in answers]]  # [num_answers]
     best, best_score = -1, -torch.inf
     for chunk in starts.argsort(descending=True, stable=True).split(CHUNK):
         if starts[chunk[0]] < best_score:
             break
-        tokens = [torch.tensor(answers[index], device=model.device) for index in chunk.tolist()]
-        padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)  # [chunk, longest answer]
-        shared = copy.deepcopy(cache)
-        shared.batch_repeat_interleave(len(chunk))
-        mask = padded.new_ones(len(chunk), inputs["input_ids"].shape[1] + padded.shape[1] - 1)
-        logits = model(input_ids=padded[:, :-1], attention_mask=mask, past_key_values=shared).logits
-        following = logits.float().log_softmax(dim=-1).gather(-1, padded[:, 1:, None])[..., 0]
-        for index, length, scores in zip(chunk.tolist(), map(len, tokens), following, strict=True):
-            score = (starts[index] + scores[: length - 1].sum()).item()
+        given = [answers[index] for index in chunk.tolist()]
+        for index, tokens, of in zip(chunk.tolist(), given, distributions(model, prompt, given), strict=True):
+            score = of[range(len(tokens)), tokens].sum().item()
             if score > best_score:
                 best, best_score = index, score
     return best

@@ -102,13 +102,8 @@ class AttentionCalls(ExitStack):
 
 
 def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Keys before rotation as `(num_heads, S, head_dim)`; `None` if they are not those that attention rotates, which
-    keeps their norms.
-
-    Args:
-        projected: What a module returned, tokens or heads first, if there is one.
-        key: What attention gets, `(num_heads, S, head_dim)`.
-    """
+    """Keys before rotation, of what a module returned, tokens or heads first; `None` if they are not those that
+    attention rotates, which keeps their norms: `key`, which attention gets, is `(num_heads, S, head_dim)` too."""
     heads, length, size = key.shape
     if projected is None or projected.numel() != key.numel():
         return None
@@ -121,11 +116,7 @@ def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.
 
 
 def attention_rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    rows: torch.Tensor,
-    scaling: float | None = None,
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, rows: torch.Tensor, scaling: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention probabilities of some queries in float32, as transformers' sdpa computes them, and their visible keys.
 

@@ -1,8 +1,10 @@
 """All measures of one or several models: for the command line, and for Python and notebooks."""
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import logging
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,25 @@ from tqdm import tqdm
 from transformers import BatchFeature, PreTrainedModel
 
 from conversations.files import write_whole
+from diagnostics.answers import GREEDY, distributions, likeliest, read
+from diagnostics.hooks import InterfaceHooks
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
 from diagnostics.loading import QUESTION, Message, Question, Questions, ask_about, load_questions
-from diagnostics.measures import measure_all
-from diagnostics.parts import DiagnosticsError, find_decoder
+from diagnostics.measures import measure_all, measure_attention, measure_layers
+from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 from diagnostics.plots import FIGURES, Placed, draw_figures
 from diagnostics.plots import save as save_figure
 from diagnostics.probe import Probe, Record
-from diagnostics.report import ModelReport, Report, measured_on, render_html, sentences
-from diagnostics.table import Summary
+from diagnostics.report import ModelReport, Report, measured_on, render_html, sentences, tell_sweep
+from diagnostics.sweep import CONTROLS, SCALED, scaled, update_norms
+from diagnostics.table import Summary, by_dose, make_rows
 from diagnostics.tokens import Inputs, classify_sample, token_ids
+
+
+logger = logging.getLogger(__name__)
+
+# Factors of the visual tokens; the first is the model as it is.
+DOSES = (1.0, 0.03, 0.1, 0.3, 3.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True)
@@ -37,11 +48,13 @@ class Comparison:
         report: What was measured, on what.
         rows: All numbers: `model` and the columns of [`~diagnostics.table`].
         placed: t-SNE of keys to draw, by model; those without keys lack.
+        swept: With `sweep`, the rows of [`sweep_model`]: `model`, `dose`, `control` and those columns.
     """
 
     report: Report
     rows: pd.DataFrame
     placed: dict[str, Placed]
+    swept: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def __str__(self) -> str:
         of_models = [f"{model.name}: {text}" for model in self.report.models for text in sentences(model)]
@@ -54,11 +67,12 @@ class Comparison:
 
     def figures(self) -> dict[str, Figure]:
         """The report's figures by name; those without data are left out."""
-        return draw_figures({model.name: model.summary for model in self.report.models}, self.placed)
+        doses = {name: by_dose(rows) for name, rows in self.swept.groupby("model")} if len(self.swept) else {}
+        return draw_figures({model.name: model.summary for model in self.report.models}, self.placed, doses)
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), and below `figures/`
-        all figures as PNG and PDF."""
+        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `sweep.csv`, and below
+        `figures/` all figures as PNG and PDF."""
         folder = Path(folder)
         drawn = folder / "figures"
         drawn.mkdir(parents=True, exist_ok=True)
@@ -67,6 +81,8 @@ class Comparison:
                 (drawn / f"{name}.{suffix}").unlink(missing_ok=True)
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
+        if len(self.swept):
+            write_whole(folder / "sweep.csv", self.swept.to_csv(index=False))
         write_whole(folder / "report.json", json.dumps(asdict(self.report), indent=1, allow_nan=False))
         for name, figure in self.figures().items():
             for suffix in ("png", "pdf"):
@@ -91,6 +107,7 @@ def compare(
     question: str = QUESTION,
     num_samples: int = 32,
     layers: Sequence[int] | None = None,
+    sweep: bool = False,
 ) -> Comparison:
     """Measure models side by side on the same questions.
 
@@ -100,6 +117,7 @@ def compare(
         question: Asked about pictures that come without one.
         num_samples: How many pictures at most.
         layers: Layers whose attention and keys are measured; six evenly spread ones by default.
+        sweep: Also multiply visual tokens, see [`sweep_model`]; models must be in eval mode.
 
     Raises:
         DiagnosticsError: if a model can't be measured on this data; the message says why.
@@ -107,8 +125,10 @@ def compare(
     """
     loaded = ((name, model, processor) for name, (model, processor) in models.items())
     if isinstance(data, str | Path):
-        return measure_models(loaded, load_questions(data, num_samples, question), Path(data).name, layers)
-    return measure_models(loaded, ask_about(data, question, num_samples), "pictures in memory", layers)
+        questions, origin = load_questions(data, num_samples, question), Path(data).name
+    else:
+        questions, origin = ask_about(data, question, num_samples), "pictures in memory"
+    return measure_models(loaded, questions, origin, layers, sweep=sweep)
 
 
 def measure_models(
@@ -117,6 +137,7 @@ def measure_models(
     data: str,
     layers: Sequence[int] | None = None,
     command: str = "diagnostics.compare",
+    sweep: bool = False,
 ) -> Comparison:
     """Measure models, given as name, model and processor, one after the other, so that only one has to be in memory.
 
@@ -125,9 +146,13 @@ def measure_models(
     reports: list[ModelReport] = []
     of_models: list[pd.DataFrame] = []
     placed: dict[str, Placed] = {}
+    swept = [pd.DataFrame()]
     for name, model, processor in models:
         try:
             report, rows, keys = measure_model(model, processor, questions.questions, name, layers)
+            if sweep:
+                swept.append(sweep_model(model, processor, questions.questions, name).assign(model=name))
+                report = replace(report, sweep=tell_sweep(swept[-1]))
         except DiagnosticsError as error:
             raise type(error)(f"{name}: {error}") from error
         del model, processor  # before the next one is loaded
@@ -144,7 +169,7 @@ def measure_models(
         unreadable=questions.unreadable,
         models=reports,
     )
-    return Comparison(whole, table[["model", *table.columns.drop("model")]], placed)
+    return Comparison(whole, table[["model", *table.columns.drop("model")]], placed, pd.concat(swept))
 
 
 def measure_model(
@@ -194,6 +219,77 @@ def count_tokens(masks: Sequence[dict[str, torch.Tensor]]) -> dict[str, int]:
 
 
 @torch.no_grad()
+def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
+    """Rows of a model in eval mode whose visual tokens are multiplied by each dose, with columns `dose` and `control`;
+    lengths are multiples of the mean norm of the text tokens that enter the decoder."""
+    num_layers, started = len(find_decoder(model).layers), time.perf_counter()
+    plain = record_questions(model, processor, questions, (), f"{name}: x 1")
+    norms = Summary.of(measure_layers(plain))
+    visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
+    doses = [*DOSES, text / visual]
+    passes, minutes = len(doses) * (3 + len(CONTROLS)), (time.perf_counter() - started) / 60
+    logger.info("%s: %d passes a picture and short ones for answers: %.1f minutes", name, passes, passes * minutes)
+    records: dict[float, list[Record]] = {dose: [] for dose in doses}
+    lengths, found = [], []
+    for number, question in enumerate(tqdm(questions, desc=f"{name}: sweep", unit="picture")):
+        is_visual = plain[number].input_ids == image_token_id(model)
+        for dose in reversed(doses):
+            states: dict[str, torch.Tensor] = {}
+            with scaled(model, is_visual, dose), InterfaceHooks(model, states.__setitem__):
+                records[dose] += record_questions(model, processor, [question], (0, num_layers - 1), "")
+        lengths.append(update_norms(states, is_visual))  # at dose 1
+        found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, doses)]
+    answers = pd.DataFrame(found, columns=["picture", "measure", "value", "dose", "control"])
+    rows = [answers.assign(modality="", layer=pd.NA)]
+    config = model.config.get_text_config()  # where the mean square of a token is the eps of layer 1's norm
+    lengths = [[(config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5, *of] for of in lengths]
+    for part, of in zip(("eps", "length", "attention_update", "mlp_update"), np.transpose(lengths), strict=False):
+        rows.append(make_rows(part, of / text).assign(dose=1.0, control=SCALED))
+    for dose, of in records.items():
+        layers = measure_layers(of)
+        first = layers.query("measure == 'turning' and layer == 0").assign(measure="turning, layer 1", layer=pd.NA)
+        rows.append(pd.concat([layers, first, measure_attention(of)]).assign(dose=dose, control=SCALED))
+    return pd.concat(rows, ignore_index=True).astype({"layer": "Int64", "picture": "Int64"})
+
+
+def ask_at_doses(
+    model: PreTrainedModel, processor: Any, questions: Sequence[Question], number: int, doses: Sequence[float]
+) -> Iterator[tuple[str, float, float, str]]:
+    """Measure, value, dose and control of answers to one question, also about a blank, another's picture and none; the
+    right answer competes with those to the same question. A `_change` is from the first dose and the own picture."""
+    tokenizer, question = getattr(processor, "tokenizer", processor), questions[number]
+    answers = sorted({of.answer for of in questions if of.about(None) == question.about(None)} - {""})
+    tokens = [tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids for answer in answers]
+    right = tokens[answers.index(question.answer)] if question.answer else []
+    own, other = question.image, questions[number - 1].image
+    others = {"blank": Image.new("RGB", own.size, "white"), "another's": other, "none": None} if right else {}
+    plain: dict[str, float] = {}
+    for control, image in {**dict.fromkeys(CONTROLS, own), **others}.items():
+        inputs = prepare(model, processor, question.about(image))
+        is_visual = inputs["input_ids"][0] == image_token_id(model)
+        if not plain:
+            generated = model.generate(**inputs, **GREEDY, max_new_tokens=8)
+            greedy = generated[0, len(is_visual) :].tolist()
+            (expected,) = distributions(model, read(model, inputs), [greedy])
+        for dose in doses if image else doses[:1]:
+            numbers = {}
+            with scaled(model, is_visual, dose, control):
+                prompt = read(model, inputs)
+                given = distributions(model, prompt, [greedy, right or greedy])
+                if image is own:
+                    numbers["kl"] = (expected.exp() * (expected - given[0])).sum(-1).mean().item()
+                    numbers["changed"] = float(given[0].argmax(-1).tolist() != greedy)
+                if right:
+                    numbers["loss"] = -given[1][range(len(right)), right].mean().item()
+                if image is own and len(tokens) > 1 and right:
+                    numbers["named"] = float(tokens[likeliest(model, prompt, tokens)] == right)
+            plain = plain or numbers
+            for measure, value in numbers.items():
+                yield measure, value, dose, control
+                yield f"{measure}_change", value - plain[measure], dose, control
+
+
+@torch.no_grad()
 def record_questions(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], layers: Collection[int], title: str
 ) -> list[Record]:
@@ -210,9 +306,8 @@ def record_questions(
     model.eval()
     records = []
     try:
-        for question in tqdm(questions, desc=title, unit="picture"):
-            prepared = _process(processor, question.prompt)
-            inputs = dict(BatchFeature(dict(prepared)).to(model.device, dtype=model.dtype))
+        for question in tqdm(questions, desc=title, unit="picture", disable=not title):
+            inputs = prepare(model, processor, question.prompt)
             tokens = classify_sample(inputs, ids)
             with Probe(model, inputs, tokens, layers, draw_positions(tokens, question.picture, num_kept)) as probe:
                 model.base_model(**inputs)
@@ -225,17 +320,19 @@ def record_questions(
     return records
 
 
-def _process(processor: Any, messages: list[Message]) -> Inputs:
-    """The processor's output for chat messages; without a template, for their texts and pictures, one per line."""
+def prepare(model: PreTrainedModel, processor: Any, messages: list[Message]) -> Inputs:
+    """What a model is given for chat messages; without a template, for their texts and pictures, one per line."""
     try:
         if getattr(processor, "chat_template", None):
-            return processor.apply_chat_template(
+            prepared = processor.apply_chat_template(
                 messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
             )
-        mark = getattr(processor, "image_token", "<image>")
-        parts = [part for message in messages for part in message["content"]]
-        text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
-        images = [part["image"] for part in parts if part["type"] == "image"]
-        return processor(images=images, text=text, return_tensors="pt")
+        else:
+            mark = getattr(processor, "image_token", "<image>")
+            parts = [part for message in messages for part in message["content"]]
+            text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
+            images = [part["image"] for part in parts if part["type"] == "image"]
+            prepared = processor(images=images or None, text=text, return_tensors="pt")
+        return dict(BatchFeature(dict(prepared)).to(model.device, dtype=model.dtype))
     except (TemplateError, ValueError) as error:  # roles that a template does not know, a picture that is too small
         raise DiagnosticsError(f"The processor can't prepare it: {error}") from error

@@ -11,18 +11,22 @@ from transformers import PreTrainedModel
 from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_norm, find_projector
 
 
+# The norm before a layer's MLP is the last of these. Layers whose MLP is given what attention is given have none.
+MLP_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm")
+
+
 class InterfaceHooks(ExitStack):
     """Calls a function with the tensor at each place of the modality interface, until it is left or closed.
 
     Places are `"encoder_output"` (the vision encoder's last hidden states), `"projector_input"`, `"norm_input"` (input
-    of the norm after a NormLlava's projector), `"projector_output"` and `"decoder"` (input of the decoder's first
-    layer). The function gets the tensor that the forward pass uses, `(..., width)`, every time that a place is passed,
-    including recomputation in the backward pass.
+    of the norm after a NormLlava's projector), `"projector_output"`, `"decoder"` (input of the decoder's first
+    layer), `"before_mlp"` (of the norm before that layer's MLP, if it has one: a token and what attention added) and
+    `"after_mlp"` (what that layer returns). The function gets the tensor that the forward pass uses, `(..., width)`,
+    every time that a place is passed, including recomputation in the backward pass.
 
     Args:
-        model: The model.
-        see: Takes the place and the tensor. What it returns for `"decoder"`, if anything, enters the first layer in
-            the tensor's place; hooks that are added later see that.
+        see: Takes the place and the tensor. What it returns for the last three places, if anything, is used in the
+            tensor's place; hooks that are added later see that.
 
     Attributes:
         notes: Places that were not found in the model.
@@ -49,7 +53,11 @@ class InterfaceHooks(ExitStack):
                 return None
             return ((changed, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": changed})
 
-        handles = [find_decoder(model).layers[0].register_forward_pre_hook(see_entrance, with_kwargs=True)]
+        layer = find_decoder(model).layers[0]
+        handles = [layer.register_forward_pre_hook(see_entrance, with_kwargs=True)]
+        handles.append(layer.register_forward_hook(lambda _, args, output: see("after_mlp", output)))
+        for norm in [norm for name, norm in layer.named_children() if name in MLP_NORMS][-1:]:
+            handles.append(norm.register_forward_pre_hook(lambda _, args: see("before_mlp", args[0])))
         if encoder is None:
             self.notes.append("vision encoder: not recorded, the model names none")
         else:
@@ -64,6 +72,8 @@ class InterfaceHooks(ExitStack):
                 see("norm_input", args[0])
 
             handles.append(norm.register_forward_pre_hook(see_norm))
+        if "deepstack" in str(model.config.to_dict()):
+            self.notes.append("deepstack: pictures enter later layers too, which nothing at the entrance changes")
         for handle in handles:
             self.callback(handle.remove)
 

@@ -1,7 +1,7 @@
 """Distances between visual and text tokens in key space, before rotary embedding, and in value space.
 
 Rotary embedding separates keys of the same distribution at different positions. The measures are those that MaLoRA's
-abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated in `DEFINITIONS`.
+abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated on the report's page.
 """
 
 import itertools
@@ -27,24 +27,6 @@ BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 PERMUTATIONS = 999
 HALVES = 20
 BINS, COMPONENTS = 16, 10
-DEFINITIONS = {
-    "keys, values": "keys before rotary embedding, and values as attention gets them, per head, standardised over "
-    f"both modalities together; equally many of each modality from each picture, about {MAX_TOKENS} in all, sampled "
-    "with a seed per picture that is the same for every model; medians over heads. Compare with the value for halves: "
-    "two models' keys share no axes and no scale",
-    "mmd": "squared maximum mean discrepancy, kernel mean_j exp(-‖x-y‖²/(s_j σ²)), s = ¼, ½, 1, 2, 4, σ² the "
-    "mean squared distance over both sets; over pairs of tokens of different pictures, so that it is about 0 for "
-    "equal distributions, and can be negative. The text tokens are those of the question. Interval: jackknife",
-    "p_value": "permutation test: share of swaps of the modalities of whole pictures that give at least the observed "
-    f"MMD²: all swaps, or {PERMUTATIONS} random ones and the observed one; `smallest_p` is the least that so many can "
-    "give. Not given if pictures share a question, since their texts are then not independent samples",
-    "js": f"Jensen-Shannon divergence in bits between histograms of {BINS} shared bins, on each of at most "
-    f"{COMPONENTS} principal components, weighted by explained variance. Biased upwards: compare with its halves",
-    "halves": "95% quantile of the same over random splits of the pictures into halves, within one modality "
-    f"({HALVES} splits of each); halves have half as many tokens, which raises js",
-    "probe": "accuracy of a logistic regression that tells visual from text tokens, cross-validated with each picture "
-    "in one fold; 0.5 is chance",
-}
 # Two sets of groups of tokens, boolean, `(num_ways, 2 * num_pictures)` each: the visual tokens of each picture are a
 # group, then the text tokens of each.
 Split = tuple[np.ndarray, ...]
@@ -147,13 +129,8 @@ def unbiased_mmd(matrix: np.ndarray, groups: np.ndarray, pictures: np.ndarray, s
     """MMD² between the two sets of each split, `(num_ways,)`; NaN if no pairs are left.
 
     The U-statistic of Gretton et al. (2012, eq. 3) over pictures: only pairs of tokens of different pictures count,
-    since tokens of one picture are correlated, which would raise it above 0 for equal distributions.
-
-    Args:
-        matrix: Kernel matrix `(N, N)`.
-        groups: Group of each token, `(N,)`.
-        pictures: Picture of each group, `(num_groups,)`.
-        split: Of the groups.
+    since tokens of one picture are correlated, which would raise it above 0 for equal distributions. The kernel's
+    matrix is `(N, N)`; `groups` are those of its tokens, `(N,)`, and `pictures` those of the groups, `(num_groups,)`.
     """
     members = np.eye(len(pictures))[groups]  # [N, num_groups]
     apart = pictures[:, None] != pictures
@@ -190,8 +167,8 @@ def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> f
 
 
 def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.DataFrame | None:
-    """Rows of the numbers of `DEFINITIONS` by layer, such as `keys.mmd`, of `"keys"` or `"values"`, from a record for
-    each picture; `None` if fewer than 8 tokens of each modality, or those of a single picture, are left to compare."""
+    """Rows of numbers by layer, such as `keys.mmd`, of `"keys"` or `"values"`, from a record for each picture;
+    `None` if fewer than 8 tokens of each modality, or those of a single picture, are left to compare."""
     layers = sorted(set.intersection(*(set(getattr(record, name)) for record in records)))
     points = [take_points(name, layer, records) for layer in layers]
     if not points or len(points[0].pictures) < 8 or len(np.unique(points[0].pictures)) < 2:

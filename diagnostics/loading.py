@@ -39,11 +39,21 @@ class Question:
         source: Where it comes from, for messages.
         picture: Fingerprint of the content of the prompt's pictures, independent of their paths.
         prompt: Messages up to the first answer, with pictures in RGB.
+        image: The first picture.
+        answer: The row's first answer; empty if it has none.
     """
 
     source: str
     picture: str
     prompt: list[Message]
+    image: Image.Image
+    answer: str = ""
+
+    def about(self, image: Image.Image | None) -> list[Message]:
+        """The prompt about another picture, or about none."""
+        kept = [[part for part in of["content"] if image or part["type"] == "text"] for of in self.prompt]
+        shown = [[part if part["type"] == "text" else part | {"image": image} for part in parts] for parts in kept]
+        return [of | {"content": parts} for of, parts in zip(self.prompt, shown, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,6 @@ def load_model(
     """A model in eval mode and its processor, from a folder or the Hub.
 
     Args:
-        name: Folder or Hub id.
         dtype: `"auto"` for the checkpoint's own, or torch's name of one.
         device_map: As in `from_pretrained`; `"auto"` spreads a model over the available devices.
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
@@ -180,7 +189,7 @@ def ask_about(pictures: Iterable[Image.Image], question: str, num_samples: int) 
             raise TypeError(f"entry {number} is no PIL picture: {type(picture).__name__}. Rows are given as a path.")
         image = to_rgb(picture)
         content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
-        asked = Question(f"picture {number}", fingerprint([image]), [{"role": "user", "content": content}])
+        asked = Question(f"picture {number}", fingerprint([image]), [{"role": "user", "content": content}], image)
         taken.setdefault(asked.picture, asked)
     if not taken:
         raise NoVisualTokensError("There are no pictures to ask about.")
@@ -189,13 +198,15 @@ def ask_about(pictures: Iterable[Image.Image], question: str, num_samples: int) 
 
 def _to_question(row: Row) -> Question | None:
     """`None` if there is no picture before the first answer."""
-    before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", row_turns(row)))
+    turns = row_turns(row)
+    before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", turns))
     messages = to_messages({**row, "conversations": before_answer})
     parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
     images = open_images(row)[: len(parts)]
     for part, image in zip(parts, images, strict=True):
         part["image"] = image
-    return Question(row["source"], fingerprint(images), messages) if images else None
+    answer = "".join(turn["value"].strip() for turn in turns[len(before_answer) :][:1])
+    return Question(row["source"], fingerprint(images), messages, images[0], answer) if images else None
 
 
 def fingerprint(images: Iterable[Image.Image]) -> str:

@@ -1,7 +1,7 @@
 """Norms on the way into the decoder, how its layers turn tokens, attention to the picture, the projector's norm.
 
 Sources: "The Unseen Bias" (arXiv 2512.08374), Tables 1 to 3 and 5, Fig. 1b, 3 to 5, App. G. Every measure returns rows
-of [`~diagnostics.table`].
+of [`~diagnostics.table`], and is defined on the report's page.
 """
 
 from collections.abc import Sequence
@@ -17,35 +17,6 @@ from diagnostics.norms import text_norm_target, vocabulary_norms
 from diagnostics.parts import find_norm
 from diagnostics.probe import Record
 from diagnostics.table import make_rows, ratio_rows
-
-
-DEFINITIONS = {
-    "encoder_output": "mean L2 norm of the vision encoder's last hidden states, class token included; the output of a "
-    "merger inside the encoder counts as projector_output",
-    "projector_input": "the same at the projector's input: from the encoder layer that the model reads, after any "
-    "cropping or merging of tokens before the projector",
-    "projector_output": "the same at the projector's output",
-    "at_decoder": "the same of visual and of ordinary text tokens that enter the decoder's first layer",
-    "in_prompt": "the same of the embedding layer's output for the prompt's ordinary text tokens, times what the "
-    "decoder multiplies all that enters it by (Granite's embedding_multiplier)",
-    "vocabulary": "the same for every token of the vocabulary, all-zero rows left out: T (eq. 11)",
-    "ratio": "at_decoder, visual over text; `ratio_to_vocabulary` is over T",
-    "norm": "mean L2 norm of the hidden states that enter each layer; the last value is the last layer's output, "
-    "before the decoder's final norm",
-    "norm_ratio": "norm of visual tokens over that of text tokens",
-    "turning": "1 - cosine between a layer's input and its output; 0 means that the token does not turn",
-    "gap": "cosine of visual tokens minus that of text tokens, paired within each sample; above 0, visual tokens turn "
-    "more slowly",
-    "update_ratio": "norm of a layer's whole residual update over the norm of its input, ‖u‖/‖h‖",
-    "update_cosine": "cosine between a layer's input and the update, cos(u, h)",
-    "attention": "share of the attention that falls on visual tokens, mean over heads and queries: the last ordinary "
-    "text tokens after the last picture, 15 at most, and the position that the answer begins from",
-    "attention_even": "the same for uniform attention over all tokens that the mask allows",
-    "without_sinks": "the same two without sink, special and newline tokens among the keys, renormalised to sum to 1",
-    "gain_l2": "L2 norm of the gain of the norm after the projector; `bias_l2` of its bias. Visual tokens leave it "
-    "with √(gain_l2² + bias_l2²), if the normalised coordinates have mean square 1 each and mean 0 over tokens",
-    "gain_drift": "L2 norm of the gain minus its value when the model was composed: T/√d, or 1 without alignment",
-}
 
 
 def measure_all(model: PreTrainedModel, records: Sequence[Record]) -> pd.DataFrame:

@@ -15,14 +15,9 @@ def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def embedding_norms(embeddings: nn.Module, num_embeddings: int, chunk_size: int = 8192) -> torch.Tensor:
-    """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id.
+    """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id, `chunk_size` at a time.
 
     The layer is called instead of reading its weight, because some decoders (Gemma) scale the embeddings.
-
-    Args:
-        embeddings: What `model.get_input_embeddings()` returns.
-        num_embeddings: Number of rows of the embedding.
-        chunk_size: Ids per call; bounds the memory.
     """
     device = next(embeddings.parameters()).device
     if device.type == "meta":  # offloaded: accelerate takes ids from anywhere

@@ -9,20 +9,10 @@ from transformers import PreTrainedModel
 
 # Names of the module that projects the vision encoder's features to the decoder's width.
 PROJECTORS = (
-    "multi_modal_projector",
-    "mm_projector",
-    "connector",
-    "merger",
-    "patch_merger",
-    "visual_embeddings_table",
-    "language_projection",
-    "aligner",
-    "vision_projection",
-    "projector",
-    "resampler_model",
-    "embed_vision",
+    "multi_modal_projector", "mm_projector", "connector", "merger", "patch_merger", "visual_embeddings_table",
+    "language_projection", "aligner", "vision_projection", "projector", "resampler_model", "embed_vision",
     "vision_embed_tokens",
-)
+)  # fmt: skip
 THIRDS = ("first third", "middle third", "last third")
 # Names of the groups if a decoder has fewer than three layers.
 FEW = {1: ("only layer",), 2: ("first layer", "last layer")}

@@ -14,6 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
+from diagnostics.sweep import CONTROLS, SCALED
 from diagnostics.table import Summary
 
 
@@ -48,15 +49,14 @@ STYLE: Any = {
     "text.parse_math": False,  # names and questions hold dollars
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
-# Names of the report's figures, with captions; a report may lack some.
-FIGURES = {
-    "overview": "Norm of visual and text tokens, how far each layer turns them, and the share of the text's attention "
-    "that falls on the picture (dotted: if it were uniform). Lines are means over pictures, bands 95% intervals.",
-    "layers": "Left: norm of visual tokens over that of text, at the input of each layer and after the last. Right: "
-    "cosine of visual tokens minus that of text; above 0, visual tokens turn more slowly.",
-    "keys": "How far apart visual and text tokens are, as keys and as values; dotted: 95% of random halves of the "
-    "pictures within a modality. Compare a curve with its own halves, not with another model's curve.",
-    "tsne": "t-SNE of one layer's keys; distances mean nothing.",
+# Names of the report's figures, whose captions are in its template; a report may lack some.
+FIGURES = ("overview", "sweep", "layers", "keys", "tsne")
+# Panels of the sweep: measure, modality and title, and the controls that are drawn.
+RESPONSES = {
+    ("named", "", "right answer is likeliest"): CONTROLS,
+    ("loss", "", "loss of the right answer"): (SCALED, "blank", "another's"),
+    ("kl", "", "KL of the answer to today's"): CONTROLS,
+    ("turning, layer 1", "visual", "turning in layer 1"): (SCALED,),
 }
 
 
@@ -172,9 +172,31 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
     return figure
 
 
-def draw_figures(models: Mapping[str, Summary], placed: Mapping[str, Placed]) -> dict[str, Figure]:
+@styled
+def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
+    """What visual tokens of other lengths change, from summaries by dose and control; a row for each model."""
+    figure, axes = _rows_of_axes(models, len(RESPONSES))
+    figure.set_size_inches(1.5 * WIDTH, 0.3 + 2.4 * len(models))
+    for row, points in zip(axes, models.values(), strict=True):
+        marks = [points[1.0, SCALED].look(mark) for mark in ("length", "attention_update", "mlp_update")]
+        lengths = [mark.mean for mark in marks if mark]
+        for axis, ((measure, modality, title), controls) in zip(row, RESPONSES.items(), strict=True):
+            for control, style in zip(controls, MODELS, strict=False):
+                found = {dose: of.look(measure, modality) for (dose, kind), of in points.items() if kind == control}
+                means = [{"length": dose * lengths[0]} | of._asdict() for dose, of in found.items() if of]
+                if means:
+                    draw_curve(axis, pd.DataFrame(means), "length", label=control or "multiplied", **style)
+            for length, colour in zip(lengths, (INK, FAINT, FAINT), strict=False):
+                axis.axvline(length, color=colour, linewidth=0.6, linestyle=":", zorder=0)
+            axis.set(ylabel=title, xlabel="norm over text's", xscale="log")
+    return _with_legends(figure, axes)
+
+
+def draw_figures(models: Mapping[str, Summary], placed: Mapping[str, Placed], swept: Any = None) -> dict[str, Figure]:
     """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them."""
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
+    if swept:
+        figures["sweep"] = draw_sweep(swept)
     if placed:
         figures |= {"keys": draw_keys({name: models[name] for name in placed}), "tsne": draw_tsne(placed)}
     return figures
@@ -230,8 +252,8 @@ def _choose_ticks(axis: Axes) -> None:
     """Integer ticks for layers; a few round numbers for log axes, whatever the range."""
     if axis.lines:
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if axis.get_yscale() == "log":
-        low, high = axis.get_ylim()
-        axis.yaxis.set_major_locator(MaxNLocator(5) if high < 10 * low else LogLocator())
-        axis.yaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for ticks, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
+        if ticks.get_scale() == "log":
+            ticks.set_major_locator(MaxNLocator(5) if high < 10 * low else LogLocator(numticks=5))
+            ticks.set_minor_locator(NullLocator())
+            ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

@@ -127,7 +127,7 @@ class Probe:
         if place == "decoder":
             self._check_entrance(features)
             self._tokens = find_newlines(self._model, features[0], self._tokens)
-        else:
+        elif not place.endswith("_mlp"):
             real = self._inputs.get("pixel_attention_mask")
             if place == "encoder_output" and real is not None and real.shape == features.shape[:-1]:
                 features = features[real.bool().to(features.device)]  # without the patches that pad a tile (LFM2-VL)

@@ -4,16 +4,15 @@ import base64
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, Template
 
-from diagnostics import keys, measures
+from diagnostics import keys
 from diagnostics.parts import layer_groups
-from diagnostics.plots import FIGURES
-from diagnostics.table import Estimate, Summary, subtract, summarize, with_means
+from diagnostics.table import Estimate, Summary, by_dose, subtract, summarize, with_means
 from diagnostics.tokens import SINK_FACTOR
 
 
@@ -41,6 +40,7 @@ class ModelReport:
         excluded: Number of excluded tokens by reason.
         notes: What could not be recorded, and why.
         summary: The numbers.
+        sweep: What a sweep found, in sentences.
         weights: [`~conversations.files.fingerprint`] of the weights; `None` if they are not in a local folder.
     """
 
@@ -54,6 +54,7 @@ class ModelReport:
     excluded: dict[str, int]
     notes: list[str]
     summary: Summary
+    sweep: list[str] = field(default_factory=list)
     weights: str | None = None
 
 
@@ -103,7 +104,13 @@ def sentences(model: ModelReport) -> list[str]:
     """One model's main results."""
     thirds = list(layer_groups(model.num_layers))
     text = _template("sentences.jinja").render(model=model, summary=model.summary, thirds=thirds)
-    return [line.strip() for line in text.splitlines() if line.strip()]
+    return [*filter(None, map(str.strip, text.splitlines())), *model.sweep]
+
+
+def tell_sweep(rows: pd.DataFrame) -> list[str]:
+    """The main results of one model's rows of [`~diagnostics.comparison.sweep_model`]."""
+    text = _template("sweep.jinja").render(points=by_dose(rows))
+    return [*filter(None, map(str.strip, text.splitlines()))]
 
 
 def measured_on(report: Report) -> str:
@@ -150,8 +157,7 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
         chapters=CHAPTERS,
         tables={title: of.to_html(border=0) for title, of in make_tables(report.models, rows).items()},
         images=images,
-        captions=FIGURES,
-        definitions={"Norms, turning, attention": measures.DEFINITIONS, "Keys and values": keys.DEFINITIONS},
+        keys=keys,
         sink_factor=SINK_FACTOR,
     )
 

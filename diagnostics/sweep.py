@@ -1,5 +1,6 @@
-"""Multiplies visual tokens where they enter the decoder, nothing else changed, and measures what that does."""
+"""Multiplies visual tokens where they enter the decoder, with controls that tell what it is that length changes."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,24 +10,46 @@ from transformers import PreTrainedModel
 from diagnostics.hooks import InterfaceHooks
 
 
+# Beside multiplying: all other tokens divided instead; what was added to the tokens taken out again after layer 1.
+SCALED, DIVIDED, TAKEN_OUT = CONTROLS = ("", "text divided", "taken out again")
+
+
 @contextmanager
-def scaled(model: PreTrainedModel, is_visual: torch.Tensor, scale: float) -> Iterator[None]:
+def scaled(model: PreTrainedModel, is_visual: torch.Tensor, scale: float, control: str = SCALED) -> Iterator[None]:
     """Multiply visual tokens by `scale` where they enter the decoder's first layer, in every pass over the sample.
 
     Passes of another length, such as those over new tokens with a cache, are left alone: the cache holds what the
     scaled tokens became. At a scale of 1 nothing changes, bit for bit.
 
     Args:
-        model: The model. The hook goes when the context is left.
+        model: The model. The hooks go when the context is left.
         is_visual: Positions of the visual tokens in the sample, `(S,)` or `(1, S)`.
         scale: The factor.
+        control: What to do instead, one of `CONTROLS`.
     """
-    factors = torch.where(is_visual, scale, 1.0)[..., None]  # [(1,) S, 1]
+    mask = is_visual.reshape(-1, 1).to(model.device)  # [S, 1]
+    entered = torch.empty(0)
 
-    def see(place: str, features: torch.Tensor) -> torch.Tensor | None:
-        if place != "decoder" or features.shape[1] != is_visual.shape[-1]:
+    def see(place: str, states: torch.Tensor) -> torch.Tensor | None:
+        nonlocal entered
+        if scale == 1 or states.shape[1] != len(mask):
             return None
-        return (features * factors.to(features.device)).to(features.dtype)
+        if place == "decoder":
+            is_changed, factor = (~mask, 1 / scale) if control == DIVIDED else (mask, scale)
+            entered = torch.where(is_changed, states * factor, states)
+            return entered
+        if place == "after_mlp" and control == TAKEN_OUT:
+            return torch.where(mask, states - (1 - 1 / scale) * entered, states)
+        return None
 
     with InterfaceHooks(model, see):
         yield
+
+
+def update_norms(states: dict[str, torch.Tensor], is_visual: torch.Tensor) -> list[float]:
+    """Norms of what [`InterfaceHooks`] saw of a sample in layer 1: of what enters, of what attention adds, of what the
+    MLP adds, means over visual tokens; without a norm before the MLP, of what both add instead."""
+    places = (place for place in ("decoder", "before_mlp", "after_mlp") if place in states)
+    stages = [states[place][0, is_visual].float() for place in places]
+    norms = [stages[0], *(after - before for before, after in itertools.pairwise(stages))]
+    return [of.norm(dim=-1).mean().item() for of in norms]

@@ -22,7 +22,7 @@ LEVEL = 0.95
 # the measure is no mean over pictures; then a row without a picture holds the value over all of them.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
 # Measures by layer that are also given for thirds of the layers.
-BY_THIRD = ("gap", "norm_ratio")
+BY_THIRD = ("gap", "norm_ratio", "turning")
 
 
 class Estimate(NamedTuple):
@@ -34,18 +34,12 @@ class Estimate(NamedTuple):
 
 
 def make_rows(
-    measure: str,
-    values: Any = (),
-    modality: str = "",
-    layers: Sequence[int] | None = None,
-    whole: Any = None,
+    measure: str, values: Any = (), modality: str = "", layers: Sequence[int] | None = None, whole: Any = None
 ) -> pd.DataFrame:
     """Rows of one measure.
 
     Args:
-        measure: Its name.
         values: By picture, `(num_pictures,)`, or with `layers` `(num_pictures, num_layers)`.
-        modality: Of the tokens.
         layers: Layer numbers of a measure by layer.
         whole: The value over all pictures, a number or `(num_layers,)`, of a measure that is no mean over pictures.
     """
@@ -76,11 +70,7 @@ def ratio_rows(
 
 
 def jackknife_rows(
-    measure: str,
-    whole: np.ndarray,
-    without: np.ndarray,
-    modality: str = "",
-    layers: Sequence[int] | None = None,
+    measure: str, whole: np.ndarray, without: np.ndarray, modality: str = "", layers: Sequence[int] | None = None
 ) -> pd.DataFrame:
     """Rows of any statistic: `whole` of all pictures, a number or `(num_layers,)`, and `without` each picture once,
     `(num_pictures,)` or `(num_pictures, num_layers)`."""
@@ -127,6 +117,12 @@ def subtract(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
     """Rows of the second model minus those of the first, paired: both are of the same pictures in the same order."""
     pairs = first.merge(second, on=COLUMNS[:-1], suffixes=("_first", "_second"))
     return pairs.assign(value=pairs["value_second"] - pairs["value_first"])[COLUMNS]
+
+
+def by_dose(rows: pd.DataFrame) -> dict[tuple[float, str], "Summary"]:
+    """Summaries of one model's rows with the columns `dose` and `control`, by these."""
+    groups = rows.groupby(["dose", "control"])
+    return {key: Summary.of(of.drop(columns=["model", "dose", "control"], errors="ignore")) for key, of in groups}
 
 
 @dataclass(frozen=True)

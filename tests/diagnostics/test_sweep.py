@@ -1,0 +1,158 @@
+"""A sweep of visual norms, beside multiplying the decoder's input by hand and beside plain passes."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoProcessor, PreTrainedModel
+
+import families
+from diagnostics import measure, sweep
+from diagnostics.__main__ import main
+from diagnostics.answers import ask, encode, likeliest
+from diagnostics.comparison import ask_at_doses
+from diagnostics.loading import load_model, load_questions
+from diagnostics.parts import find_decoder
+
+
+@contextmanager
+def by_hand(model: PreTrainedModel, mask: torch.Tensor, scale: float) -> Iterator[None]:
+    """Multiply what the language model is given at a mask's positions, `(S,)`, in front of all of its layers."""
+
+    def multiply(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        factors = torch.where(mask, scale, 1.0)[:, None]
+        return args, kwargs | {"inputs_embeds": kwargs["inputs_embeds"] * factors}
+
+    handle = model.get_decoder().register_forward_pre_hook(multiply, with_kwargs=True)
+    yield
+    handle.remove()
+
+
+def first_layer(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What enters and leaves the decoder's first layer, `(S, hidden_size)` each."""
+    seen: list[torch.Tensor] = []
+    layer = find_decoder(model).layers[0]
+    handle = layer.register_forward_hook(lambda _, args, output: seen.extend([args[0][0], output[0]]))
+    model(**sample)
+    handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["normllava", "llava_next", "qwen2_5_vl", "gemma3", "cohere2_vision", "lfm2_vl"])
+@torch.no_grad()
+def test_scaling_equals_multiplying_by_hand(name: str) -> None:
+    model, sample = families.build(name), families.inputs(name)
+    visual = sample["input_ids"][0] == families.IMAGE
+    plain = model(**sample).logits
+    for control in sweep.CONTROLS:
+        with sweep.scaled(model, visual, 1.0, control):
+            assert torch.equal(model(**sample).logits, plain)
+    for control, mask, factor in (("", visual, 3.0), (sweep.DIVIDED, ~visual, 1 / 3)):
+        with by_hand(model, mask, factor):
+            expected = model(**sample).logits
+        with sweep.scaled(model, visual[None], 3.0, control):
+            found = model(**sample).logits
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert not torch.allclose(found, plain, atol=1e-4)
+    with sweep.scaled(model, visual, 3.0):
+        _, multiplied = first_layer(model, sample)
+    with sweep.scaled(model, visual, 3.0, sweep.TAKEN_OUT):
+        _, left = first_layer(model, sample)
+    entered, _ = first_layer(model, sample)
+    assert torch.allclose(left, torch.where(visual[:, None], multiplied - 2 * entered, multiplied), atol=1e-5)
+    assert torch.equal(model(**sample).logits, plain)
+
+
+@torch.no_grad()
+def test_the_likeliest_answer_under_a_dose(model: PreTrainedModel, composed: Any, picture: Image.Image) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    model.lm_head.weight *= 20
+    words = ["a", "ab", "b", "cat", "car", "cart", "dog", "zebra", "zoo", "x", "no"]
+    answers = [processor.tokenizer(f"{word}<|im_end|>", add_special_tokens=False).input_ids for word in words]
+    for scale in (0.1, 30.0):
+        inputs = encode(processor, [ask("What is this?", picture)])
+        visual = inputs["input_ids"] == model.config.image_token_id
+        with sweep.scaled(model, visual, scale):
+            found = likeliest(model, inputs, answers)
+        scores = [-loss_by_hand(model, inputs, tokens, scale) * len(tokens) for tokens in answers]
+        assert scores[found] == pytest.approx(max(scores), abs=1e-4)
+
+
+def loss_by_hand(model: PreTrainedModel, inputs: Any, tokens: list[int], scale: float) -> float:
+    """Mean loss of an answer in one pass over all of it."""
+    ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)
+    with by_hand(model, ids[0] == model.config.image_token_id, scale):
+        logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0, -len(tokens) - 1 : -1]
+    return torch.nn.functional.cross_entropy(logits.double(), torch.tensor(tokens)).item()
+
+
+@pytest.fixture
+def data(tmp_path: Path, picture: Image.Image) -> Path:
+    """Three pictures with the same question and two different answers."""
+    rows = []
+    for turn, answer in enumerate(("cat", "dog", "cat")):
+        picture.rotate(90 * turn).save(tmp_path / f"{turn}.png")
+        turns = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": answer}]
+        rows.append({"image": f"{turn}.png", "conversations": turns})
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    return tmp_path / "rows.json"
+
+
+@torch.no_grad()
+def test_measures_of_a_sweep(model: PreTrainedModel, composed: Callable[..., Path], data: Path) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    model.lm_head.weight *= 20
+    measured = measure(model, processor, data, sweep=True)
+    rows = measured.swept.set_index(["measure", "control", "dose", "picture"])["value"].sort_index()
+    own, blank = Image.open(data.with_name("1.png")).convert("RGB"), Image.new("RGB", (40, 30), "white")
+    dog = processor.tokenizer("dog<|im_end|>", add_special_tokens=False).input_ids
+    for control, image, dose in (("", own, 1.0), ("", own, 10.0), ("blank", blank, 10.0)):
+        inputs = encode(processor, [ask("what is it?", image)])
+        assert rows["loss", control, dose, 1].item() == pytest.approx(loss_by_hand(model, inputs, dog, dose), abs=1e-4)
+    assert set(rows["named", ""]) <= {0, 1}
+    assert rows["kl", "", 1.0].abs().max() < 1e-6 < rows["kl", "", 30.0].min()
+    assert rows["changed", "", 1.0].max() == 0
+    change = rows["loss", "", 30.0] - rows["loss", "", 1.0]
+    assert rows["loss_change", "", 30.0].to_numpy() == pytest.approx(change.to_numpy())
+    doses = rows["kl", ""].index.get_level_values("dose").unique()
+    assert 1 / rows["length", "", 1.0].mean() == pytest.approx(sorted(doses, key=lambda dose: abs(dose - 1))[1])
+    # What layer 1 adds is what its two parts return.
+    layer, seen = find_decoder(model).layers[0], {}
+    inputs = encode(processor, [ask("what is it?", own)])
+    visual = inputs["input_ids"][0] == model.config.image_token_id
+    layer.self_attn.register_forward_hook(lambda _, args, output: seen.update(attention=output[0]))
+    layer.mlp.register_forward_hook(lambda _, args, output: seen.update(mlp=output))
+    layer.register_forward_pre_hook(lambda _, args: seen.update(length=args[0]))
+    model(**inputs)
+    norms = {part: of[0, visual].norm(dim=-1).mean().item() for part, of in seen.items()}
+    for part in ("attention", "mlp"):
+        found = rows[f"{part}_update", "", 1.0, 1].item() / rows["length", "", 1.0, 1].item()
+        assert found == pytest.approx(norms[part] / norms["length"], rel=1e-4)
+
+
+def test_a_short_answer_has_not_changed(always_a: Callable[..., Path], data: Path) -> None:
+    model, processor = load_model(str(always_a()))
+    rows = ask_at_doses(model, processor, load_questions(data, 2).questions, 0, [1.0])
+    assert {value for measure, value, *_ in rows if measure == "changed"} == {0}
+
+
+@pytest.mark.parametrize("with_answers", [True, False])
+def test_the_command(
+    with_answers: bool, composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    out, source = tmp_path / "report", data if with_answers else tmp_path
+    options = ["--model", composed(), "--data", source, "--output_dir", out, "--sweep", "--num_samples", 3]
+    monkeypatch.setattr(sys, "argv", ["diagnostics", *map(str, options)])
+    main()
+    page, rows = (out / "report.html").read_text(), pd.read_csv(out / "sweep.csv")
+    assert (out / "figures/sweep.png").exists()
+    assert ("named" in set(rows["measure"])) == with_answers
+    assert ("Rows without answers tell only what changes" in page) != with_answers
+    assert "Visual tokens enter at " in page.split("<h2>")[0]

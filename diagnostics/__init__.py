@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from diagnostics.comparison import Comparison, compare, measure
+    from diagnostics.comparison import Comparison, compare, measure, sweep
 
-__all__ = ["Comparison", "compare", "measure"]
+__all__ = ["Comparison", "compare", "measure", "sweep"]
 
 
 def __getattr__(name: str) -> Any:

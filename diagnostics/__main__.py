@@ -18,12 +18,11 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from transformers import AutoProcessor, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
-from conversations.files import weights_fingerprint
+from conversations.files import folder_or_id, weights_fingerprint
 from diagnostics.comparison import measure_models
+from diagnostics.console import command
 from diagnostics.loading import add_arguments, load_model, model_options, read_questions
-from diagnostics.parts import DiagnosticsError
 
 
 logger = logging.getLogger(__name__)
@@ -40,11 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--names", nargs="+", help="their names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
-    add(
-        "--sweep",
-        action="store_true",
-        help="also multiply visual tokens by 0.03 to 30: does their length matter here?",
-    )
+    add("--sweep", action="store_true", help="also multiply visual tokens by 0.03 to 30: does length matter here?")
     args = parser.parse_args()
     args.names = args.names or args.model
     if len(args.names) != len(args.model):
@@ -56,19 +51,19 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Exit with one line that names the model if it can't be loaded."""
+    """Raise `ValueError` of one line that names the model if it can't be loaded."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
         # the first line only: transformers goes on to list all its classes
-        raise SystemExit(f"--model {path}: {str(error).strip().splitlines()[0]}") from error
+        raise ValueError(f"--model {path}: {str(error).strip().splitlines()[0]}") from error
 
 
 def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, Any]]:
     """Name, model and processor, one after the other; no reference is kept here."""
     for path in args.model:  # before hours of measuring the first one
         with naming(path):
-            AutoProcessor.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+            AutoProcessor.from_pretrained(folder_or_id(path), trust_remote_code=args.trust_remote_code)
     for path, name in zip(args.model, args.names, strict=True):
         with naming(path):
             loaded = load_model(path, **model_options(args))
@@ -76,20 +71,15 @@ def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel
         del loaded
 
 
+@command()
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    transformers_logging.set_verbosity_error()
-    logging.getLogger("fontTools").setLevel(logging.WARNING)  # it logs every font table of a PDF
     plt.switch_backend("agg")
     args = parse_arguments()
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    command = "python -m diagnostics " + shlex.join(sys.argv[1:])
-    try:
-        models, questions, data = load_models(args), read_questions(args), Path(args.data).name
-        measured = measure_models(models, questions, data, args.layers, command, args.sweep)
-    except DiagnosticsError as error:
-        raise SystemExit(f"--model {error}") from error
+    given = "python -m diagnostics " + shlex.join(sys.argv[1:])
+    models, questions, data = load_models(args), read_questions(args), Path(args.data).name
+    measured = measure_models(models, questions, data, args.layers, given, args.sweep)
     sources = zip(measured.report.models, args.model, strict=True)
     reports = [replace(model, weights=weights_fingerprint(Path(source))) for model, source in sources]
     measured = replace(measured, report=replace(measured.report, models=reports))

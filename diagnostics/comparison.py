@@ -18,18 +18,18 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import BatchFeature, PreTrainedModel
 
-from conversations.files import write_whole
+from conversations.files import fresh_folder, write_whole
 from diagnostics.answers import GREEDY, distributions, likeliest, read
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
 from diagnostics.loading import QUESTION, Message, Question, Questions, ask_about, load_questions
 from diagnostics.measures import measure_all, measure_attention, measure_layers
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
-from diagnostics.plots import FIGURES, Placed, draw_figures
+from diagnostics.plots import Placed, draw_figures
 from diagnostics.plots import save as save_figure
 from diagnostics.probe import Probe, Record
 from diagnostics.report import ModelReport, Report, measured_on, render_html, sentences, tell_sweep
-from diagnostics.sweep import CONTROLS, SCALED, scaled, update_norms
+from diagnostics.scaling import CONTROLS, SCALED, scaled, update_norms
 from diagnostics.table import Summary, by_dose, make_rows
 from diagnostics.tokens import Inputs, classify_sample, token_ids
 
@@ -57,7 +57,9 @@ class Comparison:
     swept: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def __str__(self) -> str:
-        of_models = [f"{model.name}: {text}" for model in self.report.models for text in sentences(model)]
+        of_models = [
+            f"{model.name}: {text}" for model in self.report.models for text in [*sentences(model), *model.sweep]
+        ]
         return "\n".join([measured_on(self.report), *of_models])
 
     def frame(self) -> pd.DataFrame:
@@ -74,11 +76,7 @@ class Comparison:
         """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `sweep.csv`, and below
         `figures/` all figures as PNG and PDF."""
         folder = Path(folder)
-        drawn = folder / "figures"
-        drawn.mkdir(parents=True, exist_ok=True)
-        for name in FIGURES:  # of an earlier report
-            for suffix in ("png", "pdf"):
-                (drawn / f"{name}.{suffix}").unlink(missing_ok=True)
+        drawn = fresh_folder(folder / "figures")
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
         if len(self.swept):
@@ -99,6 +97,11 @@ def measure(
 ) -> Comparison:
     """Every measure of one model. Options are those of [`compare`]."""
     return compare({name: (model, processor)}, data, **options)
+
+
+def sweep(model: PreTrainedModel, processor: Any, data: Any, **options: Any) -> Comparison:
+    """[`measure`] that also multiplies visual tokens, as [`sweep_model`] does."""
+    return measure(model, processor, data, sweep=True, **options)
 
 
 def compare(

@@ -14,10 +14,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from transformers.utils import logging as transformers_logging
 
 from conversations.files import write_whole
 from diagnostics.comparison import record_questions
+from diagnostics.console import command
 from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
 from diagnostics.measures import measure_all
 from diagnostics.plots import draw_dynamics, save
@@ -67,10 +67,9 @@ def _measure_checkpoint(name: str, questions: Sequence[Question], **options: Any
     return measure_all(model, record_questions(model, processor, questions, (), name))
 
 
+@command()
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    transformers_logging.set_verbosity_error()
     plt.switch_backend("agg")
     parser = argparse.ArgumentParser(prog="python -m diagnostics.dynamics", description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, help="output_dir of a training run")
@@ -78,10 +77,7 @@ def main() -> None:
     add_arguments(parser, num_samples=16)
     args = parser.parse_args()
     questions = read_questions(args).questions
-    try:
-        table = measure_run(args.run, questions, args.start, **model_options(args))
-    except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(str(error)) from error
+    table = measure_run(args.run, questions, args.start, **model_options(args))
     points = {step: Summary.of(rows.drop(columns=["step", "measured_as"])) for step, rows in table.groupby("step")}
     save(draw_dynamics(points), args.run / "dynamics.png")
     logger.info("%d steps in %s, drawn in %s", len(points), args.run / FILE, args.run / "dynamics.png")

@@ -17,7 +17,7 @@ import modeling_normllava  # noqa: F401 - registers the classes with the auto cl
 from conversations.loading import load_rows
 from conversations.pictures import open_images, to_rgb
 from conversations.rows import BadRowError, Row, check_row, row_turns, to_messages
-from diagnostics.parts import NoVisualTokensError, find_decoder, image_token_id
+from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def load_model(
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
 
     Raises:
-        NoVisualTokensError: if the model has no visual tokens.
+        DiagnosticsError: if the model has no visual tokens.
         OSError, ValueError, ImportError: if it can't be loaded, or needs a package that is missing.
     """
     processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
@@ -113,13 +113,13 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
-    """[`load_questions`] with the command line's options; exits with the reason if there are none."""
+    """[`load_questions`] with the command line's options. Raises `ValueError` if there are none."""
     if args.question is not None and not _is_of_pictures(Path(args.data)):
-        raise SystemExit(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
+        raise ValueError(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
     try:
         return load_questions(args.data, args.num_samples, args.question or QUESTION, args.image_folder, args.split)
     except (ValueError, OSError) as error:
-        raise SystemExit(f"--data: {error}") from error
+        raise ValueError(f"--data: {error}") from error
 
 
 def load_questions(
@@ -151,7 +151,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
     """The first rows that have a new picture before their first answer, at most `num_samples`.
 
     Rows that can't be read, malformed or with a broken or missing picture, are skipped with a warning. Raises
-    `NoVisualTokensError`, which names the rows as `data`, if none is left.
+    `DiagnosticsError`, which names the rows as `data`, if none is left.
     """
     taken: dict[str, Question] = {}  # by fingerprint of the picture
     unreadable: list[str] = []
@@ -172,7 +172,7 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
             taken.setdefault(question.picture, question)
     if not taken:
         reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
-        raise NoVisualTokensError(
+        raise DiagnosticsError(
             f"{data} has no pictures to ask about ({passed_over} rows without one before the first answer). Give "
             f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
         )
@@ -192,7 +192,7 @@ def ask_about(pictures: Iterable[Image.Image], question: str, num_samples: int) 
         asked = Question(f"picture {number}", fingerprint([image]), [{"role": "user", "content": content}], image)
         taken.setdefault(asked.picture, asked)
     if not taken:
-        raise NoVisualTokensError("There are no pictures to ask about.")
+        raise DiagnosticsError("There are no pictures to ask about.")
     return Questions([*taken.values()], 0, [])
 
 

@@ -4,7 +4,6 @@ Source: "The Unseen Bias" (arXiv 2512.08374), Table 1 and eq. 11.
 """
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -14,22 +13,17 @@ def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def embedding_norms(embeddings: nn.Module, num_embeddings: int, chunk_size: int = 8192) -> torch.Tensor:
-    """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id, `chunk_size` at a time.
+def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
+    """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id.
 
     The layer is called instead of reading its weight, because some decoders (Gemma) scale the embeddings.
     """
+    embeddings = model.get_input_embeddings()
     device = next(embeddings.parameters()).device
     if device.type == "meta":  # offloaded: accelerate takes ids from anywhere
         device = torch.device("cpu")
-    chunks = torch.arange(num_embeddings, device=device).split(chunk_size)
+    chunks = torch.arange(embeddings.num_embeddings, device=device).split(8192)  # bounds the memory
     return torch.cat([token_norms(embeddings(ids[None])[0]).cpu() for ids in chunks])
-
-
-def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
-    """[`embedding_norms`] of a model, `(num_embeddings,)`."""
-    embeddings = model.get_input_embeddings()
-    return embedding_norms(embeddings, embeddings.num_embeddings)
 
 
 def text_norm_target(norms: torch.Tensor) -> float:

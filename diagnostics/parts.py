@@ -22,10 +22,6 @@ class DiagnosticsError(ValueError):
     """This model can't be measured as requested on this data; the message says why and what to do."""
 
 
-class NoVisualTokensError(DiagnosticsError):
-    """The model or the data has no visual tokens."""
-
-
 def find_encoder(model: PreTrainedModel) -> nn.Module | None:
     """The vision encoder, or `None` if the model names none."""
     encoder = model.get_encoder(modality="image")
@@ -54,16 +50,11 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(getattr(module, "layers", None), nn.ModuleList)
     ]
     if not named:
-        raise DiagnosticsError(
-            f"{type(model).__name__} can't be measured: its decoder, {type(model.get_decoder()).__name__}, has no "
-            "`layers`."
-        )
+        raise DiagnosticsError(f"{type(model).__name__} can't be measured: its decoder has no `layers`.")
     decoder = min(named, key=lambda entry: entry[0])[1]
     if model.config.is_encoder_decoder or decoder.config.is_encoder_decoder:
-        raise NoVisualTokensError(
-            f"{type(model).__name__} has no visual tokens: its pictures enter a text encoder, and reach its decoder "
-            "by cross-attention."
-        )
+        name = type(model).__name__
+        raise DiagnosticsError(f"{name} has no visual tokens: pictures reach its decoder by cross-attention.")
     return decoder
 
 
@@ -79,7 +70,4 @@ def image_token_id(model: PreTrainedModel) -> int:
         token = getattr(model.config, name, None)
         if token is not None:
             return token
-    raise NoVisualTokensError(
-        f"{type(model).__name__} has no visual tokens: its config names no image_token_id. The diagnostics are "
-        "for models that put a picture's features among the decoder's input tokens."
-    )
+    raise DiagnosticsError(f"{type(model).__name__} has no visual tokens: its config names no image_token_id.")

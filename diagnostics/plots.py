@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from diagnostics.sweep import CONTROLS, SCALED
+from diagnostics.scaling import CONTROLS, SCALED
 from diagnostics.table import Summary
 
 
@@ -112,7 +112,7 @@ def draw_gaps(models: Mapping[str, Summary]) -> Figure:
     figure, axes = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
     for number, (name, of) in enumerate(models.items()):
         for axis, measure in zip(axes, ("norm_ratio", "gap"), strict=True):
-            draw_curve(axis, of.curve(measure), label=plain(name, 40), **MODELS[number % len(MODELS)])
+            draw_curve(axis, of.curve(measure), label=name[-40:], **MODELS[number % len(MODELS)])
     axes[0].set(ylabel="norm, visual over text", yscale="log", xlabel="layer")
     axes[1].set(ylabel="cosine, visual − text", xlabel="layer")
     for axis, level in zip(axes, (1, 0), strict=True):
@@ -146,7 +146,7 @@ def draw_tsne(models: Mapping[str, Placed]) -> Figure:
         for (modality, colour), of, marker in zip(MODALITY_COLOURS.items(), points, "o^", strict=True):
             axis.scatter(*of.T, s=7, color=colour, marker=marker, linewidth=0, alpha=0.8, label=modality)
         axis.set(xticks=[], yticks=[], xlabel=f"layer {layer}")
-        _set_title(axis, plain(name, 30))
+        _set_title(axis, name[-30:])
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
     return figure
 
@@ -208,18 +208,12 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=160)
 
 
-def plain(text: str, length: int) -> str:
-    """Text of models and data as a label: without unprintable characters, and cut to `length`."""
-    shown = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    return shown if len(shown) <= length else shown[: length - 1] + "…"
-
-
 def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
     """A row of axes for each name, over layers."""
     size = (WIDTH, 0.2 + 1.8 * len(names))
     figure, axes = plt.subplots(len(names), columns, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(axes, names, strict=True):
-        _set_title(row[0], plain(name, 80))
+        _set_title(row[0], name[-80:])
         row[0].margins(x=0.02)
     for axis in axes[-1]:
         axis.set_xlabel("layer")

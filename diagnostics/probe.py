@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from diagnostics.attention_call import AttentionCalls
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
-from diagnostics.parts import DiagnosticsError, NoVisualTokensError, find_decoder, image_token_id
+from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 from diagnostics.tokens import Inputs, Tokens, find_newlines, find_sinks
 
 
@@ -146,7 +146,7 @@ class Probe:
         placeholder = self._model.get_input_embeddings()(token)[0].to(embeddings)
         visual = embeddings[0, self._tokens.visual]
         if torch.equal(visual, placeholder.expand(len(visual), -1)):
-            raise NoVisualTokensError(
+            raise DiagnosticsError(
                 f"{type(self._model).__name__} has no visual tokens: at a picture's positions its decoder gets "
                 "the embedding of a placeholder, so pictures reach it another way, such as cross-attention."
             )

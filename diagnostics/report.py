@@ -104,7 +104,7 @@ def sentences(model: ModelReport) -> list[str]:
     """One model's main results."""
     thirds = list(layer_groups(model.num_layers))
     text = _template("sentences.jinja").render(model=model, summary=model.summary, thirds=thirds)
-    return [*filter(None, map(str.strip, text.splitlines())), *model.sweep]
+    return [*filter(None, map(str.strip, text.splitlines()))]
 
 
 def tell_sweep(rows: pd.DataFrame) -> list[str]:
@@ -154,6 +154,7 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
         report=report,
         measured_on=measured_on(report),
         sentences={model.name: sentences(model) for model in report.models},
+        swept={model.name: model.sweep for model in report.models},
         chapters=CHAPTERS,
         tables={title: of.to_html(border=0) for title, of in make_tables(report.models, rows).items()},
         images=images,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from diagnostics.parts import DiagnosticsError, NoVisualTokensError, image_token_id
+from diagnostics.parts import DiagnosticsError, image_token_id
 
 
 # A sink's norm is over this many times the median of its modality in its sample.
@@ -99,17 +99,13 @@ def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
 
 def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
     """What [`classify`] does, of one sample with a picture and a question: masks `(S,)`, on the CPU."""
-    count, length = inputs["input_ids"].shape
-    if count != 1:
-        raise DiagnosticsError(f"A probe watches one sample at a time, got {count}.")
+    if len(inputs["input_ids"]) != 1:
+        raise DiagnosticsError(f"A probe watches one sample at a time, got {len(inputs['input_ids'])}.")
     batch = classify(inputs, ids)
     excluded = {reason: mask[0].cpu() for reason, mask in batch.excluded.items()}
     tokens = Tokens(batch.visual[0].cpu(), batch.text[0].cpu(), excluded)
     if not tokens.visual.any():
-        raise NoVisualTokensError(
-            f"A sample has no visual tokens (image_token_id {ids.image} is not among its {length} input ids): every "
-            "sample needs a picture."
-        )
+        raise DiagnosticsError(f"A sample has no visual tokens: the id {ids.image} is not in it. Give it a picture.")
     if not tokens.text.any():
         raise DiagnosticsError("A sample has no ordinary text tokens to compare the picture's with: ask a question.")
     return tokens

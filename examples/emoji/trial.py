@@ -25,7 +25,7 @@ from transformers import AutoProcessor
 
 from conversations.tokens import IGNORED
 from diagnostics.answers import answer, ask, encode
-from diagnostics.sweep import scaled
+from diagnostics.scaling import scaled
 from examples.emoji.evaluate import name_pictures, open_picture, perplexity
 from examples.emoji.parts import RUN
 from examples.emoji.pictures import GROUP, HELD_OUT, NAME, Record

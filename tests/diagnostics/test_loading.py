@@ -11,7 +11,7 @@ from datasets import Dataset
 from PIL import Image
 
 from diagnostics.loading import MAX_UNREADABLE, load_questions
-from diagnostics.parts import NoVisualTokensError
+from diagnostics.parts import DiagnosticsError
 
 
 TURNS = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": "a colour"}]
@@ -65,7 +65,7 @@ def test_broken_and_missing_pictures_are_passed_over_and_named(
 
 def test_where_no_row_can_be_read_the_first_is_named(colours: Path) -> None:
     data = write_rows(colours, *["broken.png"] * (2 * MAX_UNREADABLE))
-    with pytest.raises(NoVisualTokensError, match=r"row 0: image .*broken\.png"):
+    with pytest.raises(DiagnosticsError, match=r"row 0: image .*broken\.png"):
         load_questions(data, 2)
 
 

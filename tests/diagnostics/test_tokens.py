@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diagnostics.parts import NoVisualTokensError
+from diagnostics.parts import DiagnosticsError
 from diagnostics.tokens import TokenIds, classify, classify_sample, find_sinks, token_ids
 from families import build, inputs, record_sample
 
@@ -51,7 +51,7 @@ def test_a_token_that_is_long_when_it_enters_is_no_sink() -> None:
 def test_what_has_nothing_visual_is_refused() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
     ids, words = token_ids(model), torch.tensor([[1, 20, 21]])
-    with pytest.raises(NoVisualTokensError, match="has no visual tokens"):
+    with pytest.raises(DiagnosticsError, match="has no visual tokens"):
         classify_sample({"input_ids": words}, ids)
     with pytest.raises(ValueError, match="no ordinary text"):
         classify_sample({"input_ids": sample["input_ids"][:, 4:20]}, ids)

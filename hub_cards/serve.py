@@ -74,11 +74,7 @@ def build_app(model: str, revision: str) -> Any:
 
     @app.get("/")
     def about() -> dict[str, str]:
-        return {
-            "model": model,
-            "routes": ", ".join(ROUTES),
-            "ask": "POST /v1/chat/completions, as OpenAI's client does",
-        }
+        return {"model": model, "routes": ", ".join(ROUTES), "ask": "POST /v1/chat/completions, as in OpenAI's API"}
 
     return app
 

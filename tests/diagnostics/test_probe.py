@@ -130,7 +130,9 @@ def test_keys_are_what_is_rotated_and_values_what_attention_gets(name: str, monk
         number, keys = found
         assert torch.equal(keys, key if key.shape == keys.shape else key.transpose(0, 1))
         assert torch.equal(record.values[number], value)
-    assert [note[:15] for note in record.notes] == ["keys of layer 1"] * (name in WITHOUT_KEYS)
+    assert [note[:15] for note in record.notes if "deepstack" not in note] == ["keys of layer 1"] * (
+        name in WITHOUT_KEYS
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -99,7 +99,7 @@ def render_sft(options: Iterable[argparse.Action]) -> str:
 
 def render() -> str:
     """The whole page. An option that an earlier command has too is only named."""
-    parts = ["# Options\n\n`--help` prints a command's options; in brackets, defaults. `python docs/reference.py` makes this page.\n"]
+    parts = ["# Options\n\n`--help` prints these. Defaults stand in brackets. Made by `python docs/reference.py`.\n"]
     told: dict[str, str] = {}
     for heading, command, module in COMMANDS:
         parts.append(f"## {heading}\n\n`{command}`\n")

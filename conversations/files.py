@@ -20,6 +20,16 @@ def write_whole(path: Path, text: str) -> None:
     aside.replace(path)
 
 
+def folder_or_id(name: str) -> str:
+    """The name of a model, which `from_pretrained` would look for on the Hub where no folder has it. Raises
+    `ValueError` if a folder is meant and missing."""
+    path = Path(name)
+    is_local = len(path.parts) > 2 or (path.parent != Path() and path.parent.is_dir())
+    if is_local and not path.exists():
+        raise ValueError(f"{name}: there is no such folder.")
+    return name
+
+
 def read_record(kind: Any, path: Path) -> Any:
     """Read a JSON file as a dataclass or a list of them, without fields that it doesn't have. Raises `ValueError` that
     names the file and what is wrong with it."""

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 
+from conversations.console import command
 from conversations.files import fresh_folder, write_whole
 from evaluation.benchmarks import OURS, PAPER, Benchmark
 from evaluation.figures import Figure, read_figure
@@ -87,15 +88,14 @@ def evaluate(args: argparse.Namespace) -> list[str]:
     return failed
 
 
+@command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:
         failed = evaluate(parse_arguments(argv))
     except PackageNotFoundError as error:
-        sys.exit(f"{error.name} missing: pip install -e '.[evaluation]', in an environment of its own.")
-    except (ValueError, OSError) as error:
-        sys.exit(str(error))
+        install = "pip install -e '.[evaluation]', in an environment of its own"
+        raise ValueError(f"{error.name} missing: {install}.") from error
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}. The others' results are kept; the same command retries these.")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
-from transformers.utils import logging as transformers_logging
 
+from conversations.console import command
 from hub_cards.build import build
 from hub_cards.check import check
 from hub_cards.push import ReleaseError, plan_push, push
@@ -92,16 +92,14 @@ def run(command: str, options: dict[str, Any]) -> None:
         logger.info("Verified: %s at %s", options["repo_id"], options["revision"])
 
 
+@command()
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(format="%(message)s")  # the Hub's client would log every request
-    logger.setLevel(logging.INFO)
-    transformers_logging.set_verbosity_error()
     options = vars(parse_arguments())
     try:
         run(options.pop("command"), options)
-    except (ValueError, OSError, httpx.HTTPError) as error:
-        raise SystemExit(str(error)) from error
+    except (ValueError, httpx.HTTPError) as error:  # of the Hub's client too
+        raise ReleaseError(str(error)) from error
 
 
 if __name__ == "__main__":

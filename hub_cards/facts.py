@@ -144,7 +144,8 @@ def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
     seconds = [line["train_runtime"] for line in logged if "train_runtime" in line and not environment.get("resumed")]
     has_key_loss = arguments.get("key_mmd_weight") or arguments.get("key_gram_weight")
     in_4bit = arguments.get("load_in_4bit")
-    used = {"lora": stage == "adapt", "bnb": in_4bit, "use_bnb": in_4bit, "key": has_key_loss}
+    has_norm = any("learning_rate/multi_modal_projector.norm" in line for line in logged)
+    used = {"lora": stage == "adapt", "bnb": in_4bit, "use_bnb": in_4bit, "key": has_key_loss, "norm": has_norm}
     idle = tuple(prefix for prefix, is_used in used.items() if not is_used)  # of arguments that did nothing
     listed = {name: arguments.get(name) for name in SAME if name not in UNLISTED and not name.startswith(idle)}
     return {

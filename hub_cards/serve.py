@@ -12,6 +12,8 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils.import_utils import is_serve_available
 
+from conversations.files import folder_or_id
+
 
 # Extensions of `transformers serve`; the first can name pictures, which may be files of this machine.
 REFUSED = ("chat_template_kwargs", "generation_config")
@@ -80,4 +82,4 @@ def serve(model: str, revision: str, port: int) -> None:
         raise ValueError("transformers' server is not installed: pip install -e '.[release]'")
     import uvicorn
 
-    uvicorn.run(build_app(model, revision), host="127.0.0.1", port=port)
+    uvicorn.run(build_app(folder_or_id(model), revision), host="127.0.0.1", port=port)

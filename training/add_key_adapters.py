@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoProcessor, set_seed
 
+from conversations.console import command
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,
     NormLlavaKeyAdapterConfig,
@@ -38,6 +39,7 @@ def add_key_adapters(
     return adapted
 
 
+@command()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(

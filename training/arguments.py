@@ -29,6 +29,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "train_sampling_strategy": ("random", "each epoch shuffles the rows"),
     "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
     "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
+    "label_smoothing_factor": (0.0, "the loss is the cross entropy of the supervised tokens"),
     "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
     "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
     "load_best_model_at_end": (False, "save_strategy 'best' keeps the best checkpoint; take it from its folder"),

@@ -7,6 +7,7 @@ import torch
 from PIL import Image
 from tokenizers import AddedToken
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from conversations.files import folder_or_id
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -31,7 +33,7 @@ def plain_name(name: str) -> str:
 def read_config(path: str) -> Any:
     """The config of a checkpoint. Raises `ValueError` if it is quantized: its quantizer would take hold of all parts
     of the new model."""
-    config = AutoConfig.from_pretrained(path)
+    config = AutoConfig.from_pretrained(folder_or_id(path))
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{path} is quantized: start from the weights before; load_in_4bit quantizes them to train.")
     return config
@@ -67,7 +69,8 @@ def load_text_model(path: str) -> PreTrainedModel:
     experts, or is quantized."""
     config = read_config(path)
     mixes_experts = any(hasattr(config, name) for name in EXPERT_FIELDS)
-    if hasattr(config, "vision_config") or config.is_encoder_decoder or mixes_experts:
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+    if hasattr(config, "vision_config") or not is_decoder or mixes_experts:
         raise ValueError(
             f"{path}: {config.model_type!r} is no language model with a decoder alone, or mixes experts, which Llava "
             "can't train: it returns no router logits, which balance them, and adapters don't reach their weights."

@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from conversations.chat_template import chat_format, chat_template
+from conversations.console import command
 from conversations.loading import load_rows
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
@@ -244,6 +245,7 @@ def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor
     return "\n".join(lines)
 
 
+@command()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -261,7 +263,6 @@ def main() -> None:
     parser.add_argument("--vision_feature_layer", type=int, default=-2, help="hidden state of the encoder to read")
     parser.add_argument("--seed", type=int, default=42, help="seed of new weights")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.output_dir.exists() and any(args.output_dir.iterdir()):
         parser.error(f"{args.output_dir} is not empty; choose another folder")
     if {args.vision_model is None, args.text_model is None} != {args.llava_model is not None}:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
+from conversations.files import folder_or_id
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig
 from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
@@ -18,7 +19,7 @@ def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
             f"{name} is an adapter, not a whole model. Merge it into its base first: python training/merge.py "
             f"--adapter {name} --output_dir <folder>"
         )
-    config = AutoConfig.from_pretrained(name, revision=revision)
+    config = AutoConfig.from_pretrained(folder_or_id(name), revision=revision)
     if not isinstance(config, NormLlavaConfig):
         raise ValueError(
             f"{name} has model_type {config.model_type!r}, a NormLlava is needed. Make one of it: python "

@@ -13,6 +13,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from conversations.console import command
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.checkpoints import check_weights, copy_record
 from training.loading import load_config
@@ -24,6 +25,8 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     `base` is the folder or Hub id of the base model, if it is no longer where it was in training. Raises `ValueError`
     if the adapter lacks weights or is another model's.
     """
+    if not (adapter / "adapter_config.json").exists():
+        raise ValueError(f"{adapter} holds no adapter: give the output folder of a run of stage 'adapt'.")
     peft_config: Any = PeftConfig.from_pretrained(str(adapter))
     name, revision = base or peft_config.base_model_name_or_path, peft_config.revision
     config = load_config(name, revision)
@@ -33,6 +36,7 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     return adapted.merge_and_unload().to(config.dtype or torch.float32)
 
 
+@command()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Merge an adapter into its base model.")

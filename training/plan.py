@@ -19,6 +19,7 @@ from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
+from conversations.console import command
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.flops import step_flops
@@ -59,8 +60,12 @@ def plan_step(
         Bytes of a device by kind, at the peak of a step, and the model FLOPs of a forward and backward pass.
 
     Raises:
-        ValueError: for 4-bit weights and optimizers other than torch's, whose memory is not known here.
+        ValueError: for 4-bit weights and optimizers other than torch's, whose memory is not known here, and if a
+            sample is shorter than its picture and what is supervised.
     """
+    if tokens < config.image_seq_length + supervised:
+        needed = f"{config.image_seq_length} tokens of its picture and {supervised} supervised ones"
+        raise ValueError(f"A sample of {tokens} tokens can't hold the {needed}: set --tokens and --supervised.")
     if run_args.load_in_4bit or not args.optim.value.startswith(("adamw_torch", "sgd")):
         raise ValueError("Not planned: 4-bit weights, and other optimizers than adamw_torch, adamw_torch_fused, sgd.")
     with torch.device("meta"), no_init_weights():
@@ -116,6 +121,7 @@ def _loss(trained: Any, num_rows: int, samples: int, tokens: int, supervised: in
     return -output.log_probs.sum() / num_labels
 
 
+@command()
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -126,11 +132,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a sample, image tokens included")
     parser.add_argument("--supervised", type=int, default=200, help="supervised tokens of a sample")
     parser.add_argument("--devices", type=int, default=1, help="devices that FSDP2 shards the model over")
-    parser.add_argument("--rows", type=int, default=558_128, help="rows of the data")
+    parser.add_argument("--rows", type=int, default=558_128, help="rows of the data, unless the recipe has max_steps")
     reached = "TFLOP/s that a device reaches: an H100's 989 at an MFU of 0.4"
     parser.add_argument("--tflops", type=float, default=396.0, help=reached)
     options, given = parser.parse_known_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
     run_args, args = parse_arguments(given)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     packed = run_args.packed_length
@@ -138,10 +143,12 @@ def main() -> None:
     sizes = (samples, options.tokens, options.supervised, options.devices)
     memory, flops = plan_step(config, run_args, args, *sizes)
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
-    flops *= options.rows * args.num_train_epochs / samples
+    rows_of_step = run_args.global_batch_size or samples * args.gradient_accumulation_steps * options.devices
+    rows = args.max_steps * rows_of_step if args.max_steps > 0 else options.rows * args.num_train_epochs
+    flops *= rows / samples
     hours = flops / (options.devices * options.tflops * 1e12) / 3600
     logger.info("memory of a device: %.2f GiB (%s)", sum(memory.values()) / GIB, parts)
-    a_token = flops / (options.rows * args.num_train_epochs * options.tokens)
+    a_token = flops / (rows * options.tokens)
     logger.info("the run: %.3g FLOPs (%.3g a token), %.1f hours on %d devices", flops, a_token, hours, options.devices)
 
 

@@ -17,7 +17,6 @@ import logging
 import math
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch
 from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
+from conversations.console import command
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
@@ -42,7 +42,6 @@ from training.trainer import NormLlavaTrainer
 
 
 logger = logging.getLogger(__name__)
-ROOT = Path(__file__).parents[1]
 
 
 def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, steps: int) -> bool:
@@ -144,7 +143,7 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     run_args, args = parse_arguments(argv)
-    logging.basicConfig(level=logging.INFO if args.process_index == 0 else logging.ERROR, format="%(message)s")
+    logging.getLogger().setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
     # It would warn on every last batch that rows were repeated, which never happens here.
     logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
     output_dir = Path(args.output_dir)
@@ -158,18 +157,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def told(error: Exception) -> bool:
-    """Whether an error needs no traceback, as its message is for the user: if we raised it, or the system."""
-    last = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    ours = last.is_relative_to(ROOT) and "site-packages" not in last.relative_to(ROOT).parts
-    kinds = (ValueError, MemoryError, FloatingPointError)
-    return isinstance(error, OSError) or (ours and isinstance(error, kinds))
-
-
 if __name__ == "__main__":
-    try:
+    with command():
         main()
-    except Exception as error:
-        if not told(error):
-            raise
-        sys.exit(f"error: {error}")

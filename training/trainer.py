@@ -219,10 +219,13 @@ class NormLlavaTrainer(SupervisedTrainer):
             super()._save_checkpoint(model, trial)
             if self._stream is not None:
                 self._stream.write_place(aside / name, self.is_world_process_zero())
+        if self.state.best_model_checkpoint is not None:  # the path that Trainer gave it is aside
+            self.state.best_model_checkpoint = str(output_dir / Path(self.state.best_model_checkpoint).name)
         if self.is_world_process_zero():
             self._run.write(aside / name)
+            self.state.save_to_json(str(aside / name / STATE_FILE))
             save(aside / name, output_dir / name)
-            rotate_checkpoints(str(output_dir), self.args.save_total_limit)
+            rotate_checkpoints(str(output_dir), self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:

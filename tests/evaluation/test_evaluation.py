@@ -108,7 +108,7 @@ def test_the_figure_that_counts_is_taken_and_scaled(
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: Callable[..., Path]) -> None:
     monkeypatch.undo()
     monkeypatch.setitem(harness.MODULES, "lmms-eval", "no_such_harness")
-    with pytest.raises(SystemExit, match=r"^no_such_harness missing: pip install -e '.\[evaluation\]'"):
+    with pytest.raises(SystemExit, match=r"^error: no_such_harness missing: pip install -e '.\[evaluation\]'"):
         command_line.main([str(composed()), "--tasks", "digits", "--limit", "1"])
 
 

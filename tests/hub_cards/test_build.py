@@ -172,6 +172,7 @@ def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..
 
 def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
     unused = {"load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "lora_r": 16, "data_seed": None, "max_steps": 9}
+    unused |= {"norm_learning_rate": 1e-4}  # the log has no rate of a norm
     put("run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused}, environment__resumed=True)(run)
     (stage,) = collect_facts(run).stages
     assert (stage["arguments"], stage["seconds"]) == ({"learning_rate": 1e-5}, None)  # the time of a part of it

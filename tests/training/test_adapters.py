@@ -118,6 +118,8 @@ def test_a_run_learns_saves_reloads_and_merges(
 def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds no adapter: give the output folder of a run of stage 'adapt'"):
+        merge(composed())
     weights = load_file(tmp_path / "adapter_model.safetensors")
     for part in ("multi_modal_projector.norm.weight", "layers.0.self_attn.q_proj.lora_A"):
         kept = {name: weight for name, weight in weights.items() if part not in name}

@@ -40,6 +40,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optim": "schedule_free_adamw"}, "trains other weights than it saves"),
     ({"load_best_model_at_end": True, "save_strategy": "no"}, "load_best_model_at_end must stay"),
     ({"stage": "align", "load_in_4bit": True}, "and load_in_4bit work only with stage 'adapt'"),
+    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor must stay 0.0"),
     ({"packing": True}, "packing must stay False, .* packed_length"),
     ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint must stay False"),
     ({"push_to_hub": True}, "push_to_hub must stay False, got True: .* holds your token"),

@@ -126,15 +126,24 @@ def test_the_rows_are_checked_as_those_of_training(
         run(monkeypatch, tmp_path, **fields, **INSTRUCT, **EVERY_TWO, output_dir=str(tmp_path / "out"))
 
 
-def test_the_best_is_saved(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("strategy", ["best", "steps"])
+def test_the_best_is_kept(
+    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
     # A rate at which the loss falls at first, and then rises.
     settings = {**fields, **INSTRUCT, **EVERY_TWO, "num_train_epochs": 2, "learning_rate": 0.05}
-    settings |= {"lr_scheduler_type": "constant", "save_strategy": "best", "metric_for_best_model": "loss"}
+    settings |= {"lr_scheduler_type": "constant", "save_strategy": strategy, "metric_for_best_model": "loss"}
     out = tmp_path / "out"
-    run(monkeypatch, tmp_path, **settings, save_total_limit=1, output_dir=str(out))
-    best = min(evaluated(out), key=lambda line: line["eval/loss"])["step"]
-    assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{best}"]
-    assert moved(out / f"checkpoint-{best}", out) != set()  # the result is the last step's
+    run(monkeypatch, tmp_path, **settings, save_steps=2, save_total_limit=1, output_dir=str(out))
+    losses = {line["step"]: line["eval/loss"] for line in evaluated(out)}
+    best, last = (f"checkpoint-{step}" for step in (min(losses, key=lambda step: losses[step]), max(losses)))
+    kept = {best} if strategy == "best" else {best, last}
+    assert best != last
+    assert {path.name for path in out.glob("checkpoint-*")} == kept
+    assert moved(out / best, out) != set()  # the result is the last step's
+    for name in kept:
+        state = json.loads((out / name / "trainer_state.json").read_text())
+        assert state["best_model_checkpoint"] == str(out / best)
 
 
 @pytest.mark.slow

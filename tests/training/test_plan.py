@@ -1,6 +1,7 @@
 """The plan of a step against what the same step allocates on a CPU."""
 
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from script_runs import FAST, INSTRUCT
 from training.arguments import parse_arguments
 from training.loading import prepare_model
 from training.loss import head_on_supervised, supervised
-from training.plan import plan_step
+from training.plan import main, plan_step
 from training.stages import base_model
 
 
@@ -77,3 +78,21 @@ def test_a_plan_is_within_a_tenth_of_the_peak(
     activations = memory["activations and temporary"]
     assert halves["activations and temporary"] == pytest.approx(activations, rel=0.01)
     assert same_flops == flops > 0
+
+
+def test_a_plan_goes_by_max_steps_and_refuses_what_no_sample_holds(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {**FAST, "stage": "align", "model_name_or_path": composed(), "dataset_name": "none"}
+    given |= {"output_dir": tmp_path}
+
+    def report(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["plan.py", *options, *(f"--{name}={value}" for name, value in given.items())])
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            main()
+        return caplog.messages[-1]
+
+    assert report("--rows", "40", "--num_train_epochs", "1") == report("--rows", "7", "--max_steps", "10")
+    with pytest.raises(SystemExit, match=r"^error: A sample of 10 tokens can't hold .* supervised ones: set --tokens"):
+        report("--tokens", "10")

@@ -1,0 +1,38 @@
+"""How commands end: in one line where the user can mend what is wrong, with a traceback where we are wrong."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from conversations.console import command
+from conversations.files import folder_or_id, read_record
+from conversations.loading import load_rows
+
+
+def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
+    for mistake, said in (
+        (lambda: folder_or_id(str(tmp_path / "none")), "none: there is no such folder"),
+        (lambda: load_rows(str(tmp_path / "none.json")), "No such file or directory: '.*none.json'"),
+        (lambda: read_record(dict[str, int], tmp_path), "can't be read"),
+    ):
+        with pytest.raises(SystemExit, match=rf"^error: .*{said}"), command():
+            mistake()
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="Expecting property name"), command():
+        json.loads("{")
+    with pytest.raises(KeyError), command():
+        sys.modules["none"]
+
+
+def test_an_id_on_the_hub_is_no_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt2", "google/siglip-so400m-patch14-384", str(tmp_path)):
+        assert folder_or_id(name) == name
+    (tmp_path / "runs").mkdir()
+    for name in ("runs/none", "runs/none/stage1", "checkpoints/none/stage1"):
+        with pytest.raises(ValueError, match=f"{name}: there is no such folder"):
+            folder_or_id(name)

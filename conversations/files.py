@@ -21,8 +21,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def folder_or_id(name: str) -> str:
-    """The name of a model, which `from_pretrained` would look for on the Hub where no folder has it. Raises
-    `ValueError` if a folder is meant and missing."""
+    """A model's name. Raises `ValueError` for a missing folder, which `from_pretrained` would look for on the Hub."""
     path = Path(name)
     is_local = len(path.parts) > 2 or (path.parent != Path() and path.parent.is_dir())
     if is_local and not path.exists():

@@ -9,7 +9,6 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -81,13 +80,14 @@ def to_messages(row: Row) -> list[dict[str, Any]]:
     return messages
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> frozenset[str]:
+def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> re.Pattern[str]:
     """Texts that a tokenizer reads as control tokens: its special tokens and the image token."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return frozenset({*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""})
+    tokens = {*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""}
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
 
 
-def check_row(row: Row, control_tokens: frozenset[str] = frozenset(), needs_answer: bool = True) -> None:
+def check_row(row: Row, control_tokens: re.Pattern[str] | None = None, needs_answer: bool = True) -> None:
     """Look at everything but the pixels. Text must not contain `control_tokens`, the model's.
 
     Raises `BadRowError` if the row can't be trained on, or, where it needs no answer, not be asked about.
@@ -97,12 +97,7 @@ def check_row(row: Row, control_tokens: frozenset[str] = frozenset(), needs_answ
         raise BadRowError(row["source"], problem)
 
 
-@lru_cache
-def _pattern(tokens: frozenset[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
-
-
-def _problems(row: Row, control_tokens: frozenset[str], needs_answer: bool) -> Iterator[str]:
+def _problems(row: Row, control_tokens: re.Pattern[str] | None, needs_answer: bool) -> Iterator[str]:
     """What is wrong with a row. Ask for the first alone: each check relies on those before it."""
     try:
         turns, images = row_turns(row), row_images(row)
@@ -114,7 +109,7 @@ def _problems(row: Row, control_tokens: frozenset[str], needs_answer: bool) -> I
         role, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
         if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
             yield f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {str(turn)[:200]}'
-        elif control_tokens and (found := _pattern(control_tokens).search(value)):
+        elif control_tokens and (found := control_tokens.search(value)):
             yield f"turn {number} contains {found[0]}, which this model's tokenizer reads as a control token"
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
     if needs_answer and not any(answer.strip() for answer in answers):

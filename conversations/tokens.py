@@ -1,5 +1,6 @@
 """From a row to token ids and labels, without opening pictures: their number of tokens is known."""
 
+import re
 from dataclasses import dataclass, field
 
 from transformers import LlavaProcessor
@@ -29,7 +30,7 @@ class RowTokenizer:
     chat_template: str
     max_length: int | None = None
     tokens_per_image: int = field(init=False)
-    control_tokens: frozenset[str] = field(init=False)
+    control_tokens: re.Pattern[str] = field(init=False)
     # Whether the template is LLaVA's, which reads no question: a conversation would lose its questions.
     plain: bool = field(init=False)
 

@@ -20,8 +20,7 @@ def run_steps(steps: Sequence[Step]) -> None:
     """Run the steps whose files are missing, and those that name none, each in a process of its own.
 
     Raises:
-        SystemExit: if a step is missing whose result later ones were made from.
-        subprocess.CalledProcessError: if a step fails; the next start goes on from it.
+        SystemExit: if a step fails, or is missing while there are results that were made from its own.
     """
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "",  # the same minutes and the same numbers with and without a GPU
@@ -39,6 +38,7 @@ def run_steps(steps: Sequence[Step]) -> None:
         if made_from:
             raise SystemExit(f"Its result is missing, but {', '.join(made_from)} was made from it: remove that too.")
         step_started = time.monotonic()
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, check=True)
+        if subprocess.run([sys.executable, *command], cwd=ROOT, env=environment).returncode:
+            raise SystemExit("This step failed, as said above. The same command goes on from it.")
         logger.info("      %.0f s", time.monotonic() - step_started)
     logger.info("\n%.0f s in all", time.monotonic() - started)

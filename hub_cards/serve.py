@@ -72,6 +72,10 @@ def build_app(model: str, revision: str) -> Any:
     def refuse(request: Any, error: HTTPException) -> JSONResponse:
         return JSONResponse({"error": {"message": error.detail}}, error.status_code)  # where OpenAI's client looks
 
+    @app.get("/")
+    def about() -> dict[str, str]:
+        return {"model": model, "routes": ", ".join(ROUTES), "ask": "POST /v1/chat/completions, as in OpenAI's API"}
+
     return app
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoProcessor, set_seed
 
-from conversations.console import command
+from diagnostics.console import command
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,
     NormLlavaKeyAdapterConfig,

@@ -28,8 +28,8 @@ from transformers import (
 )
 
 from conversations.chat_template import chat_format, chat_template
-from conversations.console import command
 from conversations.loading import load_rows
+from diagnostics.console import command
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
@@ -57,6 +57,7 @@ def compose(
     vision_feature_layer: int = -2,
     seed: int = 42,
     scale_projector: bool = False,
+    norm_target_ratio: float = 1.0,
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava from a vision encoder and a language model, with a new projector. Arguments as on the command line.
 
@@ -71,7 +72,7 @@ def compose(
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
 
     tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
-    target = text_norm_target(vocabulary_norms(text_model)) if align_norm and projector_norm != "none" else None
+    target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
     image_token = choose_image_token(tokenizer)
     set_seed(seed)
     if len(tokenizer) > text_model.get_input_embeddings().weight.shape[0]:
@@ -85,7 +86,7 @@ def compose(
         vision_feature_select_strategy="default" if num_additional else "full",
         vision_feature_layer=vision_feature_layer,
         projector_norm=projector_norm,
-        projector_norm_target=target,
+        projector_norm_target=target if align_norm and projector_norm != "none" else None,
         dtype=text_model.dtype,
         # A new config would reset the attention implementation of its parts, which are built already.
         attn_implementation=text_model.config._attn_implementation,
@@ -113,7 +114,7 @@ def compose(
 
 
 def convert_llava(
-    llava_model_path: str, projector_norm: str = "gwc", align_norm: bool = True
+    llava_model_path: str, projector_norm: str = "gwc", align_norm: bool = True, norm_target_ratio: float = 1.0
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava from a Llava checkpoint: all weights are kept, only the norm is new.
 
@@ -130,11 +131,10 @@ def convert_llava(
     vision_model, language_model = llava.model.vision_tower, llava.model.language_model
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
     num_patches, num_additional = vision_tokens(vision_model, old_processor.image_processor)
-    target = text_norm_target(vocabulary_norms(language_model))
-    drops_first = llava.config.vision_feature_select_strategy == "default"
+    target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
     fields: dict[str, Any] = llava.config.to_dict() | {
         "model_type": NormLlavaConfig.model_type,
-        "image_seq_length": num_patches + num_additional - drops_first,
+        "image_seq_length": num_patches + num_additional - (llava.config.vision_feature_select_strategy == "default"),
         "projector_norm": projector_norm,
         "projector_norm_target": target if align_norm and projector_norm != "none" else None,
         "llava_name_or_path": plain_name(llava_model_path),
@@ -145,8 +145,7 @@ def convert_llava(
     projector.linear_1, projector.linear_2 = old_projector.linear_1, old_projector.linear_2
     model.generation_config = llava.generation_config
     tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")
-    parts = (old_processor.image_processor, tokenizer, old_processor.image_token)
-    return model, complete(model, *parts, num_additional)
+    return model, complete(model, old_processor.image_processor, tokenizer, old_processor.image_token, num_additional)
 
 
 def complete(
@@ -220,7 +219,7 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
     noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
     pictures = [Image.fromarray(pixels) for pixels in noise]
     pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"].to(model.dtype)
-    norms = {"text": model.config.projector_norm_target or text_norm_target(vocabulary_norms(model))}
+    norms = {"text": text_norm_target(vocabulary_norms(model))}
     with InterfaceHooks(model, lambda place, features: norms.update({place: token_norms(features).mean().item()})):
         model.model.get_image_features(pixel_values)
     return {"norm_input": norms["projector_output"]} | norms
@@ -257,6 +256,7 @@ def main() -> None:
     parser.add_argument("--llava_model", help="Llava checkpoint to convert instead: folder or Hub id")
     parser.add_argument("--projector_norm", choices=get_args(ProjectorNorm), default="gwc", help="none: plain Llava")
     parser.add_argument("--no_align_norm", action="store_true", help="start the norm at gain 1, not at text's norm")
+    parser.add_argument("--norm_target_ratio", type=float, default=1, help="start of visual norms, by text's norm")
     parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale to the text's norm")
     parser.add_argument("--captions", help="rows of stage 1 to align a new projector on, see training/align.py")
     parser.add_argument("--image_folder", help="prefix of the image paths in --captions")
@@ -269,11 +269,13 @@ def main() -> None:
         parser.error("give either --vision_model and --text_model, or only --llava_model")
     if args.llava_model and (args.scale_projector or args.captions or args.vision_feature_layer != -2):
         parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")
+    if args.norm_target_ratio != 1 and (args.projector_norm == "none" or args.no_align_norm):
+        parser.error("--norm_target_ratio is for a norm that starts at the text's norm")
     arm = (args.projector_norm, not args.no_align_norm)
     if args.llava_model is not None:
-        model, processor = convert_llava(args.llava_model, *arm)
+        model, processor = convert_llava(args.llava_model, *arm, args.norm_target_ratio)
     else:
-        options = (args.vision_feature_layer, args.seed, args.scale_projector)
+        options = (args.vision_feature_layer, args.seed, args.scale_projector, args.norm_target_ratio)
         model, processor = compose(args.vision_model, args.text_model, *arm, *options)
         if args.captions is not None:
             rows: Any = load_rows(args.captions, args.image_folder)

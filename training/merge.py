@@ -13,7 +13,7 @@ import torch
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from conversations.console import command
+from diagnostics.console import command
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.checkpoints import check_weights, copy_record
 from training.loading import load_config

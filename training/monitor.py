@@ -6,6 +6,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,16 +119,10 @@ class ConsoleTable(TrainerCallback):
         if "loss" in logs:
             seconds, steps = time.monotonic() - self._started, state.global_step - self._steps_before
             left = round(seconds / steps * (state.max_steps - state.global_step))
-            self._print(
-                state,
-                "",
-                f"{state.global_step}/{state.max_steps}",
-                f"{logs['loss']:.4f}",
-                f"{logs['learning_rate']:.3g}",
-                f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture",
-                f"{(state.num_input_tokens_seen - self._tokens_before) / seconds:,.0f}",
-                f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}",
-            )
+            ratio = f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture"
+            speed = f"{(state.num_input_tokens_seen - self._tokens_before) / seconds:,.0f}"
+            learned = (f"{state.global_step}/{state.max_steps}", f"{logs['loss']:.4f}", f"{logs['learning_rate']:.3g}")
+            self._print(state, "", *learned, ratio, speed, str(timedelta(seconds=left)))
 
     @staticmethod
     def _print(state: TrainerState, text: str, *cells: str) -> None:

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
-from conversations.console import command
+from diagnostics.console import command
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.flops import step_flops
@@ -133,8 +133,7 @@ def main() -> None:
     parser.add_argument("--supervised", type=int, default=200, help="supervised tokens of a sample")
     parser.add_argument("--devices", type=int, default=1, help="devices that FSDP2 shards the model over")
     parser.add_argument("--rows", type=int, default=558_128, help="rows of the data, unless the recipe has max_steps")
-    reached = "TFLOP/s that a device reaches: an H100's 989 at an MFU of 0.4"
-    parser.add_argument("--tflops", type=float, default=396.0, help=reached)
+    parser.add_argument("--tflops", type=float, default=396.0, help="TFLOP/s of a device: 0.4 of an H100's 989")
     options, given = parser.parse_known_args()
     run_args, args = parse_arguments(given)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
@@ -148,8 +147,7 @@ def main() -> None:
     flops *= rows / samples
     hours = flops / (options.devices * options.tflops * 1e12) / 3600
     logger.info("memory of a device: %.2f GiB (%s)", sum(memory.values()) / GIB, parts)
-    a_token = flops / (rows * options.tokens)
-    logger.info("the run: %.3g FLOPs (%.3g a token), %.1f hours on %d devices", flops, a_token, hours, options.devices)
+    logger.info("the run: %.3g FLOPs, %.1f hours on %d devices", flops, hours, options.devices)
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ import torch
 from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
-from conversations.console import command
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
+from diagnostics.console import command
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.batches import deal_held_out, deal_rows, require_separate_samples
 from training.checkpoints import check_weights, checkpoints, find, lock, restore, steps_done
@@ -144,8 +144,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     run_args, args = parse_arguments(argv)
     logging.getLogger().setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
-    # It would warn on every last batch that rows were repeated, which never happens here.
-    logging.getLogger("accelerate.accelerator").setLevel(logging.ERROR)
     output_dir = Path(args.output_dir)
     try:
         with lock(output_dir) if args.process_index == 0 else nullcontext():

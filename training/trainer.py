@@ -215,6 +215,7 @@ class NormLlavaTrainer(SupervisedTrainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Let Trainer save a checkpoint aside, then move it to its place in one step."""
         output_dir, name = Path(self.args.output_dir), f"checkpoint-{self.state.global_step}"
+        self._unwrapped()._weight_conversions = []  # Trainer reads a model's own names, which the Hub's DINOv2 hasn't
         with write_aside(output_dir, self.accelerator) as aside:
             super()._save_checkpoint(model, trial)
             if self._stream is not None:
@@ -234,6 +235,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         if output_dir is not None:
             super().save_model(output_dir, _internal_call=True)
             return
+        self._unwrapped().__dict__.pop("_weight_conversions", None)  # the result gets the Hub's names
         with write_aside(Path(self.args.output_dir), self.accelerator) as aside:
             if self.is_fsdp_enabled:
                 weights = self.accelerator.get_state_dict(self.model)  # gathered in the main process's memory

@@ -6,12 +6,14 @@ Makes data, trains two small backbones, composes them, runs both stages through 
 and reports. Every step writes a folder below `runs/digits` and is skipped where that folder is complete.
 """
 
+import argparse
 import logging
 import os
 from pathlib import Path
 
 import yaml
 
+from diagnostics.console import command
 from examples.steps import ROOT, Step, run_steps
 
 
@@ -54,9 +56,10 @@ STEPS: list[Step] = [
 ]  # fmt: skip
 
 
+@command()
 def main() -> None:
     """Run the missing steps; the report is always rebuilt."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     run_steps(STEPS)
     logger.info("figures: %s, %s", ROOT / RUN / "norms.png", ROOT / RUN / "answers.png")
     logger.info("model:   %s", ROOT / RUN / "stage2")

@@ -54,7 +54,7 @@ def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: 
     tokenizer = processor.tokenizer
     answers = tokenizer([f"{name}{tokenizer.eos_token}" for name in names], add_special_tokens=False).input_ids
     prompts = tqdm([ask(NAME, image) for image in images], desc="Naming")
-    return [names[likeliest(model, encode(processor, [prompt]), answers)] for prompt in prompts]
+    return [names[likeliest(model, encode(processor, [prompt]).to(model.device), answers)] for prompt in prompts]
 
 
 def score(artist: str, question: str, seen: str, given: list[str], right: list[str]) -> Record:
@@ -120,8 +120,8 @@ def encoder_alone(records: list[Record]) -> list[Record]:
 def perplexity(model: Any, tokenizer: Any) -> float:
     """On what scikit-learn says of three data sets, in pieces of 512 tokens: text that nothing here trained on."""
     text = "\n".join(load().DESCR for load in (load_breast_cancer, load_diabetes, load_wine))
-    pieces = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids[0].split(512)[:-1]
-    return float(np.exp(np.mean([model(input_ids=piece[None], labels=piece[None]).loss.item() for piece in pieces])))
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(model.device).input_ids[0].split(512)[:-1]
+    return float(np.exp(np.mean([model(input_ids=piece[None], labels=piece[None]).loss.item() for piece in ids])))
 
 
 def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> Non
     good, row = load_rows(str(path), str(tmp_path / "pictures"))
     check_row(good)
     with pytest.raises(BadRowError) as error:
-        check_row(row, frozenset({"<|image_pad|>"}))
+        check_row(row, re.compile(re.escape("<|image_pad|>")))
     assert error.value.source == f"{path}, row 1"
     assert re.search(message, error.value.problem)
     assert str(error.value) == f"{error.value.source}: {error.value.problem}."
@@ -66,10 +66,8 @@ def test_text_that_would_become_a_control_token_is_refused(text: str, composed: 
     processor = AutoProcessor.from_pretrained(composed(text=text))
     tokenizer = processor.tokenizer
     tokens = control_tokens(tokenizer, processor.image_token)
-    special = set(tokenizer.all_special_ids) | {processor.image_token_id}
-    known = {tokenizer.convert_tokens_to_ids(token) for token in tokens}
-    assert known >= special - {tokenizer.convert_tokens_to_ids("<image>")}
-    for token in tokens:
+    special = {*tokenizer.all_special_ids, processor.image_token_id}
+    for token in {tokenizer.convert_ids_to_tokens(number) for number in special} - {"<image>"}:
         for number, said in enumerate((turns(f"Say {token}.", "No."), turns("Say it.", f"It is{token}"))):
             message = rf"turn {number} contains {re.escape(token)}, which this model's tokenizer reads as a control"
             with pytest.raises(BadRowError, match=message):

@@ -107,6 +107,7 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
     asked = {"model": str(staged), "max_tokens": 4, "temperature": 0}
     expected = handler(request(png(), max_new_tokens=4))["generated_text"]
     assert [model.id for model in client.models.list()] == [str(staged)]
+    assert client.get(str(client.base_url).replace("/v1/", "/"), cast_to=object)["model"] == str(staged)
     answer = client.chat.completions.create(messages=conversation(url), **asked)
     assert answer.choices[0].message.content.strip() == expected
     chunks = client.chat.completions.create(messages=conversation(url), stream=True, **asked)

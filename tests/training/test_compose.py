@@ -170,6 +170,9 @@ def test_arms(backbones: Callable[[str], Path]) -> None:
     default, _ = compose(*parts, align_norm=False)
     assert default.config.projector_norm_target is None
     assert (default.model.multi_modal_projector.norm.weight == 1).all()
+    stretched, processor = compose(*parts, norm_target_ratio=3.0)
+    norms = interface_norms(stretched, processor)
+    assert norms["projector_output"] == pytest.approx(3 * norms["text"], rel=1e-2)
     none, _ = compose(*parts, projector_norm="none")
     assert not any("norm" in name for name, _ in none.model.multi_modal_projector.named_parameters())
     scaled, processor = compose(*parts, projector_norm="none", scale_projector=True)
@@ -217,7 +220,9 @@ def test_llava_keeps_every_weight_and_number_of_image_tokens(
         }
         save_file(legacy, tmp_path / "model.safetensors", metadata={"format": "pt"})
     for projector_norm, added in (("none", set()), ("gwc", {"weight", "bias"})):
-        model, converted = convert_llava(str(tmp_path), projector_norm)
+        model, converted = convert_llava(str(tmp_path), projector_norm, norm_target_ratio=2.0)
+        target = model.config.projector_norm_target
+        assert target == (pytest.approx(2 * interface_norms(model, converted)["text"]) if added else None)
         assert model.config.llava_name_or_path == str(tmp_path)  # for the card
         state = model.eval().state_dict()
         for name, weight in llava.state_dict().items():
@@ -307,6 +312,7 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
         ("--output_dir {full}", "is not empty"),
         ("--output_dir out --vision_model x", "give either --vision_model and --text_model, or only --llava_model"),
         ("--output_dir out --llava_model x --scale_projector", "are for a new projector"),
+        ("--output_dir out --llava_model x --no_align_norm --norm_target_ratio 3", "is for a norm that starts at"),
     ],
 )
 def test_options_that_do_not_go_together(

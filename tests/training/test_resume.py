@@ -22,6 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "align": {"stage": "align", "vision_learning_rate": None},
     "adapt": {"stage": "adapt", "vision_learning_rate": None, "lora_r": 4, "lora_dropout": 0.1},
     "tied embeddings": {**PACKED, "text": "gemma3"},
+    "weights that the Hub names otherwise": {"vision": "dinov2"},
     "stream": {"dataset_streaming": True, "max_steps": 6},
 }
 
@@ -31,7 +32,7 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     fields = {"save_steps": 3, **INSTRUCT, "dataset_name": str(data), **KINDS[kind]}
-    fields["model_name_or_path"] = str(composed(text=fields.pop("text", "qwen2")))
+    fields["model_name_or_path"] = str(composed(fields.pop("vision", "siglip"), fields.pop("text", "qwen2")))
     fields = {name: value for name, value in fields.items() if value is not None}
     unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
     run(monkeypatch, tmp_path, **fields, output_dir=str(unbroken))

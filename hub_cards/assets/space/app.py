@@ -16,7 +16,8 @@ GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_rep
 CAPTION = (
     "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
     "last, of the last layer's output. Turning: between a layer's input and output. "
-    "Dashed: the same weights with the norm after the projector removed; this is not a model trained without it."
+    "Dashed: the same weights with the norm after the projector removed; this is not a model trained without it. "
+    "To run this page yourself: MODEL=<folder or owner/name> REVISION=main python app.py"
 )
 
 

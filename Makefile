@@ -7,9 +7,12 @@ BIN = $(VENV)/bin
 # OpenMP's threads would spin while they wait, and slow training down beside any other process.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: install quickstart emoji test test-slow quality docs
+.PHONY: help install quickstart emoji test test-slow quality docs
 
-install: $(VENV)/installed
+help: ## what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/installed ## the tested versions, into .venv
 
 # torch on its own first: where a local build is at hand, the pin finds it before anything else asks for torch.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -36,26 +39,26 @@ $(VLLM_VENV)/installed: tests/hub_cards/vllm_requirements.txt
 	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	touch $@
 
-quickstart: install
+quickstart: install ## a small model from nothing, and its report: 4 to 5 minutes
 	$(BIN)/python -m examples.digits.quickstart
 
 # A real model from pretrained parts; stop it and go on as you like.
-emoji: install
+emoji: install ## a model of 135M that names drawings: about an hour
 	$(BIN)/python -m examples.emoji.run
 
 # Two processes; tests of one `xdist_group` share one. Small models: threads that wait for each other take longer than
 # one that works.
-test: install
+test: install ## the fast tests
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-test-slow: install
+test-slow: install ## the slow tests: over an hour
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -m slow
 
-quality: install
+quality: install ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: install
+docs: install ## the pages, into runs/site
 	$(BIN)/python docs/reference.py
 	$(BIN)/mkdocs build --strict

@@ -31,9 +31,6 @@ COMMANDS = (
     ("dynamics", "python -m diagnostics.dynamics", "diagnostics.dynamics"),
     ("evaluation", "python -m evaluation", "evaluation.__main__"),
     ("hub_cards", "python -m hub_cards", "hub_cards.__main__"),
-    ("benchmarks gpu", "python -m benchmarks.gpu", "benchmarks.gpu"),
-    ("benchmarks real", "python -m benchmarks.real", "benchmarks.real"),
-    ("benchmarks norm", "python -m benchmarks.norm", "benchmarks.norm"),
 )
 
 
@@ -70,21 +67,18 @@ def actions_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.
             yield "", action
 
 
-def render_table(actions: Iterable[argparse.Action]) -> str:
-    """A Markdown table of options."""
-    lines = ["| option | default | |", "|---|---|---|"]
-    for action in actions:
-        name = action.option_strings[0] if action.option_strings else action.dest
-        shown = action.default not in (None, argparse.SUPPRESS) and action.default is not False
-        default = f"`{getattr(action.default, 'value', action.default)}`" if shown else ""
-        default = "required" if action.required else default
-        choices = f"One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
-        text = ((action.help or "") % {"default": action.default}).replace("|", "\\|")
-        if isinstance(action, argparse._StoreFalseAction):  # transformers' pair of a field that is on by default
-            text = f"Turns `--{action.dest}` off."
-        sentences = [" ".join(text.split()) + ("." if text and not text.endswith(".") else ""), choices]
-        lines.append(f"| `{name}` | {default} | {' '.join(filter(None, sentences))} |")
-    return "\n".join(lines)
+def option_line(action: argparse.Action, default: str = "") -> str:
+    """An option as an item of a list: its name, what it is, its default and its choices."""
+    name = action.option_strings[0] if action.option_strings else action.dest
+    text = ((action.help or "") % {"default": action.default}).replace("|", "\\|")
+    if isinstance(action, argparse._StoreFalseAction):  # transformers' pair of a field that is on by default
+        text = f"Turns `--{action.dest}` off."
+    shown = action.default not in (None, argparse.SUPPRESS) and action.default is not False and "default" not in text
+    default = default or (f"`{getattr(action.default, 'value', action.default)}`" if shown else "")
+    default = "required" if action.required else default
+    choices = f"One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
+    text = " ".join(text.split()) + ("." if text and not text.endswith(".") else "")
+    return f"- `{name}`{f' ({default})' if default else ''}: " + " ".join(filter(None, [text, choices]))
 
 
 def render_sft(options: Iterable[argparse.Action]) -> str:
@@ -93,30 +87,35 @@ def render_sft(options: Iterable[argparse.Action]) -> str:
     here, there = (
         {field.name: field.default for field in dataclasses.fields(config)} for config in (TrainingConfig, SFTConfig)
     )
-    changed = [name for name in TrainingConfig.__annotations__ if name in actions and name in there]
-    rows = [f"| `{name}` | `{here[name]}` | `{there[name]}` | {actions[name].help} |" for name in changed]
+    changed = [name for name in TrainingConfig.__annotations__ if name in actions and here[name] != there.get(name)]
     return "\n\n".join([
-        "Fields of a recipe, which can be given on the command line too. In addition to those of TRL's "
-        "[`SFTConfig`](https://huggingface.co/docs/trl/sft_trainer) and `ModelConfig`:",
-        render_table(actions[name] for name in RunArguments.__annotations__ if name in actions),
-        "TRL's fields with another default:",
-        "\n".join(["| field | here | in TRL | |", "|---|---|---|---|", *rows]),
+        "Fields of a recipe, beside those of TRL's [`SFTConfig`](https://huggingface.co/docs/trl/sft_trainer) and "
+        "`ModelConfig`. The command line takes them too.",
+        "\n".join(option_line(actions[name]) for name in RunArguments.__annotations__ if name in actions),
+        "Fields of TRL with another default:",
+        "\n".join(option_line(actions[name], f"`{here[name]}`, in TRL `{there[name]}`") for name in changed),
     ])  # fmt: skip
 
 
 def render() -> str:
-    """The whole page."""
-    parts = ["# Reference\n\nEvery command's options, written by `python docs/reference.py` from the code.\n"]
+    """The whole page. An option that an earlier command has too is only named."""
+    parts = ["# Options\n\n`--help` prints these. Defaults stand in brackets. Made by `python docs/reference.py`.\n"]
+    told: dict[str, str] = {}
     for heading, command, module in COMMANDS:
         parts.append(f"## {heading}\n\n`{command}`\n")
-        tables: dict[str, list[argparse.Action]] = {}
+        lists: dict[str, list[argparse.Action]] = {}
         for subcommand, action in actions_of(parser_of(module)):
-            tables.setdefault(subcommand, []).append(action)
+            lists.setdefault(subcommand, []).append(action)
         if module == "training.sft":
-            parts.append(render_sft(tables[""]) + "\n")
+            parts.append(render_sft(lists[""]) + "\n")
             continue
-        for subcommand, actions in tables.items():
-            parts.append((f"### {subcommand}\n\n" if subcommand else "") + render_table(actions) + "\n")
+        for subcommand, actions in lists.items():
+            lines = {option_line(action): action.option_strings for action in actions}
+            known = [f"`{names[0]}`" for line, names in lines.items() if names and told.get(line, heading) != heading]
+            own = [line for line, names in lines.items() if not names or told.setdefault(line, heading) == heading]
+            if known:
+                own.append(f"- {', '.join(known)}: as above.")
+            parts.append((f"### {subcommand}\n\n" if subcommand else "") + "\n".join(own) + "\n")
     return "\n".join(parts)
 
 

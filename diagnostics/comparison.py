@@ -231,7 +231,9 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
     doses = [*DOSES, text / visual]
     passes, minutes = len(doses) * (3 + len(CONTROLS)), (time.perf_counter() - started) / 60
-    logger.info("%s: %d passes a picture and short ones for answers: %.1f minutes", name, passes, passes * minutes)
+    logger.info(
+        "%s: %d passes a picture and short ones for answers: %.1f minutes", name, passes, 1.5 * passes * minutes
+    )
     records: dict[float, list[Record]] = {dose: [] for dose in doses}
     lengths, found = [], []
     for number, question in enumerate(tqdm(questions, desc=f"{name}: sweep", unit="picture")):

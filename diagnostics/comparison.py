@@ -18,14 +18,14 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import BatchFeature, PreTrainedModel
 
-from conversations.files import fresh_folder, write_whole
+from conversations.files import write_whole
 from diagnostics.answers import GREEDY, distributions, likeliest, read
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
 from diagnostics.loading import QUESTION, Message, Question, Questions, ask_about, load_questions
 from diagnostics.measures import measure_all, measure_attention, measure_layers
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
-from diagnostics.plots import Placed, draw_figures
+from diagnostics.plots import FIGURES, Placed, draw_figures
 from diagnostics.plots import save as save_figure
 from diagnostics.probe import Probe, Record
 from diagnostics.report import ModelReport, Report, measured_on, render_html, sentences, tell_sweep
@@ -76,7 +76,11 @@ class Comparison:
         """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `sweep.csv`, and below
         `figures/` all figures as PNG and PDF."""
         folder = Path(folder)
-        drawn = fresh_folder(folder / "figures")
+        drawn = folder / "figures"
+        drawn.mkdir(parents=True, exist_ok=True)
+        for path in drawn.iterdir():
+            if path.stem in FIGURES:  # of an earlier report
+                path.unlink()
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
         if len(self.swept):
@@ -88,13 +92,7 @@ class Comparison:
         write_whole(folder / "report.html", render_html(self.report, self.rows, drawn))
 
 
-def measure(
-    model: PreTrainedModel,
-    processor: Any,
-    data: str | Path | Sequence[Image.Image],
-    name: str = "model",
-    **options: Any,
-) -> Comparison:
+def measure(model: PreTrainedModel, processor: Any, data: Any, name: str = "model", **options: Any) -> Comparison:
     """Every measure of one model. Options are those of [`compare`]."""
     return compare({name: (model, processor)}, data, **options)
 
@@ -230,10 +228,9 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
     doses = [*DOSES, text / visual]
-    passes, minutes = len(doses) * (3 + len(CONTROLS)), (time.perf_counter() - started) / 60
-    logger.info(
-        "%s: %d passes a picture and short ones for answers: %.1f minutes", name, passes, 1.5 * passes * minutes
-    )
+    passes = len(doses) * (3 + len(CONTROLS))
+    minutes = 1.5 * passes * (time.perf_counter() - started) / 60  # with the passes over answers
+    logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, len(questions), minutes)
     records: dict[float, list[Record]] = {dose: [] for dose in doses}
     lengths, found = [], []
     for number, question in enumerate(tqdm(questions, desc=f"{name}: sweep", unit="picture")):

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoProcessor, PreTrainedModel
 
 import families
-from diagnostics import measure, sweep
+from diagnostics import scaling, sweep
 from diagnostics.__main__ import main
 from diagnostics.answers import ask, encode, likeliest
 from diagnostics.comparison import ask_at_doses
@@ -51,19 +51,19 @@ def test_scaling_equals_multiplying_by_hand(name: str) -> None:
     model, sample = families.build(name), families.inputs(name)
     visual = sample["input_ids"][0] == families.IMAGE
     plain = model(**sample).logits
-    for control in sweep.CONTROLS:
-        with sweep.scaled(model, visual, 1.0, control):
+    for control in scaling.CONTROLS:
+        with scaling.scaled(model, visual, 1.0, control):
             assert torch.equal(model(**sample).logits, plain)
-    for control, mask, factor in (("", visual, 3.0), (sweep.DIVIDED, ~visual, 1 / 3)):
+    for control, mask, factor in (("", visual, 3.0), (scaling.DIVIDED, ~visual, 1 / 3)):
         with by_hand(model, mask, factor):
             expected = model(**sample).logits
-        with sweep.scaled(model, visual[None], 3.0, control):
+        with scaling.scaled(model, visual[None], 3.0, control):
             found = model(**sample).logits
         assert torch.allclose(found, expected, atol=1e-5)
         assert not torch.allclose(found, plain, atol=1e-4)
-    with sweep.scaled(model, visual, 3.0):
+    with scaling.scaled(model, visual, 3.0):
         _, multiplied = first_layer(model, sample)
-    with sweep.scaled(model, visual, 3.0, sweep.TAKEN_OUT):
+    with scaling.scaled(model, visual, 3.0, scaling.TAKEN_OUT):
         _, left = first_layer(model, sample)
     entered, _ = first_layer(model, sample)
     assert torch.allclose(left, torch.where(visual[:, None], multiplied - 2 * entered, multiplied), atol=1e-5)
@@ -79,7 +79,7 @@ def test_the_likeliest_answer_under_a_dose(model: PreTrainedModel, composed: Any
     for scale in (0.1, 30.0):
         inputs = encode(processor, [ask("What is this?", picture)])
         visual = inputs["input_ids"] == model.config.image_token_id
-        with sweep.scaled(model, visual, scale):
+        with scaling.scaled(model, visual, scale):
             found = likeliest(model, inputs, answers)
         scores = [-loss_by_hand(model, inputs, tokens, scale) * len(tokens) for tokens in answers]
         assert scores[found] == pytest.approx(max(scores), abs=1e-4)
@@ -109,7 +109,7 @@ def data(tmp_path: Path, picture: Image.Image) -> Path:
 def test_measures_of_a_sweep(model: PreTrainedModel, composed: Callable[..., Path], data: Path) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     model.lm_head.weight *= 20
-    measured = measure(model, processor, data, sweep=True)
+    measured = sweep(model, processor, data)
     rows = measured.swept.set_index(["measure", "control", "dose", "picture"])["value"].sort_index()
     own, blank = Image.open(data.with_name("1.png")).convert("RGB"), Image.new("RGB", (40, 30), "white")
     dog = processor.tokenizer("dog<|im_end|>", add_special_tokens=False).input_ids

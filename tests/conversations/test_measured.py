@@ -97,14 +97,6 @@ def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, toke
     assert again[1] == fingerprint
 
 
-def test_where_all_rows_are_bad_none_are_skipped(tmp_path: Path, tokenize: RowTokenizer) -> None:
-    path, report = write(tmp_path, "One."), tmp_path / "bad.jsonl"
-    (tmp_path / "pictures" / "0.png").write_bytes(b"no picture")
-    with pytest.raises(BadRowError, match=r"row 0: image .*0.png can't be read.* 1 of 1 rows are bad; fix the data"):
-        check_rows(rows_of(path), RowCheck(tokenize), report, "skip")
-    assert len(check_rows(rows_of(path), RowCheck(tokenize, open_pictures=False), report)[0]) == 1
-
-
 def test_rows_are_tokenized_once(tmp_path: Path, tokenize: RowTokenizer, seen: list[str]) -> None:
     path = write(tmp_path, *"abcdef")
     first = look(path, RowCheck(tokenize))

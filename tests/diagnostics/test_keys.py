@@ -9,19 +9,14 @@ import torch
 
 from diagnostics.keys import (
     BANDWIDTHS,
-    PERMUTATIONS,
-    draw_positions,
     js_divergence,
     kernel,
     linear_probe,
-    make_splits,
     measure_space,
-    take_points,
     unbiased_mmd,
 )
 from diagnostics.probe import Record
 from diagnostics.table import Estimate, summarize
-from diagnostics.tokens import Tokens
 from families import build, inputs, record_sample
 
 
@@ -72,23 +67,6 @@ def test_the_probe_keeps_a_picture_in_one_part() -> None:
     # One picture of five has no token left.
     few = np.concatenate([np.repeat(np.arange(4), 9), np.repeat(np.arange(5, 9), 9)])
     assert linear_probe(rng.normal(size=(72, 3)) + 5 * (few < 5)[:, None], few, 5) == 1
-
-
-@pytest.mark.parametrize(
-    ("num_pictures", "ways"), [(1, 1), (2, 2), (8, 128), (30, PERMUTATIONS + 1), (65, PERMUTATIONS + 1)]
-)
-def test_pictures_are_exchanged_and_halved_whole(num_pictures: int, ways: int) -> None:
-    splits = make_splits(num_pictures, np.random.default_rng(0))
-    first, second = splits.exchanged
-    assert len(first) == ways
-    assert np.array_equal(first, ~second)
-    assert (first[:, :num_pictures] ^ first[:, num_pictures:]).all()  # a picture's modalities are in different sets
-    assert np.array_equal(first[:1], splits.observed[0])
-    if ways <= PERMUTATIONS:
-        assert len({way.tobytes() for way in first} | {way.tobytes() for way in second}) == 2 * ways
-    left, right = splits.halves
-    assert not (left & right).any()
-    assert set(left.sum(axis=1)) | set(right.sum(axis=1)) == (set() if num_pictures < 4 else {num_pictures // 2})
 
 
 @pytest.fixture(scope="module")
@@ -183,16 +161,3 @@ def test_the_interval_of_mmd_holds_its_mean(record: Record) -> None:
         found.append(measured(records)["mmd"])
     means, low, high = np.array(found).T
     assert ((low <= means.mean()) & (means.mean() <= high)).mean() > 0.9
-
-
-def test_every_picture_has_places_of_its_own(record: Record) -> None:
-    """Drawn with one seed, every picture was looked at in the same places of its grid."""
-    visual = torch.arange(160) < 150
-    tokens = Tokens(visual, ~visual, {})
-    one, other = (draw_positions(tokens, picture, 32) for picture in ("ab12", "cd34"))
-    assert torch.equal(one, draw_positions(tokens, "ab12", 32))  # for every model
-    assert int(visual[one].sum()) == 32
-    assert len(set(one[visual[one]].tolist()) & set(other[visual[other]].tolist())) < 20
-    points = take_points("keys", 0, of_pictures(record, 3, torch.Generator().manual_seed(0)))
-    assert points.pictures.tolist() == [0] * 12 + [1] * 12 + [2] * 12  # equally many of both
-    assert len(points.visual) == len(points.text) == 36

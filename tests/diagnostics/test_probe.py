@@ -236,20 +236,6 @@ def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
     assert after["value"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
-def test_patches_that_pad_a_tile_are_no_encoders_output() -> None:
-    """LFM2-VL pads the smaller of two tiles. Its projector gets slots for the padding too, its decoder does not."""
-    model = build("lfm2_vl")
-    ids = torch.tensor([[1, 20, *[IMAGE] * 4, 21, *[IMAGE] * 2, 22, 23, 24]])
-    mask = torch.ones(2, 16, dtype=torch.long)
-    mask[1, 8:] = 0
-    shapes = torch.tensor([[4, 4], [2, 4]])
-    sample = {"input_ids": ids, "pixel_values": torch.randn(2, 16, 147), "spatial_shapes": shapes}
-    sample |= {"pixel_attention_mask": mask, "attention_mask": torch.ones_like(ids)}
-    record = record_sample(model, sample)
-    assert len(record.interface["encoder_output"]) == 24
-    assert record.tokens.visual.sum() == 6
-
-
 def test_hooks_are_gone_after_a_failure() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
     with pytest.raises(RuntimeError, match="stop"), Probe(model, sample, tokens_of(model, sample)):

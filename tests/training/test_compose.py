@@ -143,18 +143,6 @@ def test_zero_rows_are_left_out_of_the_target(backbones: Callable[[str], Path], 
     assert model.config.projector_norm_target == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_token_with_another_role_stands_for_no_picture(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    """A pad token would count as a picture's in every padded batch."""
-    shutil.copytree(backbones("qwen2"), tmp_path / "text")
-    parts = str(backbones("siglip")), str(tmp_path / "text")
-    usual = compose(*parts)[1].image_token
-    tokenizer = AutoTokenizer.from_pretrained(parts[1])
-    tokenizer.pad_token = usual
-    tokenizer.save_pretrained(parts[1])
-    processor = compose(*parts)[1]
-    assert (processor.tokenizer.pad_token, processor.image_token != usual) == (usual, True)
-
-
 def test_quantized_parts_are_refused(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     """What is composed would be saved in 4 bits and loaded as if its projector were, too."""
     folder = shutil.copytree(backbones("qwen2"), tmp_path / "quantized")

@@ -20,15 +20,11 @@ from training.arguments import RunArguments, TrainingConfig
 
 
 PAGE = Path(__file__).with_name("reference.md")
-# Heading, how the command is started, its module.
+# Heading, how the command is started, its module. The others have few options, which `--help` prints.
 COMMANDS = (
     ("compose", "python training/compose.py", "training.compose"),
     ("sft", "accelerate launch training/sft.py --config recipe.yaml", "training.sft"),
-    ("plan", "python training/plan.py", "training.plan"),
-    ("add_key_adapters", "python training/add_key_adapters.py", "training.add_key_adapters"),
-    ("merge", "python training/merge.py", "training.merge"),
     ("diagnostics", "python -m diagnostics", "diagnostics.__main__"),
-    ("dynamics", "python -m diagnostics.dynamics", "diagnostics.dynamics"),
     ("evaluation", "python -m evaluation", "evaluation.__main__"),
     ("hub_cards", "python -m hub_cards", "hub_cards.__main__"),
 )

@@ -56,8 +56,8 @@ class InterfaceHooks(ExitStack):
         layer = find_decoder(model).layers[0]
         handles = [layer.register_forward_pre_hook(see_entrance, with_kwargs=True)]
         handles.append(layer.register_forward_hook(lambda _, args, output: see("after_mlp", output)))
-        for norm in [norm for name, norm in layer.named_children() if name in MLP_NORMS][-1:]:
-            handles.append(norm.register_forward_pre_hook(lambda _, args: see("before_mlp", args[0])))
+        for before_mlp in [child for name, child in layer.named_children() if name in MLP_NORMS][-1:]:
+            handles.append(before_mlp.register_forward_pre_hook(lambda _, args: see("before_mlp", args[0])))
         if encoder is None:
             self.notes.append("vision encoder: not recorded, the model names none")
         else:

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+from diagnostics.console import command
 from transformers import AutoProcessor, PreTrainedModel
 
 from conversations.files import folder_or_id, weights_fingerprint
 from diagnostics.comparison import measure_models
-from diagnostics.console import command
 from diagnostics.loading import add_arguments, load_model, model_options, read_questions
 
 

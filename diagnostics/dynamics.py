@@ -14,10 +14,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
+from diagnostics.console import command
 
 from conversations.files import write_whole
 from diagnostics.comparison import record_questions
-from diagnostics.console import command
 from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
 from diagnostics.measures import measure_all
 from diagnostics.plots import draw_dynamics, save

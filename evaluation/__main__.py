@@ -15,8 +15,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 
-from conversations.files import fresh_folder, write_whole
 from diagnostics.console import command
+
+from conversations.files import fresh_folder, write_whole
 from evaluation.benchmarks import OURS, PAPER, Benchmark
 from evaluation.figures import Figure, read_figure
 from evaluation.harness import Model, Settings, TaskError, build_command, fixed_settings, open_model, run_harness

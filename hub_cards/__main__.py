@@ -12,10 +12,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from diagnostics.console import command
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
 
-from diagnostics.console import command
 from hub_cards.build import build
 from hub_cards.check import check
 from hub_cards.push import ReleaseError, plan_push, push

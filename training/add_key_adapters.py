@@ -9,9 +9,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoProcessor, set_seed
-
 from diagnostics.console import command
+from transformers import AutoProcessor
+
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,
     NormLlavaKeyAdapterConfig,
@@ -29,7 +29,7 @@ def add_key_adapters(
     fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
     config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | fields)
     config._attn_implementation = model.config._attn_implementation
-    set_seed(seed)
+    torch.manual_seed(seed)
     parts = (model.model.vision_tower, model.model.language_model, model.lm_head)
     adapted = NormLlavaKeyAdapterForConditionalGeneration(config, *parts)
     adapted.model.multi_modal_projector = model.model.multi_modal_projector

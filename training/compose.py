@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from diagnostics.console import command
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -24,12 +25,10 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaProcessor,
     PreTrainedTokenizerBase,
-    set_seed,
 )
 
 from conversations.chat_template import chat_format, chat_template
 from conversations.loading import load_rows
-from diagnostics.console import command
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
@@ -74,7 +73,7 @@ def compose(
     tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
     target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
     image_token = choose_image_token(tokenizer)
-    set_seed(seed)
+    torch.manual_seed(seed)
     if len(tokenizer) > text_model.get_input_embeddings().weight.shape[0]:
         text_model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diagnostics.console import command
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from diagnostics.console import command
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.checkpoints import check_weights, copy_record
 from training.loading import load_config

@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from diagnostics.console import command
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
-from diagnostics.console import command
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.flops import step_flops

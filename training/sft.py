@@ -22,12 +22,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from diagnostics.console import command
 from transformers import AutoProcessor
 
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
-from diagnostics.console import command
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.batches import deal_held_out, deal_rows, require_separate_samples
 from training.checkpoints import check_weights, checkpoints, find, lock, restore, steps_done

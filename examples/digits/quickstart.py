@@ -12,8 +12,8 @@ import os
 from pathlib import Path
 
 import yaml
-
 from diagnostics.console import command
+
 from examples.steps import ROOT, Step, run_steps
 
 

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from diagnostics.console import command
 
 from conversations.files import folder_or_id, read_record
 from conversations.loading import load_rows
-from diagnostics.console import command
 
 
 def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     read, argv = argparse.ArgumentParser.parse_known_args, sys.argv
 
     def ask(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        if not self.add_help:  # a first look at some arguments, such as the recipe's path
+        if any(action.dest == "config" for action in self._actions):  # a first look at the recipe's path
             return read(self, *args, **kwargs)
         raise Asked(self)
 

@@ -36,6 +36,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
     "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),
 }
+FIELDS = "Every field is an option: ours stand in docs/reference.md, the others in TRL's SFTConfig and ModelConfig."
 # Fields that each entry of `datasets` has instead.
 ONE_SOURCE = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
 
@@ -142,8 +143,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     Raises:
         ValueError: if the recipe can't be read, a field is unknown, or what it asks for would be passed over.
     """
-    recipe_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    recipe_parser.add_argument("--config")
+    recipe_parser = argparse.ArgumentParser("training/sft.py", epilog=FIELDS, allow_abbrev=False)
+    recipe_parser.add_argument("--config", metavar="RECIPE", help="YAML file of a run's fields; options win over it")
     known, rest = recipe_parser.parse_known_args(argv)
     parser = TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
     try:

@@ -11,7 +11,6 @@ import logging
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,24 +48,13 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-@contextmanager
-def naming(path: str) -> Iterator[None]:
-    """Raise `ValueError` of one line that names the model if it can't be loaded."""
-    try:
-        yield
-    except (ValueError, OSError, ImportError) as error:
-        # the first line only: transformers goes on to list all its classes
-        raise ValueError(f"--model {path}: {str(error).strip().splitlines()[0]}") from error
-
-
 def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, Any]]:
     """Name, model and processor, one after the other; no reference is kept here."""
     for path in args.model:  # before hours of measuring the first one
-        with naming(path):
-            AutoProcessor.from_pretrained(folder_or_id(path), trust_remote_code=args.trust_remote_code)
+        AutoProcessor.from_pretrained(folder_or_id(path), trust_remote_code=args.trust_remote_code)
     for path, name in zip(args.model, args.names, strict=True):
-        with naming(path):
-            loaded = load_model(path, **model_options(args))
+        logger.info("Loading %s ...", path)
+        loaded = load_model(path, **model_options(args))
         yield name, *loaded
         del loaded
 
@@ -84,7 +72,7 @@ def main() -> None:
     reports = [replace(model, weights=weights_fingerprint(Path(source))) for model, source in sources]
     measured = replace(measured, report=replace(measured.report, models=reports))
     measured.save(args.output_dir)
-    logger.info("\n%s\n\nReport in %s", measured, args.output_dir)
+    logger.info("\n%s\n\nReport: %s", measured, args.output_dir / "report.html")
 
 
 if __name__ == "__main__":

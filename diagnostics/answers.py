@@ -9,6 +9,8 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
 
+from diagnostics.parts import DiagnosticsError
+
 
 # A conversation of one turn, as chat templates take it.
 Prompt = list[dict[str, Any]]
@@ -53,11 +55,10 @@ def answer(
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt's keys and values, log-probabilities of the token after it, `(vocab_size,)`, and its length."""
+    """A prompt's keys and values, and log-probabilities of the token after it, `(vocab_size,)`."""
 
     cache: DynamicCache
     first: torch.Tensor
-    length: int
 
 
 @torch.no_grad()
@@ -65,18 +66,21 @@ def read(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
     """Read a prompt of one row, as [`encode`] returns it."""
     cache = DynamicCache(config=model.config.get_text_config())
     logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
-    return ReadPrompt(cache, logits[0, -1].float().log_softmax(dim=-1), inputs["input_ids"].shape[1])
+    return ReadPrompt(cache, logits[0, -1].float().log_softmax(dim=-1))
 
 
 @torch.no_grad()
 def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Log-probabilities of the vocabulary at each token of each answer, `(len(answer), vocab_size)`, in float32."""
+    """Log-probabilities by token of each answer, `(len(answer), vocab_size)`; `DiagnosticsError` if there are none."""
     tokens = [torch.tensor(answer, device=model.device) for answer in [*answers, [0, 0]]]  # a pass needs one to follow
     padded = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)[:-1]  # [num_answers, longest]
     shared = copy.deepcopy(prompt.cache)
-    shared.batch_repeat_interleave(len(answers))
-    mask = padded.new_ones(len(answers), prompt.length + padded.shape[1] - 1)
-    logits = model(input_ids=padded[:, :-1], attention_mask=mask, past_key_values=shared).logits
+    try:
+        shared.batch_repeat_interleave(len(answers))
+    except AttributeError as error:  # of a layer's state that is no keys and values
+        raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
+    # No mask: padding comes last, and decoders with positions in three axes take none beside a cache.
+    logits = model(input_ids=padded[:, :-1], past_key_values=shared).logits
     following = logits.float().log_softmax(dim=-1)
     return [
         torch.cat([prompt.first[None], of[: len(answer) - 1]]) for answer, of in zip(answers, following, strict=True)

@@ -58,7 +58,7 @@ class Comparison:
 
     def __str__(self) -> str:
         of_models = [
-            f"{model.name}: {text}" for model in self.report.models for text in [*sentences(model), *model.sweep]
+            f"{model.name}: {text}" for model in self.report.models for text in [*model.sweep, *sentences(model)]
         ]
         return "\n".join([measured_on(self.report), *of_models])
 
@@ -79,10 +79,11 @@ class Comparison:
         drawn = folder / "figures"
         drawn.mkdir(parents=True, exist_ok=True)
         for path in drawn.iterdir():
-            if path.stem in FIGURES:  # of an earlier report
+            if path.stem in FIGURES:
                 path.unlink()
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
+        (folder / "sweep.csv").unlink(missing_ok=True)  # of an earlier report
         if len(self.swept):
             write_whole(folder / "sweep.csv", self.swept.to_csv(index=False))
         write_whole(folder / "report.json", json.dumps(asdict(self.report), indent=1, allow_nan=False))
@@ -222,7 +223,10 @@ def count_tokens(masks: Sequence[dict[str, torch.Tensor]]) -> dict[str, int]:
 @torch.no_grad()
 def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
     """Rows of a model in eval mode whose visual tokens are multiplied by each dose, with columns `dose` and `control`;
-    lengths are multiples of the mean norm of the text tokens that enter the decoder."""
+    lengths are multiples of the mean norm of the text tokens that enter the decoder. Raises `DiagnosticsError` for
+    fewer than three pictures, whose intervals say nothing, or if its answers can't be scored."""
+    if len(questions) < 3:
+        raise DiagnosticsError(f"A sweep compares pictures, and there are {len(questions)}: give at least 3.")
     num_layers, started = len(find_decoder(model).layers), time.perf_counter()
     plain = record_questions(model, processor, questions, (), f"{name}: x 1")
     norms = Summary.of(measure_layers(plain))
@@ -277,14 +281,14 @@ def ask_at_doses(
             numbers = {}
             with scaled(model, is_visual, dose, control):
                 prompt = read(model, inputs)
-                given = distributions(model, prompt, [greedy, right or greedy])
-                if image is own:
-                    numbers["kl"] = (expected.exp() * (expected - given[0])).sum(-1).mean().item()
-                    numbers["changed"] = float(given[0].argmax(-1).tolist() != greedy)
-                if right:
-                    numbers["loss"] = -given[1][range(len(right)), right].mean().item()
-                if image is own and len(tokens) > 1 and right:
-                    numbers["named"] = float(tokens[likeliest(model, prompt, tokens)] == right)
+            given = distributions(model, prompt, [greedy, right or greedy])
+            if image is own:
+                numbers["kl"] = (expected.exp() * (expected - given[0])).sum(-1).mean().item()
+                numbers["changed"] = float(given[0].argmax(-1).tolist() != greedy)
+            if right:
+                numbers["loss"] = -given[1][range(len(right)), right].mean().item()
+            if image is own and len(tokens) > 1 and right:
+                numbers["named"] = float(tokens[likeliest(model, prompt, tokens)] == right)
             plain = plain or numbers
             for measure, value in numbers.items():
                 yield measure, value, dose, control

@@ -3,6 +3,7 @@
 import logging
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,13 +26,15 @@ def command() -> Iterator[None]:
     logging.basicConfig(format="%(message)s")
     logging.getLogger().setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
+    warnings.filterwarnings("ignore", category=FutureWarning)  # what libraries tell each other
     try:
         yield
     except (ArithmeticError, ImportError, MemoryError, OSError, ValueError) as error:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         is_ours = raised_in.is_relative_to(ROOT) and "site-packages" not in raised_in.relative_to(ROOT).parts
-        if not is_ours and not isinstance(error, OSError):
+        # transformers' auto classes find no class for a folder, and go on to list all that they have.
+        if not is_ours and not isinstance(error, OSError) and "auto" not in raised_in.parts:
             raise
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {error if is_ours else str(error).strip().splitlines()[0]}")
     except KeyboardInterrupt:
         sys.exit("stopped")

@@ -56,8 +56,11 @@ class InterfaceHooks(ExitStack):
         layer = find_decoder(model).layers[0]
         handles = [layer.register_forward_pre_hook(see_entrance, with_kwargs=True)]
         handles.append(layer.register_forward_hook(lambda _, args, output: see("after_mlp", output)))
-        for before_mlp in [child for name, child in layer.named_children() if name in MLP_NORMS][-1:]:
-            handles.append(before_mlp.register_forward_pre_hook(lambda _, args: see("before_mlp", args[0])))
+        children = dict(layer.named_children())
+        # Where the MLP's output is normed and its input isn't, these norm what attention returns.
+        norms_after = "post_feedforward_layernorm" in children and "pre_feedforward_layernorm" not in children
+        for name in [] if norms_after else [name for name in children if name in MLP_NORMS][-1:]:
+            handles.append(children[name].register_forward_pre_hook(lambda _, args: see("before_mlp", args[0])))
         if encoder is None:
             self.notes.append("vision encoder: not recorded, the model names none")
         else:

@@ -188,7 +188,8 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
                     draw_curve(axis, pd.DataFrame(means), "length", label=control or "multiplied", **style)
             for length, colour in zip(lengths, (INK, FAINT, FAINT), strict=False):
                 axis.axvline(length, color=colour, linewidth=0.6, linestyle=":", zorder=0)
-            axis.set(ylabel=title, xlabel="norm over text's", xscale="log")
+            ends = (-0.03, 1.03) if measure == "named" else None
+            axis.set(ylabel=title, xlabel="norm over text's", xscale="log", ylim=ends)
     return _with_legends(figure, axes)
 
 

@@ -16,10 +16,10 @@ SCALED, DIVIDED, TAKEN_OUT = CONTROLS = ("", "text divided", "taken out again")
 
 @contextmanager
 def scaled(model: PreTrainedModel, is_visual: torch.Tensor, scale: float, control: str = SCALED) -> Iterator[None]:
-    """Multiply visual tokens by `scale` where they enter the decoder's first layer, in every pass over the sample.
+    """Multiply visual tokens by `scale` where they enter the decoder's first layer, in passes of the sample's length.
 
-    Passes of another length, such as those over new tokens with a cache, are left alone: the cache holds what the
-    scaled tokens became. At a scale of 1 nothing changes, bit for bit.
+    Later passes over new tokens need nothing, as the cache holds what the scaled tokens became; those as long as the
+    sample must come after the block. At a scale of 1 nothing changes, bit for bit.
 
     Args:
         model: The model. The hooks go when the context is left.

@@ -75,7 +75,7 @@ def run_push(stage: Path, public: bool, dry_run: bool) -> None:
 def run(command: str, options: dict[str, Any]) -> None:
     """One of the five commands. Raises `ValueError` with all that was found wrong."""
     if command == "build":
-        logger.info("Staged in %s: now python -m hub_cards check", build(**options))
+        logger.info("Staged: now python -m hub_cards check %s", build(**options))
     elif command == "push":
         run_push(**options)
     elif command == "serve":
@@ -83,7 +83,7 @@ def run(command: str, options: dict[str, Any]) -> None:
     elif command == "check":
         if findings := check(**options):
             raise ReleaseError("\n".join([*findings, f"{len(findings)} findings: nothing to publish yet."]))
-        logger.info("%s: no findings", options["stage"])
+        logger.info("No findings: now python -m hub_cards push %s", options["stage"])
     else:
         files, printed, problems = verify(**options)
         logger.info("%d files downloaded into an empty cache; the card's snippet printed: %s", files, printed)

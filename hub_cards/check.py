@@ -33,6 +33,8 @@ def check(stage: Path) -> list[str]:
     """All findings about a stage folder, each with its file and what to do."""
     if not stage.is_dir():
         return [f"{stage}: no such folder. Make one with python -m hub_cards build."]
+    if (stage / "run.json").exists():
+        return [f"{stage}: is a run, nothing staged: python -m hub_cards build {stage} --repo_id <owner/name>"]
     findings = [finding for path in sorted(stage.rglob("*")) for finding in find_file_faults(path, stage)]
     try:
         read_pin(stage)

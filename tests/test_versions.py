@@ -15,9 +15,8 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 TESTS = [
     "tests/modeling_normllava",
-    "tests/training/test_sft.py::test_both_stages_from_the_command_line",
-    "tests/training/test_sft.py::test_resuming_gives_the_weights_of_an_unbroken_run",
-    "tests/training/test_sft.py::test_packing_trains_as_padding_does",
+    "tests/training/test_sft.py",
+    "tests/training/test_resume.py::test_a_resumed_run_gives_the_weights_of_an_unbroken_one",
 ]
 VERSIONS = "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
 

@@ -268,8 +268,9 @@ def main() -> None:
         parser.error("give either --vision_model and --text_model, or only --llava_model")
     if args.llava_model and (args.scale_projector or args.captions or args.vision_feature_layer != -2):
         parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")
-    if args.norm_target_ratio != 1 and (args.projector_norm == "none" or args.no_align_norm):
-        parser.error("--norm_target_ratio is for a norm that starts at the text's norm")
+    aligns = args.projector_norm != "none" and not args.no_align_norm
+    if args.norm_target_ratio <= 0 or (args.norm_target_ratio != 1 and not aligns):
+        parser.error("--norm_target_ratio is a number above 0, for a norm that starts at the text's norm")
     arm = (args.projector_norm, not args.no_align_norm)
     if args.llava_model is not None:
         model, processor = convert_llava(args.llava_model, *arm, args.norm_target_ratio)

@@ -139,8 +139,7 @@ def main() -> None:
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     packed = run_args.packed_length
     samples = args.per_device_train_batch_size if packed is None else max(packed // options.tokens, 1)
-    sizes = (samples, options.tokens, options.supervised, options.devices)
-    memory, flops = plan_step(config, run_args, args, *sizes)
+    memory, flops = plan_step(config, run_args, args, samples, options.tokens, options.supervised, options.devices)
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
     rows_of_step = run_args.global_batch_size or samples * args.gradient_accumulation_steps * options.devices
     rows = args.max_steps * rows_of_step if args.max_steps > 0 else options.rows * args.num_train_epochs

@@ -74,7 +74,7 @@ def test_what_is_refused_before_a_model_is_loaded(
     loaded: list[object] = []
     monkeypatch.setattr("diagnostics.__main__.load_model", lambda *args, **kwargs: loaded.append(args))
     rest = ("--output_dir", tmp_path / "report")
-    with pytest.raises(SystemExit, match=f"--model {tmp_path}/none: .*there is no such folder"):
+    with pytest.raises(SystemExit, match=f"{tmp_path}/none: there is no such folder"):
         run(monkeypatch, "--model", composed(), f"{tmp_path}/none", "--data", data, *rest)
     with pytest.raises(SystemExit):
         run(monkeypatch, "--model", composed(), composed(), "--data", data, *rest)

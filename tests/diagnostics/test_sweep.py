@@ -16,7 +16,7 @@ from transformers import AutoProcessor, PreTrainedModel
 import families
 from diagnostics import scaling, sweep
 from diagnostics.__main__ import main
-from diagnostics.answers import ask, encode, likeliest
+from diagnostics.answers import ask, distributions, encode, likeliest, read
 from diagnostics.comparison import ask_at_doses
 from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import find_decoder
@@ -68,6 +68,20 @@ def test_scaling_equals_multiplying_by_hand(name: str) -> None:
     entered, _ = first_layer(model, sample)
     assert torch.allclose(left, torch.where(visual[:, None], multiplied - 2 * entered, multiplied), atol=1e-5)
     assert torch.equal(model(**sample).logits, plain)
+
+
+@pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "qwen3_vl", "gemma3", "glm4v"])
+@torch.no_grad()
+def test_answers_are_scored_as_in_one_pass(name: str) -> None:
+    model, sample = families.build(name), families.inputs(name)
+    length, answers = sample["input_ids"].shape[1], [[5, 6, 7], [8, 9]]
+    for answer, scores in zip(answers, distributions(model, read(model, sample), answers), strict=True):
+        longer = {key: of for key, of in sample.items() if of.shape != sample["input_ids"].shape}
+        longer["input_ids"] = torch.cat([sample["input_ids"], torch.tensor([answer])], dim=1)
+        for key in sample.keys() - longer.keys():  # masks and token types, as those of text
+            longer[key] = torch.nn.functional.pad(sample[key], (0, len(answer)), value=int(key == "attention_mask"))
+        expected = model(**longer).logits[0, length - 1 : -1].log_softmax(dim=-1)
+        assert torch.allclose(scores, expected, atol=1e-5)
 
 
 @torch.no_grad()

@@ -300,7 +300,7 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
         ("--output_dir {full}", "is not empty"),
         ("--output_dir out --vision_model x", "give either --vision_model and --text_model, or only --llava_model"),
         ("--output_dir out --llava_model x --scale_projector", "are for a new projector"),
-        ("--output_dir out --llava_model x --no_align_norm --norm_target_ratio 3", "is for a norm that starts at"),
+        ("--output_dir out --llava_model x --no_align_norm --norm_target_ratio 3", "for a norm that starts at"),
     ],
 )
 def test_options_that_do_not_go_together(

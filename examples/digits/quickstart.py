@@ -61,8 +61,7 @@ def main() -> None:
     """Run the missing steps; the report is always rebuilt."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     run_steps(STEPS)
-    logger.info("figures: %s, %s", ROOT / RUN / "norms.png", ROOT / RUN / "answers.png")
-    logger.info("model:   %s", ROOT / RUN / "stage2")
+    logger.info("figures: %s, %s; model: %s", RUN / "norms.png", RUN / "answers.png", RUN / "stage2")
 
 
 if __name__ == "__main__":

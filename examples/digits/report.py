@@ -16,10 +16,10 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from diagnostics.console import command
 from PIL import Image
 from scenes import CHANCE, ask
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from diagnostics import measure
 from diagnostics.answers import Prompt, answer
@@ -165,10 +165,9 @@ def render_table(scores: dict[str, dict[str, float]], measured: dict[str, Summar
     return "\n".join(lines)
 
 
+@command()
 def main() -> None:
     """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    transformers_logging.set_verbosity_error()
     plt.switch_backend("agg")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run_dir", type=Path, required=True)

@@ -7,10 +7,12 @@ long it takes on this processor, writes a folder below `runs/emoji`, and is skip
 training that was stopped goes on from its last checkpoint.
 """
 
+import argparse
 import logging
 import os
 
 import torch
+from diagnostics.console import command
 from torch.utils.benchmark import Timer
 
 from examples.emoji.parts import RUN
@@ -45,18 +47,19 @@ def processor_speed() -> float:
     return 2 * 1024 * 576 * 1536 / timer.blocked_autorange().median / 1e9
 
 
+@command()
 def main() -> None:
     """Run the missing steps; the report is always rebuilt."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     speed = processor_speed()
-    total = sum(minutes for _, minutes, _, _ in STEPS) * 90 / speed
+    total = sum(step[1] for step in STEPS) * 90 / speed
     logger.info("This processor does %.0f GFLOP/s: about %.0f minutes in all, downloads apart.", speed, total)
     steps: list[Step] = [
         (f"{title} (about {minutes * 90 / speed:.1f} min)", [RUN / last] if last else [], command)
         for title, minutes, last, command in STEPS
     ]
     run_steps(steps)
-    logger.info("figure: %s\nmodel:  %s", RUN / "stage2/answers.png", RUN / "stage2")
+    logger.info("figure: %s; model: %s", RUN / "stage2/answers.png", RUN / "stage2")
 
 
 if __name__ == "__main__":

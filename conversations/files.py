@@ -25,7 +25,7 @@ def folder_or_id(name: str) -> str:
     path = Path(name)
     is_local = len(path.parts) > 2 or (path.parent != Path() and path.parent.is_dir())
     if is_local and not path.exists():
-        raise ValueError(f"{name}: there is no such folder (as {path.parent} is one, no id on the Hub is meant).")
+        raise ValueError(f"{name}: there is no such folder. It was not looked up on the Hub.")
     return name
 
 

@@ -3,7 +3,7 @@
     python -m diagnostics --model llava-hf/llava-1.5-7b-hf --data questions.json --output_dir report/
 
 `--data` is what training takes (LLaVA's JSON or JSONL, a dataset on disk or on the Hub) or a folder of pictures. Out
-come `report.html`, `report.json`, `report.csv`, `rows.csv` and the figures.
+come `report.html`, `report.json`, `report.csv`, `rows.csv`, the figures, and of a sweep `sweep.csv`.
 """
 
 import argparse

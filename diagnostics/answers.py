@@ -87,18 +87,16 @@ def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[
     ]
 
 
-def likeliest(model: PreTrainedModel, inputs: Any, answers: Sequence[Sequence[int]]) -> int:
+def likeliest(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> int:
     """Index of the answer with the highest log-probability after a prompt, its end token included. Exact.
 
     An answer can't be likelier than its first token. So answers are scored in the order of their first tokens, a few
     at a time on the prompt's keys and values, until the best one so far beats all that are left.
 
     Args:
-        model: A model that generates.
-        inputs: A prompt of one row, as `encode` returns it, or one that was read.
+        prompt: As `read` returns it.
         answers: Token ids of each answer, with its end token; at least two tokens each.
     """
-    prompt = inputs if isinstance(inputs, ReadPrompt) else read(model, inputs)
     starts = prompt.first[[tokens[0] for tokens in answers]]  # [num_answers]
     best, best_score = -1, -torch.inf
     for chunk in starts.argsort(descending=True, stable=True).split(CHUNK):

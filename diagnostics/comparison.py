@@ -119,7 +119,7 @@ def compare(
         question: Asked about pictures that come without one.
         num_samples: How many pictures at most.
         layers: Layers whose attention and keys are measured; six evenly spread ones by default.
-        sweep: Also multiply visual tokens, see [`sweep_model`]; models must be in eval mode.
+        sweep: Also multiply visual tokens, see [`sweep_model`].
 
     Raises:
         DiagnosticsError: if a model can't be measured on this data; the message says why.
@@ -224,9 +224,11 @@ def count_tokens(masks: Sequence[dict[str, torch.Tensor]]) -> dict[str, int]:
 def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
     """Rows of a model in eval mode whose visual tokens are multiplied by each dose, with columns `dose` and `control`;
     lengths are multiples of the mean norm of the text tokens that enter the decoder. Raises `DiagnosticsError` for
-    fewer than three pictures, whose intervals say nothing, or if its answers can't be scored."""
+    fewer than three pictures, whose intervals say nothing, a model that trains, or one that can't score answers."""
     if len(questions) < 3:
         raise DiagnosticsError(f"A sweep compares pictures, and there are {len(questions)}: give at least 3.")
+    if model.training:
+        raise DiagnosticsError("The model is in training mode, where dropout changes its answers: call model.eval().")
     num_layers, started = len(find_decoder(model).layers), time.perf_counter()
     plain = record_questions(model, processor, questions, (), f"{name}: x 1")
     norms = Summary.of(measure_layers(plain))

@@ -31,7 +31,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from diagnostics.answers import answer, ask, encode, likeliest
+from diagnostics.answers import answer, ask, encode, likeliest, read
 from examples.emoji.parts import RUN
 from examples.emoji.pictures import GROUP, HELD_OUT, NAME, THERE, Record
 from examples.results import draw_answers, record_scores
@@ -54,7 +54,8 @@ def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: 
     tokenizer = processor.tokenizer
     answers = tokenizer([f"{name}{tokenizer.eos_token}" for name in names], add_special_tokens=False).input_ids
     prompts = tqdm([ask(NAME, image) for image in images], desc="Naming")
-    return [names[likeliest(model, encode(processor, [prompt]).to(model.device), answers)] for prompt in prompts]
+    read_ones = (read(model, encode(processor, [prompt]).to(model.device)) for prompt in prompts)
+    return [names[likeliest(model, prompt, answers)] for prompt in read_ones]
 
 
 def score(artist: str, question: str, seen: str, given: list[str], right: list[str]) -> Record:

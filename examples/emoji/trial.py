@@ -23,8 +23,7 @@ from PIL import Image
 from scipy import stats
 from transformers import AutoProcessor
 
-from conversations.tokens import IGNORED
-from diagnostics.answers import answer, ask, encode
+from diagnostics.answers import answer, ask, distributions, encode, read
 from diagnostics.scaling import scaled
 from examples.emoji.evaluate import name_pictures, open_picture, perplexity
 from examples.emoji.parts import RUN
@@ -121,12 +120,9 @@ def evaluate(trained: Path, search: bool) -> Record:
         return [ONE_NAME.get(name, name) == ONE_NAME.get(of, of) for name, of in zip(given, wanted, strict=True)]
 
     def loss(image: Image.Image, row: Record) -> float:
-        name = f"{row['name']}{processor.tokenizer.eos_token}"
-        inputs = encode(processor, [ask(NAME, image)]).to(model.device)
-        following = processor.tokenizer(name, add_special_tokens=False, return_tensors="pt").input_ids.to(model.device)
-        input_ids = torch.cat([inputs["input_ids"], following], dim=1)
-        labels = torch.cat([torch.full_like(inputs["input_ids"], IGNORED), following], dim=1)
-        return model(input_ids=input_ids, pixel_values=inputs["pixel_values"], labels=labels).loss.item()
+        name = processor.tokenizer(f"{row['name']}{processor.tokenizer.eos_token}", add_special_tokens=False).input_ids
+        prompt = read(model, encode(processor, [ask(NAME, image)]).to(model.device))
+        return -distributions(model, prompt, [name])[0][range(len(name)), name].mean().item()
 
     if search:
         return {"searched": 100 * fmean(right(searched))}

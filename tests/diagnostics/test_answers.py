@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from diagnostics.answers import CHUNK, ask, encode, likeliest
+from diagnostics.answers import CHUNK, ask, encode, likeliest, read
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -25,7 +25,7 @@ def test_likeliest_is_exact(composed: Callable[..., Path], picture: Image.Image,
     found = []
     for question in ("What is this?", "Why?", "Name it.", "b", "zzz"):
         inputs = encode(processor, [ask(question, picture)])
-        found.append(likeliest(model, inputs, answers))
+        found.append(likeliest(model, read(model, inputs), answers))
         scores = []
         for tokens in answers:
             ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from diagnostics.console import command
-from transformers import AutoProcessor, PreTrainedModel
+from diagnostics.console import command, parse
+from transformers import AutoConfig, AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from conversations.files import folder_or_id, weights_fingerprint
 from diagnostics.comparison import measure_models
@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
     add("--sweep", action="store_true", help="also multiply visual tokens by 0.03 to 30: does length matter here?")
-    args = parser.parse_args()
+    args = parse(parser)
     args.names = args.names or args.model
     if len(args.names) != len(args.model):
         parser.error(f"--names gives {len(args.names)} names for {len(args.model)} models")
@@ -51,12 +51,14 @@ def parse_arguments() -> argparse.Namespace:
 def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, Any]]:
     """Name, model and processor, one after the other; no reference is kept here."""
     for path in args.model:  # before hours of measuring the first one
-        AutoProcessor.from_pretrained(folder_or_id(path), trust_remote_code=args.trust_remote_code)
+        processor = AutoProcessor.from_pretrained(folder_or_id(path), trust_remote_code=args.trust_remote_code)
+        if isinstance(processor, PreTrainedTokenizerBase):
+            kind = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code).model_type
+            raise ValueError(f"{path} has model_type {kind!r} and only a tokenizer: give a vision-language model.")
+    args.output_dir.mkdir(parents=True, exist_ok=True)
     for path, name in zip(args.model, args.names, strict=True):
         logger.info("Loading %s ...", path)
-        loaded = load_model(path, **model_options(args))
-        yield name, *loaded
-        del loaded
+        yield name, *load_model(path, **model_options(args))
 
 
 @command()
@@ -64,14 +66,12 @@ def main() -> None:
     """Run the command line."""
     plt.switch_backend("agg")
     args = parse_arguments()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     given = "python -m diagnostics " + shlex.join(sys.argv[1:])
     models, questions, data = load_models(args), read_questions(args), Path(args.data).name
     measured = measure_models(models, questions, data, args.layers, given, args.sweep)
     sources = zip(measured.report.models, args.model, strict=True)
     reports = [replace(model, weights=weights_fingerprint(Path(source))) for model, source in sources]
-    measured = replace(measured, report=replace(measured.report, models=reports))
-    measured.save(args.output_dir)
+    replace(measured, report=replace(measured.report, models=reports)).save(args.output_dir)
     logger.info("\n%s\n\nReport: %s", measured, args.output_dir / "report.html")
 
 

@@ -1,11 +1,13 @@
 """What all commands have in common: they print plain lines, and end with one where the user can mend what is wrong."""
 
+import argparse
 import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 
 from transformers.utils import logging as transformers_logging
@@ -38,3 +40,15 @@ def command() -> Iterator[None]:
         sys.exit(f"error: {error if is_ours else str(error).strip().splitlines()[0]}")
     except KeyboardInterrupt:
         sys.exit("stopped")
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, where: str = "") -> argparse.Namespace:
+    """As `parse_args`, but an unknown option is a `ValueError` that names the closest one, and begins with `where`."""
+    args, unknown = parser.parse_known_args(argv)
+    for action in (of for of in parser._actions if isinstance(of, argparse._SubParsersAction)):
+        parser = action.choices[getattr(args, action.dest)]
+    if unknown:
+        name = unknown[0].split("=")[0]
+        meant = get_close_matches(name, parser._option_string_actions, 1)
+        raise ValueError(f"{where}there is no option {name}" + (f", did you mean {meant[0]}?" if meant else "."))
+    return args

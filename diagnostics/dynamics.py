@@ -14,7 +14,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from diagnostics.console import command
+from diagnostics.console import command, parse
 
 from conversations.files import write_whole
 from diagnostics.comparison import record_questions
@@ -46,9 +46,8 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     path = run / FILE
     table = pd.DataFrame({"step": [], "measured_as": []})
     if path.exists():
-        table = pd.read_csv(path, dtype={"layer": "Int64", "picture": "Int64", "measured_as": str}).fillna(
-            {"modality": ""}
-        )
+        kinds = {"layer": "Int64", "picture": "Int64", "measured_as": str}
+        table = pd.read_csv(path, dtype=kinds).fillna({"modality": ""})
     if set(table["measured_as"]) - {measured_as}:
         raise ValueError(f"{path} holds rows of other questions or another dtype: give the same, or move it away.")
     for step, name in sorted(steps.items()):
@@ -75,9 +74,8 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="output_dir of a training run")
     parser.add_argument("--start", help="the model that the run started from, measured as step 0: folder or Hub id")
     add_arguments(parser, num_samples=16)
-    args = parser.parse_args()
-    questions = read_questions(args).questions
-    table = measure_run(args.run, questions, args.start, **model_options(args))
+    args = parse(parser)
+    table = measure_run(args.run, read_questions(args).questions, args.start, **model_options(args))
     points = {step: Summary.of(rows.drop(columns=["step", "measured_as"])) for step, rows in table.groupby("step")}
     save(draw_dynamics(points), args.run / "dynamics.png")
     logger.info("%d steps in %s, drawn in %s", len(points), args.run / FILE, args.run / "dynamics.png")

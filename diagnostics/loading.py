@@ -1,11 +1,11 @@
 """Load any vision-language model with its processor, and pictures with questions."""
 
 import argparse
-import hashlib
 import itertools
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from glob import iglob
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from conversations.loading import load_rows
-from conversations.pictures import open_images, to_rgb
+from conversations.pictures import fingerprint, open_images, to_rgb
 from conversations.rows import BadRowError, Row, check_row, row_turns, to_messages
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 
@@ -131,12 +131,8 @@ def load_questions(
     """
     if not _is_of_pictures(Path(data)):
         return take_questions(load_rows(str(data), image_folder, split=split), num_samples, str(data))
-    paths = sorted(
-        path
-        for path in Path(data).rglob("*")
-        if path.suffix.lower() in PICTURE_SUFFIXES
-        and not any(part.startswith(".") for part in path.relative_to(data).parts)
-    )
+    visible = (Path(data, name) for name in iglob("**", root_dir=data, recursive=True))
+    paths = sorted(path for path in visible if path.suffix.lower() in PICTURE_SUFFIXES)
     turns = [{"from": "human", "value": f"<image>\n{question}"}]
     rows = ({"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths)
     return take_questions(rows, num_samples, str(data))
@@ -207,11 +203,3 @@ def _to_question(row: Row) -> Question | None:
         part["image"] = image
     answer = "".join(turn["value"].strip() for turn in turns[len(before_answer) :][:1])
     return Question(row["source"], fingerprint(images), messages, images[0], answer) if images else None
-
-
-def fingerprint(images: Iterable[Image.Image]) -> str:
-    """Hash of the pixels of pictures in RGB."""
-    seen = hashlib.sha256()
-    for image in images:
-        seen.update(repr(image.size).encode() + image.tobytes())
-    return seen.hexdigest()[:16]

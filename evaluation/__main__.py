@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 
-from diagnostics.console import command
+from diagnostics.console import command, parse
 
 from conversations.files import fresh_folder, write_whole
 from evaluation.benchmarks import OURS, PAPER, Benchmark
@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--batch_size", type=int, default=8, help="rows per batch (default: 8)")
     add("--num_processes", type=int, default=1, help="processes that share the rows, one GPU each; no other launcher")
     add("--dtype", default="auto", help="dtype of the weights (default: the checkpoint's)")
-    return parser.parse_args(argv)
+    return parse(parser, argv)
 
 
 def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> Figure:

@@ -12,7 +12,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from diagnostics.console import command
+from diagnostics.console import command, parse
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
 
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     add("model", help="folder or Hub id; its code is run")
     add("--revision", default="main", help="revision of a repository on the Hub (default: main)")
     add("--port", type=int, default=8000, help="loopback port (default: 8000)")
-    return parser.parse_args()
+    return parse(parser)
 
 
 def run_push(stage: Path, public: bool, dry_run: bool) -> None:

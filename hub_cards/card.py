@@ -16,8 +16,6 @@ from hub_cards.licences import APACHE, Licence, known_licence
 
 NOT_RECORDED = "not recorded"
 NORMS = {"gwc": "a LayerNorm with gradient compensation (GWC)", "layernorm": "a LayerNorm", "none": "no norm"}
-
-
 # An example that the Hub shows: messages with a picture and a question, and the model's own answer.
 Widget = dict[str, Any]
 

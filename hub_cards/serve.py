@@ -7,6 +7,7 @@ key and fetches any URL, so it listens on the loopback interface only.
 """
 
 import os
+import socket
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -86,4 +87,8 @@ def serve(model: str, revision: str, port: int) -> None:
         raise ValueError("transformers' server is not installed: pip install -e '.[release]'")
     import uvicorn
 
+    try:  # before the model is loaded
+        socket.create_server(("127.0.0.1", port)).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--port {port} can't be used ({error}): choose another one.") from error
     uvicorn.run(build_app(folder_or_id(model), revision), host="127.0.0.1", port=port)

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from diagnostics.console import command
+from diagnostics.console import command, parse
 from transformers import AutoProcessor
 
 from modeling_normllava import (
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=32, help="they are scaled by alpha / rank")
     parser.add_argument("--dropout", type=float, default=0.05, help="dropout in front of them, in training")
     parser.add_argument("--seed", type=int, default=42, help="seed of the new weights")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.output_dir.exists() and any(args.output_dir.iterdir()):
         parser.error(f"{args.output_dir} is not empty; choose another folder")
     load_config(args.model)

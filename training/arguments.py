@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import yaml
 from accelerate.utils import gather_object
+from diagnostics.console import parse
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
@@ -149,6 +150,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     parser = TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
     try:
         given = [] if known.config is None else read_recipe(Path(known.config), parser)
+        parse(parser, given, f"{known.config}: ")
+        parse(parser, rest)
         run_args, args = parser.parse_args_into_dataclasses([*given, *rest])
     except (ValueError, TypeError, yaml.YAMLError) as error:  # of libraries; ours are told in one line
         raise ValueError(str(error)) from error

@@ -137,10 +137,9 @@ def deal_rows(
     samples, size, count = run_args.global_batch_size, args.per_device_train_batch_size, args.world_size
     if run_args.packed_length is not None:
         assert samples is not None  # check_arguments
-        epochs = math.ceil(args.num_train_epochs)
-        if args.max_steps > 0:
-            epochs = math.ceil(args.max_steps / math.ceil(len(rows) / samples))
-        steps = plan_packing(rows, blank, samples, count, range(seed, seed + epochs), run_args.packed_length)
+        epochs = args.max_steps / math.ceil(len(rows) / samples) if args.max_steps > 0 else args.num_train_epochs
+        seeds = range(seed, seed + math.ceil(epochs))
+        steps = plan_packing(rows, blank, samples, count, seeds, run_args.packed_length)
         lengths = row_lengths(rows)
         return Batches(lambda epoch: packed_batches(lengths, samples, count, steps, seed + epoch), args), steps
     steps = args.gradient_accumulation_steps if samples is None else samples // (size * count)

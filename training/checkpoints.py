@@ -30,14 +30,18 @@ SAVING_FOLDER = ".saving"
 
 @contextmanager
 def lock(output_dir: Path) -> Iterator[None]:
-    """Lock a folder for one run, until the process ends, however it ends. Raises `ValueError` if another holds it."""
+    """Lock a folder for one run, however it ends; an empty one is removed after. `ValueError` if another holds it."""
     output_dir.mkdir(parents=True, exist_ok=True)
     with (output_dir / ".lock").open("w") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would keep holding
         except OSError as error:
             raise ValueError(f"output_dir {output_dir} is in use, or can't be locked ({error}).") from error
-        yield
+        try:
+            yield
+        finally:
+            if os.listdir(output_dir) == [".lock"]:  # something was wrong before anything was written
+                shutil.rmtree(output_dir, ignore_errors=True)
 
 
 @contextmanager

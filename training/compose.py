@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from diagnostics.console import command
+from diagnostics.console import command, parse
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -69,6 +69,9 @@ def compose(
     vision_model = load_vision_model(plain_name(vision_model_path), text_model.dtype)
     image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
+    depth = vision_model.config.num_hidden_layers
+    if not -depth - 1 <= vision_feature_layer <= depth:
+        raise ValueError(f"vision_feature_layer {vision_feature_layer}: the encoder's are {-depth - 1} to {depth}.")
 
     tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
     target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
@@ -261,7 +264,7 @@ def main() -> None:
     parser.add_argument("--image_folder", help="prefix of the image paths in --captions")
     parser.add_argument("--vision_feature_layer", type=int, default=-2, help="hidden state of the encoder to read")
     parser.add_argument("--seed", type=int, default=42, help="seed of new weights")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.output_dir.exists() and any(args.output_dir.iterdir()):
         parser.error(f"{args.output_dir} is not empty; choose another folder")
     if {args.vision_model is None, args.text_model is None} != {args.llava_model is not None}:

@@ -49,12 +49,8 @@ def gram_distance(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     Centring makes it invariant to a shift of all keys, which the MMD may require. Both are `(num_heads, n, head_dim)`,
     of the same tokens of one modality.
     """
-
-    def gram(of: torch.Tensor) -> torch.Tensor:
-        rows = functional.normalize(of - of.mean(dim=1, keepdim=True), dim=-1)
-        return rows @ rows.transpose(1, 2)
-
-    return (gram(keys) - gram(reference)).square().mean()
+    now, then = (functional.normalize(of - of.mean(dim=1, keepdim=True), dim=-1) for of in (keys, reference))
+    return (now @ now.mT - then @ then.mT).square().mean()
 
 
 class KeyAlignment:
@@ -101,11 +97,8 @@ class KeyAlignment:
         self._tokens, self._norms, self._keys, self._references = None, [], {}, {}
         if module.training:
             self._tokens = classify(kwargs, self._ids)
-            masks = (self._tokens.visual, self._tokens.text)
-            visual, text = (mask.flatten().nonzero()[:, 0] for mask in masks)
-            drawn = [
-                places[torch.randperm(len(places), device=places.device)[:MAX_TOKENS]] for places in (visual, text)
-            ]
+            found = (mask.flatten().nonzero()[:, 0] for mask in (self._tokens.visual, self._tokens.text))
+            drawn = [places[torch.randperm(len(places), device=places.device)[:MAX_TOKENS]] for places in found]
             self._positions, self._num_visual = torch.cat(drawn), len(drawn[0])
 
     # After `penalty` the hooks do nothing: gradient checkpointing runs the layers again in the backward pass.

@@ -91,16 +91,14 @@ class SupervisedTrainer(SFTTrainer):
         """Log the mean loss of the held-out rows' supervised tokens, each with the same weight (transformers averages
         the means of batches, whatever their size), as `eval_loss`, and with a blank picture in place of every one as
         `eval_loss_blank`. The random state, from which a data loader takes a number for its workers, is restored."""
-        device, processes = self.args.device, self.accelerator.num_processes
+        device, count = self.args.device, self.accelerator.num_processes
         blank, sums = self.data_collator.pixels([]).to(device), torch.zeros(3, dtype=torch.float64)
         self.model.eval()
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             for seen in map(self._prepare_inputs, self.get_eval_dataloader()):
                 unseen = {**seen, "pixel_values": blank.expand_as(seen["pixel_values"])}
                 # TRL multiplies by the number of processes, since DDP averages over them.
-                losses: Any = [
-                    self.compute_loss(self.model, of, num_items_in_batch=processes) for of in (seen, unseen)
-                ]
+                losses: Any = [self.compute_loss(self.model, of, num_items_in_batch=count) for of in (seen, unseen)]
                 sums[:2] += torch.stack(losses).to(sums)
                 sums[2] += (seen["labels"] != IGNORED).sum().item()
         loss, loss_blank, num_tokens = self._sum_over_processes(sums).tolist()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diagnostics.console import command
+from diagnostics.console import command, parse
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--adapter", required=True, type=Path, help="folder of the adapter")
     parser.add_argument("--output_dir", required=True, type=Path, help="folder to write")
     parser.add_argument("--base", help="the base model, if it is no longer where it was in training")
-    args = parser.parse_args()
+    args = parse(parser)
     if args.output_dir.exists() and any(args.output_dir.iterdir()):
         parser.error(f"{args.output_dir} is not empty; choose another folder")
     merge(args.adapter, args.base).save_pretrained(args.output_dir)

@@ -103,9 +103,8 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     trained, groups = prepare_model(model, run_args, args)
     if checkpoint is not None:
         check_weights(checkpoint, trained)
-    key_alignment = None
-    if run_args.key_mmd_weight or run_args.key_gram_weight:
-        key_alignment = KeyAlignment(model, processor, run_args.key_mmd_weight, run_args.key_gram_weight)
+    weights = (run_args.key_mmd_weight, run_args.key_gram_weight)
+    key_alignment = KeyAlignment(model, processor, *weights) if any(weights) else None
     trainer = NormLlavaTrainer(
         trained,
         groups,

@@ -68,8 +68,6 @@ def prepare_stage(
 
     Args:
         model: The model to prepare, in place. Its language model may hold LoRA adapters; for `Stage.ADAPT` it must.
-        stage: The stage.
-        rates: Learning rate by module.
         frozen_dtype: What frozen weights are held in. Quantized weights stay quantized; trained ones are float32.
 
     Returns:

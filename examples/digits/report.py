@@ -16,7 +16,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from diagnostics.console import command
+from diagnostics.console import command, parse
 from PIL import Image
 from scenes import CHANCE, ask
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
@@ -171,7 +171,7 @@ def main() -> None:
     plt.switch_backend("agg")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run_dir", type=Path, required=True)
-    run_dir = parser.parse_args().run_dir
+    run_dir = parse(parser).run_dir
     questions = load_scene_questions(run_dir / "data")
     scores, answers = evaluate_run(run_dir, questions)
     probe = run_dir / "data" / "probe.json"

@@ -39,13 +39,9 @@ class EndpointHandler:
             raise ValueError(
                 f"parameters: only max_new_tokens, from 1 to {MAX_NEW_TOKENS}, and temperature can be set"
             )
-        inputs = self.processor.apply_chat_template(
-            [read_message(message) for message in data["inputs"]],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-        ).to(self.model.device, dtype=self.model.dtype)
+        messages = [read_message(message) for message in data["inputs"]]
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+        inputs = self.processor.apply_chat_template(messages, **options).to(self.model.device, dtype=self.model.dtype)
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else GREEDY
         generated = self.model.generate(**inputs, **sampling, max_new_tokens=tokens)
         answer = self.processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -20,7 +20,6 @@ CAPTION = (
     "To run this page yourself: MODEL=<folder or owner/name> REVISION=main python app.py"
 )
 
-
 if not {"MODEL", "REVISION"} <= os.environ.keys():
     raise SystemExit("Set the Space's variables MODEL and REVISION: README.md explains them.")
 MODEL, REVISION = os.environ["MODEL"], os.environ["REVISION"]

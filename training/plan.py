@@ -140,7 +140,7 @@ def main() -> None:
     packed = run_args.packed_length
     samples = args.per_device_train_batch_size if packed is None else max(packed // options.tokens, 1)
     memory, flops = plan_step(config, run_args, args, samples, options.tokens, options.supervised, options.devices)
-    parts = ", ".join(f"{name} {size / GIB:.3g}" for name, size in memory.items())
+    parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
     rows_of_step = run_args.global_batch_size or samples * args.gradient_accumulation_steps * options.devices
     rows = args.max_steps * rows_of_step if args.max_steps > 0 else options.rows * args.num_train_epochs
     flops *= rows / samples
@@ -148,7 +148,7 @@ def main() -> None:
     time = f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.0f} minutes" if minutes >= 1 else "<1 minute"
     of_rows = f"{rows:,.0f} rows of {options.tokens} tokens, {options.supervised} supervised, a picture in each"
     logger.info("assumed: %s; %g TFLOP/s a device (an H100's peak is 989); only steps count", of_rows, options.tflops)
-    logger.info("memory of a device: %.3g GiB (%s)", sum(memory.values()) / GIB, parts)
+    logger.info("memory of a device: %.2f GiB (%s)", sum(memory.values()) / GIB, parts)
     logger.info("the run: %.3g FLOPs, %s, devices: %d", flops, time, options.devices)
 
 

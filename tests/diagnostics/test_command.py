@@ -65,6 +65,7 @@ def test_two_models_side_by_side(
 
 
 def test_what_is_refused_before_a_model_is_loaded(
+    backbones: Callable[[str], Path],
     composed: Composed,
     data: Path,
     tmp_path: Path,
@@ -76,6 +77,8 @@ def test_what_is_refused_before_a_model_is_loaded(
     rest = ("--output_dir", tmp_path / "report")
     with pytest.raises(SystemExit, match=f"{tmp_path}/none: there is no such folder"):
         run(monkeypatch, "--model", composed(), f"{tmp_path}/none", "--data", data, *rest)
+    with pytest.raises(SystemExit, match="qwen2 has model_type 'qwen2' and only a tokenizer: give a vision-"):
+        run(monkeypatch, "--model", composed(), backbones("qwen2"), "--data", data, *rest)
     with pytest.raises(SystemExit):
         run(monkeypatch, "--model", composed(), composed(), "--data", data, *rest)
     assert "two models have the same name" in capsys.readouterr().err
@@ -83,7 +86,7 @@ def test_what_is_refused_before_a_model_is_loaded(
     texts.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
     with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
         run(monkeypatch, "--model", composed(), "--data", texts, *rest)
-    assert loaded == []
+    assert (loaded, (tmp_path / "report").exists()) == ([], False)
 
 
 def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:

@@ -1,21 +1,25 @@
 """How commands end: in one line where the user can mend what is wrong, with a traceback where we are wrong."""
 
+import argparse
 import json
 import sys
 from pathlib import Path
 
 import pytest
-from diagnostics.console import command
+from diagnostics.console import command, parse
 
 from conversations.files import folder_or_id, read_record
 from conversations.loading import load_rows
 
 
 def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_subparsers(dest="command").add_parser("serve").add_argument("--port")
     for mistake, said in (
-        (lambda: folder_or_id(str(tmp_path / "none")), "none: there is no such folder"),
         (lambda: load_rows(str(tmp_path / "none.json")), "No such file or directory: '.*none.json'"),
         (lambda: read_record(dict[str, int], tmp_path), "can't be read"),
+        (lambda: parse(parser, ["serve", "--prot=1"]), r"there is no option --prot, did you mean --port\?$"),
+        (lambda: parse(parser, ["serve", "picture"]), r"there is no option picture\.$"),
     ):
         with pytest.raises(SystemExit, match=rf"^error: .*{said}"), command():
             mistake()

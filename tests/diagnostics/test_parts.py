@@ -6,14 +6,7 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from diagnostics.parts import (
-    DiagnosticsError,
-    find_decoder,
-    find_encoder,
-    find_norm,
-    find_projector,
-    image_token_id,
-)
+from diagnostics.parts import DiagnosticsError, find_decoder, find_encoder, find_norm, find_projector, image_token_id
 from families import FAMILIES, IMAGE, build
 
 

@@ -150,6 +150,10 @@ def test_only_the_loopback_interface_is_listened_on(monkeypatch: pytest.MonkeyPa
     heard: dict[str, Any] = {}
     monkeypatch.setattr(uvicorn, "run", lambda app, **options: heard.update(options))
     monkeypatch.setattr("hub_cards.serve.build_app", lambda *args: args)
-    monkeypatch.setattr(sys, "argv", ["hub_cards", "serve", "me/x", "--port", "8123"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["hub_cards", "serve", "me/x", "--port", str(port)])
+        with pytest.raises(SystemExit, match=rf"^error: --port {port} can't be used \(.*Address already in use"):
+            command_line()
     command_line()
-    assert heard == {"host": "127.0.0.1", "port": 8123}
+    assert heard == {"host": "127.0.0.1", "port": port}

@@ -24,11 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from modeling_normllava import (
-    NormLlavaConfig,
-    NormLlavaForConditionalGeneration,
-    NormLlavaModel,
-)
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaModel
 
 
 NORM = "model.multi_modal_projector.norm"

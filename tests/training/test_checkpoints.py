@@ -81,6 +81,9 @@ def test_two_runs_do_not_share_a_folder(
     other.kill()
     other.join()
     run(monkeypatch, tmp_path, **fields)
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+        run(monkeypatch, tmp_path, **{**fields, "dataset_name": "none.json", "output_dir": str(tmp_path / "new")})
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("place", ["save", "publish"])

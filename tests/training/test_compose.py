@@ -132,17 +132,6 @@ def test_gemma_keeps_every_system_turn(composed: Callable[..., Path]) -> None:
     )
 
 
-def test_zero_rows_are_left_out_of_the_target(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    language_model = AutoModelForCausalLM.from_pretrained(backbones("qwen2"))
-    expected = language_model.get_input_embeddings().weight[:300].norm(dim=-1).mean().item()
-    with torch.no_grad():
-        language_model.get_input_embeddings().weight[300:] = 0  # as rows that only fill the vocabulary up
-    language_model.save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path)
-    model, _ = compose(str(backbones("siglip")), str(tmp_path))
-    assert model.config.projector_norm_target == pytest.approx(expected, rel=1e-6)
-
-
 def test_quantized_parts_are_refused(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     """What is composed would be saved in 4 bits and loaded as if its projector were, too."""
     folder = shutil.copytree(backbones("qwen2"), tmp_path / "quantized")
@@ -169,14 +158,21 @@ def test_arms(backbones: Callable[[str], Path]) -> None:
     assert (none.config.projector_scaled, scaled.config.projector_scaled) == (False, True)
     with pytest.raises(ValueError, match="scale_projector scales a projector without a norm"):
         compose(*parts, scale_projector=True)
+    with pytest.raises(ValueError, match="vision_feature_layer 99: the encoder's are -4 to 3"):
+        compose(*parts, vision_feature_layer=99)
     first, scaled_first = (model.model.multi_modal_projector.linear_1.weight for model in (none, scaled))
     assert torch.equal(first, scaled_first)
 
 
-def test_bfloat16_language_model_gives_a_bfloat16_model(backbones: Callable[[str], Path], tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(backbones("qwen2"), dtype=torch.bfloat16).save_pretrained(tmp_path)
+def test_bfloat16_stays_and_zero_rows_do_not_count(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    language_model = AutoModelForCausalLM.from_pretrained(backbones("qwen2"), dtype=torch.bfloat16)
+    expected = language_model.get_input_embeddings().weight[:300].float().norm(dim=-1).mean().item()
+    with torch.no_grad():
+        language_model.get_input_embeddings().weight[300:] = 0  # as rows that only fill the vocabulary up
+    language_model.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path)
     model, _ = compose(str(backbones("siglip")), str(tmp_path))
+    assert model.config.projector_norm_target == pytest.approx(expected, rel=1e-6)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     norm = {name for name in dtypes if "multi_modal_projector.norm" in name}
     assert {dtypes[name] for name in norm} == {torch.float32}

@@ -198,11 +198,7 @@ def same_rows(data: Path) -> Path:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_accumulation_and_processes_change_nothing(
-    moved_keys: Callable[..., Path],
-    same_rows: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    processes: int,
+    moved_keys: Callable[..., Path], same_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:
     # Every pass has the same rows, so the mean over passes is that of one.
     fields = {**ADAPT, "model_name_or_path": str(moved_keys()), "dataset_name": str(same_rows), "max_steps": 2}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,11 @@ def test_a_plan_goes_by_max_steps_and_refuses_what_no_sample_holds(
         caplog.clear()
         with caplog.at_level(logging.INFO):
             main()
-        return caplog.messages[-1]
+        return "\n".join(caplog.messages[-3:])
 
     assert report("--rows", "40", "--num_train_epochs", "1") == report("--rows", "7", "--max_steps", "10")
+    for rate, time in (("1", "<1 minute"), ("0.0001", "[1-9] minutes"), ("1e-06", r"\d\.\d hours")):
+        told = rf"assumed: 40 rows of 1024 tokens, 200 supervised, .*; {rate} TFLOP/s [\s\S]*FLOPs, {time}, devices: 1"
+        assert re.fullmatch(told, report("--rows", "40", "--tflops", rate)), rate
     with pytest.raises(SystemExit, match=r"^error: A sample of 10 tokens can't hold .* supervised ones: set --tokens"):
         report("--tokens", "10")

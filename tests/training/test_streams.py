@@ -51,10 +51,7 @@ def write_json(folder: Path, sizes: list[int]) -> Path:
     return folder / "rows.json"
 
 
-KINDS: dict[str, Callable[[Path, list[int]], Path]] = {
-    "parquet": write_parquet,
-    "JSON": write_json,
-}
+KINDS: dict[str, Callable[[Path, list[int]], Path]] = {"parquet": write_parquet, "JSON": write_json}
 
 
 def check(row: Row) -> Row:

@@ -23,7 +23,7 @@ CHAPTERS = {
     "Norm and turning by layer": (("layers",), r"norm|turning|gap|update_"),
     "The norm after the projector": ((), r"gain_|bias_"),
     "Attention to the picture": ((), r"attention"),
-    "Keys and values": (("keys", "tsne"), r"keys\.|values\."),
+    "Keys and values": (("keys",), r"keys\.|values\."),
     "Other measures": ((), r""),
 }
 

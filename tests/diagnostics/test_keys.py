@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diagnostics.keys import (
-    BANDWIDTHS,
-    js_divergence,
-    kernel,
-    linear_probe,
-    measure_space,
-    unbiased_mmd,
-)
+from diagnostics.keys import BANDWIDTHS, js_divergence, kernel, linear_probe, measure_space, unbiased_mmd
 from diagnostics.probe import Record
 from diagnostics.table import Estimate, summarize
 from families import build, inputs, record_sample

@@ -28,6 +28,18 @@ def ask(question: str, image: Image.Image | None = None) -> Prompt:
     return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
 
 
+def as_written(processor: Any, prompt: Prompt, answer: str) -> str:
+    """An answer as the chat template writes it after the prompt, up to the end of the turn: with the space that some
+    begin with, and Gemma's own end. Without a template that does so, the tokenizer's end follows it."""
+    if getattr(processor, "chat_template", None):
+        turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+        before = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        written = processor.apply_chat_template([*prompt, turn], tokenize=False).removeprefix(before).rstrip()
+        if written.strip().startswith(answer) and not written.endswith(answer):
+            return written
+    return answer + getattr(processor, "tokenizer", processor).eos_token
+
+
 def encode(processor: Any, prompts: list[Prompt]) -> Any:
     """A padded batch of prompts, each up to where the answer begins."""
     options = {"padding": True}

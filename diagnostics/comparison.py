@@ -19,17 +19,17 @@ from tqdm import tqdm
 from transformers import BatchFeature, PreTrainedModel
 
 from conversations.files import write_whole
-from diagnostics.answers import GREEDY, distributions, likeliest, read
+from diagnostics.answers import GREEDY, as_written, distributions, likeliest, read
 from diagnostics.hooks import InterfaceHooks
-from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space, project
+from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space
 from diagnostics.loading import QUESTION, Message, Question, Questions, ask_about, load_questions
-from diagnostics.measures import measure_all, measure_attention, measure_layers
+from diagnostics.measures import measure_all, measure_attention, measure_drift, measure_layers
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
-from diagnostics.plots import FIGURES, Placed, draw_figures
+from diagnostics.plots import FIGURES, draw_figures
 from diagnostics.plots import save as save_figure
 from diagnostics.probe import Probe, Record
 from diagnostics.report import ModelReport, Report, measured_on, render_html, sentences, tell_sweep
-from diagnostics.scaling import CONTROLS, SCALED, scaled, update_norms
+from diagnostics.scaling import CONTROLS, SCALED, TURNED, scaled, update_norms
 from diagnostics.table import Summary, by_dose, make_rows
 from diagnostics.tokens import Inputs, classify_sample, token_ids
 
@@ -47,13 +47,11 @@ class Comparison:
     Attributes:
         report: What was measured, on what.
         rows: All numbers: `model` and the columns of [`~diagnostics.table`].
-        placed: t-SNE of keys to draw, by model; those without keys lack.
         swept: With `sweep`, the rows of [`sweep_model`]: `model`, `dose`, `control` and those columns.
     """
 
     report: Report
     rows: pd.DataFrame
-    placed: dict[str, Placed]
     swept: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def __str__(self) -> str:
@@ -70,7 +68,7 @@ class Comparison:
     def figures(self) -> dict[str, Figure]:
         """The report's figures by name; those without data are left out."""
         doses = {name: by_dose(rows) for name, rows in self.swept.groupby("model")} if len(self.swept) else {}
-        return draw_figures({model.name: model.summary for model in self.report.models}, self.placed, doses)
+        return draw_figures({model.name: model.summary for model in self.report.models}, doses)
 
     def save(self, folder: str | Path) -> None:
         """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `sweep.csv`, and below
@@ -147,11 +145,10 @@ def measure_models(
     """
     reports: list[ModelReport] = []
     of_models: list[pd.DataFrame] = []
-    placed: dict[str, Placed] = {}
     swept = [pd.DataFrame()]
     for name, model, processor in models:
         try:
-            report, rows, keys = measure_model(model, processor, questions.questions, name, layers)
+            report, rows = measure_model(model, processor, questions.questions, name, layers)
             if sweep:
                 swept.append(sweep_model(model, processor, questions.questions, name).assign(model=name))
                 report = replace(report, sweep=tell_sweep(swept[-1]))
@@ -160,8 +157,6 @@ def measure_models(
         del model, processor  # before the next one is loaded
         reports.append(report)
         of_models.append(rows.assign(model=name))
-        if keys is not None:
-            placed[name] = keys
     table = pd.concat(of_models, ignore_index=True)
     whole = Report(
         command=command,
@@ -171,7 +166,7 @@ def measure_models(
         unreadable=questions.unreadable,
         models=reports,
     )
-    return Comparison(whole, table[["model", *table.columns.drop("model")]], placed, pd.concat(swept))
+    return Comparison(whole, table[["model", *table.columns.drop("model")]], pd.concat(swept))
 
 
 def measure_model(
@@ -180,21 +175,19 @@ def measure_model(
     questions: Sequence[Question],
     name: str,
     layers: Sequence[int] | None = None,
-) -> tuple[ModelReport, pd.DataFrame, Placed | None]:
-    """Every measure of one model: its report, its rows, and its keys to draw.
+) -> tuple[ModelReport, pd.DataFrame]:
+    """Every measure of one model: its report and its rows.
 
     Attention and keys are measured in `layers`, by default in six that are evenly spread. Raises `DiagnosticsError` if
     one does not exist, or a question can't be measured.
     """
     num_layers = len(find_decoder(model).layers)
-    spread = np.linspace(0, num_layers - 1, 6).round().astype(int).tolist()
-    chosen = sorted(set(spread if layers is None else layers))
+    chosen = sorted(set(spread(num_layers) if layers is None else layers))
     if not set(chosen) <= set(range(num_layers)):
         raise DiagnosticsError(f"It has layers 0 to {num_layers - 1}, got --layers {' '.join(map(str, chosen))}.")
     records = record_questions(model, processor, questions, chosen, f"{name}: pictures")
-    keys, values = (measure_space(space, records) for space in ("keys", "values"))
-    measured = [measure_all(model, records), *(of for of in (keys, values) if of is not None)]
-    rows = pd.concat(measured, ignore_index=True)
+    spaces = (measure_space(space, records) for space in ("keys", "values"))
+    rows = pd.concat([measure_all(model, records), *spaces], ignore_index=True)
     is_quantized = getattr(model.config, "quantization_config", None) is not None
     report = ModelReport(
         name=name,
@@ -208,11 +201,12 @@ def measure_model(
         notes=sorted({note for record in records for note in record.notes}),
         summary=Summary.of(rows),
     )
-    if keys is None:
-        return report, rows, None
-    with_keys = sorted(set.intersection(*(set(record.keys) for record in records)))
-    middle = with_keys[len(with_keys) // 2]
-    return report, rows, (middle, *project(records, middle))
+    return report, rows
+
+
+def spread(num_layers: int) -> list[int]:
+    """Numbers of six layers, evenly spread, or of all."""
+    return sorted({*np.linspace(0, num_layers - 1, 6).round().astype(int).tolist()})
 
 
 def count_tokens(masks: Sequence[dict[str, torch.Tensor]]) -> dict[str, int]:
@@ -229,34 +223,37 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
         raise DiagnosticsError(f"A sweep compares pictures, and there are {len(questions)}: give at least 3.")
     if model.training:
         raise DiagnosticsError("The model is in training mode, where dropout changes its answers: call model.eval().")
-    num_layers, started = len(find_decoder(model).layers), time.perf_counter()
-    plain = record_questions(model, processor, questions, (), f"{name}: x 1")
+    layers, started = spread(len(find_decoder(model).layers)), time.perf_counter()
+    plain, lengths, found = [], [], []
+    for question in questions:
+        states: dict[str, torch.Tensor] = {}
+        with InterfaceHooks(model, states.__setitem__):
+            plain += record_questions(model, processor, [question], layers, "")
+        lengths.append(update_norms(states, plain[-1].input_ids == image_token_id(model)))
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
-    doses = [*DOSES, text / visual]
-    passes = len(doses) * (3 + len(CONTROLS))
+    records: dict[float, list[Record]] = {dose: [] for dose in [*DOSES, text / visual]}
+    passes = len(records) * (3 + len(CONTROLS))
     minutes = 1.5 * passes * (time.perf_counter() - started) / 60  # with the passes over answers
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, len(questions), minutes)
-    records: dict[float, list[Record]] = {dose: [] for dose in doses}
-    lengths, found = [], []
     for number, question in enumerate(tqdm(questions, desc=f"{name}: sweep", unit="picture")):
-        is_visual = plain[number].input_ids == image_token_id(model)
-        for dose in reversed(doses):
-            states: dict[str, torch.Tensor] = {}
-            with scaled(model, is_visual, dose), InterfaceHooks(model, states.__setitem__):
-                records[dose] += record_questions(model, processor, [question], (0, num_layers - 1), "")
-        lengths.append(update_norms(states, is_visual))  # at dose 1
-        found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, doses)]
+        for dose, of in records.items():
+            with scaled(model, plain[number].input_ids == image_token_id(model), dose):
+                of += record_questions(model, processor, [question], layers, "")
+        found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, [*records])]
     answers = pd.DataFrame(found, columns=["picture", "measure", "value", "dose", "control"])
+    if "before_mlp" not in states:
+        answers = answers[answers["control"] != TURNED]  # there was no place to turn anything
     rows = [answers.assign(modality="", layer=pd.NA)]
     config = model.config.get_text_config()  # where the mean square of a token is the eps of layer 1's norm
     lengths = [[(config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5, *of] for of in lengths]
     for part, of in zip(("eps", "length", "attention_update", "mlp_update"), np.transpose(lengths), strict=False):
         rows.append(make_rows(part, of / text).assign(dose=1.0, control=SCALED))
     for dose, of in records.items():
-        layers = measure_layers(of)
-        first = layers.query("measure == 'turning' and layer == 0").assign(measure="turning, layer 1", layer=pd.NA)
-        rows.append(pd.concat([layers, first, measure_attention(of)]).assign(dose=dose, control=SCALED))
+        turned = measure_layers(of)
+        first = turned.query("measure == 'turning' and layer == 0").assign(measure="turning, layer 1", layer=pd.NA)
+        measured = [turned, first, measure_attention(of), measure_drift(of, plain)]
+        rows.append(pd.concat(measured).assign(dose=dose, control=SCALED))
     return pd.concat(rows, ignore_index=True).astype({"layer": "Int64", "picture": "Int64"})
 
 
@@ -267,7 +264,8 @@ def ask_at_doses(
     right answer competes with those to the same question. A `_change` is from the first dose and the own picture."""
     tokenizer, question = getattr(processor, "tokenizer", processor), questions[number]
     answers = sorted({of.answer for of in questions if of.about(None) == question.about(None)} - {""})
-    tokens = [tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids for answer in answers]
+    written = [as_written(processor, question.about(question.image), answer) for answer in answers]
+    tokens = [tokenizer(text, add_special_tokens=False).input_ids for text in written]
     right = tokens[answers.index(question.answer)] if question.answer else []
     own, other = question.image, questions[number - 1].image
     others = {"blank": Image.new("RGB", own.size, "white"), "another's": other, "none": None} if right else {}

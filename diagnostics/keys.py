@@ -4,7 +4,6 @@ Rotary embedding separates keys of the same distribution at different positions.
 abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated on the report's page.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ import torch
 from scipy.spatial.distance import jensenshannon
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
-from sklearn.manifold import TSNE
 from sklearn.model_selection import GroupKFold, cross_val_score
 
 from diagnostics.probe import Record
@@ -24,7 +22,6 @@ from diagnostics.tokens import Tokens
 
 MAX_TOKENS = 256
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-PERMUTATIONS = 999
 HALVES = 20
 BINS, COMPONENTS = 16, 10
 # Two sets of groups of tokens, boolean, `(num_ways, 2 * num_pictures)` each: the visual tokens of each picture are a
@@ -38,13 +35,11 @@ class Splits(NamedTuple):
     Attributes:
         observed: Visual and text tokens of all pictures.
         without: The same with each picture left out once.
-        exchanged: The modalities of some pictures swapped; in the first split, of none.
         halves: Half of the pictures and the other half, within one modality; empty below four pictures.
     """
 
     observed: Split
     without: Split
-    exchanged: Split
     halves: Split
 
 
@@ -55,12 +50,6 @@ def make_splits(num_pictures: int, rng: np.random.Generator) -> Splits:
         none = np.zeros_like(pictures)
         return np.concatenate([pictures, none], axis=1), np.concatenate([none, pictures], axis=1)
 
-    if 2 ** (num_pictures - 1) <= PERMUTATIONS + 1:
-        # All swaps. The first picture is never swapped, because swapping all others instead is equivalent.
-        ways = np.array([(False, *way) for way in itertools.product((False, True), repeat=num_pictures - 1)])
-    else:
-        ways = np.concatenate([np.zeros((1, num_pictures)), rng.random((PERMUTATIONS, num_pictures)) < 0.5]) > 0
-    exchanged = np.concatenate([~ways, ways], axis=1)
     size = num_pictures // 2
     order = np.array([rng.permutation(num_pictures) for _ in range(HALVES if size > 1 else 0)])
     order = order.reshape(-1, num_pictures)
@@ -68,7 +57,6 @@ def make_splits(num_pictures: int, rng: np.random.Generator) -> Splits:
     return Splits(
         observed=modalities(np.ones((1, num_pictures), dtype=bool)),
         without=modalities(~np.eye(num_pictures, dtype=bool)),
-        exchanged=(exchanged, ~exchanged),
         halves=(np.concatenate([a, text_a]), np.concatenate([b, text_b])),
     )
 
@@ -174,26 +162,20 @@ def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.Dat
     if not points or len(points[0].pictures) < 8 or len(np.unique(points[0].pictures)) < 2:
         return None
     splits = make_splits(len(records), np.random.default_rng(seed))
-    rows = [_measure_layer(layer, of, splits) for layer, of in zip(layers, points, strict=True)]
-    words = {tuple(record.input_ids[record.tokens.text].tolist()) for record in records}
-    if len(words) == len(records):
-        rows.append(make_rows("smallest_p", whole=1 / len(splits.exchanged[0])))
-    else:  # texts that pictures share are no independent samples
-        rows = [of[of["measure"] != "p_value"] for of in rows]
-    return pd.concat(rows).assign(measure=lambda of: f"{name}." + of["measure"])
+    rows = pd.concat([_measure_layer(layer, of, splits) for layer, of in zip(layers, points, strict=True)])
+    return rows.assign(measure=f"{name}." + rows["measure"])
 
 
 def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     heads, groups, count = points.scaled.transpose(1, 0, 2), points.groups, points.num_pictures
     matrices, pictures = [kernel(head) for head in heads], np.arange(2 * count) % count
-    mmd, without, exchanged, halves = (
+    mmd, without, halves = (
         np.median([unbiased_mmd(matrix, groups, pictures, split) for matrix in matrices], axis=0) for split in splits
     )
     both = tuple(np.concatenate(parts) for parts in zip(splits.observed, splits.halves, strict=True))
     js, *js_halves = np.median([js_divergence(head, groups, both) for head in heads], axis=0)
     rows = [jackknife_rows("mmd", mmd[0], without, layers=[layer])]
     numbers = {
-        "p_value": (exchanged >= mmd[0] - 1e-9).mean(),  # the tolerance is for rounding errors
         "js": js,
         "probe": np.median([linear_probe(head, groups, count) for head in heads]),
         "tokens": len(points.pictures),
@@ -201,14 +183,3 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     if len(halves):
         numbers |= {"mmd_halves": np.quantile(halves, 0.95), "js_halves": np.quantile(js_halves, 0.95)}
     return pd.concat([*rows, *(make_rows(name, layers=[layer], whole=number) for name, number in numbers.items())])
-
-
-def project(records: Sequence[Record], layer: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """t-SNE of a layer's visual and text keys, all heads concatenated, `(n, 2)` each, for plotting only: distances in
-    it mean nothing."""
-    points = take_points("keys", layer, records)
-    count = len(points.visual)
-    scaled = points.scaled.reshape(2 * count, -1)
-    reduced = PCA(min(50, *scaled.shape), random_state=seed).fit_transform(scaled)
-    placed = TSNE(perplexity=min(30, 2 * count / 4), random_state=seed).fit_transform(reduced)
-    return placed[:count], placed[count:]

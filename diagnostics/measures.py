@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate.utils import align_module_device
+from torch.nn.functional import cosine_similarity
 from transformers import PreTrainedModel
 
 from diagnostics.norms import text_norm_target, vocabulary_norms
@@ -117,6 +118,21 @@ def attention_share(attention: torch.Tensor, visual: torch.Tensor, counted: torc
     `(num_heads, num_queries, S)`, of any scale, and the masks are `(S,)`."""
     weights = attention.double() * counted
     return (weights[..., visual].sum(-1) / weights.sum(-1).clamp(min=1e-30)).mean().item()
+
+
+def measure_drift(records: Sequence[Record], plain: Sequence[Record]) -> pd.DataFrame:
+    """Rows of how far visual tokens' keys and values have turned from those of the same pictures' `plain` records, 1
+    less the cosine, mean over heads, by layer; not of the first, which is given the same but for a length."""
+    rows = []
+    for space in ("keys", "values"):
+        layers = [layer for layer in sorted(getattr(plain[0], space)) if layer]
+        found = []  # [num_pictures, num_layers]
+        for record, before in zip(records, plain, strict=True):
+            kept = before.tokens.visual[before.key_positions]
+            pairs = [(getattr(record, space)[layer], getattr(before, space)[layer]) for layer in layers]
+            found.append([1 - cosine_similarity(*pair, dim=-1)[:, kept].mean().item() for pair in pairs])
+        rows.append(make_rows(f"{space}, turned", found, "visual", layers))
+    return pd.concat(rows)
 
 
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:

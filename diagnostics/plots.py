@@ -19,8 +19,6 @@ from diagnostics.table import Summary
 
 
 Drawing = ParamSpec("Drawing")
-# Number of a layer, and t-SNE of its visual and text keys, `(n, 2)` each.
-Placed = tuple[int, np.ndarray, np.ndarray]
 
 WIDTH = 7.0  # inches, of a page's text
 INK, FAINT = "#24292f", "#8c959f"
@@ -50,13 +48,19 @@ STYLE: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
 # Names of the report's figures, whose captions are in its template; a report may lack some.
-FIGURES = ("overview", "sweep", "layers", "keys", "tsne")
-# Panels of the sweep: measure, modality and title, and the controls that are drawn.
-RESPONSES = {
-    ("named", "", "right answer is likeliest"): CONTROLS,
-    ("loss", "", "loss of the right answer"): (SCALED, "blank", "another's"),
-    ("kl", "", "KL of the answer to today's"): CONTROLS,
-    ("turning, layer 1", "visual", "turning in layer 1"): (SCALED,),
+FIGURES = ("overview", "sweep", "layers", "keys")
+# Panels of the sweep: title, and label, measure, modality and control of each curve.
+LOSSES = {"multiplied": SCALED, "a blank": "blank", "another's": "another's"}
+BY_CONTROL = {control or "multiplied": control for control in CONTROLS}
+PANELS = {
+    "right answer is likeliest": [(label, "named", "", control) for label, control in BY_CONTROL.items()],
+    "loss of the right answer": [(label, "loss", "", control) for label, control in LOSSES.items()],
+    "KL of the answer to today's": [(label, "kl", "", control) for label, control in BY_CONTROL.items()],
+    "turning, 1 − cosine": [
+        ("by layer 1", "turning, layer 1", "visual", SCALED),
+        ("of keys, from today's", "keys, turned", "visual", SCALED),
+        ("of values, from today's", "values, turned", "visual", SCALED),
+    ],
 }
 
 
@@ -137,21 +141,6 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
 
 
 @styled
-def draw_tsne(models: Mapping[str, Placed]) -> Figure:
-    """t-SNE of one layer's keys, a column for each model."""
-    figure, axes = plt.subplots(
-        1, len(models), figsize=(min(WIDTH, 3.5 * len(models)), 2.6), squeeze=False, layout="constrained"
-    )
-    for axis, (name, (layer, *points)) in zip(axes[0], models.items(), strict=True):
-        for (modality, colour), of, marker in zip(MODALITY_COLOURS.items(), points, "o^", strict=True):
-            axis.scatter(*of.T, s=7, color=colour, marker=marker, linewidth=0, alpha=0.8, label=modality)
-        axis.set(xticks=[], yticks=[], xlabel=f"layer {layer}")
-        _set_title(axis, name[-30:])
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=2)
-    return figure
-
-
-@styled
 def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
     """A run's checkpoints by step: norms at the decoder, turning, and turning by layer (Fig. 5)."""
     figure, axes = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
@@ -175,31 +164,31 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
 @styled
 def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
     """What visual tokens of other lengths change, from summaries by dose and control; a row for each model."""
-    figure, axes = _rows_of_axes(models, len(RESPONSES))
+    figure, axes = _rows_of_axes(models, len(PANELS))
     figure.set_size_inches(1.5 * WIDTH, 0.3 + 2.4 * len(models))
     for row, points in zip(axes, models.values(), strict=True):
         marks = [points[1.0, SCALED].look(mark) for mark in ("length", "attention_update", "mlp_update")]
         lengths = [mark.mean for mark in marks if mark]
-        for axis, ((measure, modality, title), controls) in zip(row, RESPONSES.items(), strict=True):
-            for control, style in zip(controls, MODELS, strict=False):
+        for axis, (title, curves) in zip(row, PANELS.items(), strict=True):
+            for (label, measure, modality, control), style in zip(curves, MODELS, strict=False):
                 found = {dose: of.look(measure, modality) for (dose, kind), of in points.items() if kind == control}
                 means = [{"length": dose * lengths[0]} | of._asdict() for dose, of in found.items() if of]
                 if means:
-                    draw_curve(axis, pd.DataFrame(means), "length", label=control or "multiplied", **style)
+                    draw_curve(axis, pd.DataFrame(means).sort_values("length"), "length", label=label, **style)
             for length, colour in zip(lengths, (INK, FAINT, FAINT), strict=False):
                 axis.axvline(length, color=colour, linewidth=0.6, linestyle=":", zorder=0)
-            ends = (-0.03, 1.03) if measure == "named" else None
+            ends = (-0.03, 1.03) if "named" in curves[0] else None
             axis.set(ylabel=title, xlabel="norm over text's", xscale="log", ylim=ends)
     return _with_legends(figure, axes)
 
 
-def draw_figures(models: Mapping[str, Summary], placed: Mapping[str, Placed], swept: Any = None) -> dict[str, Figure]:
+def draw_figures(models: Mapping[str, Summary], swept: Any = None) -> dict[str, Figure]:
     """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them."""
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
     if swept:
         figures["sweep"] = draw_sweep(swept)
-    if placed:
-        figures |= {"keys": draw_keys({name: models[name] for name in placed}), "tsne": draw_tsne(placed)}
+    if with_keys := {name: of for name, of in models.items() if of.look("keys.mmd")}:
+        figures["keys"] = draw_keys(with_keys)
     return figures
 
 

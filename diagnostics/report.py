@@ -23,7 +23,7 @@ CHAPTERS = {
     "Norm and turning by layer": (("layers",), r"norm|turning|gap|update_"),
     "The norm after the projector": ((), r"gain_|bias_"),
     "Attention to the picture": ((), r"attention"),
-    "Keys and values": (("keys", "tsne"), r"keys\.|values\."),
+    "Keys and values": (("keys",), r"keys\.|values\."),
     "Other measures": ((), r""),
 }
 
@@ -102,15 +102,12 @@ def with_interval(estimate: Estimate) -> str:
 
 def sentences(model: ModelReport) -> list[str]:
     """One model's main results."""
-    thirds = list(layer_groups(model.num_layers))
-    text = _template("sentences.jinja").render(model=model, summary=model.summary, thirds=thirds)
-    return [*filter(None, map(str.strip, text.splitlines()))]
+    return _lines("sentences.jinja", model=model, summary=model.summary, thirds=list(layer_groups(model.num_layers)))
 
 
 def tell_sweep(rows: pd.DataFrame) -> list[str]:
     """The main results of one model's rows of [`~diagnostics.comparison.sweep_model`]."""
-    text = _template("sweep.jinja").render(points=by_dose(rows))
-    return [*filter(None, map(str.strip, text.splitlines()))]
+    return _lines("sweep.jinja", points=by_dose(rows))
 
 
 def measured_on(report: Report) -> str:
@@ -161,6 +158,10 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
         keys=keys,
         sink_factor=SINK_FACTOR,
     )
+
+
+def _lines(name: str, **values: object) -> list[str]:
+    return [*filter(None, map(str.strip, _template(name).render(values).splitlines()))]
 
 
 def _template(name: str) -> Template:

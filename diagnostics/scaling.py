@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 
 from diagnostics.hooks import InterfaceHooks
 
 
-# Beside multiplying: all other tokens divided instead; what was added to the tokens taken out again after layer 1.
-SCALED, DIVIDED, TAKEN_OUT = CONTROLS = ("", "text divided", "taken out again")
+# Beside multiplying: all other tokens divided instead; what was added to the tokens taken out again after layer 1; of
+# what that layer's MLP is given, the direction turned as far as multiplying turns it, but at random.
+SCALED, DIVIDED, TAKEN_OUT, TURNED = CONTROLS = ("", "text divided", "taken out again", "turned at random")
 
 
 @contextmanager
@@ -35,15 +37,27 @@ def scaled(model: PreTrainedModel, is_visual: torch.Tensor, scale: float, contro
         if scale == 1 or states.shape[1] != len(mask):
             return None
         if place == "decoder":
+            entered = states
             is_changed, factor = (~mask, 1 / scale) if control == DIVIDED else (mask, scale)
-            entered = torch.where(is_changed, states * factor, states)
-            return entered
+            return None if control == TURNED else torch.where(is_changed, states * factor, states)
+        if place == "before_mlp" and control == TURNED:
+            return torch.where(mask, turn_at_random(states, states + (scale - 1) * entered), states)
         if place == "after_mlp" and control == TAKEN_OUT:
-            return torch.where(mask, states - (1 - 1 / scale) * entered, states)
+            return torch.where(mask, states - (scale - 1) * entered, states)
         return None
 
     with InterfaceHooks(model, see):
         yield
+
+
+def turn_at_random(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """States, `(..., hidden_size)`, turned by the angles between them and others, in random directions that are the
+    same each time. They keep their lengths."""
+    drawn = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
+    length, along = states.norm(dim=-1, keepdim=True), normalize(states, dim=-1)
+    across = normalize(drawn - (drawn * along).sum(-1, keepdim=True) * along, dim=-1)
+    cosine = (along * normalize(others, dim=-1)).sum(-1, keepdim=True).clamp(-1, 1)
+    return length * (cosine * along + (1 - cosine**2).sqrt() * across)
 
 
 def update_norms(states: dict[str, torch.Tensor], is_visual: torch.Tensor) -> list[float]:

@@ -80,10 +80,9 @@ def jackknife_rows(
 
 
 def over_layers(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the means over layers, of the measures by layer; p-values have no mean."""
+    """Rows of the means over layers, of the measures by layer."""
     keys = [name for name in rows.columns if name not in ("layer", "value")]
-    chosen = rows[rows["layer"].notna() & ~rows["measure"].str.endswith("p_value")]
-    means = chosen.groupby(keys, dropna=False, sort=False)["value"].mean().reset_index()
+    means = rows[rows["layer"].notna()].groupby(keys, dropna=False, sort=False)["value"].mean().reset_index()
     return means.assign(layer=pd.array([pd.NA] * len(means), dtype="Int64"))[list(rows.columns)]
 
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from diagnostics.answers import CHUNK, ask, encode, likeliest, read
+from diagnostics.answers import CHUNK, as_written, ask, encode, likeliest, read
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -35,3 +35,23 @@ def test_likeliest_is_exact(composed: Callable[..., Path], picture: Image.Image,
             scores.append(sum(row[token].item() for row, token in zip(following, tokens, strict=True)))
         best = max(range(len(words)), key=scores.__getitem__)
         assert scores[found[-1]] == pytest.approx(scores[best], abs=1e-4)
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content[-1].text }}END{% endfor %}"
+PROMPTED = "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "written"),
+    [
+        (TURNS.replace("END", "<end_of_turn>\n"), "cat<end_of_turn>"),  # Gemma's texts end otherwise
+        (TURNS.replace(">{{ m.c", "> {{ m.c").replace("END", "</s>"), " cat</s>"),  # SmolVLM
+        (TURNS.replace("END", " "), "cat<|im_end|>"),  # LLaVA-1.5
+    ],
+)
+def test_answers_as_templates_write_them(
+    template: str, written: str, composed: Callable[..., Path], picture: Image.Image
+) -> None:
+    processor = AutoProcessor.from_pretrained(composed())
+    processor.chat_template = template + PROMPTED
+    assert as_written(processor, ask("What?", picture), "cat") == written

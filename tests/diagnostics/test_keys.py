@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from diagnostics.keys import (
-    BANDWIDTHS,
-    js_divergence,
-    kernel,
-    linear_probe,
-    measure_space,
-    unbiased_mmd,
-)
+from diagnostics.keys import BANDWIDTHS, js_divergence, kernel, linear_probe, measure_space, unbiased_mmd
 from diagnostics.probe import Record
 from diagnostics.table import Estimate, summarize
 from families import build, inputs, record_sample
@@ -78,8 +71,7 @@ def fabricate(record: Record, visual: torch.Tensor, text: torch.Tensor) -> Recor
     """The record with one layer, whose keys are given, `(num_heads, n, head_dim)` or `(n, head_dim)` for one head."""
     keys = torch.zeros(*visual.shape[:-2] or (1,), len(record.tokens.visual), visual.shape[-1])
     keys[:, record.with_sinks.visual], keys[:, record.with_sinks.text] = visual, text
-    words = torch.randint(10**9, record.input_ids.shape)  # of its own
-    return dataclasses.replace(record, keys={0: keys}, key_positions=torch.arange(keys.shape[1]), input_ids=words)
+    return dataclasses.replace(record, keys={0: keys}, key_positions=torch.arange(keys.shape[1]))
 
 
 def measured(records: list[Record]) -> dict[str, Estimate]:
@@ -100,8 +92,6 @@ def test_keys_apart_and_alike(record: Record) -> None:
     apart = measured([fabricate(record, draw(16) + 3, draw(12)) for _ in range(8)])
     assert alike["tokens"].mean == 96  # all text tokens, and as many visual ones
     assert abs(alike["mmd"].mean) < 0.02 < 0.2 < apart["mmd"].mean
-    assert alike["p_value"].mean > 0.05
-    assert apart["p_value"].mean == 1 / 128 == apart["smallest_p"].mean  # of eight pictures no less can come
     assert apart["js"].mean > 3 * alike["js"].mean
     assert abs(alike["js"].mean - alike["js_halves"].mean) < 0.1
     assert apart["probe"].mean == 1
@@ -118,26 +108,18 @@ def of_pictures(record: Record, num_pictures: int, generator: torch.Generator) -
 
 
 def test_tokens_of_one_picture_are_no_evidence(record: Record) -> None:
-    """Pictures differ, modalities do not: permuting tokens, p was at its floor, and halves of tokens looked alike."""
-    p_values, distances = [], []
+    """Pictures differ, modalities do not: halves of tokens, not of pictures, looked alike."""
+    distances = []
     for seed in range(20):
         space = measured(of_pictures(record, 8, torch.Generator().manual_seed(seed)))
-        p_values.append(space["p_value"].mean)
         distances.append((space["mmd"].mean, space["mmd_halves"].mean))
-    assert np.mean(np.array(p_values) <= 0.05) < 0.2
-    assert 0.3 < np.mean(p_values) < 0.7
     apart, halves = np.array(distances).T
     assert abs(apart.mean()) < 3 * apart.std() / 20**0.5  # about 0, where pairs within pictures made it 0.03
     assert 0.7 < (apart < halves).mean() < 1  # halves of the pictures are as far apart as the modalities
 
 
-def test_the_same_words_in_every_picture_give_no_p_and_one_picture_says_nothing(record: Record) -> None:
-    """Text that is not drawn anew with each picture differs from visual tokens as any few draws do."""
-    records = of_pictures(record, 12, torch.Generator().manual_seed(0))
-    same = [dataclasses.replace(of, input_ids=record.input_ids) for of in records]
-    assert "p_value" not in measured(same)
-    assert "p_value" in measured(records)
-    assert measure_space("keys", records[:1]) is None
+def test_one_picture_says_nothing(record: Record) -> None:
+    assert measure_space("keys", of_pictures(record, 1, torch.Generator().manual_seed(0))) is None
 
 
 def test_the_interval_of_mmd_holds_its_mean(record: Record) -> None:

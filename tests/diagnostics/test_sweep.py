@@ -16,8 +16,9 @@ from transformers import AutoProcessor, PreTrainedModel
 import families
 from diagnostics import scaling, sweep
 from diagnostics.__main__ import main
-from diagnostics.answers import ask, distributions, encode, likeliest, read
+from diagnostics.answers import ask, distributions, encode, read
 from diagnostics.comparison import ask_at_doses
+from diagnostics.hooks import InterfaceHooks
 from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import DiagnosticsError, find_decoder
 
@@ -35,13 +36,12 @@ def by_hand(model: PreTrainedModel, mask: torch.Tensor, scale: float) -> Iterato
     handle.remove()
 
 
-def first_layer(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """What enters and leaves the decoder's first layer, `(S, hidden_size)` each."""
-    seen: list[torch.Tensor] = []
-    layer = find_decoder(model).layers[0]
-    handle = layer.register_forward_hook(lambda _, args, output: seen.extend([args[0][0], output[0]]))
-    model(**sample)
-    handle.remove()
+def first_layer(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What enters the decoder's first layer, what the norm before its MLP is given if there is one, and what leaves:
+    `(S, hidden_size)` each."""
+    seen: dict[str, torch.Tensor] = {}
+    with InterfaceHooks(model, lambda place, states: seen.update({place: states[0]})):
+        model(**sample)
     return seen
 
 
@@ -61,12 +61,21 @@ def test_scaling_equals_multiplying_by_hand(name: str) -> None:
             found = model(**sample).logits
         assert torch.allclose(found, expected, atol=1e-5)
         assert not torch.allclose(found, plain, atol=1e-4)
-    with scaling.scaled(model, visual, 3.0):
-        _, multiplied = first_layer(model, sample)
-    with scaling.scaled(model, visual, 3.0, scaling.TAKEN_OUT):
-        _, left = first_layer(model, sample)
-    entered, _ = first_layer(model, sample)
-    assert torch.allclose(left, torch.where(visual[:, None], multiplied - 2 * entered, multiplied), atol=1e-5)
+    seen = {None: first_layer(model, sample)}
+    for control in ("", scaling.TAKEN_OUT, scaling.TURNED):
+        with scaling.scaled(model, visual, 3.0, control):
+            seen[control] = first_layer(model, sample)
+    left, multiplied = seen[scaling.TAKEN_OUT]["after_mlp"], seen[""]["after_mlp"]
+    expected = torch.where(visual[:, None], multiplied - 2 * seen[None]["decoder"], multiplied)
+    assert torch.allclose(left, expected, atol=1e-5)
+    if "before_mlp" in seen[None]:
+        before, turned = (seen[of]["before_mlp"].double() for of in (None, scaling.TURNED))
+        towards = torch.where(visual[:, None], before + 2 * seen[None]["decoder"], before)
+        cosine = torch.nn.functional.cosine_similarity
+        assert torch.allclose(cosine(before, turned), cosine(before, towards), atol=1e-5)
+        assert torch.allclose(turned.norm(dim=-1), before.norm(dim=-1), rtol=1e-5)
+        assert cosine(turned - before, towards - before)[visual].abs().mean() < 0.5  # another way
+        assert torch.equal(turned[~visual], before[~visual])
     assert torch.equal(model(**sample).logits, plain)
 
 
@@ -82,21 +91,6 @@ def test_answers_are_scored_as_in_one_pass(name: str) -> None:
             longer[key] = torch.nn.functional.pad(sample[key], (0, len(answer)), value=int(key == "attention_mask"))
         expected = model(**longer).logits[0, length - 1 : -1].log_softmax(dim=-1)
         assert torch.allclose(scores, expected, atol=1e-5)
-
-
-@torch.no_grad()
-def test_the_likeliest_answer_under_a_dose(model: PreTrainedModel, composed: Any, picture: Image.Image) -> None:
-    processor = AutoProcessor.from_pretrained(composed())
-    model.lm_head.weight *= 20
-    words = ["a", "ab", "b", "cat", "car", "cart", "dog", "zebra", "zoo", "x", "no"]
-    answers = [processor.tokenizer(f"{word}<|im_end|>", add_special_tokens=False).input_ids for word in words]
-    for scale in (0.1, 30.0):
-        inputs = encode(processor, [ask("What is this?", picture)])
-        visual = inputs["input_ids"] == model.config.image_token_id
-        with scaling.scaled(model, visual, scale):
-            found = likeliest(model, read(model, inputs), answers)
-        scores = [-loss_by_hand(model, inputs, tokens, scale) * len(tokens) for tokens in answers]
-        assert scores[found] == pytest.approx(max(scores), abs=1e-4)
 
 
 def loss_by_hand(model: PreTrainedModel, inputs: Any, tokens: list[int], scale: float) -> float:
@@ -135,10 +129,24 @@ def test_measures_of_a_sweep(model: PreTrainedModel, composed: Callable[..., Pat
     assert rows["loss_change", "", 30.0].to_numpy() == pytest.approx(change.to_numpy())
     doses = rows["kl", ""].index.get_level_values("dose").unique()
     assert 1 / rows["length", "", 1.0].mean() == pytest.approx(sorted(doses, key=lambda dose: abs(dose - 1))[1])
-    # What layer 1 adds is what its two parts return.
-    layer, seen = find_decoder(model).layers[0], {}
+    # A key and a value of the last layer, as its projections make them.
+    last, projected = find_decoder(model).layers[-1], {}
+    for name in ("k_proj", "v_proj"):
+        projection = getattr(last.self_attn, name)
+        projection.register_forward_hook(
+            lambda _, args, output, name=name: projected.setdefault(name, []).append(output)
+        )
     inputs = encode(processor, [ask("what is it?", own)])
     visual = inputs["input_ids"][0] == model.config.image_token_id
+    for dose in (1.0, 10.0):
+        with by_hand(model, visual, dose):
+            model(**inputs)
+    for measure, name in (("keys, turned", "k_proj"), ("values, turned", "v_proj")):
+        heads = [of[0, visual].unflatten(-1, (-1, last.self_attn.head_dim)) for of in projected[name]]
+        expected = 1 - torch.nn.functional.cosine_similarity(*heads, dim=-1).mean().item()
+        assert rows[measure, "", 10.0, 1] == pytest.approx(expected, abs=1e-5)
+    # What layer 1 adds is what its two parts return.
+    layer, seen = find_decoder(model).layers[0], {}
     layer.self_attn.register_forward_hook(lambda _, args, output: seen.update(attention=output[0]))
     layer.mlp.register_forward_hook(lambda _, args, output: seen.update(mlp=output))
     layer.register_forward_pre_hook(lambda _, args: seen.update(length=args[0]))

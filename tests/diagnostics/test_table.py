@@ -6,16 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from diagnostics.table import (
-    Estimate,
-    Summary,
-    jackknife_rows,
-    make_rows,
-    over_layers,
-    ratio_rows,
-    subtract,
-    summarize,
-)
+from diagnostics.table import Estimate, Summary, make_rows, ratio_rows, subtract, summarize
 
 
 def estimate(rows: pd.DataFrame) -> Estimate:
@@ -69,17 +60,6 @@ def test_a_ratio_of_what_moves_together_is_certain() -> None:
     layers = summarize(ratio_rows("x", values, values[:, ::-1], [4, 5]))["mean"]
     assert layers[0] == pytest.approx(values[:, 0].mean() / values[:, 1].mean()) == pytest.approx(1 / layers[1])
     assert np.isnan(estimate(ratio_rows("x", values[:1, 0], values[:1, 1])).low)
-
-
-def test_the_jackknife_of_a_mean_is_the_mean() -> None:
-    values = np.random.default_rng(0).normal(size=(9, 3))
-    without = np.stack([np.delete(values, picture, axis=0).mean(axis=0) for picture in range(9)])
-    both = (
-        jackknife_rows("x", values.mean(axis=0), without, layers=range(3)),
-        make_rows("x", values, "", range(3)),
-    )
-    one, other = (summarize(over_layers(rows))[["mean", "low", "high"]].to_numpy() for rows in both)
-    assert one == pytest.approx(other)
 
 
 def test_what_a_picture_does_not_say_is_left_out() -> None:

@@ -16,6 +16,8 @@ from fences import fences
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
+from training.arguments import parse_arguments
+
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -111,6 +113,13 @@ def test_a_command_takes_the_options_that_a_page_gives(command: str) -> None:
             del arguments[at : at + 2]
     _, unknown = argparse.ArgumentParser.parse_known_args(parser, arguments)
     assert unknown == []
+
+
+def test_the_recipe_of_the_readme_is_whole(tmp_path: Path) -> None:
+    (recipe,) = (block.text for block in blocks("yaml") if block.page == "README.md")
+    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
+    run_args, _ = parse_arguments(["--config", str(tmp_path / "recipe.yaml")])  # it refuses what lacks
+    assert run_args.stage == "instruct"
 
 
 def makefile() -> str:

@@ -23,7 +23,7 @@ PAGE = Path(__file__).with_name("reference.md")
 # Heading, how the command is started, its module. The others have few options, which `--help` prints.
 COMMANDS = (
     ("compose", "python training/compose.py", "training.compose"),
-    ("sft", "accelerate launch training/sft.py --config recipe.yaml", "training.sft"),
+    ("sft", "accelerate launch -q training/sft.py --config recipe.yaml", "training.sft"),
     ("diagnostics", "python -m diagnostics", "diagnostics.__main__"),
     ("evaluation", "python -m evaluation", "evaluation.__main__"),
     ("hub_cards", "python -m hub_cards", "hub_cards.__main__"),

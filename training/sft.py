@@ -1,6 +1,6 @@
 """Train one stage of a NormLlava.
 
-    accelerate launch training/sft.py --config training/recipes/Qwen2.5-7B-Instruct/stage1.yaml
+    accelerate launch -q training/sft.py --config training/recipes/Qwen2.5-7B-Instruct/stage1.yaml
 
 Every field of the recipe can be given on the command line too, which wins. The output is a complete checkpoint folder;
 for stage "adapt" it is an adapter, which training/merge.py turns into one.

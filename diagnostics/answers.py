@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from PIL import Image
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
@@ -28,16 +29,25 @@ def ask(question: str, image: Image.Image | None = None) -> Prompt:
     return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
 
 
-def as_written(processor: Any, prompt: Prompt, answer: str) -> str:
-    """An answer as the chat template writes it after the prompt, up to the end of the turn: with the space that some
-    begin with, and Gemma's own end. Without a template that does so, the tokenizer's end follows it."""
-    if getattr(processor, "chat_template", None):
-        turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-        before = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        written = processor.apply_chat_template([*prompt, turn], tokenize=False).removeprefix(before).rstrip()
-        if written.strip().startswith(answer) and not written.endswith(answer):
-            return written
-    return answer + getattr(processor, "tokenizer", processor).eos_token
+def answer_ids(processor: Any, prompt: Prompt, answer: str) -> list[int]:
+    """Token ids of an answer as the chat template writes it after the prompt, up to the token that ends the turn; of
+    the answer and the tokenizer's own end where the template writes no such token."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+    try:
+        texts = (
+            processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False),
+            processor.apply_chat_template([*prompt, turn], tokenize=False),
+        )
+    except (TypeError, ValueError, TemplateError):  # there is none, or it takes no lists
+        texts = ("", "")
+    before, whole = (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
+    ends = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    written = whole[len(before) :] if whole[: len(before)] == before else []
+    length = next((place + 1 for place, token in enumerate(written) if token in ends), 0)
+    if length and tokenizer.decode(written[: length - 1]).strip() == answer:
+        return written[:length]
+    return tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
 
 
 def encode(processor: Any, prompts: list[Prompt]) -> Any:

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import BatchFeature, PreTrainedModel
 
 from conversations.files import write_whole
-from diagnostics.answers import GREEDY, as_written, distributions, likeliest, read
+from diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space
 from diagnostics.loading import QUESTION, Message, Question, Questions, ask_about, load_questions
@@ -233,13 +233,17 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
     records: dict[float, list[Record]] = {dose: [] for dose in [*DOSES, text / visual]}
-    passes = len(records) * (3 + len(CONTROLS))
+    passes = len(records) * (3 + len(CONTROLS)) + 4
     minutes = 1.5 * passes * (time.perf_counter() - started) / 60  # with the passes over answers
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, len(questions), minutes)
     for number, question in enumerate(tqdm(questions, desc=f"{name}: sweep", unit="picture")):
         for dose, of in records.items():
             with scaled(model, plain[number].input_ids == image_token_id(model), dose):
                 of += record_questions(model, processor, [question], layers, "")
+            drift = measure_drift(of[-1], plain[number])
+            found += [(number, measure, value, dose, SCALED) for measure, value in drift.items()]
+            of[-1].keys.clear()  # of all pictures and doses they are gigabytes
+            of[-1].values.clear()
         found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, [*records])]
     answers = pd.DataFrame(found, columns=["picture", "measure", "value", "dose", "control"])
     if "before_mlp" not in states:
@@ -252,8 +256,7 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     for dose, of in records.items():
         turned = measure_layers(of)
         first = turned.query("measure == 'turning' and layer == 0").assign(measure="turning, layer 1", layer=pd.NA)
-        measured = [turned, first, measure_attention(of), measure_drift(of, plain)]
-        rows.append(pd.concat(measured).assign(dose=dose, control=SCALED))
+        rows.append(pd.concat([turned, first, measure_attention(of)]).assign(dose=dose, control=SCALED))
     return pd.concat(rows, ignore_index=True).astype({"layer": "Int64", "picture": "Int64"})
 
 
@@ -262,10 +265,9 @@ def ask_at_doses(
 ) -> Iterator[tuple[str, float, float, str]]:
     """Measure, value, dose and control of answers to one question, also about a blank, another's picture and none; the
     right answer competes with those to the same question. A `_change` is from the first dose and the own picture."""
-    tokenizer, question = getattr(processor, "tokenizer", processor), questions[number]
+    question = questions[number]
     answers = sorted({of.answer for of in questions if of.about(None) == question.about(None)} - {""})
-    written = [as_written(processor, question.about(question.image), answer) for answer in answers]
-    tokens = [tokenizer(text, add_special_tokens=False).input_ids for text in written]
+    tokens = [answer_ids(processor, question.about(question.image), answer) for answer in answers]
     right = tokens[answers.index(question.answer)] if question.answer else []
     own, other = question.image, questions[number - 1].image
     others = {"blank": Image.new("RGB", own.size, "white"), "another's": other, "none": None} if right else {}

@@ -50,5 +50,5 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, wh
     if unknown:
         name = unknown[0].split("=")[0]
         meant = get_close_matches(name, parser._option_string_actions, 1, cutoff=0.8)
-        raise ValueError(f"{where}there is no option {name}" + (f", did you mean {meant[0]}?" if meant else "."))
+        raise ValueError(f"{where}{name} is unknown" + (f", did you mean {meant[0]}?" if meant else "."))
     return args

@@ -1,7 +1,7 @@
 """Distances between visual and text tokens in key space, before rotary embedding, and in value space.
 
-Rotary embedding separates keys of the same distribution at different positions. The measures are those that MaLoRA's
-abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated on the report's page.
+Rotary embedding separates keys of the same distribution at different positions. MMD is what MaLoRA's abstract
+names (arXiv 2510.26721); what it leaves open is chosen here and stated on the report's page.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from scipy.spatial.distance import jensenshannon
-from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold, cross_val_score
 
@@ -23,7 +21,6 @@ from diagnostics.tokens import Tokens
 MAX_TOKENS = 256
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 HALVES = 20
-BINS, COMPONENTS = 16, 10
 # Two sets of groups of tokens, boolean, `(num_ways, 2 * num_pictures)` each: the visual tokens of each picture are a
 # group, then the text tokens of each.
 Split = tuple[np.ndarray, ...]
@@ -133,19 +130,6 @@ def unbiased_mmd(matrix: np.ndarray, groups: np.ndarray, pictures: np.ndarray, s
     return mean(a, a) + mean(b, b) - 2 * mean(a, b)
 
 
-def js_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -> np.ndarray:
-    """Jensen-Shannon divergence in bits between the two sets of each split, `(num_ways,)`, mean over the principal
-    components of `points`, `(N, head_dim)`, weighted by the variance that they explain; `groups` as above."""
-    pca = PCA(min(COMPONENTS, *points.shape), random_state=0).fit(points)
-    members = np.eye(split[0].shape[1])[groups]
-    by_column = []
-    for column in (points @ pca.components_.T).T:
-        inner = np.histogram_bin_edges(column, bins=BINS)[1:-1]
-        counts = members.T @ np.eye(BINS)[np.searchsorted(inner, column, side="right")]  # [num_groups, BINS]
-        by_column.append(jensenshannon(*(part @ counts for part in split), base=2, axis=1) ** 2)
-    return np.average(by_column, axis=0, weights=pca.explained_variance_ratio_)
-
-
 def linear_probe(points: np.ndarray, groups: np.ndarray, num_pictures: int) -> float:
     """Cross-validated accuracy of telling the modalities of `points`, `(N, head_dim)`, apart by their groups, `(N,)`;
     each picture's tokens are in one fold. Two pictures at least must have tokens."""
@@ -172,14 +156,11 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     mmd, without, halves = (
         np.median([unbiased_mmd(matrix, groups, pictures, split) for matrix in matrices], axis=0) for split in splits
     )
-    both = tuple(np.concatenate(parts) for parts in zip(splits.observed, splits.halves, strict=True))
-    js, *js_halves = np.median([js_divergence(head, groups, both) for head in heads], axis=0)
     rows = [jackknife_rows("mmd", mmd[0], without, layers=[layer])]
     numbers = {
-        "js": js,
         "probe": np.median([linear_probe(head, groups, count) for head in heads]),
         "tokens": len(points.pictures),
     }
     if len(halves):
-        numbers |= {"mmd_halves": np.quantile(halves, 0.95), "js_halves": np.quantile(js_halves, 0.95)}
+        numbers["mmd_halves"] = np.quantile(halves, 0.95)
     return pd.concat([*rows, *(make_rows(name, layers=[layer], whole=number) for name, number in numbers.items())])

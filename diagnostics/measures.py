@@ -6,6 +6,7 @@ of [`~diagnostics.table`], and is defined on the report's page.
 
 from collections.abc import Sequence
 from math import sqrt
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
@@ -120,19 +121,17 @@ def attention_share(attention: torch.Tensor, visual: torch.Tensor, counted: torc
     return (weights[..., visual].sum(-1) / weights.sum(-1).clamp(min=1e-30)).mean().item()
 
 
-def measure_drift(records: Sequence[Record], plain: Sequence[Record]) -> pd.DataFrame:
-    """Rows of how far visual tokens' keys and values have turned from those of the same pictures' `plain` records, 1
-    less the cosine, mean over heads, by layer; not of the first, which is given the same but for a length."""
-    rows = []
+def measure_drift(record: Record, plain: Record) -> dict[str, float]:
+    """How far a picture's visual keys and values have turned from those of its `plain` record: 1 less the cosine, mean
+    over heads and layers, but for the first, which is given the same but for a length. Empty without keys."""
+    kept, found = plain.tokens.visual[plain.key_positions], {}
     for space in ("keys", "values"):
-        layers = [layer for layer in sorted(getattr(plain[0], space)) if layer]
-        found = []  # [num_pictures, num_layers]
-        for record, before in zip(records, plain, strict=True):
-            kept = before.tokens.visual[before.key_positions]
-            pairs = [(getattr(record, space)[layer], getattr(before, space)[layer]) for layer in layers]
-            found.append([1 - cosine_similarity(*pair, dim=-1)[:, kept].mean().item() for pair in pairs])
-        rows.append(make_rows(f"{space}, turned", found, "visual", layers))
-    return pd.concat(rows)
+        now, before = getattr(record, space), getattr(plain, space)
+        layers = [layer for layer in now.keys() & before.keys() if layer]
+        cosines = [cosine_similarity(now[layer], before[layer], dim=-1)[:, kept].mean().item() for layer in layers]
+        if cosines:
+            found[f"{space}, turned"] = 1 - fmean(cosines)
+    return found
 
 
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:

@@ -58,8 +58,8 @@ PANELS = {
     "KL of the answer to today's": [(label, "kl", "", control) for label, control in BY_CONTROL.items()],
     "turning, 1 − cosine": [
         ("by layer 1", "turning, layer 1", "visual", SCALED),
-        ("of keys, from today's", "keys, turned", "visual", SCALED),
-        ("of values, from today's", "values, turned", "visual", SCALED),
+        ("of keys, from today's", "keys, turned", "", SCALED),
+        ("of values, from today's", "values, turned", "", SCALED),
     ],
 }
 
@@ -129,8 +129,8 @@ def draw_gaps(models: Mapping[str, Summary]) -> Figure:
 def draw_keys(models: Mapping[str, Summary]) -> Figure:
     """Distance of visual and text tokens as keys and as values, with halves of the pictures to compare with; a row
     for each model."""
-    figure, axes = _rows_of_axes(models, 3)
-    titles = {"mmd": "MMD²", "js": "Jensen-Shannon (bits)", "probe": "accuracy of a probe"}
+    figure, axes = _rows_of_axes(models, 2)
+    titles = {"mmd": "MMD²", "probe": "accuracy of a probe"}
     for row, of in zip(axes, models.values(), strict=True):
         for axis, (measure, title) in zip(row, titles.items(), strict=True):
             for kind, style in zip(("keys", "values"), MODELS, strict=False):

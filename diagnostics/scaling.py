@@ -41,7 +41,8 @@ def scaled(model: PreTrainedModel, is_visual: torch.Tensor, scale: float, contro
             is_changed, factor = (~mask, 1 / scale) if control == DIVIDED else (mask, scale)
             return None if control == TURNED else torch.where(is_changed, states * factor, states)
         if place == "before_mlp" and control == TURNED:
-            return torch.where(mask, turn_at_random(states, states + (scale - 1) * entered), states)
+            scaled_states = states.float() + (scale - 1) * entered.float()
+            return torch.where(mask, turn_at_random(states.float(), scaled_states).to(states), states)
         if place == "after_mlp" and control == TAKEN_OUT:
             return torch.where(mask, states - (scale - 1) * entered, states)
         return None
@@ -51,8 +52,8 @@ def scaled(model: PreTrainedModel, is_visual: torch.Tensor, scale: float, contro
 
 
 def turn_at_random(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """States, `(..., hidden_size)`, turned by the angles between them and others, in random directions that are the
-    same each time. They keep their lengths."""
+    """States, `(..., hidden_size)`, float32, turned by the angles between them and others, in random directions that
+    are the same each time. They keep their lengths."""
     drawn = torch.randn(states.shape, generator=torch.Generator().manual_seed(0)).to(states)
     length, along = states.norm(dim=-1, keepdim=True), normalize(states, dim=-1)
     across = normalize(drawn - (drawn * along).sum(-1, keepdim=True) * along, dim=-1)

@@ -30,7 +30,8 @@ SAVING_FOLDER = ".saving"
 
 @contextmanager
 def lock(output_dir: Path) -> Iterator[None]:
-    """Lock a folder for one run, however it ends; an empty one is removed after. `ValueError` if another holds it."""
+    """Lock a folder for one run, however it ends. `ValueError` if another holds it."""
+    is_new = not output_dir.exists()
     output_dir.mkdir(parents=True, exist_ok=True)
     with (output_dir / ".lock").open("w") as file:
         try:
@@ -40,7 +41,7 @@ def lock(output_dir: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            if os.listdir(output_dir) == [".lock"]:  # something was wrong before anything was written
+            if is_new and [path.name for path in output_dir.glob("*")] == [".lock"]:  # a mistake, and nothing written
                 shutil.rmtree(output_dir, ignore_errors=True)
 
 

@@ -136,8 +136,7 @@ def main() -> None:
     parser.add_argument("--tflops", type=float, default=396.0, help="TFLOP/s of a device: 0.4 of an H100's 989")
     options, given = parser.parse_known_args()
     run_args, args = parse_arguments(given)
-    config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
-    packed = run_args.packed_length
+    config, packed = load_config(str(run_args.model_name_or_path), run_args.model_revision), run_args.packed_length
     samples = args.per_device_train_batch_size if packed is None else max(packed // options.tokens, 1)
     memory, flops = plan_step(config, run_args, args, samples, options.tokens, options.supervised, options.devices)
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
@@ -147,7 +146,7 @@ def main() -> None:
     minutes = flops / (options.devices * options.tflops * 1e12) / 60
     time = f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.0f} minutes" if minutes >= 1 else "<1 minute"
     of_rows = f"{rows:,.0f} rows of {options.tokens} tokens, {options.supervised} supervised, a picture in each"
-    logger.info("assumed: %s; %g TFLOP/s a device (an H100's peak is 989); only steps count", of_rows, options.tflops)
+    logger.info("assumed: %s; %g TFLOP/s a device (an H100's peak is 989); steps alone", of_rows, options.tflops)
     logger.info("memory of a device: %.2f GiB (%s)", sum(memory.values()) / GIB, parts)
     logger.info("the run: %.3g FLOPs, %s, devices: %d", flops, time, options.devices)
 

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from diagnostics.answers import CHUNK, as_written, ask, encode, likeliest, read
+from diagnostics.answers import CHUNK, answer_ids, ask, encode, likeliest, read
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -44,14 +44,18 @@ PROMPTED = "{% if add_generation_prompt %}<assistant>{% endif %}"
 @pytest.mark.parametrize(
     ("template", "written"),
     [
-        (TURNS.replace("END", "<end_of_turn>\n"), "cat<end_of_turn>"),  # Gemma's texts end otherwise
-        (TURNS.replace(">{{ m.c", "> {{ m.c").replace("END", "</s>"), " cat</s>"),  # SmolVLM
-        (TURNS.replace("END", " "), "cat<|im_end|>"),  # LLaVA-1.5
+        (TURNS.replace("END", "<|im_start|>\n"), "cat<|im_start|>"),  # Gemma's turns end otherwise than its texts
+        (TURNS.replace(">{{ m.c", "> {{ m.c").replace("END", "<|im_end|>"), " cat<|im_end|>"),  # SmolVLM
+        (TURNS.replace("END", "<|im_start|>\n<|im_end|>"), "cat<|im_start|>"),  # Phi-3
+        (TURNS.replace("END", "<\\s> "), "cat<|im_end|>"),  # LLaVA-1.6 with Mistral: no token
+        (TURNS.replace(">{{ m.c", "> And {{ m.c").replace("END", "<|im_start|>"), "cat<|im_end|>"),
+        (TURNS.replace("m.content[-1].text", "(m.content if m.role == 'user' else m.content + '') | string"),
+         "cat<|im_end|>"),  # takes no list
     ],
-)
+)  # fmt: skip
 def test_answers_as_templates_write_them(
     template: str, written: str, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     processor.chat_template = template + PROMPTED
-    assert as_written(processor, ask("What?", picture), "cat") == written
+    assert processor.tokenizer.decode(answer_ids(processor, ask("What?", picture), "cat")) == written

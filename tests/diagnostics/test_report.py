@@ -52,7 +52,7 @@ def make_rows_of_a_model(
     if with_keys:
         whole = np.array([0.2, 0.3])
         rows.append(jackknife_rows("keys.mmd", whole, around(0.25, 2), layers=[0, 5]))
-        rows += [make_rows(f"keys.{name}", layers=[0, 5], whole=whole) for name in ("mmd_halves", "js")]
+        rows.append(make_rows("keys.mmd_halves", layers=[0, 5], whole=whole))
     return pd.concat(rows, ignore_index=True)
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoProcessor, PreTrainedModel
 
 import families
-from diagnostics import scaling, sweep
+from diagnostics import hooks, scaling, sweep
 from diagnostics.__main__ import main
 from diagnostics.answers import ask, distributions, encode, read
 from diagnostics.comparison import ask_at_doses
@@ -77,6 +77,21 @@ def test_scaling_equals_multiplying_by_hand(name: str) -> None:
         assert cosine(turned - before, towards - before)[visual].abs().mean() < 0.5  # another way
         assert torch.equal(turned[~visual], before[~visual])
     assert torch.equal(model(**sample).logits, plain)
+
+
+@torch.no_grad()
+def test_bfloat16_turns_as_little() -> None:
+    model, sample = families.build("normllava").bfloat16(), families.inputs("normllava")
+    visual, turned = sample["input_ids"][0] == families.IMAGE, []
+    plain = first_layer(model, sample)
+    for _ in range(2):
+        with scaling.scaled(model, visual, 1.1, scaling.TURNED):
+            turned.append(first_layer(model, sample)["before_mlp"])
+    states = (plain["before_mlp"], plain["before_mlp"] + 0.1 * plain["decoder"].double(), turned[0])
+    before, towards, found = (of[visual].double() for of in states)
+    expected, cosine = (torch.nn.functional.cosine_similarity(before, of) for of in (towards, found))
+    assert (1 - cosine).numpy() == pytest.approx((1 - expected).numpy(), rel=0.2)
+    assert torch.equal(*turned)  # the same way each time
 
 
 @pytest.mark.parametrize("name", ["llava_next", "qwen2_5_vl", "qwen3_vl", "gemma3", "glm4v"])
@@ -172,9 +187,12 @@ def test_the_command(
     out, source = tmp_path / "report", data if with_answers else tmp_path
     options = ["--model", composed(), "--data", source, "--output_dir", out, "--sweep", "--num_samples", 3]
     monkeypatch.setattr(sys, "argv", ["diagnostics", *map(str, options)])
+    if not with_answers:  # as if no norm stood before the MLP
+        monkeypatch.setattr(hooks, "MLP_NORMS", ())
     main()
     page, rows = (out / "report.html").read_text(), pd.read_csv(out / "sweep.csv")
     assert (out / "figures/sweep.png").exists()
     assert ("named" in set(rows["measure"])) == with_answers
+    assert (scaling.TURNED in set(rows["control"])) == with_answers
     assert ("Rows without answers tell only what changes" in page) != with_answers
     assert "Visual tokens enter at " in page.split("<h2>")[0]

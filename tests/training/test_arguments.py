@@ -26,8 +26,8 @@ NO_NAME = {"dataset_name": None}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_dir": None}, "output_dir is missing"),
     ({**NO_NAME, "datasets": []}, "dataset_name is missing"),
-    ({"learning_rat": 1.0}, "recipe.yaml: there is no option --learning_rat, did you mean --learning_rate?"),
-    ({"datsets": [{"path": "a.json"}]}, "recipe.yaml: there is no option --datsets, did you mean --datasets?"),
+    ({"learning_rat": 1.0}, "recipe.yaml: --learning_rat is unknown, did you mean --learning_rate?"),
+    ({"datsets": [{"path": "a.json"}]}, "recipe.yaml: --datsets is unknown, did you mean --datasets?"),
     ({"seed": ...}, "recipe.yaml must be a mapping of fields to values"),
     # Sources.
     ({"datasets": [{"path": "a.json"}]}, "Give either dataset_name or datasets"),
@@ -121,7 +121,7 @@ def test_the_command_line_wins_and_the_recipe_is_recorded(recipe: Path, recwarn:
         assert args.gradient_checkpointing
     flags = [f"--{name}={value}" for name, value in yaml.safe_load(recipe.read_text()).items()]
     assert parse_arguments(flags)[0].recipe is None
-    with pytest.raises(ValueError, match=r"^there is no option --learning_rte, did you mean --learning_rate\?$"):
+    with pytest.raises(ValueError, match=r"^--learning_rte is unknown, did you mean --learning_rate\?$"):
         parse_arguments([*given, "--learning_rte", "1"])
     assert [str(warning.message) for warning in recwarn if "deprecated" in str(warning.message)] == []
 

@@ -20,7 +20,7 @@ from diagnostics.tokens import Tokens
 
 MAX_TOKENS = 256
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-HALVES = 20
+HALVES = 200
 # Two sets of groups of tokens, boolean, `(num_ways, 2 * num_pictures)` each: the visual tokens of each picture are a
 # group, then the text tokens of each.
 Split = tuple[np.ndarray, ...]

@@ -75,7 +75,7 @@ def run_push(stage: Path, public: bool, dry_run: bool) -> None:
 def run(command: str, options: dict[str, Any]) -> None:
     """One of the five commands. Raises `ValueError` with all that was found wrong."""
     if command == "build":
-        logger.info("Staged: now python -m hub_cards check %s", build(**options))
+        logger.info("Staged. Next: python -m hub_cards check %s", build(**options))
     elif command == "push":
         run_push(**options)
     elif command == "serve":

@@ -22,7 +22,7 @@ from training.arguments import parse_arguments
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 # Why a block is not run here: its first line says so to the reader.
-NOT_HERE = ("# needs the Hub", "# needs a GPU", "# takes hours", "# after make emoji", "# two terminals")
+NOT_HERE = ("# needs the Hub", "# needs a GPU", "# takes an hour", "# after make emoji", "# two terminals")
 # Lines that are not run as part of a block: by CI, or because they would change this environment.
 ELSEWHERE = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
 

@@ -134,14 +134,14 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     shape = f"{batch} rows" if run_args.packed_length is None else f"1 row of up to {run_args.packed_length} tokens"
     arithmetic = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     passes_of = f"{args.world_size} processes x {shape} x {passes} accumulation steps"
-    # accelerate starts a process with one thread unless it is told otherwise
-    threads = f" by {torch.get_num_threads()} threads" if args.device.type == "cpu" else ""
+    threads = f" by {torch.get_num_threads()} threads" if args.device.type == "cpu" else ""  # accelerate's default is 1
     return f"{passes_of} = global batch {samples}; arithmetic in {arithmetic}{threads}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     run_args, args = parse_arguments(argv)
+    logging.basicConfig(format="%(message)s")  # for notebooks; the command line has done so
     logging.getLogger().setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
     output_dir = Path(args.output_dir)
     try:

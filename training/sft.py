@@ -134,7 +134,7 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     shape = f"{batch} rows" if run_args.packed_length is None else f"1 row of up to {run_args.packed_length} tokens"
     arithmetic = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     passes_of = f"{args.world_size} processes x {shape} x {passes} accumulation steps"
-    threads = f" by {torch.get_num_threads()} threads" if args.device.type == "cpu" else ""  # accelerate's default is 1
+    threads = f" by {torch.get_num_threads()} threads" if args.device.type == "cpu" else ""  # accelerate gives it 1
     return f"{passes_of} = global batch {samples}; arithmetic in {arithmetic}{threads}"
 
 

@@ -92,12 +92,12 @@ def report(records: Sequence[Record]) -> str:
 
 
 def plan(records: Sequence[Record]) -> list[tuple[str, int, float]]:
-    """All runs, in order: rates, then pairs with the best, of equals the smallest; the start at T comes after that."""
+    """All runs, in order: rates, then pairs with the best, of equals the smallest; the arms that decide come first."""
     scores = {(row["arm"], row["rate"]): row["searched"] for row in records if "searched" in row}
     best = {arm: max(RATES, key=lambda rate: scores.get((arm, rate), -1)) for arm in ARMS}
     cells = []  # arm, seed, and the projector's rate
-    for arms in ((PLAIN, NORM, LONG), (STARTED,)):
-        pairs = num_pairs(differences(records, NORM)) if NORM in arms else 8
+    for arms in ((PLAIN, NORM), (LONG,), (STARTED,)):
+        pairs = 8 if STARTED in arms else num_pairs(differences(records, NORM))
         cells += [(arm, 0, rate) for arm in arms for rate in RATES]
         cells += [(arm, seed, best[arm]) for seed in range(1, pairs + 1) for arm in arms]
     return cells

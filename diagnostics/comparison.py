@@ -225,7 +225,7 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
         raise DiagnosticsError("The model is in training mode, where dropout changes its answers: call model.eval().")
     layers, started = spread(len(find_decoder(model).layers)), time.perf_counter()
     plain, lengths, found = [], [], []
-    for question in questions:
+    for question in tqdm(questions, desc=f"{name}: x 1", unit="picture"):
         states: dict[str, torch.Tensor] = {}
         with InterfaceHooks(model, states.__setitem__):
             plain += record_questions(model, processor, [question], layers, "")

@@ -17,7 +17,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from diagnostics.console import command, parse
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
 from conversations.files import folder_or_id, weights_fingerprint
 from diagnostics.comparison import measure_models
@@ -53,8 +53,7 @@ def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel
     for path in args.model:  # before hours of measuring the first one
         processor = AutoProcessor.from_pretrained(folder_or_id(path), trust_remote_code=args.trust_remote_code)
         if isinstance(processor, PreTrainedTokenizerBase):
-            kind = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code).model_type
-            raise ValueError(f"{path} has model_type {kind!r} and only a tokenizer: give a vision-language model.")
+            raise ValueError(f"{path} takes no pictures, it has only a tokenizer: give a vision-language model.")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for path, name in zip(args.model, args.names, strict=True):
         logger.info("Loading %s ...", path)

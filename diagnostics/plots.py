@@ -49,9 +49,9 @@ STYLE: Any = {
 }
 # Names of the report's figures, whose captions are in its template; a report may lack some.
 FIGURES = ("overview", "sweep", "layers", "keys")
-# Panels of the sweep: title, and label, measure, modality and control of each curve.
 LOSSES = {"multiplied": SCALED, "a blank": "blank", "another's": "another's"}
 BY_CONTROL = {control or "multiplied": control for control in CONTROLS}
+# Panels of the sweep: title, and label, measure, modality and control of each curve.
 PANELS = {
     "right answer is likeliest": [(label, "named", "", control) for label, control in BY_CONTROL.items()],
     "loss of the right answer": [(label, "loss", "", control) for label, control in LOSSES.items()],

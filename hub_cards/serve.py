@@ -89,6 +89,6 @@ def serve(model: str, revision: str, port: int) -> None:
 
     try:  # before the model is loaded
         socket.create_server(("127.0.0.1", port)).close()
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise ValueError(f"--port {port} can't be used ({error}): choose another one.") from error
     uvicorn.run(build_app(folder_or_id(model), revision), host="127.0.0.1", port=port)

@@ -77,7 +77,7 @@ def test_what_is_refused_before_a_model_is_loaded(
     rest = ("--output_dir", tmp_path / "report")
     with pytest.raises(SystemExit, match=f"{tmp_path}/none: there is no such folder"):
         run(monkeypatch, "--model", composed(), f"{tmp_path}/none", "--data", data, *rest)
-    with pytest.raises(SystemExit, match="qwen2 has model_type 'qwen2' and only a tokenizer: give a vision-"):
+    with pytest.raises(SystemExit, match="qwen2 takes no pictures, it has only a tokenizer"):
         run(monkeypatch, "--model", composed(), backbones("qwen2"), "--data", data, *rest)
     with pytest.raises(SystemExit):
         run(monkeypatch, "--model", composed(), composed(), "--data", data, *rest)

@@ -156,10 +156,15 @@ def run(cell: tuple[str, int, float]) -> Record:
         compose += [f"--captions={WORK / 'captions.json'}", f"--output_dir={aligned}", *ARMS[arm]]
         subprocess.run([sys.executable, *compose], cwd=ROOT, check=True)
     sft += [f"--dataset_name={WORK / 'train.json'}", f"--model_name_or_path={aligned}", f"--output_dir={trained}"]
-    sft += [f"--projector_learning_rate={rate}", f"--norm_learning_rate={0.6 * rate}", "--max_steps=146"]
+    sft += [
+        f"--projector_learning_rate={rate}",
+        f"--norm_learning_rate={0.6 * rate}",
+        "--max_steps=146",
+        "--bf16=true",
+    ]
     subprocess.run([sys.executable, *sft], cwd=ROOT, check=True)
     steps = pd.read_json(trained / "metrics.jsonl", lines=True).dropna(subset="loss")
-    record = {"arm": arm, "seed": seed, "rate": rate, "commit": Run.read(trained).environment.commit}
+    record = {"arm": arm, "seed": seed, "rate": rate, "commit": Run.read(trained).environment.commit, "bf16": True}
     record |= {"processor": f"{Run.read(trained).environment.device} {torch.backends.cpu.get_cpu_capability()}"}
     record |= {"length": steps["norm/ratio"].iloc[-1], "losses": [*steps["loss"]]} | evaluate(trained, seed == 0)
     for folder in [trained, aligned] if seed else [trained]:

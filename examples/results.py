@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
 from PIL import Image
 
 from conversations.files import weights_fingerprint
@@ -25,6 +27,22 @@ def draw_answers(
     figure.text(0.5, 0.01, credit, ha="center", fontsize=7, color="gray")
     figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)
     figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_lengths(runs: pd.DataFrame, scales: Sequence[float], path: Path) -> None:
+    """Write a figure of right names by the norm that image tokens are tested at: a thin line for each run, a thick one
+    for the arm's mean, a dot at the norm trained at. `runs` holds `arm`, `length` and `names, x {scale}`."""
+    figure, axis = plt.subplots(figsize=(7, 4))
+    for number, (arm, rows) in enumerate(runs.groupby("arm", sort=False)):
+        norms = np.outer(scales, rows["length"])  # [num_scales, num_runs], as shares
+        shares = rows[[f"names, x {scale}" for scale in scales]].to_numpy().T
+        axis.semilogx(norms, shares, f"C{number}", alpha=0.3, linewidth=1)
+        mean = {"markevery": [scales.index(1)], "label": f"{arm}, trained at the dot"}
+        axis.semilogx(norms.mean(axis=1), shares.mean(axis=1), f"C{number}o-", linewidth=2.5, **mean)
+    axis.set(xlabel="norm of image tokens when tested, times the text's", ylabel="right names, %", ylim=(0, None))
+    axis.legend()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 
 

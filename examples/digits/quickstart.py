@@ -24,21 +24,15 @@ RUN = Path("runs/digits")  # relative to ROOT, as in the recipes
 PROCESSES = min(2, os.cpu_count() or 1)
 
 
-def launch(num_processes: int) -> list[str]:
-    """How training is started on the cores of this machine."""
-    threads = (os.cpu_count() or 1) // num_processes
-    return [
-        *("-m", "accelerate.commands.launch", "--config_file", "training/accelerate/cpu_ddp.yaml"),
-        *("--num_processes", str(num_processes), "--num_cpu_threads_per_process", str(threads)),
-    ]
-
-
 def train(stage: str) -> list[str]:
     """The command of a stage, with the rows of a step divided among the processes."""
     recipe = f"training/recipes/digits/{stage}.yaml"
     global_batch_size = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))["global_batch_size"]
     rows = ("--per_device_train_batch_size", str(global_batch_size // PROCESSES))
-    return [*launch(PROCESSES), "training/sft.py", "--config", recipe, *rows]
+    threads = str((os.cpu_count() or 1) // PROCESSES)
+    launch = ["-m", "accelerate.commands.launch", "--config_file", "training/accelerate/cpu_ddp.yaml"]
+    launch += ["--num_processes", str(PROCESSES), "--num_cpu_threads_per_process", threads]
+    return [*launch, "training/sft.py", "--config", recipe, *rows]
 
 
 STEPS: list[Step] = [

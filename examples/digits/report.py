@@ -115,13 +115,8 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
 
 def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
     """Norms and turning of tokens on the probe, through composing and training."""
-    measured = {}
-    for label, name in (
-        ("composed, norm taken out", "composed"),
-        ("composed", "composed"),
-        ("after stage 1", "stage1"),
-        ("after stage 2", "stage2"),
-    ):
+    measured, stages = {}, [("composed, norm taken out", "composed"), ("composed", "composed")]
+    for label, name in [*stages, ("after stage 1", "stage1"), ("after stage 2", "stage2")]:
         model, processor = load_model(str(run_dir / name))
         if label.endswith("taken out"):
             model.model.multi_modal_projector.norm = torch.nn.Identity()
@@ -153,12 +148,12 @@ def render_table(scores: dict[str, dict[str, float]], measured: dict[str, Summar
     lines += ["", f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, visual - text':>36}"]
     lines.append(f"{'':26}{'visual':>10}{'text':>10}{'ratio':>11}" + "".join(f"{name:>14}" for name in THIRDS))
     for label, summary in measured.items():
-        places = (
+        places = [
             ("at_decoder", "visual"),
             ("at_decoder", "text"),
             ("ratio",),
             *((f"gap, {name}",) for name in THIRDS),
-        )
+        ]
         found = [summary.look(*place) for place in places]
         visual, text, ratio, *gaps = (estimate.mean if estimate else float("nan") for estimate in found)
         lines.append(f"{label:26}{visual:10.3f}{text:10.3f}{ratio:10.2f}x" + "".join(f"{gap:14.3f}" for gap in gaps))
@@ -180,9 +175,8 @@ def main() -> None:
     common = {"dataset": "digits-quickstart", "split": "test", "n": len(questions)}
     common |= {"baseline": scores["guessing"]["all"], "baseline_name": "guessing"}
     tasks = ("image questions", "text-only questions")
-    record_scores(
-        run_dir / "stage2", COMMAND, [{**common, "task": task, "value": scores[task]["all"]} for task in tasks]
-    )
+    rows = [{**common, "task": task, "value": scores[task]["all"]} for task in tasks]
+    record_scores(run_dir / "stage2", COMMAND, rows)
     draw_some(questions, answers, run_dir / "answers.png")
     drawn = {label: summary for label, summary in measured.items() if label != "after stage 1"}
     save(draw_overview(drawn), run_dir / "norms.png")

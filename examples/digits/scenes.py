@@ -124,11 +124,7 @@ def write_data(output_dir: Path) -> None:
 
     image = [f"images/train/{number:05}.png" for number in range(SCENES["train"])]
     stage1 = [
-        {
-            "id": f"caption-{number}",
-            "image": image[number],
-            "conversations": ask(CAPTION_REQUEST, caption(scene)),
-        }
+        {"id": f"caption-{number}", "image": image[number], "conversations": ask(CAPTION_REQUEST, caption(scene))}
         for number, scene in enumerate(scenes["train"])
     ]
     stage2: list[dict[str, Any]] = [

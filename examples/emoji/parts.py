@@ -32,13 +32,9 @@ PACKAGES = Path(__file__).with_name("parts.txt")
 GGUF, ONNX = "SmolLM2-135M-Instruct.Q4_1.gguf", "vit_s_focus.onnx"
 # Pixels of a picture's side: 6 x 6 patches, so 36 visual tokens.
 IMAGE_SIZE = 84
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 # What transformers calls the layers that the ONNX file names by older versions' names.
-RENAMED = {
-    r"attention\.attention\.query": "attention.q_proj",
-    r"attention\.attention\.key": "attention.k_proj",
-    r"attention\.attention\.value": "attention.v_proj",
-    r"attention\.output\.dense": "attention.o_proj",
-}
+RENAMED = {r"attention\.attention\.(.)[a-z]+": r"attention.\1_proj", r"attention\.output\.\w+": "attention.o_proj"}
 
 
 def download(folder: Path) -> None:
@@ -110,10 +106,8 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     if missing != ["embeddings.mask_token"] or unexpected:
         raise ValueError(f"{onnx_file} doesn't fill Dinov2Model: missing {missing}, unexpected {unexpected}.")
     model.save_pretrained(output_dir)
-    size, normal = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}, ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-    BitImageProcessorPil(
-        size=size, crop_size=size, do_center_crop=False, image_mean=normal[0], image_std=normal[1]
-    ).save_pretrained(output_dir)
+    size, normal = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}, {"image_mean": MEAN, "image_std": STD}
+    BitImageProcessorPil(size=size, crop_size=size, do_center_crop=False, **normal).save_pretrained(output_dir)
 
 
 def main() -> None:

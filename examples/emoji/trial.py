@@ -2,7 +2,7 @@
 
     python -m examples.emoji.trial
 
-From what the first two steps of `examples.emoji.run` make. Goes on where it was stopped, keeps figures in trial.jsonl.
+From what the first two steps of `examples.emoji.run` make. Goes on where it was stopped. Makes trial.jsonl, trial.png.
 """
 
 import json
@@ -29,6 +29,7 @@ from examples.emoji.evaluate import name_pictures, open_picture, perplexity
 from examples.emoji.parts import RUN
 from examples.emoji.pictures import GROUP, HELD_OUT, NAME, Record
 from examples.emoji.run import STEPS
+from examples.results import draw_lengths
 from examples.steps import ROOT
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.run import Run
@@ -49,23 +50,31 @@ ONE_NAME = {
 }  # fmt: skip
 
 
-def differences(records: Sequence[Record], arm: str) -> np.ndarray:
-    """An arm's share of right names less that of no norm, by seed: `(num_pairs,)`."""
-    shares = {(row["arm"], row["seed"]): row["names"] for row in records if "names" in row}
-    return np.array([shares[arm, seed] - shares[PLAIN, seed] for of, seed in sorted(shares) if of == arm])
+def differences(records: Sequence[Record], arm: str) -> list[np.ndarray]:
+    """An arm's right names less those of no norm, in points by drawing: an array for each pair, by seed."""
+    hits = {(row["arm"], row["seed"]): np.array([*row["hits"]], float) for row in records if "hits" in row}
+    pairs = [(hits[key], hits[PLAIN, key[1]]) for key in sorted(hits) if key[0] == arm and (PLAIN, key[1]) in hits]
+    return [100 * (named - plain) for named, plain in pairs]
 
 
-def num_pairs(values: np.ndarray) -> int:
+def num_pairs(values: Sequence[np.ndarray]) -> int:
     """How many decide, 8 to 16: the fewest whose interval reaches 1.5 points by the deviation of the first four."""
-    reach = {n: stats.t.ppf(0.975, n - 1) * values[:4].std(ddof=1) / n**0.5 for n in range(8, 16) if len(values) > 3}
-    return next((n for n in reach if reach[n] <= 1.5), 16 if reach else 8)
+    if len(values) < 4:
+        return 8
+    deviation = np.std([pair.mean() for pair in values[:4]], ddof=1)
+    return next((n for n in range(8, 16) if stats.t.ppf(0.975, n - 1) * deviation / n**0.5 <= 1.5), 16)
 
 
-def compare(values: np.ndarray) -> dict[str, float]:
-    """Mean of two or more paired differences, its 95% t interval, and p of all sign flips, two-sided."""
+def compare(pairs: Sequence[np.ndarray]) -> dict[str, float]:
+    """Mean of two or more `differences`, its 95% t interval, p of all sign flips, two-sided, and the 95% interval when
+    pairs and drawings are drawn anew together."""
+    points, values = np.array(pairs), np.array([pair.mean() for pair in pairs])  # [num_pairs, num_drawings]
     low, high = stats.ttest_1samp(values, 0).confidence_interval()
     flips = stats.permutation_test((values,), np.mean, permutation_type="samples", n_resamples=2**17)  # all of them
-    return {"pairs": len(values), "mean": values.mean(), "low": low, "high": high, "p": flips.pvalue}
+    found = {"pairs": len(values), "mean": values.mean(), "low": low, "high": high, "p": flips.pvalue}
+    draw = np.random.default_rng(0)
+    anew = [points[np.ix_(*(draw.integers(n, size=n) for n in points.shape))].mean() for _ in range(10_000)]
+    return found | dict(zip(("low, redrawn", "high, redrawn"), np.percentile(anew, (2.5, 97.5)), strict=True))
 
 
 def judge(found: Mapping[str, float], planned: int) -> str:
@@ -156,12 +165,8 @@ def run(cell: tuple[str, int, float]) -> Record:
         compose += [f"--captions={WORK / 'captions.json'}", f"--output_dir={aligned}", *ARMS[arm]]
         subprocess.run([sys.executable, *compose], cwd=ROOT, check=True)
     sft += [f"--dataset_name={WORK / 'train.json'}", f"--model_name_or_path={aligned}", f"--output_dir={trained}"]
-    sft += [
-        f"--projector_learning_rate={rate}",
-        f"--norm_learning_rate={0.6 * rate}",
-        "--max_steps=146",
-        "--bf16=true",
-    ]
+    rates = [f"--projector_learning_rate={rate}", f"--norm_learning_rate={0.6 * rate}"]
+    sft += [*rates, "--max_steps=146", "--bf16=true"]
     subprocess.run([sys.executable, *sft], cwd=ROOT, check=True)
     steps = pd.read_json(trained / "metrics.jsonl", lines=True).dropna(subset="loss")
     record = {"arm": arm, "seed": seed, "rate": rate, "commit": Run.read(trained).environment.commit, "bf16": True}
@@ -182,6 +187,8 @@ def main(max_runs: int = 1000) -> None:
         done = {(row["arm"], row["seed"], row["rate"]) for row in records}
         left = [cell for cell in plan(records) if cell not in done]
         logger.info("%s\n\n%d runs are done, %d are left: %s", report(records), len(done), len(left), left[:1])
+        if rows := [row for row in records if "names" in row and row["arm"] in ARMS]:
+            draw_lengths(pd.DataFrame(rows), SCALES, RECORDS.with_suffix(".png"))
         if not left or number == max_runs:
             break
         with RECORDS.open("a", encoding="utf-8") as file:

@@ -22,27 +22,30 @@ def test_pairs_are_compared_by_all_sign_flips() -> None:
     assert found["p"] == pytest.approx(sum(total >= 10.0 for total in flipped) / 32)
     reach = 2.776 * math.sqrt(sum((value - 2.0) ** 2 for value in values) / 4 / 5)  # t's 97.5% for 4 degrees
     assert (found["low"], found["mean"], found["high"]) == pytest.approx((2 - reach, 2, 2 + reach), abs=1e-3)
-    assert compare(np.full(8, 1.0) + np.arange(8) / 10)["p"] == pytest.approx(2 / 256)
+    # Half of 100 drawings are named by one arm alone: a deviation of 5; four pairs 10 points to either side: 5 again.
+    found = compare([np.repeat([100.0 + apart, apart], 50) for apart in (-10, 10, -10, 10)])
+    assert found["high, redrawn"] - 50 == pytest.approx(1.96 * math.sqrt(5**2 + 5**2), abs=1)
 
 
 def test_the_verdict_and_the_number_of_pairs() -> None:
     found = {"pairs": 8, "mean": 0.4, "low": -0.9, "high": 1.7, "p": 0.3}
     assert judge(found, 8) == "equivalent within 2 points"
-    assert judge(found | {"high": 2.1}, 8) == judge(found | {"low": -2.1}, 8) == "undecided"
-    assert (judge(found | {"p": 0.03}, 8), judge(found | {"p": 0.03, "mean": -1.0}, 8)) == ("ahead", "behind")
+    others = ({"high": 2.1}, {"low": -2.1}, {"p": 0.03}, {"p": 0.03, "mean": -1.0})
+    assert [judge(found | other, 8) for other in others] == ["undecided", "undecided", "ahead", "behind"]
     assert judge(found | {"p": 0.001}, 9) == "undecided, after 8 of 9 pairs"
     four = np.array([1.0, 3.0, 5.0, 3.0]) * 1.2247  # deviation 2: 2.306 x 2 / 3 is 1.54, 2.262 x 2 / 3.16 is 1.43
-    assert num_pairs(four) == num_pairs(-four) == num_pairs(np.append(four, 90.0)) == 10
-    assert (num_pairs(four[:3]), num_pairs(four / 10), num_pairs(four * 10)) == (8, 8, 16)
+    assert [num_pairs(of) for of in (four, -four, np.append(four, 90.0), four[:3], four * 10)] == [10, 10, 10, 8, 16]
 
 
 def stand_in(cell: tuple[str, int, float]) -> dict[str, object]:
     """The record of a run: the middle rate is best, the next as good; the norm gains 3 points, and 30 T loses 9."""
     arm, seed, rate = cell
+    row = {"arm": arm, "seed": seed, "rate": rate}
     if seed == 0:
-        return {"arm": arm, "seed": seed, "rate": rate, "searched": 40.0 if rate >= RATES[1] else 20.0}
-    share = 30.0 + seed + {PLAIN: 0, NORM: 3, LONG: -9, STARTED: 0}[arm] + (seed % 2 if arm != PLAIN else 0)
-    return {"arm": arm, "seed": seed, "rate": rate, "names": share, "OpenMoji": 77.7}
+        return row | {"searched": 40.0 if rate >= RATES[1] else 20.0}
+    share = 30 + seed + {PLAIN: 0, NORM: 3, LONG: -9, STARTED: 0}[arm] + (seed % 2 if arm != PLAIN else 0)
+    doses = {f"names, x {scale}": share for scale in trial.SCALES} | {"length": 1.0, "OpenMoji": 77.7}
+    return row | doses | {"names": share, "hits": "1" * share + "0" * (100 - share)}
 
 
 def test_it_searches_then_pairs_and_goes_on(
@@ -67,14 +70,12 @@ def test_it_searches_then_pairs_and_goes_on(
     assert plan(rows) == cells
     text = caplog.records[-1].getMessage()
     assert "GWC at T: ahead\n\n44 runs are done, 0 are left" in text
-    assert "77.7" not in text
+    assert ("77.7" in text, (tmp_path / "trial.png").exists()) == (False, True)
     # 30 T always loses: 2 of 256 flips, doubled. The start at T gains in four pairs and ties in four: 2 of 16.
     assert [line.split()[-1] for line in text.splitlines() if line.startswith((LONG, STARTED))] == ["0.016", "0.125"]
 
 
-def test_a_model_that_says_one_name(
-    always_a: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_one_name(always_a: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name is right for its drawing and for a near copy, with any dose; drawing and blank are the same to it."""
     monkeypatch.setattr(trial, "RUN", tmp_path)
     monkeypatch.setattr(evaluate, "RUN", tmp_path)

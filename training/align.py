@@ -1,8 +1,8 @@
 """The aligned start: visual tokens learn to point at the language model's own embeddings of the captions.
 
 The projector learns that a picture's tokens point at the mean embedding of its own caption, and not at the other
-captions of the batch (InfoNCE on cosines). Only directions count: the norm stays as it is, and without one the
-projector is scaled back, so visual tokens keep their length. The language model does not run, so this takes minutes.
+captions of the batch (InfoNCE on cosines). Only directions count: tokens are compared at the text's norm, the norm
+stays as it is, and without one the projector is scaled back. The language model does not run, so this takes minutes.
 
 The paper (arXiv 2512.08374) has no such step. SEA (arXiv 2408.11813) and patch-aligned training (arXiv 2505.17316)
 also supervise visual tokens by text embeddings, patch by patch with labels from CLIP or masks.
@@ -55,20 +55,21 @@ def encode_pictures(
 def embed_captions(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, captions: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A direction for each caption, `(num_captions, hidden_size)`, and the vocabulary's mean, `(hidden_size,)`.
+    """A direction for each caption, `(num_captions, hidden_size)`, and the vocabulary's mean over its mean norm.
 
     A caption points where its content words do: the mean is taken off each token, and tokens are weighted by their
     inverse document frequency, so that those of many captions hardly count.
     """
     embed, device = model.get_input_embeddings(), model.device
-    mean = embed(torch.arange(len(processor.tokenizer), device=device)).float().mean(dim=0)
+    vocabulary = embed(torch.arange(len(processor.tokenizer), device=device)).float()
+    mean = vocabulary.mean(dim=0)  # [hidden_size]
     # After a space, as inside a sentence.
     tokens = [processor.tokenizer(f" {caption}", add_special_tokens=False).input_ids for caption in captions]
     counts, directions = Counter(token for ids in tokens for token in set(ids)), []
     for ids in tokens:
         weights = torch.tensor([math.log((1 + len(captions)) / counts[token]) for token in ids], device=device)
         directions.append(weights @ (embed(torch.tensor(ids, device=device)).float() - mean))
-    return nn.functional.normalize(torch.stack(directions), dim=-1), mean
+    return nn.functional.normalize(torch.stack(directions), dim=-1), mean / vocabulary.norm(dim=-1).mean()
 
 
 def align(
@@ -100,7 +101,7 @@ def align(
         chosen = torch.randint(len(features), (BATCH_SIZE,))
         # Rows with the same caption are no negatives of each other.
         present, target = (ids.to(device) for ids in caption_ids[chosen].unique(return_inverse=True))
-        tokens = projector(features[chosen].to(device).float()) - mean  # [batch_size, num_patches, hidden_size]
+        tokens = nn.functional.normalize(projector(features[chosen].to(device).float()), dim=-1) - mean
         of_picture = nn.functional.normalize(tokens.mean(dim=1), dim=-1) @ directions[present].T / PICTURE_TEMPERATURE
         of_token = nn.functional.normalize(tokens, dim=-1) @ directions[present].T / TOKEN_TEMPERATURE
         loss = nn.functional.cross_entropy(of_picture, target) + TOKEN_WEIGHT * nn.functional.cross_entropy(
@@ -113,8 +114,7 @@ def align(
         progress.set_postfix(loss=f"{loss.item():.2f}")
     if model.config.projector_norm == "none":
         scale = before / length()
-        with torch.no_grad():
-            for parameter in projector.linear_2.parameters():
-                parameter *= scale
+        for parameter in projector.linear_2.parameters():
+            parameter.data *= scale
     model.config.projector_aligned = True
     model.to("cpu", model.config.dtype)

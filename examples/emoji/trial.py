@@ -93,7 +93,7 @@ def report(records: Sequence[Record]) -> str:
         return "There are no two pairs yet."
     raised, others = 0.0, sorted((row["p"], arm) for arm, row in rows.items() if arm != NORM)
     for number, (p, arm) in enumerate(others):
-        rows[arm]["Holm's p"] = raised = min(1, max(raised, p * (len(others) - number)))
+        rows[arm]["Holm's p"] = raised = min(1, max(raised, p * (2 - number)))
     runs = pd.DataFrame([row for row in records if "names" in row]).drop(columns=["OpenMoji", "seed"])
     means = runs.groupby("arm", sort=False).mean(numeric_only=True)
     verdict = judge(rows[NORM], num_pairs(differences(records, NORM)))
@@ -166,10 +166,10 @@ def run(cell: tuple[str, int, float]) -> Record:
         subprocess.run([sys.executable, *compose], cwd=ROOT, check=True)
     sft += [f"--dataset_name={WORK / 'train.json'}", f"--model_name_or_path={aligned}", f"--output_dir={trained}"]
     rates = [f"--projector_learning_rate={rate}", f"--norm_learning_rate={0.6 * rate}"]
-    sft += [*rates, "--max_steps=146", "--bf16=true"]
+    sft += [*rates, "--max_steps=146", "--bf16=false"]
     subprocess.run([sys.executable, *sft], cwd=ROOT, check=True)
     steps = pd.read_json(trained / "metrics.jsonl", lines=True).dropna(subset="loss")
-    record = {"arm": arm, "seed": seed, "rate": rate, "commit": Run.read(trained).environment.commit, "bf16": True}
+    record = {"arm": arm, "seed": seed, "rate": rate, "commit": Run.read(trained).environment.commit}
     record |= {"processor": f"{Run.read(trained).environment.device} {torch.backends.cpu.get_cpu_capability()}"}
     record |= {"length": steps["norm/ratio"].iloc[-1], "losses": [*steps["loss"]]} | evaluate(trained, seed == 0)
     for folder in [trained, aligned] if seed else [trained]:

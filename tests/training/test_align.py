@@ -36,9 +36,8 @@ def test_pictures_point_at_their_captions(composed: Callable[..., Path], caption
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(projector_norm=arm))
     processor = AutoProcessor.from_pretrained(composed(projector_norm=arm))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    pixels = processor.image_processor(
-        [Image.new("RGB", (28, 28), pixels) for pixels in COLOURS.values()], return_tensors="pt"
-    )["pixel_values"]
+    images = [Image.new("RGB", (28, 28), pixels) for pixels in COLOURS.values()]
+    pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
 
     def visual_tokens() -> torch.Tensor:
         with torch.no_grad():
@@ -55,10 +54,19 @@ def test_pictures_point_at_their_captions(composed: Callable[..., Path], caption
     assert cosines.argmax(dim=1).tolist() == [0, 1, 2, 3]
     assert visual_tokens().norm(dim=-1).mean() == pytest.approx(length.item(), rel=1e-3)  # only directions changed
 
-    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
-    assert changed
-    assert all(name.startswith("model.multi_modal_projector.") for name in changed)
+    changed = [name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])]
+    assert {name.rpartition(".linear")[0] for name in changed} == {"model.multi_modal_projector"}
     assert model.config.projector_aligned
+
+
+def test_only_directions_count(composed: Callable[..., Path], captions: Path) -> None:
+    processor, aligned = AutoProcessor.from_pretrained(composed()), []
+    for length in (1, 30):
+        model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+        model.model.multi_modal_projector.norm.weight.data *= length
+        align(model, processor, load_rows(str(captions)), seed=0, steps=20)
+        aligned.append(model.model.multi_modal_projector.linear_2.weight)
+    torch.testing.assert_close(*aligned, rtol=1e-2, atol=1e-3)
 
 
 def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path]) -> None:

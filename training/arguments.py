@@ -105,7 +105,7 @@ class TrainingConfig(SFTConfig):
     ddp_find_unused_parameters: bool | None = option(False, "Off: every trained parameter always has a gradient.")
     ddp_timeout: int = option(3 * 3600, "Seconds to wait for the main process, which reads and checks all rows.")
     use_cpu: bool = option(False, "Train on the CPU, as is done where there is no accelerator.")
-    bf16: bool | None = option(None, "bfloat16 arithmetic. By default on a GPU, on a CPU with AMX, or as resumed.")
+    bf16: bool | None = option(None, "bfloat16 arithmetic. Default: on a GPU, on a CPU fast at it, or as resumed.")
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
@@ -117,20 +117,20 @@ class TrainingConfig(SFTConfig):
             self.activation_checkpointing = self.gradient_checkpointing
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         chooses = self.use_cpu and self.bf16 is None and not self.fp16
-        if chooses:  # TRL would turn `None` into true, which is slower on a CPU without AMX
+        if chooses:  # TRL would turn `None` into true, which is slower on most CPUs
             self.bf16 = self._choose_bf16()
         super().__post_init__()
         if chooses and len(set(gather_object([self.bf16]))) > 1:
-            raise ValueError("Some processes run on CPUs with AMX and some without: set bf16 to true or false.")
+            raise ValueError("Some processes run on CPUs fast at bfloat16, some don't: set bf16 to true or false.")
 
     def _choose_bf16(self) -> bool:
-        """As the run that is resumed recorded it; else whether the CPU is faster at bfloat16, by AMX."""
+        """As the run that is resumed recorded it; else whether the CPU multiplies bfloat16, by AMX or AVX-512."""
         named, output_dir = self.resume_from_checkpoint, Path(self.output_dir)
         for folder in [*checkpoints(output_dir), output_dir] if named is True else [Path(named)] if named else []:
             with suppress(ValueError):  # not complete; the one before it will be resumed
                 return bool(Run.read(folder).arguments["bf16"])
         capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
-        return bool(capabilities.get("amx_bf16"))
+        return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
 
     @property
     def frozen_dtype(self) -> torch.dtype:

@@ -94,24 +94,24 @@ def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pyt
                 parse_arguments(given)
 
 
-@pytest.mark.parametrize("has_amx", [True, False])
+@pytest.mark.parametrize(("capability", "is_fast"), [("amx_bf16", True), ("avx512_bf16", True), ("avx512_f", False)])
 def test_a_cpu_computes_in_what_it_is_fast_at_and_a_resumed_run_as_it_did(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_amx: bool
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, is_fast: bool
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": has_amx}, raising=False)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True}, raising=False)
     given = write(recipe, bf16=None)
-    for asked, expected in (([], has_amx), (["--bf16", "true"], True), (["--bf16", "false"], False)):
+    for asked, expected in (([], is_fast), (["--bf16", "true"], True), (["--bf16", "false"], False)):
         _, args = parse_arguments([*given, *asked])
         assert (args.bf16, args.to_dict()["bf16"], args.frozen_dtype) == (expected, expected, torch.float32)
-    for step, bf16 in ((5, has_amx), (10, not has_amx)):
+    for step, bf16 in ((5, is_fast), (10, not is_fast)):
         folder = tmp_path / "out" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
         describe_run({"bf16": bf16}, "data", describe_environment("cpu", 1, resumed=False)).write(folder)
-    for resume, expected in (("True", not has_amx), (str(tmp_path / "out" / "checkpoint-5"), has_amx)):
+    for resume, expected in (("True", not is_fast), (str(tmp_path / "out" / "checkpoint-5"), is_fast)):
         _, args = parse_arguments([*given, "--resume_from_checkpoint", resume])
         assert args.bf16 == expected, resume
     _, args = parse_arguments([*given, "--resume_from_checkpoint", "false"])
-    assert (args.resume_from_checkpoint, args.bf16) == (None, has_amx)
+    assert (args.resume_from_checkpoint, args.bf16) == (None, is_fast)
 
 
 def test_the_command_line_wins_and_the_recipe_is_recorded(recipe: Path, recwarn: pytest.WarningsRecorder) -> None:

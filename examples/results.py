@@ -41,7 +41,7 @@ def draw_lengths(runs: pd.DataFrame, scales: Sequence[float], path: Path) -> Non
         mean = {"markevery": [scales.index(1)], "label": f"{arm}, trained at the dot"}
         axis.semilogx(norms.mean(axis=1), shares.mean(axis=1), f"C{number}o-", linewidth=2.5, **mean)
     axis.set(xlabel="norm of image tokens when tested, times the text's", ylabel="right names, %", ylim=(0, None))
-    axis.legend()
+    axis.legend(loc="upper left", fontsize=8)
     figure.savefig(path, dpi=110, bbox_inches="tight")
     plt.close(figure)
 

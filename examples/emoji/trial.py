@@ -94,10 +94,11 @@ def report(records: Sequence[Record]) -> str:
     raised, others = 0.0, sorted((row["p"], arm) for arm, row in rows.items() if arm != NORM)
     for number, (p, arm) in enumerate(others):
         rows[arm]["Holm's p"] = raised = min(1, max(raised, p * (2 - number)))
-    runs = pd.DataFrame([row for row in records if "names" in row]).drop(columns=["OpenMoji", "seed"])
+    runs = pd.DataFrame([row for row in records if "names" in row]).drop(columns=["OpenMoji", "seed", "rate"])
     means = runs.groupby("arm", sort=False).mean(numeric_only=True)
     verdict = judge(rows[NORM], num_pairs(differences(records, NORM)))
-    return f"{means.T.round(2)}\n\nLess no norm:\n{pd.DataFrame(rows).T.round(3)}\n\n{NORM}: {verdict}"
+    runs, less = (table.T.to_string(float_format="%.3f") for table in (means, pd.DataFrame(rows)))
+    return f"{runs}\n\nLess no norm:\n{less}\n\n{NORM}: {verdict}"
 
 
 def plan(records: Sequence[Record]) -> list[tuple[str, int, float]]:

@@ -55,10 +55,10 @@ def encode_pictures(
 def embed_captions(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, captions: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A direction for each caption, `(num_captions, hidden_size)`, and the vocabulary's mean over its mean norm.
+    """A direction for each caption, `(num_captions, hidden_size)`, and the vocabulary's mean, `(hidden_size,)`.
 
     A caption points where its content words do: the mean is taken off each token, and tokens are weighted by their
-    inverse document frequency, so that those of many captions hardly count.
+    inverse document frequency, so that those of many captions hardly count. The mean is in units of the text's norm.
     """
     embed, device = model.get_input_embeddings(), model.device
     vocabulary = embed(torch.arange(len(processor.tokenizer), device=device)).float()

@@ -62,8 +62,9 @@ class Drawing:
             '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
             f'viewBox="0 0 {self.size} {self.size}">{self.body}</svg>'
         )
-        side = IMAGE_SIZE
-        png = resvg_py.svg_to_bytes(svg, width=side, height=side, background="#ffffff", skip_system_fonts=True)
+        png = resvg_py.svg_to_bytes(
+            svg, width=IMAGE_SIZE, height=IMAGE_SIZE, background="#ffffff", skip_system_fonts=True
+        )
         return Image.open(io.BytesIO(bytes(png))).convert("RGB")
 
 

@@ -57,11 +57,11 @@ def differences(records: Sequence[Record], arm: str) -> list[np.ndarray]:
     return [100 * (named - plain) for named, plain in pairs]
 
 
-def num_pairs(values: Sequence[np.ndarray]) -> int:
+def num_pairs(pairs: Sequence[np.ndarray]) -> int:
     """How many decide, 8 to 16: the fewest whose interval reaches 1.5 points by the deviation of the first four."""
-    if len(values) < 4:
+    if len(pairs) < 4:
         return 8
-    deviation = np.std([pair.mean() for pair in values[:4]], ddof=1)
+    deviation = np.std([pair.mean() for pair in pairs[:4]], ddof=1)
     return next((n for n in range(8, 16) if stats.t.ppf(0.975, n - 1) * deviation / n**0.5 <= 1.5), 16)
 
 

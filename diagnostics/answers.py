@@ -87,6 +87,8 @@ class ReadPrompt(NamedTuple):
 def read(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
     """Read a prompt of one row, as [`encode`] returns it."""
     cache = DynamicCache(config=model.config.get_text_config())
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None  # of the last picture, kept for a prompt that has none
     logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
     return ReadPrompt(cache, logits[0, -1].float().log_softmax(dim=-1))
 
@@ -113,11 +115,8 @@ def likeliest(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequ
     """Index of the answer with the highest log-probability after a prompt, its end token included. Exact.
 
     An answer can't be likelier than its first token. So answers are scored in the order of their first tokens, a few
-    at a time on the prompt's keys and values, until the best one so far beats all that are left.
-
-    Args:
-        prompt: As `read` returns it.
-        answers: Token ids of each answer, with its end token; at least two tokens each.
+    at a time on the prompt's keys and values, until the best one so far beats all that are left. Each is given as at
+    least two token ids, its end token included.
     """
     starts = prompt.first[[tokens[0] for tokens in answers]]  # [num_answers]
     best, best_score = -1, -torch.inf

@@ -224,7 +224,7 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     if model.training:
         raise DiagnosticsError("The model is in training mode, where dropout changes its answers: call model.eval().")
     layers, started = spread(len(find_decoder(model).layers)), time.perf_counter()
-    plain, lengths, found = [], [], []
+    plain, lengths, found, rows = [], [], [], []
     for question in tqdm(questions, desc=f"{name}: x 1", unit="picture"):
         states: dict[str, torch.Tensor] = {}
         with InterfaceHooks(model, states.__setitem__):
@@ -232,31 +232,32 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
         lengths.append(update_norms(states, plain[-1].input_ids == image_token_id(model)))
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
-    records: dict[float, list[Record]] = {dose: [] for dose in [*DOSES, text / visual]}
-    passes = len(records) * (3 + len(CONTROLS)) + 4
+    doses = [*dict.fromkeys([*DOSES, text / visual])]
+    passes = len(doses) * (3 + len(CONTROLS)) + 4
     minutes = 1.5 * passes * (time.perf_counter() - started) / 60  # with the passes over answers
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, len(questions), minutes)
-    for number, question in enumerate(tqdm(questions, desc=f"{name}: sweep", unit="picture")):
-        for dose, of in records.items():
+    for dose in doses:  # one after the other, since records are large
+        records: list[Record] = []
+        for number, question in enumerate(tqdm(questions, desc=f"{name}: x {dose:.2g}", unit="picture")):
             with scaled(model, plain[number].input_ids == image_token_id(model), dose):
-                of += record_questions(model, processor, [question], layers, "")
-            drift = measure_drift(of[-1], plain[number])
+                records += record_questions(model, processor, [question], layers, "")
+            drift = measure_drift(records[-1], plain[number])
             found += [(number, measure, value, dose, SCALED) for measure, value in drift.items()]
-            of[-1].keys.clear()  # of all pictures and doses they are gigabytes
-            of[-1].values.clear()
-        found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, [*records])]
+            records[-1].keys.clear()
+            records[-1].values.clear()
+        turned = measure_layers(records)
+        first = turned.query("measure == 'turning' and layer == 0").assign(measure="turning, layer 1", layer=pd.NA)
+        rows.append(pd.concat([turned, first, measure_attention(records)]).assign(dose=dose, control=SCALED))
+    for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
+        found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, doses)]
     answers = pd.DataFrame(found, columns=["picture", "measure", "value", "dose", "control"])
     if "before_mlp" not in states:
         answers = answers[answers["control"] != TURNED]  # there was no place to turn anything
-    rows = [answers.assign(modality="", layer=pd.NA)]
+    rows.append(answers.assign(modality="", layer=pd.NA))
     config = model.config.get_text_config()  # where the mean square of a token is the eps of layer 1's norm
     lengths = [[(config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5, *of] for of in lengths]
     for part, of in zip(("eps", "length", "attention_update", "mlp_update"), np.transpose(lengths), strict=False):
         rows.append(make_rows(part, of / text).assign(dose=1.0, control=SCALED))
-    for dose, of in records.items():
-        turned = measure_layers(of)
-        first = turned.query("measure == 'turning' and layer == 0").assign(measure="turning, layer 1", layer=pd.NA)
-        rows.append(pd.concat([turned, first, measure_attention(of)]).assign(dose=dose, control=SCALED))
     return pd.concat(rows, ignore_index=True).astype({"layer": "Int64", "picture": "Int64"})
 
 
@@ -267,13 +268,13 @@ def ask_at_doses(
     right answer competes with those to the same question. A `_change` is from the first dose and the own picture."""
     question = questions[number]
     answers = sorted({of.answer for of in questions if of.about(None) == question.about(None)} - {""})
-    tokens = [answer_ids(processor, question.about(question.image), answer) for answer in answers]
+    tokens = [answer_ids(processor, question.prompt, answer) for answer in answers]
     right = tokens[answers.index(question.answer)] if question.answer else []
     own, other = question.image, questions[number - 1].image
     others = {"blank": Image.new("RGB", own.size, "white"), "another's": other, "none": None} if right else {}
     plain: dict[str, float] = {}
     for control, image in {**dict.fromkeys(CONTROLS, own), **others}.items():
-        inputs = prepare(model, processor, question.about(image))
+        inputs = prepare(model, processor, question.prompt if image is own else question.about(image))
         is_visual = inputs["input_ids"][0] == image_token_id(model)
         if not plain:
             generated = model.generate(**inputs, **GREEDY, max_new_tokens=8)

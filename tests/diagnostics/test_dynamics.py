@@ -1,10 +1,8 @@
 """A run measured from its checkpoints."""
 
-import gc
 import json
 import shutil
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,15 +27,11 @@ def test_the_command_measures_each_checkpoint_once_and_draws_the_run(
     rows.write_text(json.dumps(made))
     for step, norm in ((10, "gwc"), (5, "none")):
         shutil.copytree(composed(projector_norm=norm), run / f"checkpoint-{step}")
-    alive: list[int] = []
-    loaded: list[weakref.ref] = []
+    loaded: list[str] = []
 
     def watched(name: str, **options: Any) -> Any:
-        gc.collect()
-        alive.append(sum(model() is not None for model in loaded))
-        model, processor = load_model(name, **options)
-        loaded.append(weakref.ref(model))
-        return model, processor
+        loaded.append(name)
+        return load_model(name, **options)
 
     monkeypatch.setattr(dynamics, "load_model", watched)
 
@@ -48,7 +42,6 @@ def test_the_command_measures_each_checkpoint_once_and_draws_the_run(
         return pd.read_csv(run / "dynamics.csv")
 
     table = command()
-    assert alive == [0, 0, 0]  # the last checkpoint stayed while the next one was loaded
     assert (run / "dynamics.png").stat().st_size > 10_000
     assert table["step"].unique().tolist() == [0, 5, 10]
     expected = measure(*load_model(start), rows, num_samples=2, layers=[]).rows

@@ -1,5 +1,6 @@
 """A sweep of visual norms, beside multiplying the decoder's input by hand and beside plain passes."""
 
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -98,14 +99,16 @@ def test_bfloat16_turns_as_little() -> None:
 @torch.no_grad()
 def test_answers_are_scored_as_in_one_pass(name: str) -> None:
     model, sample = families.build(name), families.inputs(name)
-    length, answers = sample["input_ids"].shape[1], [[5, 6, 7], [8, 9]]
-    for answer, scores in zip(answers, distributions(model, read(model, sample), answers), strict=True):
-        longer = {key: of for key, of in sample.items() if of.shape != sample["input_ids"].shape}
-        longer["input_ids"] = torch.cat([sample["input_ids"], torch.tensor([answer])], dim=1)
-        for key in sample.keys() - longer.keys():  # masks and token types, as those of text
-            longer[key] = torch.nn.functional.pad(sample[key], (0, len(answer)), value=int(key == "attention_mask"))
-        expected = model(**longer).logits[0, length - 1 : -1].log_softmax(dim=-1)
-        assert torch.allclose(scores, expected, atol=1e-5)
+    model.lm_head.weight *= 20  # so that positions tell
+    of_text = {"input_ids": sample["input_ids"][sample["input_ids"] != families.IMAGE][None]}
+    for prompt, answer in itertools.product((sample, of_text), ([5, 6, 7], [8, 9])):
+        (_, scores) = distributions(model, read(model, prompt), [[8, 9, 8, 9], answer])
+        longer = {key: of for key, of in prompt.items() if of.shape != prompt["input_ids"].shape}
+        longer["input_ids"] = torch.cat([prompt["input_ids"], torch.tensor([answer])], dim=1)
+        for key in prompt.keys() - longer.keys():  # masks and token types, as those of text
+            longer[key] = torch.nn.functional.pad(prompt[key], (0, len(answer)), value=int(key == "attention_mask"))
+        expected = model(**longer).logits[0, prompt["input_ids"].shape[1] - 1 : -1].log_softmax(dim=-1)
+        assert torch.allclose(scores, expected, atol=1e-4)
 
 
 def loss_by_hand(model: PreTrainedModel, inputs: Any, tokens: list[int], scale: float) -> float:
@@ -172,6 +175,20 @@ def test_measures_of_a_sweep(model: PreTrainedModel, composed: Callable[..., Pat
         assert found == pytest.approx(norms[part] / norms["length"], rel=1e-4)
     with pytest.raises(DiagnosticsError, match=r"call model.eval\(\)"):
         sweep(model.train(), processor, data)
+
+
+@torch.no_grad()
+def test_all_pictures_of_a_row_are_asked_about(
+    model: PreTrainedModel, composed: Callable[..., Path], data: Path
+) -> None:
+    rows, processor = json.loads(data.read_text()), AutoProcessor.from_pretrained(composed())
+    rows[0]["image"], rows[0]["conversations"][0]["value"] = ["0.png", "1.png"], "<image><image>\nwhat is it?"
+    data.write_text(json.dumps(rows))
+    questions = load_questions(data, 3).questions
+    found = {measure: value for measure, value, *_ in ask_at_doses(model, processor, questions, 0, [1.0])}
+    cat = processor.tokenizer("cat<|im_end|>", add_special_tokens=False).input_ids
+    expected = loss_by_hand(model, encode(processor, [questions[0].prompt]), cat, 1.0)
+    assert found["loss"] - found["loss_change"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_short_answer_has_not_changed(always_a: Callable[..., Path], data: Path) -> None:

@@ -56,6 +56,7 @@ def build(
     (stage / "LICENSE").write_text(text, encoding="utf-8")
     if licence.notice is not None:
         (stage / "NOTICE").write_text(licence.notice, encoding="utf-8")
+    if licence is not APACHE:
         shutil.copy(APACHE_TEXT, stage)  # of the class files and the vision encoder; its section 4a requires a copy
     for name in SERVING:
         shutil.copy(ASSETS / name, stage)
@@ -65,9 +66,7 @@ def build(
     widgets = make_widgets(stage, widget_data) if widget_data is not None else []
     card = render_card(facts, licence, said, repo_id, revision, widgets, code)
     (stage / CARD).write_text(card, encoding="utf-8")
-    if output_dir.exists():
-        output_dir.rmdir()  # empty
-    return stage.rename(output_dir)
+    return stage.rename(output_dir)  # an empty folder gives way
 
 
 def find_prose(run: Path) -> Path:

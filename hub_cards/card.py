@@ -77,7 +77,6 @@ def build_metadata(facts: Facts, licence: Licence, name: str, prose: Prose, widg
         language=prose.language or None,
         library_name="transformers",
         license=licence.identifier,
-        license_link=licence.link if licence.notice else None,
         model_name=name,
         pipeline_tag="image-text-to-text",
         tags=["custom_code", "conversational", "normllava"],

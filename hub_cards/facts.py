@@ -14,6 +14,8 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from conversations.files import fingerprint, read_record
+from diagnostics.report import with_interval
+from diagnostics.table import Summary
 from evaluation.record import Evaluation
 from hub_cards.weights import Weights, read_weights
 from training.run import SAME
@@ -179,22 +181,17 @@ def read_diagnostics(path: Path, of_weights: str) -> dict[str, str] | None:
     again = "Run python -m diagnostics on this model alone, not quantized."
     try:
         (model,) = read_json(path)["models"]
-        rows = {(row["measure"], row["modality"]): row for row in model["summary"]["rows"] if row["layer"] is None}
-        values = {
-            "norm of visual over text tokens at the decoder": rows["ratio", ""],
-            "turning of visual tokens per layer, 1 − cosine": rows["turning", "visual"],
-            "turning of text tokens per layer": rows["turning", "text"],
+        summary = Summary(model["summary"]["rows"])
+        values: dict[str, Any] = {
+            "norm of visual over text tokens at the decoder": summary.look("ratio"),
+            "turning of visual tokens per layer, 1 − cosine": summary.look("turning", "visual"),
+            "turning of text tokens per layer": summary.look("turning", "text"),
         }
-        gaps = {measure: row for (measure, _), row in rows.items() if measure.startswith("gap, ")}
-        values |= {f"{measure} of the layers; of cosines, visual minus text": row for measure, row in gaps.items()}
-        shown = {name: with_interval(row["mean"], row["low"], row["high"]) for name, row in values.items()}
+        label = "{} of the layers; of cosines, visual minus text"
+        values |= {label.format(of): summary.look(of) for of in summary.frame["measure"] if of.startswith("gap, ")}
+        shown = {name: with_interval(estimate) for name, estimate in values.items()}
         if model.get("weights") != of_weights or model["dtype"].endswith("quantized"):
             raise ValueError(f"{path} is of other weights. {again}")
-    except (OSError, LookupError, TypeError) as error:
+    except (OSError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} can't be read ({error!r}). {again}") from error
     return {"pictures": str(model["num_pictures"])} | shown
-
-
-def with_interval(mean: float, low: float | None, high: float | None) -> str:
-    """A mean with its 95% interval, if it has one."""
-    return f"{mean:.3g}" if low is None or high is None else f"{mean:.3g} ({low:.3g} to {high:.3g})"

@@ -58,11 +58,9 @@ def known_licence(base_model: str) -> Licence:
 
 
 def licence_of(parts: dict[str, str | None], own_licence: str | None) -> Licence:
-    """The licence of a model that is made from these parts, Hub ids by option: the strictest of all.
-
+    """The licence of a model that is made from these parts, Hub ids by option: the one that asks more than Apache.
     `own_licence` is the identifier of the one that the owner chose for parts without a Hub id. Raises `ValueError` if
-    it is missing, or a part's licence is not known.
-    """
+    it is missing or no part needs it, a part's licence is not known, or two ask more than Apache."""
     found = [known_licence(name) for name in parts.values() if name is not None]
     unknown = [part for part, name in parts.items() if name is None]
     if unknown and own_licence not in BY_IDENTIFIER:
@@ -71,5 +69,10 @@ def licence_of(parts: dict[str, str | None], own_licence: str | None) -> Licence
             f"loaded from a folder, name it: {' '.join(f'--{part} owner/name' for part in unknown)}; if you trained "
             f"it from scratch, choose its licence: --license {' or '.join(BY_IDENTIFIER)}."
         )
+    if own_licence and not unknown:
+        raise ValueError(f"--license {own_licence} is for parts without a Hub id, and all have one: leave it out.")
     found += [BY_IDENTIFIER[str(own_licence)] for _ in unknown]
-    return LLAMA_3_2 if LLAMA_3_2 in found else APACHE
+    first, *others = dict.fromkeys(licence for licence in found if licence is not APACHE) or [APACHE]
+    if others:
+        raise ValueError(f"The parts are under the {first.title} and the {others[0].title}: build writes only one.")
+    return first

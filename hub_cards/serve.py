@@ -8,6 +8,7 @@ key and fetches any URL, so it listens on the loopback interface only.
 
 import os
 import socket
+from inspect import signature
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
@@ -64,9 +65,11 @@ def build_app(model: str, revision: str) -> Any:
         handler.handle_request, handler.get_processor_inputs_from_messages = ask, read_messages
         return handler
 
-    chat, responses = guarded(ChatCompletionHandler(manager, state)), guarded(ResponseHandler(manager, state))
-    nothing: Any = None  # in place of the handlers whose routes go
-    app = build_server(manager, chat, nothing, responses, nothing, nothing, state)
+    # By name, since versions differ in them; the routes of those that are `None` go.
+    handlers: dict[str, Any] = {name: None for name in signature(build_server).parameters if name.endswith("_handler")}
+    handlers["chat_handler"] = guarded(ChatCompletionHandler(manager, state))
+    handlers["response_handler"] = guarded(ResponseHandler(manager, state))
+    app = build_server(manager, generation_state=state, **handlers)
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
 
     @app.exception_handler(HTTPException)

@@ -19,6 +19,7 @@ from hub_cards.build import build
 from hub_cards.card import Prose
 from hub_cards.check import check
 from hub_cards.facts import HUB_ID, collect_facts
+from hub_cards.licences import KNOWN, Licence
 from modeling_normllava import NormLlavaForConditionalGeneration
 from plants import WEIGHTS, put, shard, tensors
 
@@ -207,13 +208,17 @@ def test_the_recipes_bring_their_prose() -> None:
     [
         ("Qwen/Qwen2.5-3B-Instruct", None, OWN, "base model Qwen/Qwen2.5-3B-Instruct is not known"),  # another licence
         (None, None, {}, "name it: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
+        (QWEN, SIGLIP, OWN, "--license apache-2.0 is for parts without a Hub id, and all have one"),
+        ("google/gemma-2b", LLAMA, {}, "under the Gemma Terms of Use and the Llama 3.2 Community License"),
         (LLAMA, SIGLIP, {}, "asks for another name than Mine: Llama-Mine"),
         (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "requires a copy of it: --base_licence_file"),
     ],
 )
 def test_a_licence_that_does_not_follow_is_a_stop(
-    text: str | None, vision: str | None, options: dict[str, str], message: str, run: Path, card_of: Callable[..., str]
-) -> None:
+    text: str | None, vision: str | None, options: dict[str, str], message: str, run: Path, card_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setitem(KNOWN, "google/gemma-2b", Licence("gemma", "Gemma Terms of Use", "https://ai.google.dev"))
     with pytest.raises(ValueError, match=message):
         card_of(rename_parts(run, text, vision), **options)
 

@@ -144,6 +144,8 @@ def test_the_other_routes_load_and_read_nothing_either(client: Any, staged: Path
     for route in ("/load_model", "/v1/completions", "/v1/audio/transcriptions"):
         with pytest.raises(openai.NotFoundError, match="Not Found"):
             client.post(str(client.base_url).replace("/v1/", route), body={"model": "me/other"}, cast_to=object)
+    of_a_page = urllib.request.Request(f"{client.base_url}models", headers={"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in urllib.request.urlopen(of_a_page).headers
 
 
 def test_only_the_loopback_interface_is_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,13 @@ def command() -> Iterator[None]:
         sys.exit("stopped")
 
 
+def new_folder(path: str) -> Path:
+    """The type of an option that names a folder to write: one that holds something is refused."""
+    if Path(path).exists() and any(Path(path).iterdir()):
+        raise argparse.ArgumentTypeError(f"{path} is not empty; choose another folder")
+    return Path(path)
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, where: str = "") -> argparse.Namespace:
     """As `parse_args`, but an unknown option is a `ValueError` that names the closest one, and begins with `where`."""
     args, unknown = parser.parse_known_args(argv)

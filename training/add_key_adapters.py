@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from diagnostics.console import command, parse
+from diagnostics.console import command, new_folder, parse
 from transformers import AutoProcessor
 
 from modeling_normllava import (
@@ -46,14 +46,12 @@ def main() -> None:
         description="Add key adapters to a NormLlava.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--model", required=True, help="NormLlava: folder or Hub id")
-    parser.add_argument("--output_dir", required=True, type=Path, help="folder to write")
+    parser.add_argument("--output_dir", required=True, type=new_folder, help="folder to write")
     parser.add_argument("--rank", type=int, default=16, help="rank of the updates")
     parser.add_argument("--alpha", type=float, default=32, help="they are scaled by alpha / rank")
     parser.add_argument("--dropout", type=float, default=0.05, help="dropout in front of them, in training")
     parser.add_argument("--seed", type=int, default=42, help="seed of the new weights")
     args = parse(parser)
-    if args.output_dir.exists() and any(args.output_dir.iterdir()):
-        parser.error(f"{args.output_dir} is not empty; choose another folder")
     load_config(args.model)
     model = NormLlavaForConditionalGeneration.from_pretrained(args.model, dtype="auto")
     add_key_adapters(model, args.rank, args.alpha, args.dropout, args.seed).save_pretrained(args.output_dir)

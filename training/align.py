@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import LlavaProcessor, get_scheduler, set_seed
 
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, row_turns
+from conversations.rows import BadRowError, check_row, row_turns
 from diagnostics.hooks import InterfaceHooks
 from modeling_normllava import NormLlavaForConditionalGeneration
 
@@ -42,6 +42,7 @@ def encode_pictures(
         for start in tqdm(range(0, len(rows), ENCODER_BATCH), desc="Encoding pictures"):
             pictures = []
             for row in rows.select(range(start, min(start + ENCODER_BATCH, len(rows)))):
+                check_row(row)
                 of_row = open_images(row)
                 if len(of_row) != 1:
                     raise BadRowError(row["source"], f"{len(of_row)} pictures; aligning needs one with its caption")

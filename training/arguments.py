@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from accelerate.utils import gather_object
 from diagnostics.console import parse
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
@@ -27,6 +26,11 @@ from training.stages import Stage
 ONLY: dict[str, tuple[Any, str]] = {
     "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
     "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
+    "lora_target_parameters": (None, "adapters go on linear layers"),
+    "lora_modules_to_save": (None, "beside the adapters, projector and norm are trained"),
+    "load_in_8bit": (False, "only load_in_4bit is supported"),
+    "dtype": (ModelConfig.dtype, "trained weights are float32, and frozen ones bfloat16 where bf16 is true"),
+    "logging_strategy": ("steps", "norms are measured in every step that is a multiple of logging_steps"),
     "train_sampling_strategy": ("random", "each epoch shuffles the rows"),
     "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
     "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
@@ -116,12 +120,10 @@ class TrainingConfig(SFTConfig):
         if getattr(self, "activation_checkpointing", True) is None:
             self.activation_checkpointing = self.gradient_checkpointing
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        chooses = self.use_cpu and self.bf16 is None and not self.fp16
-        if chooses:  # TRL would turn `None` into true, which is slower on most CPUs
+        # TRL would turn `None` into true, which is slower on most CPUs.
+        if self.use_cpu and self.bf16 is None and not self.fp16:
             self.bf16 = self._choose_bf16()
         super().__post_init__()
-        if chooses and len(set(gather_object([self.bf16]))) > 1:
-            raise ValueError("Some processes run on CPUs fast at bfloat16, some don't: set bf16 to true or false.")
 
     def _choose_bf16(self) -> bool:
         """As the run that is resumed recorded it; else whether the CPU multiplies bfloat16, by AMX or AVX-512."""
@@ -190,6 +192,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     no_stream = run_args.dataset_streaming and (run_args.datasets or packed or args.max_steps <= 0)
     samples, passes = run_args.global_batch_size, args.gradient_accumulation_steps
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if not args.bf16 and not args.fp16 else "no"
+    full = os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT" or os.environ.get("FSDP_VERSION", "2") != "2"
     compiles = args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     refusals = (
         (no_rate, "Stage 'instruct' trains the vision encoder too: give vision_learning_rate."),
@@ -202,7 +205,8 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         (precision != "no", f"The launcher has mixed_precision {precision!r}: give bf16: true, or launch with 'no'."),
         (compiles, "Compiled code would pass over the hooks that the loss needs: no torch_compile or dynamo_backend."),
         (args.deepspeed_plugin, "DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml."),
-        (os.environ.get("FSDP_VERSION", "2") != "2", "Set fsdp_version: 2, as training/accelerate/fsdp2.yaml does."),
+        (args.fsdp or full, "Shard by the launcher, version 2, SHARDED_STATE_DICT: training/accelerate/fsdp2.yaml."),
+        (run_args.eval_dataset_name and args.eval_strategy == "no", "eval_dataset_name needs an eval_strategy."),
         (args.optim.startswith("schedule_free"), "A schedule_free optimizer trains other weights than it saves."),
     )
     for applies, message in refusals:

@@ -97,7 +97,8 @@ def find(output_dir: Path, named: str | bool | None) -> Path | None:
     if named is True:
         checkpoint = next(filter(is_complete, found), None)
         if checkpoint is None and holds_something and not steps_done(output_dir):
-            raise ValueError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
+            whole = "no complete checkpoint to resume from (save_only_model leaves none)"
+            raise ValueError(f"{output_dir} holds {whole}: choose another folder.")
         return checkpoint
     checkpoint = None if named is None else Path(str(named))
     if checkpoint is not None and not is_complete(checkpoint):
@@ -111,10 +112,10 @@ def find(output_dir: Path, named: str | bool | None) -> Path | None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder is a checkpoint of the step that its name gives, with a run's record."""
+    """Whether a folder is a checkpoint of the step that its name gives, with a run's record and its whole state."""
     try:
-        Run.read(checkpoint)
-        return steps_done(checkpoint) == step_of(checkpoint)
+        Run.read(checkpoint)  # a run with `save_only_model` leaves no scheduler
+        return steps_done(checkpoint) == step_of(checkpoint) and (checkpoint / "scheduler.pt").exists()
     except (ValueError, KeyError):
         return False
 

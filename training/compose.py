@@ -10,12 +10,11 @@ interface before and after the norm, and write a complete checkpoint folder.
 
 import argparse
 import logging
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import torch
-from diagnostics.console import command, parse
+from diagnostics.console import command, new_folder, parse
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -252,7 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Compose a NormLlava.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder to write")
+    parser.add_argument("--output_dir", type=new_folder, required=True, help="folder to write")
     parser.add_argument("--vision_model", help="vision encoder: folder or Hub id")
     parser.add_argument("--text_model", help="decoder language model: folder or Hub id")
     parser.add_argument("--llava_model", help="Llava checkpoint to convert instead: folder or Hub id")
@@ -265,8 +264,6 @@ def main() -> None:
     parser.add_argument("--vision_feature_layer", type=int, default=-2, help="hidden state of the encoder to read")
     parser.add_argument("--seed", type=int, default=42, help="seed of new weights")
     args = parse(parser)
-    if args.output_dir.exists() and any(args.output_dir.iterdir()):
-        parser.error(f"{args.output_dir} is not empty; choose another folder")
     if {args.vision_model is None, args.text_model is None} != {args.llava_model is not None}:
         parser.error("give either --vision_model and --text_model, or only --llava_model")
     if args.llava_model and (args.scale_projector or args.captions or args.vision_feature_layer != -2):

@@ -55,7 +55,7 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
 
 
 def prepare_model(
-    model: NormLlavaForConditionalGeneration, run_args: RunArguments, args: TrainingConfig
+    model: NormLlavaForConditionalGeneration, run_args: RunArguments, args: TrainingConfig, frozen_dtype: torch.dtype
 ) -> tuple[Any, list[ModuleGroup]]:
     """Prepare a loaded model, in place, for the stage of the run: what Trainer trains (the model or the `PeftModel`
     around it), and its parts."""
@@ -74,4 +74,4 @@ def prepare_model(
         norm=args.learning_rate if run_args.norm_learning_rate is None else run_args.norm_learning_rate,
         projector=run_args.projector_learning_rate,
     )
-    return trained, prepare_stage(model, stage, rates, frozen_dtype=args.frozen_dtype)
+    return trained, prepare_stage(model, stage, rates, frozen_dtype)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diagnostics.console import command, parse
+from diagnostics.console import command, new_folder, parse
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -41,11 +41,9 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description="Merge an adapter into its base model.")
     parser.add_argument("--adapter", required=True, type=Path, help="folder of the adapter")
-    parser.add_argument("--output_dir", required=True, type=Path, help="folder to write")
+    parser.add_argument("--output_dir", required=True, type=new_folder, help="folder to write")
     parser.add_argument("--base", help="the base model, if it is no longer where it was in training")
     args = parse(parser)
-    if args.output_dir.exists() and any(args.output_dir.iterdir()):
-        parser.error(f"{args.output_dir} is not empty; choose another folder")
     merge(args.adapter, args.base).save_pretrained(args.output_dir)
     AutoProcessor.from_pretrained(args.adapter).save_pretrained(args.output_dir)
     copy_record(args.adapter, args.output_dir)

@@ -100,12 +100,9 @@ class ConsoleTable(TrainerCallback):
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
 
-    # At the start of training, which may be a resume.
-    _started, _steps_before, _tokens_before = 0.0, 0, 0
-
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Start the clock and print the header."""
+        """Start the clock at this start, which may be a resume, and print the header."""
         self._started = time.monotonic()
         self._steps_before, self._tokens_before = state.global_step, state.num_input_tokens_seen
         self._print(state, "", *self.COLUMNS)

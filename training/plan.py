@@ -50,7 +50,7 @@ def plan_step(
     supervised: int,
     devices: int = 1,
 ) -> tuple[dict[str, int], float]:
-    """Take two steps of two passes without data.
+    """Take two steps of two passes without data, with weights held as on a GPU.
 
     Args:
         samples: Samples of a pass, with a picture each; they share one row if the recipe packs.
@@ -71,7 +71,7 @@ def plan_step(
     with torch.device("meta"), no_init_weights():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model.tie_weights()
-        trained, _ = prepare_model(model, run_args, args)
+        trained, _ = prepare_model(model, run_args, args, torch.bfloat16 if args.bf16 else torch.float32)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
     if args.gradient_checkpointing:
         if trained is not model:

@@ -1,4 +1,4 @@
-"""A run begins with a rehearsal of its largest batch, so that what doesn't fit into memory fails before step 1."""
+"""A run begins with a rehearsal of its largest batches, so that what doesn't fit into memory fails before step 1."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,11 +9,9 @@ from torch import nn
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 
-def largest_batch(sampler: BatchRebalanceSampler, lengths: np.ndarray, packed: bool) -> list[int]:
-    """The rows of a sampler's largest batch in its epoch, by tokens, padding included; `lengths` are the rows'."""
-    return max(
-        sampler, key=lambda batch: lengths[batch].sum() if packed else len(batch) * lengths[batch].max(initial=0)
-    )
+def largest_batch(sampler: BatchRebalanceSampler, sizes: np.ndarray, padded: bool) -> list[int]:
+    """The rows of a sampler's largest batch in its epoch, by the rows' `sizes`, which padding makes equal."""
+    return max(sampler, key=lambda batch: len(batch) * sizes[batch].max(initial=0) if padded else sizes[batch].sum())
 
 
 @contextmanager
@@ -26,8 +24,9 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
         MemoryError: if the device has too little memory.
     """
     rates = [group["lr"] for group in optimizer.param_groups]
-    # A resumed run has its states; what other optimizers do in such a step is not known.
-    allocates = not optimizer.state and type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
+    # A resumed run has its states; what other optimizers do in such a step is not known, and pages are never freed.
+    is_known = type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
+    allocates = is_known and not optimizer.state and not getattr(optimizer, "is_paged", False)
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             if allocates:

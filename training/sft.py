@@ -100,7 +100,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
 
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
-    trained, groups = prepare_model(model, run_args, args)
+    trained, groups = prepare_model(model, run_args, args, args.frozen_dtype)
     if checkpoint is not None:
         check_weights(checkpoint, trained)
     weights = (run_args.key_mmd_weight, run_args.key_gram_weight)

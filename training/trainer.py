@@ -128,10 +128,11 @@ class NormLlavaTrainer(SupervisedTrainer):
         """As Trainer does it; then rehearse, with the weights and states of a resumed run in their places."""
         model, dataloader = super()._prepare_for_training(*args, **kwargs)
         if self._sampler is not None:
-            rows = largest_batch(self._sampler, row_lengths(self.train_dataset), self.data_collator.packed)
             self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
             with rehearsal(model, self.optimizer.optimizer, self.args.device):
-                super().training_step(model, self.data_collator([self.train_dataset[row] for row in rows]))
+                for column, padded in (("length", not self.data_collator.packed), ("num_images", False)):
+                    rows = largest_batch(self._sampler, row_lengths(self.train_dataset, column), padded)
+                    super().training_step(model, self.data_collator([self.train_dataset[row] for row in rows]))
             self._metrics["train"].clear()
             if self._key_alignment is not None:
                 self._key_alignment.collect(self._sum_over_processes)

@@ -80,10 +80,11 @@ def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path
     assert torch.equal(of_others.argmax(dim=1), torch.arange(8))
 
 
-def test_a_row_without_a_picture_is_named(composed: Callable[..., Path], captions: Path) -> None:
+def test_a_row_without_a_picture_or_a_caption_is_named(composed: Callable[..., Path], captions: Path) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-    rows = json.loads(captions.read_text())
-    rows[3] = {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "it is red"}]}
-    captions.write_text(json.dumps(rows))
-    with pytest.raises(BadRowError, match=r"captions.json, row 3: 0 pictures; aligning needs one"):
-        align(model, AutoProcessor.from_pretrained(composed()), load_rows(str(captions)), seed=0)
+    rows, turns = json.loads(captions.read_text()), [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
+    for kept, message in ((2, "0 pictures; aligning needs one"), (1, "no assistant turn")):
+        rows[3] = {"conversations": turns[:kept]}
+        captions.write_text(json.dumps(rows))
+        with pytest.raises(BadRowError, match=rf"captions.json, row 3: {message}"):
+            align(model, AutoProcessor.from_pretrained(composed()), load_rows(str(captions)), seed=0)

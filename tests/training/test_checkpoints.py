@@ -1,5 +1,6 @@
 """Checkpoints: what is complete, what is refused, and what a run does when it can't go on."""
 
+import json
 import multiprocessing
 import shutil
 import time
@@ -26,6 +27,7 @@ FAULTS: dict[str, Callable[[Path], object]] = {
     "state torn": lambda folder: tear(folder / "trainer_state.json"),
     "state of another step": lambda folder: shutil.copy(folder.parent / "checkpoint-3" / "trainer_state.json", folder),
     "run of another version": lambda folder: (folder / "run.json").write_text('{"data": "a"}'),
+    "nothing but weights": lambda folder: (folder / "scheduler.pt").unlink(),  # by `save_only_model`
     "nothing but a folder": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
 }
 
@@ -164,9 +166,17 @@ def test_the_rehearsal_leaves_no_trace(
 def test_what_does_not_fit_fails_before_the_first_step(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    data, compute_loss = Path(finished["dataset_name"]), NormLlavaTrainer.compute_loss
+    rows = json.loads(data.read_text())  # the batch with most tokens has one picture
+    rows[0] = {"conversations": [{"from": "human", "value": "Say it."}, {"from": "gpt", "value": "so " * 100}]}
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
 
-    monkeypatch.setattr(NormLlavaTrainer, "compute_loss", full)
+    def two_pictures_are_too_many(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(inputs["pixel_values"]) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute_loss(trainer, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(NormLlavaTrainer, "compute_loss", two_pictures_are_too_many)
+    fields = {**finished, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}
     with pytest.raises(MemoryError, match="largest batch does not fit into memory: lower packed_length or per_device"):
-        run(monkeypatch, tmp_path, **{**finished, "output_dir": str(tmp_path / "out")})
+        run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "out")})

@@ -25,9 +25,7 @@ def test_the_console_shows_a_table(
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data)}
     run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    header = next(number for number, line in enumerate(lines) if line.split()[:2] == ["step", "loss"])
-    rows = [line.split() for line in lines[header + 1 :] if "/8 " in line]
+    rows = [line.split() for line in printed.err.splitlines() if re.match(r" +\d/8 ", line)]
     assert [row[0] for row in rows] == ["2/8", "4/8", "6/8", "8/8"]
     for row, line in zip(rows, logged(tmp_path / "out"), strict=False):
         assert row[1] == f"{line['loss']:.4f}"

@@ -36,7 +36,7 @@ def allocated(config: NormLlavaConfig, run_args: Any, args: Any, folder: Path) -
     places, tokens = supervised(labels)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         model: Any = NormLlavaForConditionalGeneration._from_config(config, dtype=torch.float32)
-        trained, _ = prepare_model(model, run_args, args)
+        trained, _ = prepare_model(model, run_args, args, torch.float32)
         add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
         if args.gradient_checkpointing:
             if trained is not model:
@@ -79,6 +79,9 @@ def test_a_plan_is_within_a_tenth_of_the_peak(
     activations = memory["activations and temporary"]
     assert halves["activations and temporary"] == pytest.approx(activations, rel=0.01)
     assert same_flops == flops > 0
+    args.bf16 = True
+    weights = plan_step(config, run_args, args, *sizes)[0]["weights"]
+    assert weights == memory["weights"] if stage == "instruct" else weights < 0.7 * memory["weights"]
 
 
 def test_a_plan_goes_by_max_steps_and_refuses_what_no_sample_holds(

@@ -65,5 +65,6 @@ def test_a_frozen_encoder_is_run_once_though_layers_are_checkpointed(
 def test_a_rate_of_0_is_one(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:
     zero = {"norm_learning_rate": 0.0, "projector_learning_rate": 0.0}
     run_args = RunArguments(model_name_or_path="m", dataset_name="d", stage="align", **zero)
-    _, groups = prepare_model(model, run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    _, groups = prepare_model(model, run_args, args, args.frozen_dtype)
     assert {group.learning_rate for group in groups} == {None, 0.0}

@@ -77,10 +77,6 @@ def test_modules_import_in_no_circle(package: str) -> None:
     TopologicalSorter({name: names & modules.keys() - {name} for name, names in modules.items()}).prepare()
 
 
-def test_a_result_stands_below_what_makes_and_shows_it() -> None:
-    assert not {name for name in imports("evaluation")["evaluation.record"] if name.startswith("evaluation")}
-
-
 def stated(extra: str) -> set[str]:
     """The distributions that an extra names, without those of the extras that it includes."""
     lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
@@ -108,10 +104,6 @@ def test_what_is_imported_is_stated_and_nothing_else(extra: str) -> None:
     needed = {canonicalize_name(distributions.get(name, [name])[0]) for name in others}
     assert needed - brought(extra) == set()
     assert stated(extra) - needed - INDIRECT.get(extra, set()) == set()
-
-
-def test_extras_are_few() -> None:
-    assert set(PROJECT["optional-dependencies"]) == {*SERVED, "dev"} - {""}
 
 
 def test_the_wheel_holds_the_class_and_nothing_else(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What needs a GPU, rehearsed on the CPU with a small model, so that no minute of a GPU is lost to a slip."""
 
-import argparse
 import json
 import math
 from collections.abc import Callable
@@ -47,8 +46,3 @@ def test_a_part_that_has_figures_is_not_run_again(rehearse: Callable[..., dict[s
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "qlora.json").write_text('{"kept": 1}')
     assert rehearse("qlora") == {"kept": 1}
-
-
-def test_a_command_that_fails_ends_the_part() -> None:
-    with pytest.raises(RuntimeError, match=r"-c raise SystemExit.* failed with status 1"):
-        gpu.run(argparse.Namespace(cpu=True), "-c", "raise SystemExit(1)")

@@ -130,12 +130,6 @@ def makefile() -> str:
     return text
 
 
-def test_make_help_tells_of_every_target() -> None:
-    told = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    (targets,) = re.findall(r"^\.PHONY: (.*)$", makefile(), re.MULTILINE)
-    assert re.findall(r"^make (\S+) ", told, re.MULTILINE) == targets.split()
-
-
 @pytest.fixture(scope="module")
 def workplace() -> Path:
     """The repository, with the quickstart done and what earlier tests of this module left cleared away."""

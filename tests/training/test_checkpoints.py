@@ -163,20 +163,21 @@ def test_the_rehearsal_leaves_no_trace(
     assert got == expected
 
 
+@pytest.mark.parametrize(("name", "limit"), [("pixel_values", 2 * 3 * 28**2), ("input_ids", 400)])
 def test_what_does_not_fit_fails_before_the_first_step(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, limit: int
 ) -> None:
     data, compute_loss = Path(finished["dataset_name"]), NormLlavaTrainer.compute_loss
     rows = json.loads(data.read_text())  # the batch with most tokens has one picture
     rows[0] = {"conversations": [{"from": "human", "value": "Say it."}, {"from": "gpt", "value": "so " * 100}]}
     (tmp_path / "rows.json").write_text(json.dumps(rows))
 
-    def two_pictures_are_too_many(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(inputs["pixel_values"]) > 1:
+    def limited(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if inputs[name].numel() >= limit:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return compute_loss(trainer, model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(NormLlavaTrainer, "compute_loss", two_pictures_are_too_many)
+    monkeypatch.setattr(NormLlavaTrainer, "compute_loss", limited)
     fields = {**finished, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}
     with pytest.raises(MemoryError, match="largest batch does not fit into memory: lower packed_length or per_device"):
         run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "out")})

@@ -4,7 +4,7 @@
 
 A step runs as in training, on tensors with shapes and no data (torch's `MemTracker` under `FakeTensorMode`), from the
 model's config alone. With several devices weights, gradients and optimizer states are divided by their number, as
-FSDP2 shards them. Not counted: attention masks, what FSDP2 gathers, CUDA's context, and fragmentation.
+FSDP2 shards them, and no casts of weights are kept. Not counted: masks, what FSDP2 gathers, CUDA's context, fragments.
 """
 
 import argparse
@@ -89,7 +89,7 @@ def plan_step(
             tracker.track_external(trained, optimizer)
             for _ in range(2):
                 for _ in range(2):
-                    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(args.bf16)):
+                    with torch.autocast("cpu", torch.bfloat16, bool(args.bf16), cache_enabled=devices == 1):
                         loss = _loss(trained, num_rows, samples, tokens, supervised)
                     loss.backward()
                 optimizer.step()

@@ -2,10 +2,10 @@
 
     make emoji                                  # the model and rows by default
     python -m benchmarks.gpu                    # all parts that have no figures yet
-    python -m benchmarks.gpu --parts qlora --model runs/Qwen2.5-7B-Instruct/stage1 --data <folder of train.json>
+    python -m benchmarks.gpu --parts qlora --model runs/Qwen2.5-7B-Instruct/stage1 --data <folder of its rows>
 
-Each part writes its figures at once to `benchmarks/results/<device>/<part>.json`. A part that has figures there is not
-run again. Memory is what the device holds, so nothing else should run on it. `--cpu` rehearses the parts without one.
+Each part writes its figures at once to `benchmarks/results/<device>/<part>-<model>.json`. One that has some is not run
+again. Memory is what the device holds, so nothing else should run on it. `--cpu` rehearses the parts without one.
 """
 
 import argparse
@@ -98,13 +98,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = options.results or ROOT / "benchmarks" / "results" / re.sub(r"\W+", "-", device)
     results.mkdir(parents=True, exist_ok=True)
     for name in options.parts:
-        if (results / f"{name}.json").exists():
-            logger.info("%s has figures in %s", name, results)
+        if (file := results / f"{name}-{options.model.parent.name}.json").exists():
+            logger.info("%s has figures in %s", name, file)
             continue
         with tempfile.TemporaryDirectory() as folder:
             figures = PARTS[name](options, Path(folder))
         record = {"device": device, "settings": {name: str(of) for name, of in vars(options).items()}, **figures}
-        (results / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         logger.info("%s\n%s", name, json.dumps(figures)[:2000])
 
 

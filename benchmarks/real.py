@@ -111,11 +111,11 @@ class BareLoop(TrainerCallback):
         self.memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
 
-def peak(model: Any, num_tokens: int, dtype: torch.dtype) -> float:
+def peak(model: Any, num_tokens: int) -> float:
     """FLOP/s of a matrix product as in the language model's MLP, for the tokens of a step: the best of many."""
     config = model.config.text_config
     shapes = {"left": (num_tokens, config.hidden_size), "right": (config.hidden_size, config.intermediate_size)}
-    factors = {name: torch.rand(shape, dtype=dtype, device=model.device) for name, shape in shapes.items()}
+    factors = {name: torch.rand(shape) for name, shape in shapes.items()}
     timer = Timer("left @ right", globals=factors, num_threads=torch.get_num_threads())
     seconds = min(timer.blocked_autorange(min_run_time=2).times)
     return 2 * num_tokens * config.hidden_size * config.intermediate_size / seconds
@@ -197,7 +197,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> dict[str, Any]
     }  # fmt: skip
     if not options.alone:
         num_tokens = computed // len(clocks)
-        reached = peak(bare.model, num_tokens, torch.bfloat16 if cuda else torch.float32)
+        reached = peak(bare.model, num_tokens)
         at_peak = bare.flops_per_token * num_tokens / reached  # seconds
         report |= {
             "bare_seconds": bare_seconds, "ratio": (clocks[:, 0] / clocks[:, 1]).quantile(0.5).item(),
@@ -229,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, help="JSON file; benchmarks/results/real_<device>.json by default")
     options = parse(parser, argv)
+    options.alone |= options.device == "cuda"  # two models would share its memory
     output = options.output or Path(f"benchmarks/results/real_{options.device}.json")
     results: dict[str, Any] = {
         "settings": {name: str(value) for name, value in vars(options).items()},

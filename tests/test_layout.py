@@ -35,8 +35,7 @@ SERVED = {
     "evaluation": ("evaluation",),
     "release": ("hub_cards",),
 }
-# What no file of ours imports: transformers reads pictures and loads quantized weights, a harness has a command, and
-# reaches into filelock.
+# Used without an import: by transformers for pictures and quantized weights, and by or as a harness's command.
 INDIRECT = {"": {"pillow"}, "train": {"bitsandbytes"}, "evaluation": {"filelock", "lm-eval"}}
 
 

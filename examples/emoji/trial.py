@@ -1,8 +1,6 @@
 """The study of docs/trial.md: does aligning norms help a pretrained decoder to see?
 
-    python -m examples.emoji.trial
-
-From what the first two steps of `examples.emoji.run` make. Goes on where it was stopped. Makes trial.jsonl, trial.png.
+python -m examples.emoji.trial   # after the first two steps of `examples.emoji.run`; goes on where it was stopped
 """
 
 import json
@@ -13,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -67,7 +64,7 @@ def num_pairs(pairs: Sequence[np.ndarray]) -> int:
 
 def compare(pairs: Sequence[np.ndarray]) -> dict[str, float]:
     """Mean of two or more `differences`, its 95% t interval, p of all sign flips, two-sided, and the 95% interval when
-    pairs and drawings are drawn anew together."""
+    pairs and drawings are drawn anew together, which is too narrow for few pairs."""
     points, values = np.array(pairs), np.array([pair.mean() for pair in pairs])  # [num_pairs, num_drawings]
     low, high = stats.ttest_1samp(values, 0).confidence_interval()
     flips = stats.permutation_test((values,), np.mean, permutation_type="samples", n_resamples=2**17)  # all of them
@@ -86,16 +83,16 @@ def judge(found: Mapping[str, float], planned: int) -> str:
     return "equivalent within 2 points" if max(-found["low"], found["high"]) <= 2 else "undecided"
 
 
-def report(records: Sequence[Record]) -> str:
-    """What the pairs show that there are."""
+def report(records: Sequence[Record], at_end: bool = False) -> str:
+    """What the pairs show that there are; OpenMoji at the end alone."""
     rows = {arm: compare(values) for arm in ARMS if arm != PLAIN and len(values := differences(records, arm)) > 1}
     if NORM not in rows:
         return "There are no two pairs yet."
     raised, others = 0.0, sorted((row["p"], arm) for arm, row in rows.items() if arm != NORM)
     for number, (p, arm) in enumerate(others):
         rows[arm]["Holm's p"] = raised = min(1, max(raised, p * (2 - number)))
-    runs = pd.DataFrame([row for row in records if "names" in row]).drop(columns=["OpenMoji", "seed", "rate"])
-    means = runs.groupby("arm", sort=False).mean(numeric_only=True)
+    runs = pd.DataFrame([row for row in records if "names" in row]).drop(columns=["seed", "rate"])
+    means = runs.drop(columns=[] if at_end else "OpenMoji").groupby("arm", sort=False).mean(numeric_only=True)
     verdict = judge(rows[NORM], num_pairs(differences(records, NORM)))
     runs, less = (table.T.to_string(float_format="%.3f") for table in (means, pd.DataFrame(rows)))
     return f"{runs}\n\nLess no norm:\n{less}\n\n{NORM}: {verdict}"
@@ -135,20 +132,20 @@ def evaluate(trained: Path, search: bool) -> Record:
         return -distributions(model, prompt, [name])[0][range(len(name)), name].mean().item()
 
     if search:
-        return {"searched": 100 * fmean(right(searched))}
+        return {"searched": 100 * np.mean(right(searched))}
     hits, asked, images = right(tested), tested[:ASKED], [open_picture(row) for row in tested[:ASKED]]
-    figures: Record = {"names": 100 * fmean(hits), "hits": "".join("01"[hit] for hit in hits)}
+    figures: Record = {"names": 100 * np.mean(hits), "hits": "".join("01"[hit] for hit in hits)}
     blank = Image.new("RGB", images[0].size, "white")
     for field, question in (("name", NAME), ("group", GROUP)):
         said = answer(model, processor, [ask(question, image) for image in images], question)
-        figures[f"{field}, free"] = 100 * fmean(text == row[field] for text, row in zip(said, asked, strict=True))
-    figures["loss"] = fmean(loss(image, row) for image, row in zip(images, asked, strict=True))
-    figures["loss, blank"] = fmean(loss(blank, row) for row in asked)
+        figures[f"{field}, free"] = 100 * np.mean([text == row[field] for text, row in zip(said, asked, strict=True)])
+    figures["loss"] = np.mean([loss(image, row) for image, row in zip(images, asked, strict=True)])
+    figures["loss, blank"] = np.mean([loss(blank, row) for row in asked])
     is_visual = encode(processor, [ask(NAME, blank)])["input_ids"] == model.config.image_token_id
     for scale in SCALES:
         with scaled(model, is_visual, scale):
-            figures[f"names, x {scale}"] = 100 * fmean(right(asked[:DOSED]))
-    figures |= {"OpenMoji": 100 * fmean(right(last[:ASKED])), "perplexity": perplexity(model, processor.tokenizer)}
+            figures[f"names, x {scale}"] = 100 * np.mean(right(asked[:DOSED]))
+    figures |= {"OpenMoji": 100 * np.mean(right(last[:ASKED])), "perplexity": perplexity(model, processor.tokenizer)}
     return figures
 
 
@@ -170,8 +167,9 @@ def run(cell: tuple[str, int, float]) -> Record:
     sft += [*rates, "--max_steps=146", "--bf16=false"]
     subprocess.run([sys.executable, *sft], cwd=ROOT, check=True)
     steps = pd.read_json(trained / "metrics.jsonl", lines=True).dropna(subset="loss")
-    record = {"arm": arm, "seed": seed, "rate": rate, "commit": Run.read(trained).environment.commit}
-    record |= {"processor": f"{Run.read(trained).environment.device} {torch.backends.cpu.get_cpu_capability()}"}
+    done = Run.read(trained)
+    record = {"arm": arm, "seed": seed, "rate": rate, "commit": done.environment.commit, "data": done.data}
+    record |= {"processor": f"{done.environment.device} {torch.backends.cpu.get_cpu_capability()}"}
     record |= {"length": steps["norm/ratio"].iloc[-1], "losses": [*steps["loss"]]} | evaluate(trained, seed == 0)
     for folder in [trained, aligned] if seed else [trained]:
         shutil.rmtree(folder)
@@ -184,11 +182,13 @@ def main(max_runs: int = 1000) -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     RECORDS.touch()
     for number in range(max_runs + 1):
-        records = [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
+        lines = RECORDS.read_text(encoding="utf-8").splitlines()
+        records = [row for row in map(json.loads, lines) if row["arm"] in ARMS]  # the others are earlier runs
         done = {(row["arm"], row["seed"], row["rate"]) for row in records}
         left = [cell for cell in plan(records) if cell not in done]
-        logger.info("%s\n\n%d runs are done, %d are left: %s", report(records), len(done), len(left), left[:1])
-        if rows := [row for row in records if "names" in row and row["arm"] in ARMS]:
+        told = report(records, at_end=not left)
+        logger.info("%s\n\n%d runs are done, %d are left: %s", told, len(done), len(left), left[:1])
+        if rows := [row for row in records if "names" in row]:
             draw_lengths(pd.DataFrame(rows), SCALES, RECORDS.with_suffix(".png"))
         if not left or number == max_runs:
             break

@@ -26,7 +26,7 @@ def rehearse(composed: Callable[..., Path], picture: Image.Image, tmp_path: Path
     def run_part(name: str) -> dict[str, Any]:
         options = {"model": composed(), "data": tmp_path, "steps": 3, "batch_size": 2, "results": tmp_path / "results"}
         gpu.main(["--cpu", "--parts", name, *(f"--{option}={value}" for option, value in options.items())])
-        return json.loads((tmp_path / "results" / f"{name}.json").read_text())
+        return json.loads((tmp_path / "results" / f"{name}-{composed().parent.name}.json").read_text())
 
     return run_part
 
@@ -42,7 +42,9 @@ def test_every_part_runs(rehearse: Callable[..., dict[str, Any]]) -> None:
     assert all(map(math.isfinite, losses))
 
 
-def test_a_part_that_has_figures_is_not_run_again(rehearse: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_a_part_that_has_figures_is_not_run_again(
+    rehearse: Callable[..., dict[str, Any]], composed: Callable[..., Path], tmp_path: Path
+) -> None:
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "qlora.json").write_text('{"kept": 1}')
+    (tmp_path / "results" / f"qlora-{composed().parent.name}.json").write_text('{"kept": 1}')
     assert rehearse("qlora") == {"kept": 1}

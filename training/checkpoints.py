@@ -97,8 +97,7 @@ def find(output_dir: Path, named: str | bool | None) -> Path | None:
     if named is True:
         checkpoint = next(filter(is_complete, found), None)
         if checkpoint is None and holds_something and not steps_done(output_dir):
-            whole = "no complete checkpoint to resume from (save_only_model leaves none)"
-            raise ValueError(f"{output_dir} holds {whole}: choose another folder.")
+            raise ValueError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
         return checkpoint
     checkpoint = None if named is None else Path(str(named))
     if checkpoint is not None and not is_complete(checkpoint):

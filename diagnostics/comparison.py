@@ -232,7 +232,7 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
         lengths.append(update_norms(states, plain[-1].input_ids == image_token_id(model)))
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
-    doses = [*dict.fromkeys([*DOSES, text / visual])]
+    doses = [*DOSES, text / visual]
     passes = len(doses) * (3 + len(CONTROLS)) + 4
     minutes = 1.5 * passes * (time.perf_counter() - started) / 60  # with the passes over answers
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, len(questions), minutes)

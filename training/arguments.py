@@ -193,7 +193,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     no_stream = run_args.dataset_streaming and (run_args.datasets or packed or args.max_steps <= 0)
     samples, passes = run_args.global_batch_size, args.gradient_accumulation_steps
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if not args.bf16 and not args.fp16 else "no"
-    other_fsdp = os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_STATE_DICT_TYPE", "")[:4] == "FULL"
+    other = os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
     unused = run_args.eval_dataset_name and args.eval_strategy == "no" and not args.eval_on_start
     compiles = args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     refusals = (
@@ -208,7 +208,7 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         (compiles, "Compiled code would pass over the hooks that the loss needs: no torch_compile or dynamo_backend."),
         (args.deepspeed_plugin, "DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml."),
         (args.fsdp, "Take fsdp out of the recipe: launch with --config_file training/accelerate/fsdp2.yaml."),
-        (other_fsdp, "Set fsdp_version: 2 and SHARDED_STATE_DICT, as training/accelerate/fsdp2.yaml does."),
+        (other, "Set fsdp_version: 2 and SHARDED_STATE_DICT, as training/accelerate/fsdp2.yaml does."),
         (unused, "eval_dataset_name needs an eval_strategy, or eval_on_start."),
         (args.optim.startswith("schedule_free"), "A schedule_free optimizer trains other weights than it saves."),
     )

@@ -102,7 +102,7 @@ class ConsoleTable(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Start the clock at this start, which may be a resume, and print the header."""
+        """Start the clock, also where a run is resumed, and print the header."""
         self._started = time.monotonic()
         self._steps_before, self._tokens_before = state.global_step, state.num_input_tokens_seen
         self._print(state, "", *self.COLUMNS)

@@ -4,7 +4,7 @@
 
 A step runs as in training, on tensors with shapes and no data (torch's `MemTracker` under `FakeTensorMode`), from the
 model's config alone. With several devices weights, gradients and optimizer states are divided by their number, as
-FSDP2 shards them, and no casts of weights are kept. Not counted: masks, what FSDP2 gathers, CUDA's context, fragments.
+FSDP2 shards them, and casts aren't kept. Not counted: masks, what FSDP2 gathers, CUDA's context, fragmentation.
 """
 
 import argparse

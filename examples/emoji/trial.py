@@ -1,6 +1,6 @@
 """The study of docs/trial.md: does aligning norms help a pretrained decoder to see?
 
-python -m examples.emoji.trial   # after the first two steps of `examples.emoji.run`; goes on where it was stopped
+Run `python -m examples.emoji.trial` after the first two steps of `examples.emoji.run`. It goes on where it stopped.
 """
 
 import json

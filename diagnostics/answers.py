@@ -87,8 +87,6 @@ class ReadPrompt(NamedTuple):
 def read(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
     """Read a prompt of one row, as [`encode`] returns it."""
     cache = DynamicCache(config=model.config.get_text_config())
-    if hasattr(model.base_model, "rope_deltas"):
-        model.base_model.rope_deltas = None  # of the last picture, kept for a prompt that has none
     logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
     return ReadPrompt(cache, logits[0, -1].float().log_softmax(dim=-1))
 

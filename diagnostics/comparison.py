@@ -128,7 +128,8 @@ def compare(
         questions, origin = load_questions(data, num_samples, question), Path(data).name
     else:
         questions, origin = ask_about(data, question, num_samples), "pictures in memory"
-    return measure_models(loaded, questions, origin, layers, sweep=sweep)
+    *_, measured = measure_models(loaded, questions, origin, layers, sweep=sweep)
+    return measured
 
 
 def measure_models(
@@ -138,11 +139,9 @@ def measure_models(
     layers: Sequence[int] | None = None,
     command: str = "diagnostics.compare",
     sweep: bool = False,
-) -> Comparison:
+) -> Iterator[Comparison]:
     """Measure models, given as name, model and processor, one after the other, so that only one has to be in memory.
-
-    `data` and `command` are shown in the report.
-    """
+    After each comes the comparison so far, for its caller to keep. `data` and `command` are shown in the report."""
     reports: list[ModelReport] = []
     of_models: list[pd.DataFrame] = []
     swept = [pd.DataFrame()]
@@ -157,16 +156,16 @@ def measure_models(
         del model, processor  # before the next one is loaded
         reports.append(report)
         of_models.append(rows.assign(model=name))
-    table = pd.concat(of_models, ignore_index=True)
-    whole = Report(
-        command=command,
-        versions={"torch": torch.__version__, "transformers": transformers.__version__},
-        data=data,
-        passed_over=questions.passed_over,
-        unreadable=questions.unreadable,
-        models=reports,
-    )
-    return Comparison(whole, table[["model", *table.columns.drop("model")]], pd.concat(swept))
+        table = pd.concat(of_models, ignore_index=True)
+        whole = Report(
+            command=command,
+            versions={"torch": torch.__version__, "transformers": transformers.__version__},
+            data=data,
+            passed_over=questions.passed_over,
+            unreadable=questions.unreadable,
+            models=[*reports],
+        )
+        yield Comparison(whole, table[["model", *table.columns.drop("model")]], pd.concat(swept))
 
 
 def measure_model(
@@ -229,13 +228,15 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
         states: dict[str, torch.Tensor] = {}
         with InterfaceHooks(model, states.__setitem__):
             plain += record_questions(model, processor, [question], layers, "")
-        lengths.append(update_norms(states, plain[-1].input_ids == image_token_id(model)))
+        lengths.append(update_norms(states, plain[-1].tokens.visual))
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
     doses = [*DOSES, text / visual]
     passes = len(doses) * (3 + len(CONTROLS)) + 4
     minutes = 1.5 * passes * (time.perf_counter() - started) / 60  # with the passes over answers
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, len(questions), minutes)
+    for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
+        found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, doses)]
     for dose in doses:  # one after the other, since records are large
         records: list[Record] = []
         for number, question in enumerate(tqdm(questions, desc=f"{name}: x {dose:.2g}", unit="picture")):
@@ -248,8 +249,6 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
         turned = measure_layers(records)
         first = turned.query("measure == 'turning' and layer == 0").assign(measure="turning, layer 1", layer=pd.NA)
         rows.append(pd.concat([turned, first, measure_attention(records)]).assign(dose=dose, control=SCALED))
-    for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
-        found += [(number, *of) for of in ask_at_doses(model, processor, questions, number, doses)]
     answers = pd.DataFrame(found, columns=["picture", "measure", "value", "dose", "control"])
     if "before_mlp" not in states:
         answers = answers[answers["control"] != TURNED]  # there was no place to turn anything
@@ -264,14 +263,14 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
 def ask_at_doses(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], number: int, doses: Sequence[float]
 ) -> Iterator[tuple[str, float, float, str]]:
-    """Measure, value, dose and control of answers to one question, also about a blank, another's picture and none; the
-    right answer competes with those to the same question. A `_change` is from the first dose and the own picture."""
+    """Measure, value, dose and control of answers to one question, also about a blank and another's picture; the right
+    answer competes with those to the same question. A `_change` is from the first dose and the own picture."""
     question = questions[number]
     answers = sorted({of.answer for of in questions if of.about(None) == question.about(None)} - {""})
     tokens = [answer_ids(processor, question.prompt, answer) for answer in answers]
     right = tokens[answers.index(question.answer)] if question.answer else []
     own, other = question.image, questions[number - 1].image
-    others = {"blank": Image.new("RGB", own.size, "white"), "another's": other, "none": None} if right else {}
+    others = {"blank": Image.new("RGB", own.size, "white"), "another's": other} if right else {}
     plain: dict[str, float] = {}
     for control, image in {**dict.fromkeys(CONTROLS, own), **others}.items():
         inputs = prepare(model, processor, question.prompt if image is own else question.about(image))
@@ -280,7 +279,7 @@ def ask_at_doses(
             generated = model.generate(**inputs, **GREEDY, max_new_tokens=8)
             greedy = generated[0, len(is_visual) :].tolist()
             (expected,) = distributions(model, read(model, inputs), [greedy])
-        for dose in doses if image else doses[:1]:
+        for dose in doses:
             numbers = {}
             with scaled(model, is_visual, dose, control):
                 prompt = read(model, inputs)
@@ -342,6 +341,7 @@ def prepare(model: PreTrainedModel, processor: Any, messages: list[Message]) -> 
             text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
             images = [part["image"] for part in parts if part["type"] == "image"]
             prepared = processor(images=images or None, text=text, return_tensors="pt")
-        return dict(BatchFeature(dict(prepared)).to(model.device, dtype=model.dtype))
+        inputs = {name: of for name, of in prepared.items() if name != "labels"}  # PaliGemma's are of one length
+        return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))
     except (TemplateError, ValueError) as error:  # roles that a template does not know, a picture that is too small
         raise DiagnosticsError(f"The processor can't prepare it: {error}") from error

@@ -35,7 +35,7 @@ def command() -> Iterator[None]:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
         is_ours = raised_in.is_relative_to(ROOT) and "site-packages" not in raised_in.relative_to(ROOT).parts
         # transformers' auto classes find no class for a folder, and go on to list all that they have.
-        if not is_ours and not isinstance(error, OSError) and "auto" not in raised_in.parts:
+        if not is_ours and not isinstance(error, ImportError | OSError) and "auto" not in raised_in.parts:
             raise
         sys.exit(f"error: {error if is_ours else str(error).strip().splitlines()[0]}")
     except KeyboardInterrupt:

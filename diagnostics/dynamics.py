@@ -2,7 +2,7 @@
 
     python -m diagnostics.dynamics --run runs/digits/stage1 --data questions.json
 
-`dynamics.csv` in the run's folder gets the rows of each checkpoint with a column `step`. A step in it is skipped.
+`dynamics.csv` in the run's folder gets the rows of each checkpoint with a column `step`. What is in it is skipped.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from diagnostics.console import command, parse
 
-from conversations.files import write_whole
+from conversations.files import weights_fingerprint, write_whole
 from diagnostics.comparison import record_questions
 from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
 from diagnostics.measures import measure_all
@@ -44,20 +44,22 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     asked = [(of.picture, [part.get("text") for turn in of.prompt for part in turn["content"]]) for of in questions]
     measured_as = hashlib.sha256(repr((asked, options.get("dtype"))).encode()).hexdigest()[:16]
     path = run / FILE
-    table = pd.DataFrame({"step": [], "measured_as": []})
+    table = pd.DataFrame({"step": [], "weights": [], "measured_as": []})
     if path.exists():
-        kinds = {"layer": "Int64", "picture": "Int64", "measured_as": str}
+        kinds = {"layer": "Int64", "picture": "Int64", "weights": str, "measured_as": str}
         table = pd.read_csv(path, dtype=kinds).fillna({"modality": ""})
     if set(table["measured_as"]) - {measured_as}:
         raise ValueError(f"{path} holds rows of other questions or another dtype: give the same, or move it away.")
     for step, name in sorted(steps.items()):
-        if step in set(table["step"]):
-            logger.info("step %d is in %s already; %s is not measured", step, path, name)
+        weights = weights_fingerprint(Path(name)) or name
+        if ((table["step"] == step) & (table["weights"] == weights)).any():
+            logger.info("step %d is in %s already", step, path)
             continue
-        rows = _measure_checkpoint(name, questions, **options).assign(step=step, measured_as=measured_as)
+        rows = _measure_checkpoint(name, questions, **options).assign(step=step, weights=weights)
+        table, rows = table[table["step"] != step], rows.assign(measured_as=measured_as)
         table = pd.concat([table, rows] if len(table) else [rows]).sort_values("step", kind="stable")
         write_whole(path, table.to_csv(index=False))
-    return table
+    return table.drop(columns=["weights", "measured_as"])
 
 
 def _measure_checkpoint(name: str, questions: Sequence[Question], **options: Any) -> pd.DataFrame:
@@ -76,7 +78,7 @@ def main() -> None:
     add_arguments(parser, num_samples=16)
     args = parse(parser)
     table = measure_run(args.run, read_questions(args).questions, args.start, **model_options(args))
-    points = {step: Summary.of(rows.drop(columns=["step", "measured_as"])) for step, rows in table.groupby("step")}
+    points = {step: Summary.of(rows.drop(columns="step")) for step, rows in table.groupby("step")}
     save(draw_dynamics(points), args.run / "dynamics.png")
     logger.info("%d steps in %s, drawn in %s", len(points), args.run / FILE, args.run / "dynamics.png")
 

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
     add("--question", help=f"question for the pictures of a folder (default: {QUESTION})")
     add("--num_samples", type=int, default=num_samples, help=f"pictures to measure (default: {num_samples})")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"], help="dtype of the weights")
-    add("--device_map", default="auto" if torch.cuda.is_available() else None, help="as in from_pretrained")
+    add("--device_map", default="auto" if torch.cuda.is_available() else None, help="of from_pretrained; auto on GPUs")
     add("--trust_remote_code", action="store_true", help="run the code in the repository; not needed for NormLlava")
 
 
@@ -127,10 +127,11 @@ def load_questions(
 ) -> Questions:
     """What [`take_questions`] takes of rows as training reads them, or of a folder of pictures, all asked `question`.
 
-    Pictures in subfolders count too, hidden files don't.
+    Pictures in subfolders count too, hidden files don't. Data on the Hub is read as far as needed.
     """
     if not _is_of_pictures(Path(data)):
-        return take_questions(load_rows(str(data), image_folder, split=split), num_samples, str(data))
+        of_data = load_rows(str(data), image_folder, split=split, streaming=not Path(data).exists())
+        return take_questions(of_data, num_samples, str(data))
     visible = (Path(data, name) for name in iglob("**", root_dir=data, recursive=True))
     paths = sorted(path for path in visible if path.suffix.lower() in PICTURE_SUFFIXES)
     turns = [{"from": "human", "value": f"<image>\n{question}"}]

@@ -25,8 +25,6 @@ COMMANDS = (
     ("compose", "python training/compose.py", "training.compose"),
     ("sft", "accelerate launch -q training/sft.py --config recipe.yaml", "training.sft"),
     ("diagnostics", "python -m diagnostics", "diagnostics.__main__"),
-    ("evaluation", "python -m evaluation", "evaluation.__main__"),
-    ("hub_cards", "python -m hub_cards", "hub_cards.__main__"),
 )
 
 

@@ -180,7 +180,7 @@ def read_diagnostics(path: Path, of_weights: str) -> dict[str, str] | None:
         return None
     again = "Run python -m diagnostics on this model alone, not quantized."
     try:
-        (model,) = read_json(path)["models"]
+        model, *others = read_json(path)["models"]
         summary = Summary(model["summary"]["rows"])
         values: dict[str, Any] = {
             "norm of visual over text tokens at the decoder": summary.look("ratio"),
@@ -190,7 +190,7 @@ def read_diagnostics(path: Path, of_weights: str) -> dict[str, str] | None:
         label = "{} of the layers; of cosines, visual minus text"
         values |= {label.format(of): summary.look(of) for of in summary.frame["measure"] if of.startswith("gap, ")}
         shown = {name: with_interval(estimate) for name, estimate in values.items()}
-        if model.get("weights") != of_weights or model["dtype"].endswith("quantized"):
+        if others or model.get("weights") != of_weights or model["dtype"].endswith("quantized"):
             raise ValueError(f"{path} is of other weights. {again}")
     except (OSError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} can't be read ({error!r}). {again}") from error

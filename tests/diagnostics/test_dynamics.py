@@ -50,10 +50,14 @@ def test_the_command_measures_each_checkpoint_once_and_draws_the_run(
         assert of_step["measure"].tolist() == expected["measure"].tolist()
         assert of_step["value"].tolist() == pytest.approx(expected["value"].tolist())
 
-    shutil.copytree(run / "checkpoint-10", run / "checkpoint-15")
+    for step in (5, 15):  # the first as a resumed run replaces it
+        shutil.copytree(run / "checkpoint-10", run / f"checkpoint-{step}", dirs_exist_ok=True)
     again = command()
-    assert len(loaded) == 4
-    pd.testing.assert_frame_equal(again[again["step"] < 15], table)
+    assert [Path(name).name for name in loaded[3:]] == ["checkpoint-5", "checkpoint-15"]
+    steps = {step: of.reset_index(drop=True) for step, of in again.groupby("step")}
+    for step, before in ((0, 0), (10, 10), (5, 10), (15, 10)):
+        expected = table[table["step"] == before].reset_index(drop=True)
+        pd.testing.assert_frame_equal(steps[step].drop(columns="step"), expected.drop(columns="step"))
     for option in (("--num_samples", "3"), ("--dtype", "bfloat16")):
         with pytest.raises(SystemExit, match="holds rows of other questions or another dtype"):
             command(*option)

@@ -1,6 +1,5 @@
 """A sweep of visual norms, beside multiplying the decoder's input by hand and beside plain passes."""
 
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -100,14 +99,13 @@ def test_bfloat16_turns_as_little() -> None:
 def test_answers_are_scored_as_in_one_pass(name: str) -> None:
     model, sample = families.build(name), families.inputs(name)
     model.lm_head.weight *= 20  # so that positions tell
-    of_text = {"input_ids": sample["input_ids"][sample["input_ids"] != families.IMAGE][None]}
-    for prompt, answer in itertools.product((sample, of_text), ([5, 6, 7], [8, 9])):
-        (_, scores) = distributions(model, read(model, prompt), [[8, 9, 8, 9], answer])
-        longer = {key: of for key, of in prompt.items() if of.shape != prompt["input_ids"].shape}
-        longer["input_ids"] = torch.cat([prompt["input_ids"], torch.tensor([answer])], dim=1)
-        for key in prompt.keys() - longer.keys():  # masks and token types, as those of text
-            longer[key] = torch.nn.functional.pad(prompt[key], (0, len(answer)), value=int(key == "attention_mask"))
-        expected = model(**longer).logits[0, prompt["input_ids"].shape[1] - 1 : -1].log_softmax(dim=-1)
+    for answer in ([5, 6, 7], [8, 9]):
+        (_, scores) = distributions(model, read(model, sample), [[8, 9, 8, 9], answer])
+        longer = {key: of for key, of in sample.items() if of.shape != sample["input_ids"].shape}
+        longer["input_ids"] = torch.cat([sample["input_ids"], torch.tensor([answer])], dim=1)
+        for key in sample.keys() - longer.keys():  # masks and token types, as those of text
+            longer[key] = torch.nn.functional.pad(sample[key], (0, len(answer)), value=int(key == "attention_mask"))
+        expected = model(**longer).logits[0, sample["input_ids"].shape[1] - 1 : -1].log_softmax(dim=-1)
         assert torch.allclose(scores, expected, atol=1e-4)
 
 
@@ -203,12 +201,15 @@ def test_the_command(
 ) -> None:
     out, source = tmp_path / "report", data if with_answers else tmp_path
     options = ["--model", composed(), "--data", source, "--output_dir", out, "--sweep", "--num_samples", 3]
+    monkeypatch.setattr("diagnostics.tokens.SINK_FACTOR", 1.01)  # some visual tokens are sinks
     monkeypatch.setattr(sys, "argv", ["diagnostics", *map(str, options)])
     if not with_answers:  # as if no norm stood before the MLP
         monkeypatch.setattr(hooks, "MLP_NORMS", ())
     main()
     page, rows = (out / "report.html").read_text(), pd.read_csv(out / "sweep.csv")
     assert (out / "figures/sweep.png").exists()
+    norms = rows.query("measure == 'norm' and layer == 0 and dose == 1").groupby("modality")["value"].mean()
+    assert rows.query("measure == 'length'")["value"].mean() == pytest.approx(norms["visual"] / norms["text"])
     assert ("named" in set(rows["measure"])) == with_answers
     assert (scaling.TURNED in set(rows["control"])) == with_answers
     assert ("Rows without answers tell only what changes" in page) != with_answers

@@ -110,8 +110,8 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
     if family == "clip":
         processor = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
         return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
-    if family == "dinov2":  # without a crop, its processor keeps a `crop_size` of 224
-        processor = BitImageProcessorPil(size={"height": size, "width": size}, do_center_crop=False)
+    if family == "dinov2":  # the Hub's processor crops to less than it was trained at
+        processor = BitImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 14, "width": 14})
         return Dinov2Model(Dinov2Config(**VISION_SIZES)), processor
     processor = SiglipImageProcessor(size={"height": size, "width": size})
     if family == "siglip":
@@ -145,6 +145,8 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
                 model, processor = text_model(family), byte_tokenizer(family)
             model.save_pretrained(path)
             processor.save_pretrained(path)
+            if family == "vicuna":  # its own, which transformers reads and doesn't write
+                (path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
         return path
 
     return folder

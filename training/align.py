@@ -3,9 +3,7 @@
 The projector learns that a picture's tokens point at the mean embedding of its own caption, and not at the other
 captions of the batch (InfoNCE on cosines). Only directions count: tokens are compared at the text's norm, the norm
 stays as it is, and without one the projector is scaled back. The language model does not run, so this takes minutes.
-
-The paper (arXiv 2512.08374) has no such step. SEA (arXiv 2408.11813) and patch-aligned training (arXiv 2505.17316)
-also supervise visual tokens by text embeddings, patch by patch with labels from CLIP or masks.
+The paper (arXiv 2512.08374) has no such step; docs/compose.md names what is near to it.
 """
 
 import math
@@ -37,8 +35,8 @@ def encode_pictures(
 ) -> torch.Tensor:
     """What the projector gets for each row's picture: `(num_rows, num_patches, vision_hidden_size)`, float16. Raises
     `BadRowError` for a row without one readable picture and a caption."""
-    features: dict[str, list[torch.Tensor]] = {}
-    with InterfaceHooks(model, lambda place, states: features.setdefault(place, []).append(states.to("cpu").half())):
+    found: list[torch.Tensor] = []
+    with InterfaceHooks(model, lambda at, of: found.append(of.cpu().half()) if at == "projector_input" else None):
         for start in tqdm(range(0, len(rows), ENCODER_BATCH), desc="Encoding pictures"):
             pictures = []
             for row in rows.select(range(start, min(start + ENCODER_BATCH, len(rows)))):
@@ -49,7 +47,7 @@ def encode_pictures(
                 pictures += of_row
             inputs = processor.image_processor(pictures, return_tensors="pt").to(model.device, model.dtype)
             model.model.get_image_features(inputs["pixel_values"])
-    return torch.cat(features["projector_input"])
+    return torch.cat(found)
 
 
 @torch.no_grad()

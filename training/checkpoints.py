@@ -83,21 +83,16 @@ def _sync(folder: Path) -> None:
 
 
 def find(output_dir: Path, named: str | bool | None) -> Path | None:
-    """Where a run resumes.
-
-    Args:
-        output_dir: The run's folder.
-        named: A checkpoint's path, or `True` for the newest complete one, if there is one; `None` to start anew.
-
-    Raises:
-        ValueError: if the checkpoint is not complete, or the folder holds a model or a run that would be overwritten.
-    """
+    """Where a run resumes: `named` is a checkpoint's path, `True` for the newest complete one, if any, or `None` to
+    start anew. Raises `ValueError` if it is not complete, or the folder holds a model or a run to overwrite."""
     found = checkpoints(output_dir)
     holds_something = bool(found) or any(output_dir.glob("*config.json"))
     if named is True:
         checkpoint = next(filter(is_complete, found), None)
         if checkpoint is None and holds_something and not steps_done(output_dir):
             raise ValueError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
+        if not holds_something:
+            logger.warning("%s holds no checkpoint: the run starts from the beginning.", output_dir)
         return checkpoint
     checkpoint = None if named is None else Path(str(named))
     if checkpoint is not None and not is_complete(checkpoint):

@@ -67,6 +67,9 @@ def compose(
     text_model = load_text_model(plain_name(text_model_path))
     vision_model = load_vision_model(plain_name(vision_model_path), text_model.dtype)
     image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
+    size = vision_model.config.image_size
+    if getattr(image_processor, "do_center_crop", False) and image_processor.crop_size["height"] != size:  # DINOv2's
+        image_processor.size, image_processor.crop_size = {"shortest_edge": size}, {"height": size, "width": size}
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     depth = vision_model.config.num_hidden_layers
     if not -depth - 1 <= vision_feature_layer <= depth:
@@ -169,6 +172,8 @@ def complete(
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     generation.eos_token_id = list(dict.fromkeys([end_of_turn, *ends]))
     generation.pad_token_id = tokenizer.pad_token_id
+    if not generation.do_sample:  # Vicuna's sets these all the same, and transformers refuses to save that
+        generation.temperature = generation.top_p = None
     # If the image token were generated, the next pass would look for a picture's features.
     generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), config.image_token_id})
     if not (getattr(image_processor, "crop_size", None) and image_processor.do_center_crop):

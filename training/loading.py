@@ -43,12 +43,12 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
         quantization = quantization_config(compute_dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
         options |= {"dtype": args.frozen_dtype, "quantization_config": quantization, "device_map": {"": args.device}}
     model = model_class.from_pretrained(name, revision=revision, **options)
+    model.get_input_embeddings().padding_idx = None  # it may also end turns, and torch leaves its row untrained
     for module in model.modules():
         # On a CPU bitsandbytes would rewrite 4-bit weights, and round their scales, when they run in eval mode.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    # FSDP2 shards these one by one. A vision encoder lists its whole family's, and accelerate refuses names of modules
-    # that the model doesn't have.
+    # FSDP2 shards these one by one. Vision encoders list their family's, and accelerate refuses what isn't there.
     present = {type(module).__name__ for module in model.modules()}
     model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
     return model

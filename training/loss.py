@@ -63,13 +63,10 @@ class SupervisedTrainer(SFTTrainer):
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
         """The loss of a batch: TRL's, on the supervised tokens only, and in training the losses on keys.
 
-        Who computes what: Trainer counts the supervised tokens of all passes of a step on all processes and calls
-        this. We cut the hidden states down to those that predict one of these tokens. TRL's `compute_loss` calls the
-        model, whose `forward` it has replaced: the base model runs, the head is applied in tiles without ever holding
-        all logits, and the sum of the tokens' losses is divided by the step's number of tokens. TRL multiplies by the
-        number of processes, since DDP and FSDP2 average gradients over them. They do so for parameters that they
-        gather themselves: TRL gathers a sharded head on its own, past FSDP2, and each process would keep its own
-        gradient of it. So FSDP2 is told to gather it first.
+        We cut the hidden states down to those that predict a supervised token. TRL's `compute_loss` calls the model,
+        whose `forward` it has replaced: the head is applied in tiles without ever holding all logits, the sum of the
+        tokens' losses is divided by the step's number of tokens, and multiplied by that of processes, which DDP and
+        FSDP2 average over. TRL would gather a sharded head past FSDP2, so that each process keeps its own gradient.
         """
         base = self._unwrapped()
         head = base.get_output_embeddings()
@@ -88,9 +85,8 @@ class SupervisedTrainer(SFTTrainer):
     @override
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Log the mean loss of the held-out rows' supervised tokens, each with the same weight (transformers averages
-        the means of batches, whatever their size), as `eval_loss`, and with a blank picture in place of every one as
-        `eval_loss_blank`. The random state, from which a data loader takes a number for its workers, is restored."""
+        """Log the mean loss of the held-out rows' supervised tokens (not of batches' means) as `eval_loss`, and with a
+        blank picture in place of every one as `eval_loss_blank`. The random state is restored."""
         device, count = self.args.device, self.accelerator.num_processes
         blank, sums = self.data_collator.pixels([]).to(device), torch.zeros(3, dtype=torch.float64)
         self.model.eval()

@@ -18,11 +18,7 @@ def largest_batch(sampler: BatchRebalanceSampler, sizes: np.ndarray, padded: boo
 def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
     """A block for a forward and backward pass, in which the optimizer's states are allocated. It leaves no trace:
     states and gradients are dropped and the random state is restored, and the step that allocates has a rate of 0 and
-    gradients of 0, which change no weight.
-
-    Raises:
-        MemoryError: if the device has too little memory.
-    """
+    gradients of 0, which change no weight. Raises `MemoryError` if the device has too little memory."""
     rates = [group["lr"] for group in optimizer.param_groups]
     # A resumed run has its states; what other optimizers do in such a step is not known, and pages are never freed.
     is_known = type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))

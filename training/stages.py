@@ -139,10 +139,10 @@ def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
 
 
 def describe_stage(stage: Stage, groups: Iterable[ModuleGroup]) -> str:
-    """The table that training prints: module, parameters, dtype, learning rate."""
+    """The table that training prints: module, parameters (of 4-bit weights two a byte), dtype, learning rate."""
     lines = [f"stage: {stage.value}", f"{'module':30}{'parameters':>15}  {'dtype':16}{'learning rate':>14}"]
     for group in groups:
-        size = sum(parameter.numel() for parameter in group.parameters.values())
+        size = sum(of.numel() * (1 if of.is_floating_point() else 2) for of in group.parameters.values())
         dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in group.parameters.values()})
         rate = "frozen" if group.learning_rate is None else f"{group.learning_rate:g}"
         lines.append(f"{group.name:30}{size:15,}  {', '.join(dtypes):16}{rate:>14}")

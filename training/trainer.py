@@ -1,5 +1,6 @@
 """Trains a NormLlava: its learning rates and clipping by module, measures, checkpoints that are whole."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,9 @@ class NormLlavaTrainer(SupervisedTrainer):
     @override
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
         """As Trainer does it; then rehearse, with the weights and states of a resumed run in their places."""
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if plugin is not None and plugin.mixed_precision_policy is not None:  # it rounds losses to bfloat16
+            plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
         model, dataloader = super()._prepare_for_training(*args, **kwargs)
         if self._sampler is not None:
             self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
@@ -203,6 +207,11 @@ class NormLlavaTrainer(SupervisedTrainer):
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         if self._stream is not None:
             self.state.epoch = self.state.global_step / self.state.max_steps
+        for name in (
+            "total_flos",
+            "train_samples_per_second",
+        ):  # count padding, and packed rows as samples
+            logs.pop(name, None)
         # A step that float16's scaler skipped has no gradient norm, and JSON no infinity.
         known = {name: value for name, value in logs.items() if "grad_norm" not in name or math.isfinite(value)}
         super().log(known, start_time)

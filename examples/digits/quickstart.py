@@ -8,9 +8,9 @@ and reports. Every step writes a folder below `runs/digits` and is skipped where
 
 import argparse
 import logging
-import os
 from pathlib import Path
 
+import torch
 import yaml
 from diagnostics.console import command
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 RUN = Path("runs/digits")  # relative to ROOT, as in the recipes
 # Processes gain more than threads on models this small.
-PROCESSES = min(2, os.cpu_count() or 1)
+PROCESSES = min(2, torch.get_num_threads())
 
 
 def train(stage: str) -> list[str]:
@@ -29,7 +29,7 @@ def train(stage: str) -> list[str]:
     recipe = f"training/recipes/digits/{stage}.yaml"
     global_batch_size = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))["global_batch_size"]
     rows = ("--per_device_train_batch_size", str(global_batch_size // PROCESSES))
-    threads = str((os.cpu_count() or 1) // PROCESSES)
+    threads = str(torch.get_num_threads() // PROCESSES)
     launch = ["-m", "accelerate.commands.launch", "--config_file", "training/accelerate/cpu_ddp.yaml"]
     launch += ["--num_processes", str(PROCESSES), "--num_cpu_threads_per_process", threads]
     return [*launch, "training/sft.py", "--config", recipe, *rows]

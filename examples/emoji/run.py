@@ -9,7 +9,6 @@ training that was stopped goes on from its last checkpoint.
 
 import argparse
 import logging
-import os
 
 import torch
 from diagnostics.console import command
@@ -32,7 +31,7 @@ STEPS = [
     ]),
     ("Stage 2: everything", 38, "stage2/trainer_state.json", [
         "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no",
-        "--num_cpu_threads_per_process", str(os.cpu_count()),  # by itself accelerate gives it a single one
+        "--num_cpu_threads_per_process", str(torch.get_num_threads()),  # by itself accelerate gives it a single one
         "training/sft.py", "--config", "training/recipes/SmolLM2-135M-Instruct/stage2.yaml",
         "--resume_from_checkpoint", "true",
     ]),

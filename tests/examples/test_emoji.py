@@ -1,6 +1,5 @@
 """The real model's example: what it reads from the packages, and the rows that it makes."""
 
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -79,4 +78,4 @@ def test_rows_ask_in_a_balanced_way() -> None:
 def test_training_takes_all_cores() -> None:
     """By itself accelerate starts a process with one thread, which takes twice as long on two cores."""
     (training,) = (command for _, _, _, command in run.STEPS if "training/sft.py" in command)
-    assert training[training.index("--num_cpu_threads_per_process") + 1] == str(os.cpu_count())
+    assert training[training.index("--num_cpu_threads_per_process") + 1] == str(torch.get_num_threads())

@@ -15,12 +15,6 @@ def test_theorem_1_is_the_mean_of_random_updates() -> None:
         assert drawn.mean().item() == pytest.approx(expected, abs=4 * drawn.std().item() / 20_000**0.5 + 1e-6)
 
 
-def test_full_attraction_turns_both_towards_each_other() -> None:
-    alpha = torch.tensor(1.4, dtype=torch.float64)
-    turned = theory.expected_cosine(alpha.cos(), torch.tensor(0.2), torch.tensor(0.5), attraction=1.0)
-    assert turned.item() == pytest.approx(math.cos(1.4 - 0.2 - 0.5))
-
-
 def test_lowering_the_visual_norm_alone_lowers_retention() -> None:
     # Half a right angle for text; visual tokens that hardly turn, and then as much as text: 0.707 to 0.500.
     text, one = torch.tensor(math.pi / 4), torch.ones(())
@@ -30,11 +24,6 @@ def test_lowering_the_visual_norm_alone_lowers_retention() -> None:
     assert shares["retention falls when the visual norm alone is lowered"] == 1
     assert shares["Lemma 1 fails"] == shares["the longer token turns by a larger angle"] == 0
     assert 0.05 < shares["eq. 9 fails: its tangent is the larger"] < 0.15  # past 90 degrees a tangent is negative
-
-
-def test_balanced_angles_keep_the_product_of_tangents() -> None:
-    shared = theory.balanced_angle(torch.tensor(0.2), torch.tensor(1.0))
-    assert shared.tan().item() ** 2 == pytest.approx(math.tan(0.2) * math.tan(1.0), rel=1e-5)
 
 
 def test_the_window_is_where_turning_more_helps() -> None:

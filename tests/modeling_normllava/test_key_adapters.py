@@ -10,12 +10,10 @@ import pytest
 import torch
 from PIL import Image
 from test_modeling_normllava import FRESH_PROCESS, inputs_for
-from transformers import AutoModelForImageTextToText, AutoProcessor, Phi3Config, Phi3Model
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,
-    NormLlavaKeyAdapterConfig,
-    NormLlavaKeyAdapterForConditionalGeneration,
 )
 from modeling_normllava.key_adapters import KeyAdapter
 from training.add_key_adapters import add_key_adapters, main
@@ -208,24 +206,6 @@ def test_a_saved_folder_loads_without_this_repository(
     inputs = inputs_for(processor, [[Image.new("RGB", (40, 30), (10, 200, 30))]], ["What?"])
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, torch.load(tmp_path / "again" / "logits.pt"))
-
-
-def test_either_class_refuses_the_others_checkpoint(composed: Callable[..., Path]) -> None:
-    with pytest.raises(ValueError, match=r"does not fit NormLlavaForConditionalGeneration. Weights missing"):
-        NormLlavaForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4))
-    with pytest.raises(ValueError, match=r"does not fit NormLlavaKeyAdapterForConditionalGeneration. Weights missing"):
-        NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(composed())
-
-
-def test_decoders_that_cannot_have_them(model: NormLlavaForConditionalGeneration) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    parts = {"vision_config": model.config.vision_config, "image_token_index": 3}
-    fused = Phi3Model(Phi3Config(**sizes, vocab_size=64, pad_token_id=0))
-    config = NormLlavaKeyAdapterConfig(**parts, text_config=fused.config)
-    with pytest.raises(ValueError, match=r"layers have a linear self_attn.k_proj; those of Phi3Model have none"):
-        NormLlavaKeyAdapterForConditionalGeneration(config, None, fused)
-    with pytest.raises(ValueError, match="those of Qwen2Model have none"):  # twice
-        add_key_adapters(model, 4, 8, 0.0)
 
 
 def test_the_command_adds_them_to_a_model_as_it_is(

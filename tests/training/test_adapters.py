@@ -20,6 +20,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import INSTRUCT, ROOT, collate, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.merge import merge  # noqa: E402
+from training.stages import ModuleGroup, Stage, describe_stage  # noqa: E402
 
 
 QLORA = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "learning_rate": 5e-3}
@@ -33,6 +34,10 @@ def test_the_language_model_alone_is_quantized_and_adapted(composed: Callable[..
     linear = {name for name, module in quantized.named_modules() if isinstance(module, torch.nn.Linear)}
     assert in_4bit == {name for name in linear if name.startswith("model.language_model.layers.")}
     assert quantized.model.multi_modal_projector.norm.weight.dtype == torch.float32
+
+    decoder = NormLlavaForConditionalGeneration.from_pretrained(composed()).model.language_model
+    group = ModuleGroup("language_model", dict(quantized.model.language_model.named_parameters()), None)
+    assert f" {decoder.num_parameters():,} " in describe_stage(Stage.ADAPT, [group])
 
     adapted = add_adapters(quantized, rank=4, alpha=8)
     with_adapter = {name.removesuffix(".lora_A") for name, _ in quantized.named_modules() if name.endswith(".lora_A")}

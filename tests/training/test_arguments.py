@@ -37,6 +37,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optim": "schedule_free_adamw"}, "trains other weights than it saves"),
     ({"stage": "align", "load_in_4bit": True}, "and load_in_4bit work only with stage 'adapt'"),
     ({"dtype": "bfloat16"}, "dtype must stay 'float32'"),
+    ({"assistant_only_loss": True}, "assistant_only_loss must stay False"),
     ({"logging_strategy": "epoch"}, "logging_strategy must stay 'steps'"),
     ({"eval_dataset_name": "held_out.json"}, "eval_dataset_name needs an eval_strategy"),
     ({"fsdp": "full_shard auto_wrap"}, "Take fsdp out of the recipe"),

@@ -32,6 +32,11 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 }
 
 
+def test_a_run_without_a_checkpoint_begins_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert find(tmp_path, True) is None
+    assert "holds no checkpoint: the run starts from the beginning" in caplog.text
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
     FAULTS[fault](copied / "checkpoint-6")

@@ -29,11 +29,12 @@ def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fie
     return result.stderr
 
 
-def on_cpu(name: str, folder: Path) -> tuple[str, str]:
+def on_cpu(name: str, folder: Path, mixed_precision: str = "no") -> tuple[str, str]:
     """Arguments that launch two processes with one of accelerate's configurations, on the CPU."""
     config = yaml.safe_load((ROOT / "training" / "accelerate" / f"{name}.yaml").read_text())
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump({**config, "num_processes": 2, "mixed_precision": "no", "use_cpu": True}))
+    config |= {"num_processes": 2, "mixed_precision": mixed_precision, "use_cpu": True}
+    path.write_text(yaml.safe_dump(config))
     return "--config_file", str(path)
 
 
@@ -169,3 +170,16 @@ def test_sharded_training_is_that_of_one_process(
         shutil.copytree(two / f"checkpoint-{step}", resumed / f"checkpoint-{step}")
         launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(resumed), resume_from_checkpoint=True)
         assert moved(two, resumed) == set()
+
+
+@pytest.mark.slow
+def test_sharding_in_bfloat16_does_not_round_the_loss(
+    composed: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
+    fields = {**INSTRUCT, **PACKED, "bf16": True, "global_batch_size": 10, "max_steps": 1}
+    fields |= {"model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fsdp2 = on_cpu("fsdp2", tmp_path, "bf16")
+    launch(tmp_path, "--cpu", **fields, output_dir=str(tmp_path / "one"))
+    launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(tmp_path / "two"))
+    expected, got = (logged(tmp_path / name)[0]["loss"] for name in ("one", "two"))
+    assert got == pytest.approx(expected, rel=1e-4)

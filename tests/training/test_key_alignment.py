@@ -262,11 +262,3 @@ def test_what_a_stage_trains_of_key_adapters(composed: Callable[..., Path], stag
     assert of_keys & trained == {name for name in of_keys if ".original_module." not in name and stage != Stage.ALIGN}
     assert any(".original_module." in name for name in of_keys) == (stage is Stage.ADAPT)
     assert not any("k_proj.base" in name for name in trained) or stage is Stage.INSTRUCT
-
-
-def test_merging_into_a_base_without_them_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
-    model = Adapted.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
-    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="key_adapter"):
-        merge(tmp_path, base=str(composed()))
-    merge(tmp_path)

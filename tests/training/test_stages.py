@@ -20,6 +20,16 @@ def test_sharding_finds_the_modules_that_the_model_names(composed: Callable[...,
     assert set(model._no_split_modules) <= present
 
 
+def test_a_padding_token_that_ends_turns_is_trained(composed: Callable[..., Path], tmp_path: Path) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    model.config.text_config.pad_token_id = 6  # as Trainer saves it where the tokenizer pads with it
+    model.save_pretrained(tmp_path)
+    run_args = RunArguments(model_name_or_path=str(tmp_path), dataset_name="", stage="instruct")
+    model = load_base(run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
+    model(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, 6, 7]])).loss.backward()
+    assert model.get_input_embeddings().weight.grad[6].any()
+
+
 def test_trained_weights_are_float32_in_bfloat16_training(composed: Callable[..., Path]) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     groups = prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 0.0, 1e-3), frozen_dtype=torch.bfloat16)

@@ -37,6 +37,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
     "label_smoothing_factor": (0.0, "the loss is the cross entropy of the supervised tokens"),
     "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
+    "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
     "assistant_only_loss": (False, "it is so anyway: what the assistant says is supervised"),
     "padding_free": (False, "give packed_length, which packs rows without padding"),
     "use_liger_kernel": (False, "Liger has no kernels for this model class"),

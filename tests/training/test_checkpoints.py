@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -91,6 +92,9 @@ def test_two_runs_do_not_share_a_folder(
     with pytest.raises(FileNotFoundError, match=r"none\.json"):
         run(monkeypatch, tmp_path, **{**fields, "dataset_name": "none.json", "output_dir": str(tmp_path / "new")})
     assert not (tmp_path / "new").exists()
+    monkeypatch.setattr("fcntl.lockf", Mock(side_effect=OSError(38, "Function not implemented")))
+    with checkpoints.lock(tmp_path / "a disk without locks"):
+        pass
 
 
 @pytest.mark.parametrize("place", ["save", "publish"])

@@ -56,7 +56,7 @@ from training.compose import compose
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Files whose tests start several processes, or a server on a port: one worker runs them all, one after the other.
-IN_ONE_WORKER = ("test_distributed.py", "test_kill.py", "test_norm.py", "test_serving.py", "test_space.py")
+IN_ONE_WORKER = ("test_distributed.py", "test_kill.py", "test_serving.py", "test_space.py")
 
 TEXT_SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

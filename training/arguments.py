@@ -36,6 +36,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
     "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
     "label_smoothing_factor": (0.0, "the loss is the cross entropy of the supervised tokens"),
+    "include_num_input_tokens_seen": ("no", "num_tokens is always logged, without padding"),
     "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
     "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
     "assistant_only_loss": (False, "it is so anyway: what the assistant says is supervised"),

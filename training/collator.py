@@ -1,12 +1,11 @@
 """From rows to a padded or packed batch: opens the pictures, and puts the loss on assistant turns only."""
 
 from dataclasses import dataclass
-from itertools import accumulate, chain
 
 import torch
 from PIL import Image
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from conversations.pictures import open_images
 from conversations.rows import Row
@@ -38,12 +37,21 @@ class VisionLanguageCollator:
 
     def __call__(self, rows: list[Row]) -> Inputs:
         """Collate `rows`. Raises `BadRowError` if one has an unreadable picture."""
-        expand = self.tokenize.expand_pictures
-        input_ids = [expand(row["input_ids"]) for row in rows]
-        labels = [expand(row["input_ids"], row["labels"]) for row in rows]
+        expand, processor = self.tokenize.expand_pictures, self.tokenize.processor
+        image_id, pad_id = processor.image_token_id, processor.tokenizer.pad_token_id
+        samples = [{"input_ids": expand(r["input_ids"]), "labels": expand(r["input_ids"], r["labels"])} for r in rows]
         images = [image for row in rows for image in open_images(row)]
         num_blank = 0 if images else self.tokenize.tokens_per_image
-        batch = self._pack(input_ids, labels, num_blank) if self.packed else self._pad(input_ids, labels, num_blank)
+        if self.packed:  # each blank token is a separate sample, which tells it from a real picture and costs nothing
+            samples += [{"input_ids": [image_id], "labels": [IGNORED]}] * num_blank
+        elif not samples:  # attention needs at least one token to attend to
+            samples = [{"input_ids": [pad_id], "labels": [IGNORED]}]
+        batch = DataCollatorForLanguageModeling(pad_id, padding_free=self.packed)(samples)
+        batch.pop("seq_idx", None)  # of linear attention, which packing refuses
+        if num_blank and not self.packed:
+            for name, value in (("input_ids", pad_id), ("labels", IGNORED), ("attention_mask", 0)):
+                batch[name] = pad(batch[name], (0, num_blank), value=value)
+            batch["input_ids"][0, -num_blank:] = image_id
         batch["pixel_values"] = self.pixels(images)
         return batch
 
@@ -54,32 +62,3 @@ class VisionLanguageCollator:
             size = image_processor.crop_size
             images = [Image.new("RGB", (size["width"], size["height"]))]
         return image_processor(images, return_tensors="pt")["pixel_values"]
-
-    def _pad(self, input_ids: list[list[int]], labels: list[list[int]], num_blank: int) -> Inputs:
-        processor = self.tokenize.processor
-        pad_id = processor.tokenizer.pad_token_id
-        if not input_ids:  # attention needs at least one token to attend to
-            input_ids, labels = [[pad_id]], [[IGNORED]]
-
-        def padded(rows: list[list[int]], value: int) -> torch.Tensor:
-            return pad(pad_sequence([torch.tensor(row) for row in rows], True, value), (0, num_blank), value=value)
-
-        batch = {"input_ids": padded(input_ids, pad_id), "labels": padded(labels, IGNORED)}
-        batch["attention_mask"] = padded([[1] * len(row) for row in input_ids], 0)
-        batch["input_ids"][0, batch["input_ids"].shape[1] - num_blank :] = processor.image_token_id
-        return batch
-
-    def _pack(self, input_ids: list[list[int]], labels: list[list[int]], num_blank: int) -> Inputs:
-        # Each blank token is a separate sample, which tells it from a real picture and costs almost nothing.
-        lengths = [*map(len, input_ids), *[1] * num_blank]
-        bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        image_id = self.tokenize.processor.image_token_id
-        return {
-            "input_ids": torch.tensor([[*chain(*input_ids), *[image_id] * num_blank]]),
-            "labels": torch.tensor([[*chain(*labels), *[IGNORED] * num_blank]]),
-            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-            "cu_seq_lens_q": bounds,
-            "cu_seq_lens_k": bounds,
-            "max_length_q": max(lengths),
-            "max_length_k": max(lengths),
-        }

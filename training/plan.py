@@ -9,27 +9,39 @@ FSDP2 shards them, and casts aren't kept. Not counted: masks, what FSDP2 gathers
 
 import argparse
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from diagnostics.console import command
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
-from training.flops import step_flops
 from training.loading import load_config, prepare_model
 from training.loss import head_on_supervised
-from training.stages import Stage, base_model
+from training.stages import base_model
 
 
 logger = logging.getLogger(__name__)
 GIB = 2**30
+
+
+def _attention(first: int, factor: int) -> Callable[..., int]:
+    """Half of the products where there is a mask, since the decoder's is causal; the encoder has none."""
+    return lambda *of, attn_mask=None, **_: factor * sdpa_flop_count(*of[first:][:3]) // (2 - (attn_mask is None))
+
+
+# torch's own count leaves these out. Backward, attention recomputes a product, which doesn't count.
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention(0, 1),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(1, 2),
+}
 
 
 class _Tracker(MemTracker):
@@ -49,8 +61,9 @@ def plan_step(
     tokens: int,
     supervised: int,
     devices: int = 1,
-) -> tuple[dict[str, int], float]:
-    """Take two steps of two passes without data, with weights held as on a GPU.
+) -> tuple[dict[str, int], int]:
+    """Take two steps of two passes without data, with weights held as on a GPU. Model FLOPs are of samples by
+    themselves: padding and recomputation don't count, as in the MFU of PaLM (arXiv 2204.02311, App. B).
 
     Args:
         samples: Samples of a pass, with a picture each; they share one row if the recipe packs.
@@ -73,15 +86,18 @@ def plan_step(
         model.tie_weights()
         trained, _ = prepare_model(model, run_args, args, torch.bfloat16 if args.bf16 else torch.float32)
     add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
-    if args.gradient_checkpointing:
-        if trained is not model:
-            model.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     num_rows = 1 if run_args.packed_length is not None else samples
     with FakeTensorMode(allow_non_fake_inputs=True):
         trained.to_empty(device="cpu")
         model.tie_weights()
         trained.train()
+        with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
+            _loss(trained, samples, samples, tokens, supervised).backward()
+        trained.zero_grad()
+        if args.gradient_checkpointing:
+            if trained is not model:
+                model.enable_input_require_grads()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         learned = [parameter for parameter in trained.parameters() if parameter.requires_grad]
         kind, options = Trainer.get_optimizer_cls_and_kwargs(args, trained)
         optimizer = kind(learned, **options)
@@ -97,9 +113,8 @@ def plan_step(
         peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
         states = [state for of_one in optimizer.state.values() for state in of_one.values()]
         sizes = {"weights": _size(trained.parameters()), "gradients": _size(learned), "states": _size(states)}
-        flops = step_flops(model, Stage(str(run_args.stage)), [tokens] * samples, samples, samples * supervised)
     memory = {name: size // devices for name, size in sizes.items()}
-    return memory | {"activations and temporary": peak - sum(sizes.values())}, flops
+    return memory | {"activations and temporary": peak - sum(sizes.values())}, counter.get_total_flops()
 
 
 def _size(tensors: Iterable[Any]) -> int:
@@ -142,13 +157,13 @@ def main() -> None:
     parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in memory.items())
     rows_of_step = run_args.global_batch_size or samples * args.gradient_accumulation_steps * options.devices
     rows = args.max_steps * rows_of_step if args.max_steps > 0 else options.rows * args.num_train_epochs
-    flops *= rows / samples
-    minutes = flops / (options.devices * options.tflops * 1e12) / 60
+    total = flops * rows / samples
+    minutes = total / (options.devices * options.tflops * 1e12) / 60
     time = f"{minutes / 60:.1f} hours" if minutes >= 60 else f"{minutes:.0f} minutes" if minutes >= 1 else "<1 minute"
     of_rows = f"{rows:,.0f} rows of {options.tokens} tokens, {options.supervised} supervised, a picture in each"
     logger.info("assumed: %s; %g TFLOP/s a device (an H100's peak is 989), training alone", of_rows, options.tflops)
     logger.info("memory of a device, bf16 %s: %.2f GiB (%s)", bool(args.bf16), sum(memory.values()) / GIB, parts)
-    logger.info("the run: %.3g FLOPs, %s, devices: %d", flops, time, options.devices)
+    logger.info("the run: %.3g FLOPs, %s, devices: %d", total, time, options.devices)
 
 
 if __name__ == "__main__":

@@ -113,12 +113,6 @@ def prepare_stage(
     return [group for group in groups.values() if group.parameters]
 
 
-def trained_projector(model: NormLlavaForConditionalGeneration) -> Any:
-    """The projector that is trained: the model's own, or the copy of it in an adapter."""
-    projector = model.model.multi_modal_projector
-    return projector.modules_to_save["default"] if hasattr(projector, "modules_to_save") else projector
-
-
 def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that the model's features don't depend on: layers past the one that is
     read, the last norm, a pooling head.

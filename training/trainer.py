@@ -159,16 +159,12 @@ class NormLlavaTrainer(SupervisedTrainer):
         are comparable. `FloatingPointError` is raised if it is not finite."""
         if self._stream is not None:
             self._stream.trained_on(inputs.pop(PLACE))
+        # Tokens of all processes, without padding and blank pictures; a batch without labels is one without rows.
+        num_tokens = attended_tokens(inputs).sum() * (inputs["labels"] != IGNORED).any()
+        self.state.num_input_tokens_seen += int(self._sum_over_processes(num_tokens))  # checkpoints keep this state
         loss = super().training_step(model, inputs, *args, **kwargs)
         self._check_finite("loss", loss.item())
         return loss if self._key_alignment is None else loss - self._penalty
-
-    @override
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the tokens of all processes, without padding and blank pictures. Checkpoints keep this state."""
-        # A batch without labels is one without rows.
-        num_tokens = attended_tokens(inputs).sum() * (inputs["labels"] != IGNORED).any()
-        self.state.num_input_tokens_seen += int(self._sum_over_processes(num_tokens))
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:

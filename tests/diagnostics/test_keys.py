@@ -50,19 +50,19 @@ def record() -> Record:
     return record_sample(build("llava-siglip"), inputs("llava-siglip"))
 
 
-def fabricate(record: Record, visual: torch.Tensor, text: torch.Tensor) -> Record:
-    """The record with one layer, whose keys are given, `(num_heads, n, head_dim)` or `(n, head_dim)` for one head."""
+def fabricate(record: Record, visual: torch.Tensor, text: torch.Tensor, space: str = "keys") -> Record:
+    """The record with one layer, whose keys (or values) are given, `(num_heads, n, head_dim)` or `(n, head_dim)`."""
     keys = torch.zeros(*visual.shape[:-2] or (1,), len(record.tokens.visual), visual.shape[-1])
     keys[:, record.with_sinks.visual], keys[:, record.with_sinks.text] = visual, text
-    return dataclasses.replace(record, keys={0: keys}, key_positions=torch.arange(keys.shape[1]))
+    return dataclasses.replace(record, **{space: {0: keys}}, key_positions=torch.arange(keys.shape[1]))
 
 
-def measured(records: list[Record]) -> dict[str, Estimate]:
+def measured(records: list[Record], space: str = "keys") -> dict[str, Estimate]:
     """Estimates of the only layer, by measure."""
-    rows = measure_space("keys", records)
+    rows = measure_space(space, records)
     assert rows is not None
     found = summarize(rows).itertuples()
-    return {of.measure.removeprefix("keys."): Estimate(of.mean, of.low, of.high) for of in found}
+    return {of.measure.removeprefix(f"{space}."): Estimate(of.mean, of.low, of.high) for of in found}
 
 
 def test_keys_apart_and_alike(record: Record) -> None:
@@ -72,7 +72,7 @@ def test_keys_apart_and_alike(record: Record) -> None:
         return torch.randn(count, 8, generator=generator)
 
     alike = measured([fabricate(record, draw(16), draw(12)) for _ in range(8)])
-    apart = measured([fabricate(record, draw(16) + 3, draw(12)) for _ in range(8)])
+    apart = measured([fabricate(record, draw(16) + 3, draw(12), "values") for _ in range(8)], "values")
     assert alike["tokens"].mean == 96  # all text tokens, and as many visual ones
     assert abs(alike["mmd"].mean) < 0.02 < 0.2 < apart["mmd"].mean
     assert apart["probe"].mean == 1

@@ -86,6 +86,6 @@ def test_pictures_beside_a_datasets_files_are_not_what_is_asked_about(tmp_path: 
     Image.new("RGB", (20, 20), "blue").save(picture, "PNG")
     rows = Dataset.from_list([{"images": [{"bytes": picture.getvalue(), "path": None}], "conversations": TURNS}])
     (tmp_path / "data").mkdir()
-    rows.to_parquet(tmp_path / "data" / "train-00000-of-00001.parquet")
-    (question,) = load_questions(str(tmp_path), 4).questions
+    rows.to_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet")
+    (question,) = load_questions(str(tmp_path), 4, split="validation").questions
     assert question.prompt[0]["content"][0]["image"].size == (20, 20)

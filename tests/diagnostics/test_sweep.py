@@ -1,12 +1,14 @@
 """A sweep of visual norms, beside multiplying the decoder's input by hand and beside plain passes."""
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,6 +23,8 @@ from diagnostics.comparison import ask_at_doses
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.loading import load_model, load_questions
 from diagnostics.parts import DiagnosticsError, find_decoder
+from diagnostics.report import tell_sweep
+from diagnostics.table import make_rows
 
 
 @contextmanager
@@ -121,7 +125,7 @@ def loss_by_hand(model: PreTrainedModel, inputs: Any, tokens: list[int], scale: 
 def data(tmp_path: Path, picture: Image.Image) -> Path:
     """Three pictures with the same question and two different answers."""
     rows = []
-    for turn, answer in enumerate(("cat", "dog", "cat")):
+    for turn, answer in enumerate(("A", "dog", "A")):
         picture.rotate(90 * turn).save(tmp_path / f"{turn}.png")
         turns = [{"from": "human", "value": "<image>\nwhat is it?"}, {"from": "gpt", "value": answer}]
         rows.append({"image": f"{turn}.png", "conversations": turns})
@@ -184,15 +188,30 @@ def test_all_pictures_of_a_row_are_asked_about(
     data.write_text(json.dumps(rows))
     questions = load_questions(data, 3).questions
     found = {measure: value for measure, value, *_ in ask_at_doses(model, processor, questions, 0, [1.0])}
-    cat = processor.tokenizer("cat<|im_end|>", add_special_tokens=False).input_ids
-    expected = loss_by_hand(model, encode(processor, [questions[0].prompt]), cat, 1.0)
+    right = processor.tokenizer("A<|im_end|>", add_special_tokens=False).input_ids
+    expected = loss_by_hand(model, encode(processor, [questions[0].prompt]), right, 1.0)
     assert found["loss"] - found["loss_change"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_short_answer_has_not_changed(always_a: Callable[..., Path], data: Path) -> None:
+def test_a_short_answer_has_not_changed_and_is_right_where_it_is(always_a: Callable[..., Path], data: Path) -> None:
     model, processor = load_model(str(always_a()))
-    rows = ask_at_doses(model, processor, load_questions(data, 2).questions, 0, [1.0])
-    assert {value for measure, value, *_ in rows if measure == "changed"} == {0}
+    for number, named in ((0, 1), (1, 0)):
+        rows = [*ask_at_doses(model, processor, load_questions(data, 3).questions, number, [1.0])]
+        assert {value for measure, value, *_ in rows if measure == "changed"} == {0}
+        assert {value for measure, value, *_ in rows if measure == "named"} == {named}
+
+
+@pytest.mark.parametrize(
+    ("sign", "verdict"), [(-1, "Don't rescale .* clearly worse: × 0.3, × 3; clearly better: none"), (1, "may help:")]
+)
+def test_the_verdict(sign: int, verdict: str) -> None:
+    rows = []
+    for dose in (1.0, 0.3, 3.0):
+        change = sign * (dose != 1) * np.array([0.2, 0.3, 0.4])
+        numbers = {"named": 0.5 + change, "named_change": change, "loss": 2 - change, "loss_change": -change}
+        numbers |= dict.fromkeys(("length", "attention_update", "mlp_update", "eps", "kl"), np.ones(3))
+        rows += [make_rows(name, of).assign(dose=dose, control="") for name, of in numbers.items()]
+    assert re.search(verdict, " ".join(tell_sweep(pd.concat(rows))))
 
 
 @pytest.mark.parametrize("with_answers", [True, False])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from examples.emoji import parts, pictures, run
+from examples.emoji import parts, pictures
 
 
 def backbone_file(folder: Path, leave_out: str = "") -> Path:
@@ -73,9 +73,3 @@ def test_rows_ask_in_a_balanced_way() -> None:
     assert abs(pairs[pictures.GROUP, "nature"] - 1000) < 100
     assert abs(pairs[pictures.THERE.format("bee"), "yes"] - 500) < 75
     assert abs(sum(row[1]["value"] != "bee" for row in asked) - 1000) < 100
-
-
-def test_training_takes_all_cores() -> None:
-    """By itself accelerate starts a process with one thread, which takes twice as long on two cores."""
-    (training,) = (command for _, _, _, command in run.STEPS if "training/sft.py" in command)
-    assert training[training.index("--num_cpu_threads_per_process") + 1] == str(torch.get_num_threads())

@@ -14,6 +14,8 @@ import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
 
+from diagnostics.report import with_interval
+from diagnostics.table import Summary
 from hub_cards.__main__ import main
 from hub_cards.build import build
 from hub_cards.card import Prose
@@ -75,7 +77,8 @@ def test_the_card_says_what_the_run_recorded(staged: Path, trained: Path) -> Non
         f"| norm after it | trained here | {2 * 32} |", "| steps | 8 |", "| tokens | 200 |",
         "| loss, first and last logged | 2.5, 1.5 |", "| time | 0:00:30 |", "| `learning_rate` | 1e-05 |",
         "| hardware | 1 x x86_64 |", "| code | commit " + "0" * 40 + " |", "0.5 ± 0.035 | 200 | a script | 0.1 (guess",
-        "**Not with `LlavaForConditionalGeneration`.**", "author = {Li, Bozhou and ", "T = ",
+        "**Not with `LlavaForConditionalGeneration`.**", "author = {Li, Bozhou and ",
+        f"a norm of T = {model.config.projector_norm_target:.4g}: the mean norm of text tokens",
         "Training before the stage that follows: not recorded.", "Training time: not recorded.",
         "What it does in this model: not recorded.", "All parts were trained from scratch.",
     ):  # fmt: skip
@@ -139,6 +142,9 @@ def test_figures_are_of_these_weights(run: Path, report: Path, card_of: Callable
     assert "](diagnostics/overview.png)" in text
     assert (tmp_path / "stage" / "diagnostics" / "overview.png").stat().st_size > 10_000
     (model,) = json.loads((report / "report.json").read_text())["models"]
+    for row, modality in (("visual tokens per layer, 1 − cosine", "visual"), ("text tokens per layer", "text")):
+        turning = with_interval(Summary(model["summary"]["rows"]).look("turning", modality))
+        assert f"| turning of {row} | {turning} |" in text
     for models in ([model | {"weights": "other"}], [model, model]):
         put("diagnostics/report.json", models=models)(run)
         with pytest.raises(ValueError, match=r"report.json .* Run python -m diagnostics on this model alone"):

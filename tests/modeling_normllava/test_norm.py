@@ -1,15 +1,8 @@
 """The compensated norm against the paper's formula, in every dtype and setting that training uses."""
 
-import os
-import socket
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
-import torch.multiprocessing as mp
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from modeling_normllava import GlobalWeightCompensatedLayerNorm
 
@@ -90,37 +83,3 @@ def test_compiles_into_one_graph(backend: str) -> None:
     x, grad_output = torch.randn(8, HIDDEN_SIZE, requires_grad=True), torch.randn(8, HIDDEN_SIZE)
     torch.compile(norm, fullgraph=True, backend=backend)(x).backward(grad_output)
     assert relative_error(x.grad, paper_gradients(x, norm.weight, norm.bias, grad_output)[0]) < 1e-5
-
-
-def _train_sharded(rank: int, port: int, method: str, folder: str) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo")
-    torch.manual_seed(0)
-    linear = nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE)
-    model = nn.Sequential(linear, make_norm())
-    inputs = torch.randn(8, HIDDEN_SIZE).chunk(2)
-    model = nn.parallel.DistributedDataParallel(model) if method == "ddp" else fully_shard(model)
-    model(inputs[rank]).square().sum().backward()
-    gradients = [parameter.grad for parameter in model.parameters()]
-    gradients = [g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients]
-    if rank == 0:
-        torch.save(gradients, Path(folder) / "gradients.pt")
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.parametrize("method", ["ddp", "fsdp2"])
-def test_two_processes_give_the_gradient_of_one(method: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_train_sharded, args=(port, method, folder), nprocs=2)
-        actual = torch.load(Path(folder) / "gradients.pt")
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(HIDDEN_SIZE, HIDDEN_SIZE), make_norm())
-    (model(torch.randn(8, HIDDEN_SIZE)).square().sum() / 2).backward()  # the mean over processes
-    for gradient, parameter in zip(actual, model.parameters(), strict=True):
-        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)

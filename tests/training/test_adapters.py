@@ -19,6 +19,8 @@ peft = pytest.importorskip("peft")
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from script_runs import INSTRUCT, ROOT, collate, logged, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
+from training.arguments import RunArguments, TrainingConfig  # noqa: E402
+from training.loading import load_base, prepare_model  # noqa: E402
 from training.merge import merge  # noqa: E402
 from training.stages import ModuleGroup, Stage, describe_stage  # noqa: E402
 
@@ -45,6 +47,15 @@ def test_the_language_model_alone_is_quantized_and_adapted(composed: Callable[..
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     assert all(".lora_" in name or ".multi_modal_projector.modules_to_save." in name for name in trained)
     assert len(trained) == 2 * len(in_4bit) + 6
+
+
+def test_a_recipes_adapters_are_as_asked(composed: Callable[..., Path], tmp_path: Path) -> None:
+    asked = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "use_rslora": True}
+    run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="adapt", **asked)
+    args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    trained, _ = prepare_model(load_base(run_args, args), run_args, args, args.frozen_dtype)
+    of = trained.peft_config["default"]
+    assert (of.r, of.lora_alpha, of.lora_dropout, of.use_rslora) == tuple(asked.values())
 
 
 def test_an_adapter_loads_on_a_whole_base_and_on_no_torn_one(composed: Callable[..., Path], tmp_path: Path) -> None:

@@ -48,5 +48,11 @@ def test_the_accumulation_steps_follow_from_the_global_batch() -> None:
         assert batches is not None
         assert steps == expected
         assert sorted(row for batch in batches for row in batch) == list(range(30))
+        first = list(batches)
+        batches.set_epoch(1)
+        args.data_seed = 7
+        other, _ = deal_rows(RunArguments(dataset_name="", stage="align", **fields), args, rows, blank=4)
+        assert first not in (list(batches), list(other))
+        args.data_seed = None
     with pytest.raises(ValueError, match="global_batch_size 5 is not a multiple of per_device_train_batch_size 2"):
         deal_rows(RunArguments(dataset_name="", stage="align", global_batch_size=5), args, rows, blank=4)

@@ -283,11 +283,14 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     (tmp_path / "captions.json").write_text(json.dumps([{"image": "black.png", "conversations": caption}]))
     command = [sys.executable, Path(__file__).parents[2] / "training" / "compose.py", *parts]
     command += ["--captions", tmp_path / "captions.json", "--output_dir", tmp_path / "out"]
+    command += ["--projector_norm=layernorm", "--norm_target_ratio=3", "--vision_feature_layer=-1"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert "text embeddings (T)" in result.stderr
-    assert NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out").config.projector_aligned
-    AutoProcessor.from_pretrained(tmp_path / "out")
+    model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "out")
+    of, text = model.config, interface_norms(model, AutoProcessor.from_pretrained(tmp_path / "out"))["text"]
+    assert (of.projector_aligned, of.projector_norm, of.vision_feature_layer) == (True, "layernorm", -1)
+    assert of.projector_norm_target == pytest.approx(3 * text)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset, Image
+from datasets import Dataset, DatasetDict, Image
 from transformers import AutoProcessor
 
 from conversations.loading import load_rows
@@ -17,7 +17,7 @@ from conversations.tokens import RowTokenizer
 from script_runs import INSTRUCT, PACKED, logged, run
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
-from training.data import read_rows
+from training.data import read_held_out, read_rows
 from training.run import Run
 
 
@@ -27,7 +27,7 @@ def stored(data: Path, tmp_path: Path) -> Path:
     pictures = [str(data.parent / f"{number}.png") for number in range(8)]
     texts = [[{"from": "human", "value": "<image>"}, {"from": "gpt", "value": f"stored {n}"}] for n in range(8)]
     dataset = Dataset.from_dict({"image": pictures, "conversations": texts}).cast_column("image", Image())
-    dataset.save_to_disk(tmp_path / "stored")
+    DatasetDict({"train": dataset, "test": dataset.select([7])}).save_to_disk(tmp_path / "stored")
     return tmp_path / "stored"
 
 
@@ -51,6 +51,8 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(
         assert row["length"] == tokenize(whole)["length"]
         assert [image.tobytes() for image in open_images(row)] == [image.tobytes() for image in open_images(whole)]
     assert read(one, other)[1] == fingerprint
+    named = RunArguments(dataset_name=str(stored), eval_dataset_name=str(stored))
+    assert len(read_held_out(named, args, tokenize)) == len(read({"path": str(stored), "split": "test"})[0]) == 1
     for changed in ((other, one), (one, {**other, "weight": 1.6})):
         assert read(*changed)[1] != fingerprint
     for weight, total in ((1, 30), (2, 60), (0.3, 9), (2.5, 75), (0.01, 0)):
@@ -58,6 +60,7 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(
         times = Counter(mixed["source"][:total])
         assert source.drawn == sum(times.values()) == len(mixed) - 12 == total
         assert set(times.values()) <= {int(weight), int(weight) + 1}
+        assert weight != 0.3 or set(times) != set(rows["source"][:9])  # not the head of the file
         assert (read({**one, "weight": weight}, other)[0]["source"]) == mixed["source"]  # the same by the seed
 
 

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
     set_seed,
 )
+from transformers.modeling_flash_attention_utils import prepare_fa_kwargs_from_position_ids
 
 from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
@@ -86,6 +87,10 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     batch, row = collate(folder, rows), collate(folder, rows, packed=True)
     assert "attention_mask" not in row
     assert row["input_ids"].shape == (1, batch["attention_mask"].sum())
+    (q, k), longest = prepare_fa_kwargs_from_position_ids(row["position_ids"])  # flash attention reads these alone
+    assert torch.equal(row["cu_seq_lens_q"], q)
+    assert torch.equal(row["cu_seq_lens_k"], k)
+    assert (row["max_length_q"], row["max_length_k"]) == longest
     losses = [backward(model, inputs) for model, inputs in ((padded, batch), (packed, row))]
     assert losses[0] == pytest.approx(losses[1], rel=1e-9)
     gradients = [

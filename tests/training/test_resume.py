@@ -78,7 +78,7 @@ def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_moved_away(
 CHANGED: dict[str, Any] = {
     "learning_rate": 2e-3, "adam_beta2": 0.95, "lr_scheduler_kwargs": {"num_cycles": 2}, "data_seed": 3,
     "neftune_noise_alpha": 5.0, "loss_type": "dft", "warmup_steps": 3,
-    "attn_implementation": "eager", "bf16": True,
+    "attn_implementation": "eager", "bf16": True, "seed": 5, "weight_decay": 0.1, "max_grad_norm": 0.5,
 }  # fmt: skip
 
 

@@ -13,11 +13,13 @@ from training.stages import LearningRates, Stage, describe_stage, prepare_stage
 
 
 def test_sharding_finds_the_modules_that_the_model_names(composed: Callable[..., Path], tmp_path: Path) -> None:
-    run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="align")
+    named = {"model_name_or_path": str(composed()), "dataset_name": ""}
+    run_args = RunArguments(**named, stage="align", attn_implementation="eager")
     model = load_base(run_args, TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False))
     present = {type(module).__name__ for module in model.modules()}
     assert {"NormLlavaMultiModalProjector", "Qwen2DecoderLayer", "SiglipEncoderLayer"} <= set(model._no_split_modules)
     assert set(model._no_split_modules) <= present
+    assert model.config.text_config._attn_implementation == "eager"
 
 
 def test_a_padding_token_that_ends_turns_is_trained(composed: Callable[..., Path], tmp_path: Path) -> None:

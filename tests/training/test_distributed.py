@@ -23,7 +23,8 @@ TWO = ("--config_file", "training/accelerate/cpu_ddp.yaml")
 def launch(folder: Path, *arguments: str, script: str = "training/sft.py", **fields: Any) -> str:
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**{**FAST, "logging_steps": 1, **fields}))
-    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments, script, "--config", recipe]
+    launcher = ["-m", "accelerate.commands.launch", "--main_process_port=0"]  # any that is free
+    command = [sys.executable, *launcher, *arguments, script, "--config", recipe]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stderr

@@ -341,7 +341,7 @@ def prepare(model: PreTrainedModel, processor: Any, messages: list[Message]) -> 
             text = "\n".join(part["text"] if part["type"] == "text" else mark for part in parts)
             images = [part["image"] for part in parts if part["type"] == "image"]
             prepared = processor(images=images or None, text=text, return_tensors="pt")
-        inputs = {name: of for name, of in prepared.items() if name != "labels"}  # PaliGemma's are of one length
+        inputs = {name: of for name, of in prepared.items() if name != "labels"}  # PaliGemma's, for training
         return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))
     except (TemplateError, ValueError) as error:  # roles that a template does not know, a picture that is too small
         raise DiagnosticsError(f"The processor can't prepare it: {error}") from error

@@ -1,4 +1,4 @@
-"""Write `docs/reference.md`: every command's options, read from the parsers that the commands themselves make.
+"""Write `docs/reference.md`: the options of three commands, read from the parsers that the commands themselves make.
 
 python docs/reference.py
 """
@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -51,28 +51,16 @@ def parser_of(module: str) -> argparse.ArgumentParser:
     raise RuntimeError(f"{module} has not read any arguments.")
 
 
-def actions_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.Action]]:
-    """Options that a user is told of, each with its subcommand, if there is one."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for name, subparser in action.choices.items():
-                yield from ((name, found) for _, found in actions_of(subparser))
-        elif action.help != argparse.SUPPRESS and not isinstance(action, argparse._HelpAction):
-            yield "", action
-
-
 def option_line(action: argparse.Action, default: str = "") -> str:
     """An option as an item of a list: its name, what it is, its default and its choices."""
-    name = action.option_strings[0] if action.option_strings else action.dest
     text = ((action.help or "") % {"default": action.default}).replace("|", "\\|")
-    if isinstance(action, argparse._StoreFalseAction):  # transformers' pair of a field that is on by default
-        text = f"Turns `--{action.dest}` off."
     shown = action.default not in (None, argparse.SUPPRESS) and action.default is not False and "default" not in text
     default = default or (f"`{getattr(action.default, 'value', action.default)}`" if shown else "")
     default = "required" if action.required else default
     choices = f"One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
     text = " ".join(text.split()) + ("." if text and not text.endswith(".") else "")
-    return f"- `{name}`{f' ({default})' if default else ''}: " + " ".join(filter(None, [text, choices]))
+    name = f"`{action.option_strings[0]}`" + (f" ({default})" if default else "")
+    return f"- {name}: " + " ".join(filter(None, [text, choices]))
 
 
 def render_sft(options: Iterable[argparse.Action]) -> str:
@@ -92,24 +80,14 @@ def render_sft(options: Iterable[argparse.Action]) -> str:
 
 
 def render() -> str:
-    """The whole page. An option that an earlier command has too is only named."""
+    """The whole page."""
     parts = ["# Options\n\n`--help` prints these. Defaults stand in brackets. Made by `python docs/reference.py`.\n"]
-    told: dict[str, str] = {}
     for heading, command, module in COMMANDS:
         parts.append(f"## {heading}\n\n`{command}`\n")
-        lists: dict[str, list[argparse.Action]] = {}
-        for subcommand, action in actions_of(parser_of(module)):
-            lists.setdefault(subcommand, []).append(action)
-        if module == "training.sft":
-            parts.append(render_sft(lists[""]) + "\n")
-            continue
-        for subcommand, actions in lists.items():
-            lines = {option_line(action): action.option_strings for action in actions}
-            known = [f"`{names[0]}`" for line, names in lines.items() if names and told.get(line, heading) != heading]
-            own = [line for line, names in lines.items() if not names or told.setdefault(line, heading) == heading]
-            if known:
-                own.append(f"- {', '.join(known)}: as above.")
-            parts.append((f"### {subcommand}\n\n" if subcommand else "") + "\n".join(own) + "\n")
+        # argparse's own --help is told above.
+        actions = [action for action in parser_of(module)._actions if not isinstance(action, argparse._HelpAction)]
+        listed = "\n".join(map(option_line, actions))
+        parts.append((render_sft(actions) if module == "training.sft" else listed) + "\n")
     return "\n".join(parts)
 
 

@@ -54,6 +54,15 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
 
 
+def fit_processor(image_processor: BaseImageProcessor, size: int) -> None:
+    """Let an image processor give pictures of the encoder's `size`, and tell LlavaProcessor, which counts tokens by
+    `crop_size`: SigLIP's has none, and the Hub's DINOv2 crops to 224 of 518. Where it crops nothing, pixels stay."""
+    crops = bool(getattr(image_processor, "do_center_crop", False))
+    if crops and image_processor.crop_size["height"] != size:
+        image_processor.size = {"shortest_edge": size}
+    image_processor.crop_size, image_processor.do_center_crop = {"height": size, "width": size}, crops
+
+
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
     """Number of patches of a picture, and of tokens before them: 1 for an encoder with a CLS token."""
     config = vision_model.config

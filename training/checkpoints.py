@@ -36,9 +36,9 @@ def lock(output_dir: Path) -> Iterator[None]:
     with (output_dir / ".lock").open("w") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would keep holding
+        except (BlockingIOError, PermissionError) as error:
+            raise ValueError(f"output_dir {output_dir} is in use by another run.") from error
         except OSError as error:
-            if isinstance(error, BlockingIOError | PermissionError):
-                raise ValueError(f"output_dir {output_dir} is in use by another run.") from error
             logger.warning("%s can't be locked (%s): start no other run in it.", output_dir, error)
         try:
             yield

@@ -35,6 +35,7 @@ from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.align import align
 from training.backbones import (
     choose_image_token,
+    fit_processor,
     load_text_model,
     load_vision_model,
     plain_name,
@@ -67,9 +68,7 @@ def compose(
     text_model = load_text_model(plain_name(text_model_path))
     vision_model = load_vision_model(plain_name(vision_model_path), text_model.dtype)
     image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
-    size = vision_model.config.image_size
-    if getattr(image_processor, "do_center_crop", False) and image_processor.crop_size["height"] != size:  # DINOv2's
-        image_processor.size, image_processor.crop_size = {"shortest_edge": size}, {"height": size, "width": size}
+    fit_processor(image_processor, vision_model.config.image_size)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     depth = vision_model.config.num_hidden_layers
     if not -depth - 1 <= vision_feature_layer <= depth:
@@ -134,6 +133,7 @@ def convert_llava(
     llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
     vision_model, language_model = llava.model.vision_tower, llava.model.language_model
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
+    fit_processor(old_processor.image_processor, vision_model.config.image_size)
     num_patches, num_additional = vision_tokens(vision_model, old_processor.image_processor)
     target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
     fields: dict[str, Any] = llava.config.to_dict() | {
@@ -176,12 +176,6 @@ def complete(
         generation.temperature = generation.top_p = None
     # If the image token were generated, the next pass would look for a picture's features.
     generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), config.image_token_id})
-    if not (getattr(image_processor, "crop_size", None) and image_processor.do_center_crop):
-        # LlavaProcessor counts tokens by `crop_size`. SigLIP's image processor has none, and DINOv2's keeps 224 where
-        # it crops nothing; without a crop, the pixels stay the same.
-        size = config.vision_config.image_size
-        image_processor.crop_size = {"height": size, "width": size}
-        image_processor.do_center_crop = False
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,

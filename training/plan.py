@@ -9,7 +9,7 @@ FSDP2 shards them, and casts aren't kept. Not counted: masks, what FSDP2 gathers
 
 import argparse
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -32,15 +32,17 @@ logger = logging.getLogger(__name__)
 GIB = 2**30
 
 
-def _attention(first: int, factor: int) -> Callable[..., int]:
-    """Half of the products where there is a mask, since the decoder's is causal; the encoder has none."""
-    return lambda *of, attn_mask=None, **_: factor * sdpa_flop_count(*of[first:][:3]) // (2 - (attn_mask is None))
+def _attention(query: Any, key: Any, value: Any, *_: Any, attn_mask: Any = None, **options: Any) -> int:
+    """FLOPs of attention by shapes; half where there is a mask: the decoder's is causal, the encoder has none."""
+    return sdpa_flop_count(query, key, value) // (1 if attn_mask is None else 2)
 
 
-# torch's own count leaves these out. Backward, attention recomputes a product, which doesn't count.
+# torch's own count leaves these out. In the backward pass attention recomputes a product, which doesn't count.
 ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention(0, 1),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention(1, 2),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda gradient, *shapes, **options: 2 * _attention(*shapes, **options)
+    ),
 }
 
 

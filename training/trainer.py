@@ -203,7 +203,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         if self._stream is not None:
             self.state.epoch = self.state.global_step / self.state.max_steps
-        for name in ("total_flos", "train_samples_per_second"):  # of padding too, and of packed rows
+        for name in ("total_flos", "train_samples_per_second"):  # count padding, and packed rows as samples
             logs.pop(name, None)
         # A step that float16's scaler skipped has no gradient norm, and JSON no infinity.
         known = {name: value for name, value in logs.items() if "grad_norm" not in name or math.isfinite(value)}

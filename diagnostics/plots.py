@@ -165,7 +165,7 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
 def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
     """What visual tokens of other lengths change, from summaries by dose and control; a row for each model."""
     figure, axes = _rows_of_axes(models, len(PANELS))
-    figure.set_size_inches(1.5 * WIDTH, 0.3 + 2.4 * len(models))
+    figure.set_size_inches(1.5 * WIDTH, 0.8 + 2.4 * len(models))
     for row, points in zip(axes, models.values(), strict=True):
         marks = [points[1.0, SCALED].look(mark) for mark in ("length", "attention_update", "mlp_update")]
         lengths = [mark.mean for mark in marks if mark]
@@ -200,7 +200,7 @@ def save(figure: Figure, path: Path) -> None:
 
 def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
     """A row of axes for each name, over layers."""
-    size = (WIDTH, 0.2 + 1.8 * len(names))
+    size = (WIDTH, 0.6 + 1.8 * len(names))
     figure, axes = plt.subplots(len(names), columns, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(axes, names, strict=True):
         _set_title(row[0], name[-80:])
@@ -211,10 +211,10 @@ def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.nd
 
 
 def _with_legends(figure: Figure, axes: np.ndarray) -> Figure:
-    """The figure with a legend in each column's first panel."""
-    for axis in axes[0]:
+    """The figure with a legend below each column, where it covers no curve."""
+    for axis in axes[-1]:
         if axis.get_legend_handles_labels()[0]:
-            axis.legend()
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28))
     return figure
 
 

@@ -7,9 +7,12 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from PIL import Image
+from scipy import stats
 
 from conversations.files import weights_fingerprint
+from diagnostics.plots import MODELS, WIDTH, draw_curve, styled
 from evaluation.record import Evaluation, write_evaluations
 
 
@@ -22,28 +25,27 @@ def draw_answers(
         axis.imshow(image)
         axis.set_title(title, color="firebrick" if mistake else "black", fontsize=11)
         axis.set_xlabel(mistake, color="firebrick")
-        axis.set(xticks=[], yticks=[])
-        axis.spines[:].set_visible(False)
+        axis.set(xticks=[], yticks=[], frame_on=False)
     figure.text(0.5, 0.01, credit, ha="center", fontsize=7, color="gray")
     figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def draw_lengths(runs: pd.DataFrame, scales: Sequence[float], path: Path) -> None:
-    """Write a figure of right names by the norm that image tokens are tested at: a thin line for each run, a thick one
-    for the arm's mean, a dot at the norm trained at. `runs` holds `arm`, `length` and `names, x {scale}`."""
-    figure, axis = plt.subplots(figsize=(7, 4))
-    for number, (arm, rows) in enumerate(runs.groupby("arm", sort=False)):
-        norms = np.outer(scales, rows["length"])  # [num_scales, num_runs], as shares
-        shares = rows[[f"names, x {scale}" for scale in scales]].to_numpy().T
-        axis.semilogx(norms, shares, f"C{number}", alpha=0.3, linewidth=1)
-        mean = {"markevery": [scales.index(1)], "label": f"{arm}, trained at the dot"}
-        axis.semilogx(norms.mean(axis=1), shares.mean(axis=1), f"C{number}o-", linewidth=2.5, **mean)
-    axis.set(xlabel="norm of image tokens when tested, times the text's", ylabel="right names, %", ylim=(0, None))
-    axis.legend(loc="upper left", fontsize=8)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    plt.close(figure)
+@styled
+def draw_lengths(runs: pd.DataFrame, scales: Sequence[float]) -> Figure:
+    """Right names by the norm that image tokens are tested at: each arm's mean over runs, its 95% t interval, and a
+    line at the norm trained at. `runs` holds `arm`, `length` and `names, x {scale}`."""
+    figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
+    for style, (arm, rows) in zip(MODELS, runs.groupby("arm", sort=False), strict=False):
+        shares, length = rows[[f"names, x {scale}" for scale in scales]], rows["length"].mean()
+        mean, reach = shares.mean(), stats.t.ppf(0.975, len(rows) - 1) * shares.sem()
+        found = {"norm": np.multiply(scales, length), "mean": mean, "low": mean - reach, "high": mean + reach}
+        draw_curve(axis, pd.DataFrame(found), "norm", label=arm, **style)
+        axis.axvline(length, color=style["color"], linewidth=0.6, linestyle=":", zorder=0)
+    axis.set(xlabel="norm of image tokens when tested, over text's", ylabel="right names, %", xscale="log")
+    figure.legend(loc="outside upper center", ncols=4, handlelength=3)
+    return figure
 
 
 def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:

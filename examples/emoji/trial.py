@@ -189,7 +189,7 @@ def main(max_runs: int = 1000) -> None:
         told = report(records, at_end=not left)
         logger.info("%s\n\n%d runs are done, %d are left: %s", told, len(done), len(left), left[:1])
         if rows := [row for row in records if "names" in row]:
-            draw_lengths(pd.DataFrame(rows), SCALES, RECORDS.with_suffix(".png"))
+            draw_lengths(pd.DataFrame(rows), SCALES).savefig(RECORDS.with_suffix(".png"), dpi=160)
         if not left or number == max_runs:
             break
         with RECORDS.open("a", encoding="utf-8") as file:

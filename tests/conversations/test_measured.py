@@ -50,11 +50,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def write(folder: Path, *answers: str) -> Path:
-    rows = [
-        {"image": f"{number}.png", "conversations": turns("<image>\nWhat?", answer)}
-        for number, answer in enumerate(answers)
-    ]
-    path = write_json(folder, rows)
+    asked = [turns("<image>\nWhat?", answer) for answer in answers]
+    path = write_json(folder, [{"image": f"{number}.png", "conversations": of} for number, of in enumerate(asked)])
     for number in range(len(answers)):
         shutil.copy(folder / "pictures" / "a.png", folder / "pictures" / f"{number}.png")
     return path

@@ -130,9 +130,8 @@ def test_keys_are_what_is_rotated_and_values_what_attention_gets(name: str, monk
         number, keys = found
         assert torch.equal(keys, key if key.shape == keys.shape else key.transpose(0, 1))
         assert torch.equal(record.values[number], value)
-    assert [note[:15] for note in record.notes if "deepstack" not in note] == ["keys of layer 1"] * (
-        name in WITHOUT_KEYS
-    )
+    said = [note[:15] for note in record.notes if "deepstack" not in note]
+    assert said == ["keys of layer 1"] * (name in WITHOUT_KEYS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -187,9 +186,8 @@ def test_a_model_set_by_hand_gives_the_numbers_on_paper() -> None:
     text_norms = np.array([TEXT_NORMS[int(token) % 2] for token in sample["input_ids"][0][record.tokens.text]])
     assert 0 < (text_norms == TEXT_NORMS[0]).mean() < 0.5  # so that mean and median are two things
     visual_norms = np.full(16, VISUAL_NORM)
-    summary = Summary.of(
-        pd.concat([measure_interface([record] * 2, vocabulary_norms(model)), measure_layers([record] * 2)])
-    )
+    measured = measure_interface([record] * 2, vocabulary_norms(model)), measure_layers([record] * 2)
+    summary = Summary.of(pd.concat(measured))
     for place, modality, norms in (
         ("projector_output", "visual", visual_norms),
         ("at_decoder", "visual", visual_norms),

@@ -1,5 +1,6 @@
 """The real model's example: what it reads from the packages, and the rows that it makes."""
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -35,9 +36,7 @@ def backbone_file(folder: Path, leave_out: str = "") -> Path:
     for node, count in (("Concat_6", 1), ("Reshape_1", 37 * 37)):
         values = np.random.default_rng(0).normal(size=(1, count, 384)).astype("float32")
         tensors.append(numpy_helper.from_array(values, f"onnx::{node}"))
-        nodes.append(
-            helper.make_node("Concat", [tensors[-1].name], ["z"], name=f"/backbone/embeddings/{node}", axis=1)
-        )
+        nodes.append(helper.make_node("Concat", [tensors[-1].name], ["z"], f"/backbone/embeddings/{node}", axis=1))
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1])
     path = folder / "vit.onnx"
     onnx.save(helper.make_model(helper.make_graph(nodes, "vit", [value], [], tensors)), path)
@@ -73,3 +72,15 @@ def test_rows_ask_in_a_balanced_way() -> None:
     assert abs(pairs[pictures.GROUP, "nature"] - 1000) < 100
     assert abs(pairs[pictures.THERE.format("bee"), "yes"] - 500) < 75
     assert abs(sum(row[1]["value"] != "bee" for row in asked) - 1000) < 100
+
+
+def test_no_artist_who_is_held_out_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets, names = ("noto", *pictures.HELD_OUT), ("ant", "bee")
+    drawings = [pictures.Drawing(of, name, "nature", "", 16) for of in sets for name in names]
+    replaced = {"RUN": tmp_path, "TEXT_QUESTIONS": 1, "answer_texts": lambda _: []}
+    for name, value in {**replaced, "read_drawings": lambda _: (drawings, {})}.items():
+        monkeypatch.setattr(pictures, name, value)
+    pictures.main()
+    for file, of in {"captions": "noto", "train": "noto", "twemoji": "twemoji", "openmoji": "openmoji"}.items():
+        rows = json.loads((tmp_path / "pictures" / f"{file}.json").read_text(encoding="utf-8"))
+        assert {row["image"].split("/")[0] for row in rows} == {of}

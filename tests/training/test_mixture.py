@@ -80,10 +80,8 @@ def test_a_run_on_a_mixture_says_what_it_drew_and_goes_on_with_that_alone(
         run(monkeypatch, tmp_path, **fields, output_dir=str(out))
     assert f"{stored}: 8 rows, 8 good, 16 an epoch" in caplog.text
     assert [line["step"] for line in logged(out)][-1] == 8
-    assert [(s.path, s.rows, s.good_rows, s.weight, s.drawn, s.is_local) for s in Run.read(out).sources] == [
-        (str(data), 30, 30, 0.5, 15, True),
-        (str(stored), 8, 8, 2, 16, True),
-    ]
+    sources = [(s.path, s.rows, s.good_rows, s.weight, s.drawn, s.is_local) for s in Run.read(out).sources]
+    assert sources == [(str(data), 30, 30, 0.5, 15, True), (str(stored), 8, 8, 2, 16, True)]
     entries[1]["weight"] = 3
     with pytest.raises(ValueError, match=r"belongs to a different run:\n  data: "):
         run(monkeypatch, tmp_path, **fields, output_dir=str(out), resume_from_checkpoint=True)

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from diagnostics.scaling import CONTROLS, SCALED
 from diagnostics.table import Summary
@@ -227,9 +227,8 @@ def _mark(axis: Axes, level: float) -> None:
 def _set_title(axis: Axes, title: str) -> None:
     """A title over the left corner that may extend past the axes: the layout reserves its height, not its width."""
     axis.set_title(" ")
-    axis.annotate(
-        title, (0, 1), (0, 6), "axes fraction", "offset points", fontweight="bold", annotation_clip=False
-    ).set_in_layout(False)
+    style: Any = {"fontweight": "bold", "annotation_clip": False}
+    axis.annotate(title, (0, 1), (0, 6), "axes fraction", "offset points", **style).set_in_layout(False)
 
 
 def _choose_ticks(axis: Axes) -> None:
@@ -238,6 +237,7 @@ def _choose_ticks(axis: Axes) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     for ticks, (low, high) in ((axis.xaxis, axis.get_xlim()), (axis.yaxis, axis.get_ylim())):
         if ticks.get_scale() == "log":
-            ticks.set_major_locator(MaxNLocator(5) if high < 10 * low else LogLocator(numticks=5))
+            subs = (1, 2, 5) if high < 100 * low else (1,)
+            ticks.set_major_locator(MaxNLocator(5) if high < 10 * low else LogLocator(subs=subs, numticks=5))
             ticks.set_minor_locator(NullLocator())
-            ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            ticks.set_major_formatter("{x:g}")

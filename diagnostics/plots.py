@@ -156,7 +156,7 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
         axis.sharey(axes[1, 0])
     axes[0, 0].set(xlabel="step", ylabel="norm at the decoder", yscale="log")
     axes[0, 1].set(xlabel="step", ylabel="turning, 1 − cosine")
-    axes[0, 0].legend()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=2, handlelength=3)
     figure.colorbar(ScalarMappable(scale, colours), ax=axes[1], label="step", pad=0.02)
     return figure
 

@@ -21,6 +21,7 @@ from scipy import stats
 from transformers import AutoProcessor
 
 from diagnostics.answers import answer, ask, distributions, encode, read
+from diagnostics.plots import save
 from diagnostics.scaling import scaled
 from examples.emoji.evaluate import name_pictures, open_picture, perplexity
 from examples.emoji.parts import RUN
@@ -186,10 +187,9 @@ def main(max_runs: int = 1000) -> None:
         records = [row for row in map(json.loads, lines) if row["arm"] in ARMS]  # the others are earlier runs
         done = {(row["arm"], row["seed"], row["rate"]) for row in records}
         left = [cell for cell in plan(records) if cell not in done]
-        told = report(records, at_end=not left)
-        logger.info("%s\n\n%d runs are done, %d are left: %s", told, len(done), len(left), left[:1])
+        logger.info("%s\n\n%d done, %d left: %s", report(records, at_end=not left), len(done), len(left), left[:1])
         if rows := [row for row in records if "names" in row]:
-            draw_lengths(pd.DataFrame(rows), SCALES).savefig(RECORDS.with_suffix(".png"), dpi=160)
+            save(draw_lengths(pd.DataFrame(rows), SCALES), RECORDS.with_suffix(".png"))
         if not left or number == max_runs:
             break
         with RECORDS.open("a", encoding="utf-8") as file:

@@ -68,7 +68,7 @@ def test_it_searches_then_pairs_and_goes_on(
     assert [cell[0] for cell in cells[22:]] == [LONG] * 11 + [STARTED] * 11
     assert plan(rows) == cells
     text = caplog.records[-1].getMessage()
-    assert "GWC at T: ahead\n\n44 runs are done, 0 are left" in text
+    assert "GWC at T: ahead\n\n44 done, 0 left" in text
     assert ["77.7" in record.getMessage() for record in caplog.records][-3:] == [False, False, True]
     assert (tmp_path / "trial.png").exists()
     # 30 T always loses: 2 of 256 flips, doubled. The start at T gains in four pairs and ties in four: 2 of 16.

@@ -34,12 +34,12 @@ def draw_answers(
 
 @styled
 def draw_lengths(runs: pd.DataFrame, scales: Sequence[float]) -> Figure:
-    """Right names by the norm that image tokens are tested at: each arm's mean over runs, its 95% t interval, and a
-    line at the norm trained at. `runs` holds `arm`, `length` and `names, x {scale}`."""
+    """Right names by the norm that image tokens are tested at: each arm's mean over seeds, its 95% t interval, and a
+    line at the norm trained at. `runs` holds `arm`, `seed`, `length` and `names, x {scale}`."""
     figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
     for style, (arm, rows) in zip(MODELS, runs.groupby("arm", sort=False), strict=False):
-        shares, length = rows[[f"names, x {scale}" for scale in scales]], rows["length"].mean()
-        mean, reach = shares.mean(), stats.t.ppf(0.975, len(rows) - 1) * shares.sem()
+        shares, length = rows.groupby("seed")[[f"names, x {scale}" for scale in scales]].mean(), rows["length"].mean()
+        mean, reach = shares.mean(), stats.t.ppf(0.975, len(shares) - 1) * shares.sem()
         found = {"norm": np.multiply(scales, length), "mean": mean, "low": mean - reach, "high": mean + reach}
         draw_curve(axis, pd.DataFrame(found), "norm", label=arm, **style)
         axis.axvline(length, color=style["color"], linewidth=0.6, linestyle=":", zorder=0)

@@ -49,10 +49,10 @@ ONE_NAME = {
 
 
 def differences(records: Sequence[Record], arm: str) -> list[np.ndarray]:
-    """An arm's right names less those of no norm, in points by drawing: an array for each pair, by seed."""
-    hits = {(row["arm"], row["seed"]): np.array([*row["hits"]], float) for row in records if "hits" in row}
-    pairs = [(hits[key], hits[PLAIN, key[1]]) for key in sorted(hits) if key[0] == arm and (PLAIN, key[1]) in hits]
-    return [100 * (named - plain) for named, plain in pairs]
+    """An arm's right names less those of no norm on the same processor, in points by drawing; an array for a seed."""
+    hits = {(row["arm"], row["seed"], row["processor"]): row["hits"] for row in records if "hits" in row}
+    pairs = [(hits[key], hits.get((PLAIN, *key[1:]))) for key in sorted(hits) if key[0] == arm]
+    return [100 * (np.array([*named], float) - np.array([*plain], float)) for named, plain in pairs if plain]
 
 
 def num_pairs(pairs: Sequence[np.ndarray]) -> int:
@@ -92,8 +92,8 @@ def report(records: Sequence[Record], at_end: bool = False) -> str:
     raised, others = 0.0, sorted((row["p"], arm) for arm, row in rows.items() if arm != NORM)
     for number, (p, arm) in enumerate(others):
         rows[arm]["Holm's p"] = raised = min(1, max(raised, p * (2 - number)))
-    runs = pd.DataFrame([row for row in records if "names" in row]).drop(columns=["seed", "rate"])
-    means = runs.drop(columns=[] if at_end else "OpenMoji").groupby("arm", sort=False).mean(numeric_only=True)
+    runs = pd.DataFrame([row for row in records if "names" in row]).groupby(["arm", "processor"], sort=False)
+    means = runs.mean(numeric_only=True).drop(columns=["seed", "rate", *([] if at_end else ["OpenMoji"])])
     verdict = judge(rows[NORM], num_pairs(differences(records, NORM)))
     runs, less = (table.T.to_string(float_format="%.3f") for table in (means, pd.DataFrame(rows)))
     return f"{runs}\n\nLess no norm:\n{less}\n\n{NORM}: {verdict}"

@@ -40,7 +40,7 @@ def test_the_verdict_and_the_number_of_pairs() -> None:
 def stand_in(cell: tuple[str, int, float]) -> dict[str, object]:
     """The record of a run: the middle rate is best, the next as good; the norm gains 3 points, and 30 T loses 9."""
     arm, seed, rate = cell
-    row = {"arm": arm, "seed": seed, "rate": rate, "length": 1.0, "OpenMoji": 77.7}
+    row = {"arm": arm, "seed": seed, "rate": rate, "processor": "a CPU", "length": 1.0, "OpenMoji": 77.7}
     if seed == 0:
         return row | {"searched": 40.0 if rate >= RATES[1] else 20.0}
     share = 30 + seed + {PLAIN: 0, NORM: 3, LONG: -9, STARTED: 0}[arm] + (seed % 2 if arm != PLAIN else 0)
@@ -67,6 +67,8 @@ def test_it_searches_then_pairs_and_goes_on(
     assert cells[:8] == [*itertools.product((PLAIN, NORM), [0], RATES), (PLAIN, 1, 5e-5), (NORM, 1, 5e-5)]
     assert [cell[0] for cell in cells[22:]] == [LONG] * 11 + [STARTED] * 11
     assert plan(rows) == cells
+    elsewhere = [row | {"processor": "a GPU"} for row in rows if row["arm"] == LONG]  # no norm didn't run there
+    assert [pair.mean() for pair in trial.differences(rows + elsewhere, LONG)] == [-8, -9] * 4
     text = caplog.records[-1].getMessage()
     assert "GWC at T: ahead\n\n44 done, 0 left" in text
     assert ["77.7" in record.getMessage() for record in caplog.records][-3:] == [False, False, True]

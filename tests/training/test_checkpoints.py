@@ -157,13 +157,23 @@ def test_the_optimizer_holds_what_is_trained_and_decays_no_norms_and_biases(
     assert sum(count for module, _, count in decays if module == "vision_tower") == 2 * 16 + 3
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_fused", "sgd"])
+@pytest.mark.parametrize(("optim", "accumulated"), [("adamw_torch_fused", 1), ("sgd", 2)])
 def test_the_rehearsal_leaves_no_trace(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, accumulated: int
 ) -> None:
+    """Its second pass meets the gradients of the first where a step's does, for else it would take more memory."""
+    compute_loss, held = NormLlavaTrainer.compute_loss, []
+
+    def look(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        held.append(any(parameter.grad is not None for parameter in model.parameters()))
+        return compute_loss(trainer, model, *args, **kwargs)
+
     fields = {**finished, "optim": optim, "weight_decay": 0.1, "max_steps": 3, "lr_scheduler_type": "constant"}
     fields |= {"vision_learning_rate": 1e-3, "dataloader_num_workers": 1, "logging_steps": 1}
+    fields |= {"per_device_train_batch_size": 2, "global_batch_size": 2 * accumulated}
+    monkeypatch.setattr(NormLlavaTrainer, "compute_loss", look)
     run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "with")})
+    assert held[:4] == [False, accumulated == 2] * 2  # the rehearsal's, then a step's
     monkeypatch.setattr(NormLlavaTrainer, "_prepare_for_training", SFTTrainer._prepare_for_training)
     run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "without")})
     assert moved(tmp_path / "with", tmp_path / "without") == set()

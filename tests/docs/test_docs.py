@@ -66,8 +66,7 @@ SHELL = list(blocks("bash"))
 def module_of(words: list[str]) -> tuple[str, list[str]] | None:
     """The module of ours that a command line starts, and its arguments."""
     if words[:2] == ["accelerate", "launch"]:
-        at = words.index("training/sft.py")
-        return "training.sft", words[at + 1 :]
+        return "training.sft", words[words.index("training/sft.py") + 1 :]
     if not words[0].endswith("python"):
         return None
     if words[1] != "-m":
@@ -95,7 +94,8 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_takes_the_options_that_a_page_gives(command: str) -> None:
+def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no folder is that a reader wrote by a page's command
     words = shlex.split(command)
     if words[0] == "make":
         assert words[1] in re.findall(r"^([\w./()$-]+):", makefile(), re.MULTILINE)

@@ -136,7 +136,7 @@ class NormLlavaTrainer(SupervisedTrainer):
             with rehearsal(model, self.optimizer.optimizer, self.args.device):
                 for column, padded in (("length", not self.data_collator.packed), ("num_images", False)):
                     rows = largest_batch(self._sampler, row_lengths(self.train_dataset, column), padded)
-                    if self.args.gradient_accumulation_steps == 1:  # else a pass does meet gradients of the one before
+                    if self.args.gradient_accumulation_steps == 1:  # with more, a pass does find older gradients
                         model.zero_grad()
                     super().training_step(model, self.data_collator([self.train_dataset[row] for row in rows]))
             self._metrics["train"].clear()

@@ -49,7 +49,7 @@ ONE_NAME = {
 
 
 def differences(records: Sequence[Record], arm: str) -> list[np.ndarray]:
-    """An arm's right names less those of no norm on the same processor, in points by drawing; an array for a seed."""
+    """An arm's right names less those of no norm on the same processor, in points by drawing: an array a pair."""
     hits = {(row["arm"], row["seed"], row["processor"]): row["hits"] for row in records if "hits" in row}
     pairs = [(hits[key], hits.get((PLAIN, *key[1:]))) for key in sorted(hits) if key[0] == arm]
     return [100 * (np.array([*named], float) - np.array([*plain], float)) for named, plain in pairs if plain]

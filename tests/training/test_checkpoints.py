@@ -161,7 +161,7 @@ def test_the_optimizer_holds_what_is_trained_and_decays_no_norms_and_biases(
 def test_the_rehearsal_leaves_no_trace(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, accumulated: int
 ) -> None:
-    """Its second pass meets the gradients of the first where a step's does, for else it would take more memory."""
+    """Its second pass meets the first one's gradients only where a step's does: no run that fits is refused."""
     compute_loss, held = NormLlavaTrainer.compute_loss, []
 
     def look(trainer: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

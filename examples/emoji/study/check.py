@@ -1,0 +1,96 @@
+"""Compares the study's arms with what `training/compose.py` makes of the same seed, before any of them is trained.
+
+    python -m examples.emoji.study.check SEED
+
+The study makes all arms from one alignment; the command aligns each arm by itself. For each arm of block 2 and both
+ways this prints the norm of its image tokens, the names that they point at, and the cosine between them and those of
+the shared start. The same goes into `runs/emoji/study/check-SEED.json`.
+"""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import torch
+from torch import nn
+from transformers import AutoProcessor
+
+from examples.emoji.parts import RUN
+from examples.emoji.study.cells import WHAT_TO_DO, Projector, Record
+from examples.emoji.study.measures import PRIMARY, drawings_by, image_tokens, measure_tokens
+from examples.emoji.study.starts import begin, make_start, write_rows
+from examples.steps import ROOT
+from modeling_normllava import NormLlavaForConditionalGeneration
+
+
+logger = logging.getLogger(__name__)
+
+WORK = RUN / "study"
+OPTIONS = {
+    Projector.PLAIN: ["--projector_norm=none"],
+    Projector.SCALED: ["--projector_norm=none", "--scale_projector"],
+    Projector.NORM: [],
+}
+
+
+def compose_by_command(projector: Projector, seed: int, folder: Path) -> None:
+    """Compose and align an arm as a user would, without the drawings that decide."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    captions = write_rows("captions.json", folder.parent)
+    command = [
+        "training/compose.py",
+        f"--vision_model={RUN / 'vision'}",
+        f"--text_model={RUN / 'text'}",
+        "--vision_feature_layer=-1",
+        f"--captions={captions}",
+        f"--image_folder={RUN / 'pictures'}",
+        f"--seed={seed}",
+        f"--output_dir={folder}",
+        *OPTIONS[projector],
+    ]
+    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+
+
+def mean_cosine(tokens: torch.Tensor, others: torch.Tensor) -> float:
+    """Mean cosine of image tokens, both `(num_drawings, num_patches, hidden_size)`."""
+    return nn.functional.cosine_similarity(tokens, others, dim=-1).mean().item()
+
+
+def check(seed: int) -> list[Record]:
+    """A row for each arm and each way of making it."""
+    start = WORK / f"start-{seed}"
+    if not start.exists():
+        make_start(seed, start)
+    drawings = [record for artist in PRIMARY for record in drawings_by(artist)]
+    shared = NormLlavaForConditionalGeneration.from_pretrained(start).eval()
+    shared_tokens = image_tokens(shared, AutoProcessor.from_pretrained(start), drawings)
+
+    rows = []
+    for arm in WHAT_TO_DO.arms:
+        composed = WORK / f"check-{seed}" / arm.projector.value
+        if not (composed / "processor_config.json").exists():
+            compose_by_command(arm.projector, seed, composed)
+        by_command = NormLlavaForConditionalGeneration.from_pretrained(composed)
+        by_study, processor = begin(arm, start)
+
+        for way, model in (("study", by_study), ("command", by_command)):
+            measured = measure_tokens(model.eval(), processor)
+            cosine = mean_cosine(image_tokens(model, processor, drawings), shared_tokens)
+            rows.append({"arm": arm.name, "made by": way, **measured, "cosine to the shared start": cosine})
+    return rows
+
+
+def main(seed: str) -> None:
+    """Check a seed's arms."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    WORK.mkdir(parents=True, exist_ok=True)
+    rows = check(int(seed))
+    (WORK / f"check-{seed}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    logger.info("%s", pd.DataFrame(rows).to_string(index=False, float_format="%.3f"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,64 @@
+"""Trains a run's model: training/sft.py, with a learning rate of its own for the projector's second layer.
+
+python -m examples.emoji.study.train RATE --config training/recipes/SmolLM2-135M-Instruct/stage2.yaml ...
+"""
+
+import sys
+from functools import partial
+from typing import Any
+
+import torch
+from diagnostics.console import command
+from torch import nn
+from typing_extensions import override
+
+from training import sft
+from training.trainer import NormLlavaTrainer
+
+
+class SecondLayerTrainer(NormLlavaTrainer):
+    """[`NormLlavaTrainer`] whose optimizer moves the projector's second layer at a rate of its own.
+
+    Only the optimizer knows of it: both layers are clipped together, as ever.
+    """
+
+    def __init__(self, second_layer_rate: float, *args: Any, **kwargs: Any) -> None:
+        self._second_layer_rate = second_layer_rate
+        super().__init__(*args, **kwargs)
+
+    @override
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The optimizer of the run, with one more group."""
+        if self.optimizer is not None:
+            return self.optimizer
+
+        optimizer = super().create_optimizer(model)
+        second_layer = set(self._unwrapped().model.multi_modal_projector.linear_2.parameters())
+
+        groups = []
+        for group in optimizer.param_groups:
+            others = [parameter for parameter in group["params"] if parameter not in second_layer]
+            second = [parameter for parameter in group["params"] if parameter in second_layer]
+            if others:
+                groups.append({**group, "params": others})
+            if second:
+                groups.append({**group, "params": second, "lr": self._second_layer_rate})
+        optimizer.param_groups = groups
+        return optimizer
+
+
+def main(rate: float, argv: list[str]) -> None:
+    """Train with the options of training/sft.py."""
+    sft_trainer: Any = partial(SecondLayerTrainer, rate)
+    # The study's code alone knows this rate, so it takes the place of sft's trainer instead of an option there.
+    trainer = sft.NormLlavaTrainer
+    sft.NormLlavaTrainer = sft_trainer  # type: ignore[misc]
+    try:
+        sft.main(argv)
+    finally:
+        sft.NormLlavaTrainer = trainer  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    with command():
+        main(float(sys.argv[1]), sys.argv[2:])

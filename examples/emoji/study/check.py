@@ -7,6 +7,7 @@ ways this prints the norm of its image tokens, the names that they point at, and
 the shared start. The same goes into `runs/emoji/study/check-SEED.json`.
 """
 
+import argparse
 import json
 import logging
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from diagnostics.console import command, parse
 from torch import nn
 from transformers import AutoProcessor
 
@@ -40,7 +42,7 @@ def compose_by_command(projector: Projector, seed: int, folder: Path) -> None:
     """Compose and align an arm as a user would, without the drawings that decide."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     captions = write_rows("captions.json", folder.parent)
-    command = [
+    compose = [
         "training/compose.py",
         f"--vision_model={RUN / 'vision'}",
         f"--text_model={RUN / 'text'}",
@@ -51,7 +53,7 @@ def compose_by_command(projector: Projector, seed: int, folder: Path) -> None:
         f"--output_dir={folder}",
         *OPTIONS[projector],
     ]
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, *compose], cwd=ROOT, check=True)
 
 
 def mean_cosine(tokens: torch.Tensor, others: torch.Tensor) -> float:
@@ -83,14 +85,22 @@ def check(seed: int) -> list[Record]:
     return rows
 
 
-def main(seed: str) -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seed", type=int, help="one of block 2's")
+    return parser
+
+
+@command()
+def main() -> None:
     """Check a seed's arms."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    seed = parse(build_parser()).seed
     WORK.mkdir(parents=True, exist_ok=True)
-    rows = check(int(seed))
+    rows = check(seed)
     (WORK / f"check-{seed}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     logger.info("%s", pd.DataFrame(rows).to_string(index=False, float_format="%.3f"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -6,8 +6,11 @@ serves both stages. Each part of a message is on a line of its own, as in LLaVA'
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+
+from conversations.layouts import IMAGE_MARK
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ _PLAIN_TEMPLATE = """\
 
 
 def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-    """The format whose end-of-turn token the tokenizer has; LLaVA-1.5's (Vicuna) if it has none of them.
+    """The tokenizer's chat format: a known one by its end-of-turn token, else the one that its own chat template shows
+    (`"the language model's own"`), else LLaVA-1.5's (`"Vicuna"`).
 
     Raises:
         ValueError: if the tokenizer has no known end-of-turn token and no `eos_token` either.
@@ -111,12 +115,67 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         raise ValueError(
             "The tokenizer has no `eos_token`, so answers have no end token. Set it in tokenizer_config.json."
         )
-    return ChatFormat("Vicuna", "", "USER: ", " ", "ASSISTANT:", tokenizer.eos_token, answer_start=" ")
+    return read_format(tokenizer) or ChatFormat(
+        "Vicuna", "", "USER: ", " ", "ASSISTANT:", tokenizer.eos_token, answer_start=" "
+    )
+
+
+def read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
+    """The format that a tokenizer's own chat template shows, if a [`ChatFormat`] can say it; else `None`."""
+    if not tokenizer.chat_template:
+        return None
+    try:
+        question = _render(tokenizer, ["Q1"])
+        asked = _render(tokenizer, ["Q1"], add_generation_prompt=True)
+        answered = _render(tokenizer, ["Q1", "A1"])
+        instructed = _render(tokenizer, ["Q1"], system="S1")
+    except Exception:  # a template may refuse a role, or raise what it likes
+        return None
+
+    user, _, turn_end = question.partition("Q1")
+    answer_start, _, after_answer = answered.removeprefix(asked).partition("A1")
+    has_system_turn = instructed.endswith(f"S1{turn_end}{question}")
+    candidate = ChatFormat(
+        name="the language model's own",
+        system=instructed.partition("S1")[0] if has_system_turn else None,
+        user=user,
+        turn_end=turn_end,
+        assistant=asked.removeprefix(question),
+        end_of_turn=tokenizer.eos_token,
+        separator=after_answer.removeprefix(tokenizer.eos_token),
+        answer_start=answer_start,
+    )
+    return candidate if _writes_the_same(tokenizer, candidate) else None
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | None = None, **options: Any) -> str:
+    """Questions and answers in turn, as the tokenizer's chat template writes them, less what begins every text."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    for number, text in enumerate(texts):
+        messages.append({"role": ("user", "assistant")[number % 2], "content": text})
+    written = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return written.removeprefix(tokenizer.bos_token or "")
+
+
+def _writes_the_same(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) -> bool:
+    """Whether a format writes what the tokenizer's own template does, of several turns, with and without a system
+    message."""
+    template = _render_format(candidate, tokenizer, image_token=IMAGE_MARK)
+    for texts in (["One?"], ["One?", "Two."], ["One?", "Two.", "Three?", "Four."]):
+        for system in (None, "Be brief."):
+            ours = _render(tokenizer, texts, system, chat_template=template)
+            if ours != _render(tokenizer, texts, system):
+                return False
+    return True
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
     """Jinja template of the tokenizer's own chat format, for messages with text and `{"type": "image"}` parts."""
-    style = chat_format(tokenizer)
+    return _render_format(chat_format(tokenizer), tokenizer, image_token)
+
+
+def _render_format(style: ChatFormat, tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
+    """Jinja template of a format."""
     system = '{{- @system@ + render(message["content"]) + @turn_end@ -}}'
     if style.system is None:
         system = '{%- set ns.system = (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) -%}'

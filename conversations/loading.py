@@ -1,23 +1,44 @@
-"""Load rows from a LLaVA JSON file, a dataset on disk or on the Hub, or a stream of these."""
+"""Load rows from JSON or parquet files, a dataset on disk or on the Hub, or a stream of these.
+
+Whatever their layout (conversations/layouts.py), rows come out with `images` or `image`, undecoded, `conversations` in
+LLaVA's turns, `problem`, `image_folder` and `source`.
+"""
 
 import hashlib
 import json
+import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowException
 
-from conversations.files import sha256
-from conversations.rows import Row, row_images
+from conversations.files import hash_files, sha256
+from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ, READERS, Row, read_row
+from conversations.sources import Source, find_source
 
+
+logger = logging.getLogger(__name__)
 
 # Shards of a stream of rows that are on disk: as many readers can share them evenly.
 NUM_SHARDS = 64
+# What a row becomes that isn't in LLaVA's layout already. Turns are stored as text, since they may be malformed.
+READ_FEATURES = datasets.Features(
+    {
+        "conversations": datasets.Value("string"),
+        "problem": datasets.Value("string"),
+        "unread": datasets.List(datasets.Value("string")),
+    }
+)
+PICTURES = datasets.List(datasets.Image(decode=False))
 
 
 def load_rows(
@@ -27,22 +48,27 @@ def load_rows(
     split: str = "train",
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Rows of a LLaVA JSON or JSONL file, or of a dataset on disk or on the Hub.
+    """Rows of a file, of files that a pattern matches, of a folder, or of a dataset on disk or on the Hub.
 
     A JSON file is converted once, into datasets' cache folder; rows are memory-mapped. Picture paths are relative to
     `image_folder`, by default the folder of the file or dataset; rows on the Hub need one if their pictures are paths.
+    Fields that have content and that nothing reads are named in a warning.
 
     Raises:
-        ValueError: if these are not rows, there are none, or there is no such folder, split or configuration.
+        ValueError: if these are not rows, there are none, or there is no such file, folder, split or configuration.
     """
-    if image_folder is not None and not Path(image_folder).is_dir():
-        raise ValueError(f"The image folder {image_folder} does not exist.")
-    folder = os.path.abspath(image_folder or (os.path.dirname(name) if _kind(name) == "json" else name))
+    source = find_source(name)
+    if image_folder is not None:
+        image_folder = os.path.expanduser(image_folder)
+        if not Path(image_folder).is_dir():
+            raise ValueError(f"The image folder {image_folder} does not exist.")
+    folder = os.path.abspath(image_folder or source.folder)
+
     try:
-        if streaming and _kind(name) == "dataset":
-            rows = _stream(name, folder, config, split)
+        if streaming and source.kind in ("parquet", "dataset"):
+            rows = _stream(source, folder, config, split)
         else:
-            rows = _standardise(_open(name, config, split), name, folder)
+            rows = _standardise(_open(source, config, split), source, folder)
         if next(iter(rows), None) is None:
             raise ValueError("there are no rows.")
     except (ArrowException, DatasetGenerationError, IndexError, TypeError, ValueError) as error:
@@ -53,60 +79,84 @@ def load_rows(
 
 
 def has_splits(name: str) -> bool:
-    """Whether a dataset may have named splits; a JSON file or a single saved dataset only has "train"."""
-    return _kind(name) == "dataset" or Path(name, "dataset_dict.json").exists()
+    """Whether a dataset may have named splits; files or a single saved dataset only have "train"."""
+    source = find_source(name)
+    return source.kind == "dataset" or Path(source.name, "dataset_dict.json").exists()
 
 
-def _kind(name: str) -> Literal["json", "saved", "dataset"]:
-    """A JSON file; what `save_to_disk` writes; or a folder or Hub id for `load_dataset`."""
-    if name.lower().endswith((".json", ".jsonl", ".ndjson")):
-        return "json"
-    is_saved = any(Path(name, file).exists() for file in ("dataset_dict.json", "state.json"))
-    return "saved" if is_saved else "dataset"
-
-
-def _open(name: str, config: str | None, split: str) -> datasets.Dataset:
+def _open(source: Source, config: str | None, split: str) -> datasets.Dataset:
     """The rows as they are stored."""
-    kind = _kind(name)
-    if kind == "dataset":
-        return datasets.load_dataset(name, config, split=split)
-    if kind == "saved":
-        rows = datasets.load_from_disk(name)
+    if source.kind == "dataset":
+        return datasets.load_dataset(source.name, config, split=split, features=_common_features(source))
+    if source.kind == "saved":
+        rows = datasets.load_from_disk(source.name)
+    elif source.kind == "parquet":
+        files = [str(file) for file in source.files]
+        rows = datasets.load_dataset("parquet", data_files=files, split="train", features=_common_features(source))
     else:
-        features = datasets.Features(
-            {"images": datasets.List(datasets.Image(decode=False)), "conversations": datasets.Value("string")}
-        )
-        # The first process parses the file. The key is its content and this code.
-        key = hashlib.sha256((sha256(Path(name)) + sha256(Path(__file__))).encode()).hexdigest()
-        rows = datasets.Dataset.from_generator(
-            _read_json, features=features, gen_kwargs={"name": name}, fingerprint=key
-        )
+        rows = _read_json_files(source)
+
     splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
     if config is not None or split not in splits:
         raise ValueError(f"it has the splits {', '.join(splits)} and no configurations, so no {config or split!r}.")
     return splits[split]
 
 
-def _read_json(name: str) -> Iterator[Row]:
-    """Pictures and conversations of a file's rows."""
-    for number, row in enumerate(_parse_json(Path(name))):
-        if not isinstance(row, dict):
-            problem = 'is not a row like {"image": ..., "conversations": [...]}'
-            raise ValueError(f"row {number} {problem}: {json.dumps(row)[:60]}")
-        # Only the fields that are used: LLaVA's `id` is a number in some rows and a string in others, which Arrow
-        # rejects. What is not a path becomes text that names no file, so that the row's check reports it.
-        paths = [image if isinstance(image, str) else f"{image} (not a path)" for image in row_images(row)]
-        yield {
-            "images": [{"bytes": None, "path": path.encode(errors="replace").decode()} for path in paths],
-            "conversations": json.dumps(row.get("conversations")),
-        }
+def _common_features(source: Source) -> datasets.Features | None:
+    """Features that fit all parquet files of a source, where `datasets` wouldn't find them; else `None`.
+
+    It takes the first file's. A column that is all null there, such as the pictures of a shard without any, has no
+    type in that file, and the next one would not fit.
+    """
+    files = source.files or sorted(Path(source.name).rglob("*.parquet"))
+    schemas = [pq.read_schema(file) for file in files]
+    if not schemas or not any(pa.types.is_null(field.type) for schema in schemas for field in schema):
+        return None
+
+    fields: dict[str, pa.Field] = {}
+    for schema in schemas:
+        for field in schema:
+            if field.name not in fields or pa.types.is_null(fields[field.name].type):
+                fields[field.name] = field
+    return datasets.Features.from_arrow_schema(pa.schema(list(fields.values())))
+
+
+def _read_json_files(source: Source) -> datasets.Dataset:
+    """The rows of JSON files, read once for each content of the files and of this code."""
+    code = hash_files(Path(__file__).parent, "*.py")
+    contents = [sha256(file) for file in source.files]
+    key = hashlib.sha256(json.dumps([contents, code]).encode()).hexdigest()
+    return datasets.Dataset.from_generator(
+        _read_json,
+        features=datasets.Features({"images": PICTURES, **READ_FEATURES}),
+        gen_kwargs={"names": [str(file) for file in source.files]},
+        fingerprint=key,
+    )
+
+
+def _read_json(names: list[str]) -> Iterator[Row]:
+    """The rows of JSON files in our layout."""
+    for name in names:
+        for number, fields in enumerate(_parse_json(Path(name))):
+            if not isinstance(fields, dict):
+                problem = 'is not a row like {"image": ..., "conversations": [...]}'
+                raise ValueError(f"{name}, row {number} {problem}: {json.dumps(fields)[:60]}")
+            row = read_row(fields)
+            # What is not a path becomes text that names no file, so that the row's check reports it.
+            paths = [image if isinstance(image, str) else f"{str(image)[:80]} (not a path)" for image in row["images"]]
+            images = [{"bytes": None, "path": path.encode(errors="replace").decode()} for path in paths]
+            yield {**row, "images": images, "conversations": json.dumps(row["conversations"])}
 
 
 def _parse_json(path: Path) -> Iterator[Any]:
-    """The values of a JSON list or of JSON lines."""
+    """The rows of a JSON list, of a mapping that holds one list, as in `{"data": [...]}`, or of JSON lines."""
     text = path.read_text(encoding="utf-8-sig")
     if text.lstrip().startswith("["):
         yield from json.loads(text)
+        return
+    rows = _only_list(text)
+    if rows is not None:
+        yield from rows
         return
     for number, line in enumerate(text.split("\n"), 1):  # strings may contain Unicode line separators
         if line.strip():
@@ -116,57 +166,205 @@ def _parse_json(path: Path) -> Iterator[Any]:
                 raise ValueError(f"line {number}: {error}. Give a list of rows, or a row on each line.") from None
 
 
-def _undecoded(features: datasets.Features) -> datasets.Features:
-    """The columns of pictures and conversations, with the pictures undecoded."""
-    column = "images" if "images" in features else "image"
-    for needed in ("conversations", column):
-        if needed not in features:
-            raise ValueError(f"no column {needed!r} among {list(features)}.")
+def _only_list(text: str) -> list[Any] | None:
+    """The list of a file that holds one mapping with one list of rows; `None` for JSON lines."""
+    try:
+        content = json.loads(text)
+    except ValueError:  # a second line, or no JSON: said by whoever reads the lines
+        return None
+    if not isinstance(content, dict) or content.keys() & READERS.keys():
+        return None
+    lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return lists[0] if len(lists) == 1 else None
+
+
+def _undecoded(feature: Any) -> Any:
+    """A feature in which no picture is decoded, however deep it lies."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, (datasets.List, datasets.LargeList)):
+        return type(feature)(_undecoded(feature.feature))
+    if isinstance(feature, dict):
+        return {name: _undecoded(inner) for name, inner in feature.items()}
+    return feature
+
+
+def _undecoded_features(features: datasets.Features) -> datasets.Features:
+    """Features of the same columns with undecoded pictures; `image` and `images` become pictures whatever they are."""
+    undecoded = {name: _undecoded(feature) for name, feature in features.items()}
     picture = datasets.Image(decode=False)
-    is_list = isinstance(features[column], (datasets.List, datasets.LargeList))
-    return datasets.Features(
-        {column: datasets.List(picture) if is_list else picture, "conversations": features["conversations"]}
-    )
+    for column in PICTURE_COLUMNS:
+        if column in features:
+            is_list = isinstance(features[column], (datasets.List, datasets.LargeList))
+            undecoded[column] = datasets.List(picture) if is_list else picture
+    return datasets.Features(undecoded)
 
 
-def _standardise(dataset: datasets.Dataset, name: str, image_folder: str) -> datasets.Dataset:
-    """A dataset with our columns, pictures undecoded. These are never rewritten, as they can take 100 GB."""
-    features = _undecoded(dataset.features)
+def _select(dataset: datasets.Dataset, features: datasets.Features) -> datasets.Dataset:
+    """Some columns of a dataset, as these features. Pictures are never rewritten, as they can take 100 GB."""
     dataset = dataset.select_columns(list(features))
     # `Dataset.cast` rewrites all pictures of a list column; casting the table copies none.
     info = dataset.info.copy()
     info.features = features
-    dataset = datasets.Dataset(dataset.data.cast(features.arrow_schema), info=info, split=dataset.split)
-    sources = [f"{name}, row {number}" for number in range(len(dataset))]
+    return datasets.Dataset(dataset.data.cast(features.arrow_schema), info=info, split=dataset.split)
+
+
+def _require_turns(features: datasets.Features) -> None:
+    if not READERS.keys() & features.keys():
+        raise ValueError(
+            f"no turns: the columns are {', '.join(features)}, and turns are read from {', '.join(READERS)}. Write "
+            "one of these from your own; docs/data.md has an example of each."
+        )
+
+
+def _is_llava(features: datasets.Features) -> bool:
+    """Whether the turns of a dataset stand as LLaVA's do, so that there is nothing to read."""
+    if READERS.keys() & features.keys() != {"conversations"} or "system" in features:
+        return False
+    turns = features["conversations"]
+    if not isinstance(turns, (datasets.List, datasets.LargeList)) or not isinstance(turns.feature, dict):
+        return False
+    return set(turns.feature) == {"from", "value"}
+
+
+def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -> datasets.Dataset:
+    """A dataset with our columns, pictures undecoded; says what nothing reads."""
+    if source.kind == "json":
+        unread = _count_names(dataset)
+        columns = [dataset.remove_columns("unread")]
+    else:
+        _require_turns(dataset.features)
+        features = _undecoded_features(dataset.features)
+        unread = _count_unread_columns(dataset)
+        beside = datasets.Features({name: features[name] for name in PICTURE_COLUMNS if name in features})
+        if _is_llava(features):
+            columns = [_select(dataset, datasets.Features({**beside, "conversations": features["conversations"]}))]
+        else:
+            read = _read_columns(dataset, features)
+            unread += _count_names(read)
+            columns = [_select(dataset, beside)] if beside else []
+            columns.append(read.remove_columns("unread"))
+    for field, count in unread.items():
+        logger.warning(
+            "%s: nothing reads `%s`, which has content in %d of %d rows", source.name, field, count, len(dataset)
+        )
+
+    sources = [f"{source.name}, row {number}" for number in range(len(dataset))]
     names = datasets.Dataset.from_dict({"image_folder": [image_folder] * len(sources), "source": sources})
-    return datasets.concatenate_datasets([dataset, names], axis=1)
+    return datasets.concatenate_datasets([*columns, names], axis=1)
 
 
-def _stream(name: str, image_folder: str, config: str | None, split: str) -> datasets.IterableDataset:
+def _read_columns(dataset: datasets.Dataset, features: datasets.Features) -> datasets.Dataset:
+    """The turns of a dataset in another layout than LLaVA's, with its pictures if they are inside the messages.
+
+    Pictures beside the messages are not loaded: their number stands for them. Those inside are copied into datasets'
+    cache folder.
+    """
+    texts = datasets.Features({name: features[name] for name in features if name in READ - set(PICTURE_COLUMNS)})
+    beside = [name for name in PICTURE_COLUMNS if name in features]
+    counts = {f"num_{name}": _count_pictures(dataset.data[name]) for name in beside}
+    table = _select(dataset, texts)
+    if counts:
+        table = datasets.concatenate_datasets([table, datasets.Dataset.from_dict(counts)], axis=1)
+    return table.map(
+        partial(_read_fields, beside=beside),
+        remove_columns=table.column_names,
+        features=READ_FEATURES if beside else datasets.Features({"images": PICTURES, **READ_FEATURES}),
+        desc="Reading the turns",
+    )
+
+
+def _read_fields(fields: Row, beside: list[str]) -> Row:
+    """A row of a dataset, whose pictures beside the turns stand as their number in `num_image` or `num_images`."""
+    placeholders = {name: ["beside"] * fields.pop(f"num_{name}") for name in beside}
+    row = read_row({**fields, **placeholders})
+    row["conversations"] = json.dumps(row["conversations"])
+    if beside:
+        inside = [image for image in row.pop("images") if image != "beside"]
+        if inside:
+            row["problem"] = (
+                f"a message holds a picture, though pictures have a column, {' or '.join(beside)}; use that"
+            )
+    return row
+
+
+def _count_pictures(column: pa.ChunkedArray) -> list[int]:
+    """The number of pictures in each row of a column of pictures or of lists of pictures."""
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
+    return pc.cast(_content_mask(column), pa.int64()).to_pylist()
+
+
+def _content_mask(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Which rows of a column have content, as `has_content` says of the values, without loading them."""
+    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
+        has_text = pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(column)), 0)
+        return pc.fill_null(has_text, False)
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
+    if pa.types.is_boolean(column.type):
+        return pc.fill_null(column, False)
+    return pc.is_valid(column)
+
+
+def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
+    """The number of rows with content by column that no reader uses."""
+    counts: Counter[str] = Counter()
+    for name in dataset.column_names:
+        if name not in READ and name not in IDENTIFYING:
+            counts[name] = pc.sum(_content_mask(dataset.data[name])).as_py() or 0
+    return +counts
+
+
+def _count_names(rows: datasets.Dataset) -> Counter[str]:
+    """The number of rows by name in their `unread`."""
+    names = pc.list_flatten(rows.data["unread"])
+    return Counter({count["values"]: count["counts"] for count in names.value_counts().to_pylist()})
+
+
+def _stream(source: Source, image_folder: str, config: str | None, split: str) -> datasets.IterableDataset:
     """A stream of a dataset's rows with our columns, pictures undecoded."""
-    rows = datasets.load_dataset(name, config, split=split, streaming=True)
-    features = rows.features or rows._resolve_features().features
-    wanted = datasets.Features({name: features[name] for name in ("id",) if name in features} | _undecoded(features))
-    undecoded = rows.select_columns(list(wanted)).cast(wanted)
-    return undecoded.map(partial(_name_row, name=name, image_folder=image_folder))
+    options: dict[str, Any] = {"streaming": True, "features": _common_features(source)}
+    if source.kind == "parquet":
+        files = [str(file) for file in source.files]
+        rows = datasets.load_dataset("parquet", data_files=files, split="train", **options)
+    else:
+        rows = datasets.load_dataset(source.name, config, split=split, **options)
+    stored = rows.features or rows._resolve_features().features
+    _require_turns(stored)
+    read = partial(_read_streamed, name=source.name, image_folder=image_folder)
+    return rows.cast(_undecoded_features(stored)).map(read, remove_columns=list(stored))
 
 
-def _name_row(row: Row, name: str, image_folder: str) -> Row:
-    """A stream doesn't number its rows, so the source is the `id` or the beginning of the text."""
-    place = row.get("id") or json.dumps(row["conversations"], default=str)[:80]
-    return {"image_folder": image_folder, "source": f"{name}, row {place}"}
+def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
+    """A streamed row in our layout. A stream doesn't number its rows, so the source is the `id` or the beginning of
+    the text."""
+    row = read_row(fields)
+    for field in row.pop("unread"):
+        _say_unread(name, field)
+    place = fields.get("id") or json.dumps(row["conversations"], default=str)[:80]
+    return {**row, "image_folder": image_folder, "source": f"{name}, row {place}"}
+
+
+@cache
+def _say_unread(name: str, field: str) -> None:
+    """Say it once in each process, since a stream's rows can't be counted before they are read."""
+    logger.warning("%s: nothing reads `%s`, which has content", name, field)
 
 
 def stream_fingerprint(name: str, config: str | None, split: str) -> str:
-    """A fingerprint of what a stream reads: the content of a JSON file, or names and sizes of local files, or the
+    """A fingerprint of what a stream reads: the content of JSON files, or names and sizes of other local files, or the
     commit on the Hub; with the configuration and the split."""
-    path = Path(name)
+    source = find_source(name)
+    path = Path(source.name)
     read: Any
-    if _kind(name) == "json":
-        read = sha256(path)
+    if source.kind == "json":
+        read = [sha256(file) for file in source.files]
+    elif source.files:
+        read = [(str(file), file.stat().st_size) for file in source.files]
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
         read = [(str(file.relative_to(path)), file.stat().st_size) for file in files]
     else:
-        read = datasets.load_dataset_builder(name, config).hash
+        read = datasets.load_dataset_builder(source.name, config).hash
     return hashlib.sha256(json.dumps([config, split, read]).encode()).hexdigest()

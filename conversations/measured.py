@@ -19,6 +19,7 @@ from datasets import Dataset, Features, List, Value, concatenate_datasets, confi
 from datasets.fingerprint import Hasher
 
 from conversations.files import hash_files
+from conversations.layouts import PICTURE_COLUMNS
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, Row, check_row, picture_path, row_images, row_turns
 from conversations.tokens import RowTokenizer
@@ -69,7 +70,8 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
     tokenize, code = check.tokenize, hash_files(Path(__file__).parent, "*.py")
     fingerprint = Hasher.hash([
         dataset._fingerprint, _file_states(dataset), tokenize.processor.tokenizer, tokenize.chat_template,
-        tokenize.processor.image_token, tokenize.tokens_per_image, tokenize.max_length, check.open_pictures, code,
+        tokenize.processor.image_token, tokenize.tokens_per_image, tokenize.max_length, tokenize.max_positions,
+        check.open_pictures, code,
         transformers.__version__, tokenizers.__version__,
     ])  # fmt: skip
     folder = Path(config.HF_DATASETS_CACHE) / "normllava"
@@ -119,7 +121,8 @@ def keep_good_rows(
         with report_file.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in bad)
         logger.warning("Left out %d of %d rows; listed with reasons in %s", len(bad), len(is_bad), report_file)
-    columns = [dataset.remove_columns("conversations"), tokens.remove_columns(["problem", "checksum"])]
+    replaced = [name for name in ("conversations", "problem") if name in dataset.column_names]
+    columns = [dataset.remove_columns(replaced), tokens.remove_columns(["problem", "checksum"])]
     joined, good = concatenate_datasets(columns, axis=1), np.flatnonzero(~is_bad)
     checksums = row_lengths(tokens.select(good), "checksum")
     return (joined.select(good) if len(bad) else joined), hashlib.sha256(checksums.tobytes()).hexdigest()
@@ -140,14 +143,19 @@ def _file_states(dataset: Dataset) -> str:
             return path, 0, 0
         return path, found.st_size, found.st_mtime_ns
 
-    seen, folder = hashlib.sha256(), dataset[0]["image_folder"]
-    column = dataset.select_columns("images" if "images" in dataset.column_names else "image")
+    seen = hashlib.sha256()
+    folder = dataset[0]["image_folder"]
+    columns = [name for name in PICTURE_COLUMNS if name in dataset.column_names]
+    if not columns:
+        return seen.hexdigest()
+
     with ThreadPoolExecutor() as threads:
-        for table in column.with_format("arrow").iter(1000):
-            for chunk in table[0].chunks:  # in Arrow, since Python would read pictures inside too
-                pictures = chunk if pa.types.is_struct(chunk.type) else chunk.flatten()
-                paths = pictures.field("path").filter(pictures.field("bytes").is_null()).to_pylist()
-                seen.update(json.dumps(list(threads.map(state, paths))).encode())
+        for table in dataset.select_columns(columns).with_format("arrow").iter(1000):
+            for column in table.columns:
+                for chunk in column.chunks:  # in Arrow, since Python would read pictures inside too
+                    pictures = chunk if pa.types.is_struct(chunk.type) else chunk.flatten()
+                    paths = pictures.field("path").filter(pictures.field("bytes").is_null()).to_pylist()
+                    seen.update(json.dumps(list(threads.map(state, paths))).encode())
     return seen.hexdigest()
 
 

@@ -1,23 +1,25 @@
-"""Rows of pictures and conversations, as LLaVA ships them, and what makes one a bad row.
+"""The one row that all else uses, and what makes it a bad row.
 
 A row has `images` or `image` (paths, or what `datasets.Image(decode=False)` gives), `image_folder` (the folder that
 paths are relative to), `conversations` (LLaVA's turns with `from` and `value`) and `source` (file or dataset and row
-number, for messages).
+number, for messages). Where its layout was another, `problem` says why it couldn't be read, if it couldn't.
+conversations/layouts.py reads the layouts.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from conversations.layouts import IMAGE_MARK, ROLE_NAMES, LayoutError, Row, beside_pictures
 
-IMAGE_MARK = "<image>"
-# A row's columns by name; users' rows may be malformed, so the values have no fixed type.
-Row = dict[str, Any]
+
+# Roles of chat messages by LLaVA's names of them.
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+# Characters of a path that messages show.
+LONGEST_PATH = 200
 
 
 class BadRowError(ValueError):
@@ -25,16 +27,28 @@ class BadRowError(ValueError):
 
     def __init__(self, source: str, problem: str = "") -> None:  # a data loader raises it anew with its message alone
         super().__init__(source, problem)
-        self.source, self.problem = source, problem
+        self.source = source
+        self.problem = problem
 
     def __str__(self) -> str:
         return f"{self.source}: {self.problem}." if self.problem else self.source
 
 
+def shortened(path: str) -> str:
+    """A path for a message: one of a megabyte is no path."""
+    return path if len(path) <= LONGEST_PATH else f"{path[:LONGEST_PATH]}... ({len(path)} characters)"
+
+
 def row_images(row: Row) -> list[Any]:
-    """The row's undecoded pictures: a column may hold one, a list, or nothing."""
-    images = row.get("image") if row.get("images") is None else row["images"]
-    return [image for image in (images if isinstance(images, list) else [images]) if image is not None]
+    """The row's undecoded pictures: a column may hold one, a list, or nothing.
+
+    Raises:
+        BadRowError: if two columns hold some.
+    """
+    try:
+        return beside_pictures(row)
+    except LayoutError as error:
+        raise BadRowError(row["source"], str(error)) from error
 
 
 def picture_path(row: Row, image: Any) -> str | None:
@@ -51,15 +65,28 @@ def picture_path(row: Row, image: Any) -> str | None:
         return name
     path = os.path.normpath(os.path.join(row["image_folder"], name))
     if not path.startswith(os.path.join(row["image_folder"], "")):
-        problem = f"image {name} is outside the image folder {row['image_folder']}; set one that holds all"
+        problem = f"image {shortened(name)} is outside the image folder {row['image_folder']}; set one that holds all"
         raise BadRowError(row["source"], problem)
     return path
 
 
 def row_turns(row: Row) -> list[dict[str, str]]:
-    """The row's turns in LLaVA's layout; rows of JSON files store them as text, since they may be malformed."""
-    turns = row["conversations"]
-    return json.loads(turns) if isinstance(turns, str) else turns
+    """The row's turns, with LLaVA's names of the roles; malformed ones as they are.
+
+    Rows of JSON files store them as text. A dataset's turns may say `user` and `assistant`.
+    """
+    stored = row["conversations"]
+    turns = json.loads(stored) if isinstance(stored, str) else stored
+    if not isinstance(turns, list):
+        return turns
+
+    renamed = []
+    for turn in turns:
+        role = turn.get("from") if isinstance(turn, dict) else None
+        if role in ("user", "assistant"):
+            turn = turn | {"from": ROLE_NAMES[role]}
+        renamed.append(turn)
+    return renamed
 
 
 def to_messages(row: Row) -> list[dict[str, Any]]:
@@ -90,35 +117,62 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> re.P
 def check_row(row: Row, control_tokens: re.Pattern[str] | None = None, needs_answer: bool = True) -> None:
     """Look at everything but the pixels. Text must not contain `control_tokens`, the model's.
 
-    Raises `BadRowError` if the row can't be trained on, or, where it needs no answer, not be asked about.
+    Raises:
+        BadRowError: if the row can't be trained on, or, where it needs no answer, not be asked about.
     """
-    problem = next(_problems(row, control_tokens, needs_answer), None)
-    if problem is not None:
+    problem = row.get("problem") or _find_problem(row, control_tokens, needs_answer)
+    if problem:
         raise BadRowError(row["source"], problem)
 
 
-def _problems(row: Row, control_tokens: re.Pattern[str] | None, needs_answer: bool) -> Iterator[str]:
-    """What is wrong with a row. Ask for the first alone: each check relies on those before it."""
+def _find_problem(row: Row, control_tokens: re.Pattern[str] | None, needs_answer: bool) -> str | None:
+    """What is wrong with a row, if anything is."""
     try:
-        turns, images = row_turns(row), row_images(row)
+        turns = row_turns(row)
     except ValueError:
-        yield "`conversations` is text that is not JSON"
+        return "`conversations` is text that is not JSON"
     if not isinstance(turns, list) or not turns:
-        yield "`conversations` is empty or not a list of turns"
+        return "`conversations` is empty or not a list of turns"
     for number, turn in enumerate(turns):
-        role, value = (turn.get("from"), turn.get("value")) if isinstance(turn, dict) else (None, None)
-        if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
-            yield f'turn {number} is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {str(turn)[:200]}'
-        elif control_tokens and (found := control_tokens.search(value)):
-            yield f"turn {number} contains {found[0]}, which this model's tokenizer reads as a control token"
+        problem = _find_turn_problem(turn, control_tokens)
+        if problem:
+            return f"turn {number} {problem}"
+
     answers = [turn["value"] for turn in turns if turn["from"] == "gpt"]
     if needs_answer and not any(answer.strip() for answer in answers):
-        yield "no assistant turn (`gpt`) with text, so there is nothing to learn"
+        return "no assistant turn (`gpt`) with text, so there is nothing to learn"
     if any(IMAGE_MARK in answer for answer in answers):
-        yield f"an assistant turn contains {IMAGE_MARK}"
+        return f"an assistant turn contains {IMAGE_MARK}"
+
+    images = row_images(row)
     marks = sum(turn["value"].count(IMAGE_MARK) for turn in turns)
     if marks != len(images):
-        yield f"{marks} {IMAGE_MARK} marks but {len(images)} images"
-    for path in filter(None, (picture_path(row, image) for image in images)):
-        if not os.path.isfile(path):
-            yield f"image file {path} is missing, or not a regular file"
+        return f"{marks} {IMAGE_MARK} marks but {len(images)} images"
+    for image in images:
+        path = picture_path(row, image)
+        if path is not None and not os.path.isfile(path):
+            return _describe_missing(image, path)
+    return None
+
+
+def _find_turn_problem(turn: Any, control_tokens: re.Pattern[str] | None) -> str | None:
+    """What is wrong with a turn, as a sentence without its subject."""
+    role = turn.get("from") if isinstance(turn, dict) else None
+    value = turn.get("value") if isinstance(turn, dict) else None
+    if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
+        return f'is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {str(turn)[:200]}'
+
+    control_token = control_tokens.search(value) if control_tokens else None
+    if control_token:
+        return (
+            f"contains {control_token[0]}, which this model's tokenizer reads as a control token. Write it otherwise, "
+            "or with a token of your own that isn't special: docs/data.md says how"
+        )
+    return None
+
+
+def _describe_missing(image: Any, path: str) -> str:
+    name = image["path"] if isinstance(image, dict) else image
+    if name.startswith("data:"):
+        return f"an image is base64 text ({len(name)} characters): write it to a file, and give its path"
+    return f"image file {shortened(path)} is missing, or not a regular file"

@@ -23,12 +23,14 @@ class RowTokenizer:
     Args:
         processor: The model's processor.
         chat_template: Jinja template that says what a row looks like.
-        max_length: Longest sample allowed, in tokens. Samples are never cut; `None` allows any length.
+        max_length: Longest sample allowed, in tokens. Samples are never cut.
+        max_positions: The decoder's number of positions: it was not made for longer samples.
     """
 
     processor: LlavaProcessor
     chat_template: str
     max_length: int | None = None
+    max_positions: int | None = None
     tokens_per_image: int = field(init=False)
     control_tokens: re.Pattern[str] = field(init=False)
     # Whether the template is LLaVA's, which reads no question: a conversation would lose its questions.
@@ -64,6 +66,11 @@ class RowTokenizer:
         length = len(input_ids) + num_images * (self.tokens_per_image - 1)
         if self.max_length is not None and length > self.max_length:
             raise BadRowError(row["source"], f"{length} tokens, more than max_length {self.max_length}")
+        if self.max_positions is not None and length > self.max_positions:
+            problem = (
+                f"{length} tokens, but the decoder has {self.max_positions} positions; max_length can only lower that"
+            )
+            raise BadRowError(row["source"], problem)
         if all(label == IGNORED for label in labels):
             problem = "no supervised token: the template marks no answer, or the tokenizer has `trim_offsets`"
             raise BadRowError(row["source"], problem)

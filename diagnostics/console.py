@@ -37,6 +37,8 @@ def command() -> Iterator[None]:
         # transformers' auto classes find no class for a folder, and go on to list all that they have.
         if not is_ours and not isinstance(error, ImportError | OSError) and "auto" not in raised_in.parts:
             raise
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            sys.exit(f"error: {error.filename}: {error.strerror}")
         sys.exit(f"error: {error if is_ours else str(error).strip().splitlines()[0]}")
     except KeyboardInterrupt:
         sys.exit("stopped")

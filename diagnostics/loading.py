@@ -15,8 +15,10 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedM
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
 from conversations.loading import load_rows
-from conversations.pictures import fingerprint, open_images, to_rgb
+from conversations.pictures import fingerprint, open_images
+from conversations.pixels import to_rgb
 from conversations.rows import BadRowError, Row, check_row, row_turns, to_messages
+from conversations.sources import find_source
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 
 
@@ -26,7 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_UNREADABLE = 100
 QUESTION = "Describe this picture."
 DATASET_SUFFIXES = (".arrow", ".parquet", ".tar")
-PICTURE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+# Pillow can't read HEIC, and says so for each file; without the suffix they would be passed over.
+PICTURE_SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # A chat message: its role, and its content as a list of texts and pictures.
 Message = dict[str, Any]
 
@@ -114,7 +117,7 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def read_questions(args: argparse.Namespace) -> Questions:
     """[`load_questions`] with the command line's options. Raises `ValueError` if there are none."""
-    if args.question is not None and not _is_of_pictures(Path(args.data)):
+    if args.question is not None and find_pictures(Path(args.data)) is None:
         raise ValueError(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
     try:
         return load_questions(args.data, args.num_samples, args.question or QUESTION, args.image_folder, args.split)
@@ -125,23 +128,37 @@ def read_questions(args: argparse.Namespace) -> Questions:
 def load_questions(
     data: str | Path, num_samples: int, question: str = QUESTION, image_folder: str | None = None, split: str = "train"
 ) -> Questions:
-    """What [`take_questions`] takes of rows as training reads them, or of a folder of pictures, all asked `question`.
+    """What [`take_questions`] takes of rows as training reads them, or of pictures, all asked `question`.
 
-    Pictures in subfolders count too, hidden files don't. Data on the Hub is read as far as needed.
+    `data` may be a picture, or a folder of them; those in subfolders count too, hidden files don't. Data on the Hub is
+    read as far as needed.
     """
-    if not _is_of_pictures(Path(data)):
-        of_data = load_rows(str(data), image_folder, split=split, streaming=not Path(data).exists())
-        return take_questions(of_data, num_samples, str(data))
-    visible = (Path(data, name) for name in iglob("**", root_dir=data, recursive=True))
-    paths = sorted(path for path in visible if path.suffix.lower() in PICTURE_SUFFIXES)
+    paths = find_pictures(Path(data))
+    if paths is None:
+        on_the_hub = not find_source(str(data)).is_local
+        return take_questions(
+            load_rows(str(data), image_folder, split=split, streaming=on_the_hub), num_samples, str(data)
+        )
     turns = [{"from": "human", "value": f"<image>\n{question}"}]
     rows = ({"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths)
     return take_questions(rows, num_samples, str(data))
 
 
-def _is_of_pictures(path: Path) -> bool:
-    """Whether `--data` is a folder of pictures, and not a dataset, which may hold some too."""
-    return path.is_dir() and not any(file.suffix in DATASET_SUFFIXES for file in path.rglob("*"))
+def find_pictures(data: Path) -> list[Path] | None:
+    """The picture files that `--data` names, itself or in a folder; `None` if it names rows.
+
+    A folder of rows may hold pictures too: beside a JSON file, or inside a dataset.
+    """
+    data = data.expanduser()
+    if data.is_file():
+        return [data] if data.suffix.lower() in PICTURE_SUFFIXES else None
+    if not data.is_dir() or find_source(str(data)).kind != "dataset":
+        return None
+    if any(file.suffix in DATASET_SUFFIXES for file in data.rglob("*")):
+        return None
+
+    visible = (data / name for name in iglob("**", root_dir=data, recursive=True))
+    return sorted(path for path in visible if path.suffix.lower() in PICTURE_SUFFIXES)
 
 
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:

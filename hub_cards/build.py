@@ -15,7 +15,7 @@ from conversations.rows import IMAGE_MARK, row_images, row_turns
 from diagnostics.answers import answer, ask
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
-from hub_cards.contents import ASSETS, CARD, OTHERS, PLOT, SERVING, SETTINGS, class_files
+from hub_cards.contents import ASSETS, CARD, OTHERS, PIXELS, PLOT, SERVING, SETTINGS, SPACE, class_files
 from hub_cards.facts import Facts, collect_facts, hub_id, read_json
 from hub_cards.licences import APACHE, Licence, licence_of
 
@@ -60,6 +60,8 @@ def build(
         shutil.copy(APACHE_TEXT, stage)  # of the class files and the vision encoder; its section 4a requires a copy
     for name in SERVING:
         shutil.copy(ASSETS / name, stage)
+    shutil.copy(PIXELS, stage)
+    build_space(output_dir.with_name("space"))
     if facts.diagnostics:
         with Image.open(run / "diagnostics" / "figures" / Path(PLOT).name) as picture:
             save_picture(picture, stage / PLOT)
@@ -67,6 +69,13 @@ def build(
     card = render_card(facts, licence, said, repo_id, revision, widgets, code)
     (stage / CARD).write_text(card, encoding="utf-8")
     return stage.rename(output_dir)  # an empty folder gives way
+
+
+def build_space(folder: Path) -> None:
+    """Write the Space's files, beside the release: the page, and the rule for a picture's pixels."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(SPACE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PIXELS, folder)
 
 
 def find_prose(run: Path) -> Path:

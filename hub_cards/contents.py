@@ -7,6 +7,7 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import modeling_normllava
+from conversations import pixels
 
 
 ASSETS = Path(__file__).with_name("assets")
@@ -21,10 +22,13 @@ SETTINGS = (
 OTHERS = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
 # A checkpoint without these can't answer.
 NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
+# What serves a model, and the rule for a picture's pixels, which an endpoint and a Space share with training.
 SERVING = ("handler.py", "requirements.txt")
+SPACE = ASSETS / "space"
+PIXELS = Path(str(pixels.__file__))
 PLOT = "diagnostics/overview.png"
 LISTED = {
-    *SETTINGS, *OTHERS, *SERVING, CARD, PLOT, "LICENSE", "LICENSE-APACHE", "NOTICE",
+    *SETTINGS, *OTHERS, *SERVING, PIXELS.name, CARD, PLOT, "LICENSE", "LICENSE-APACHE", "NOTICE",
     *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),
 }  # fmt: skip
 PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 import yaml
 from diagnostics.console import parse
+from transformers.integrations import get_available_reporting_integrations
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
@@ -45,6 +46,13 @@ ONLY: dict[str, tuple[Any, str]] = {
     "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),
 }
 FIELDS = "Every field is an option: ours stand in docs/reference.md, the others in TRL's SFTConfig and ModelConfig."
+# Fields that transformers and TRL have given up, and what to give in their place.
+RENAMED = {
+    "warmup_ratio": "warmup_steps: a number below 1 is a fraction of all steps, as in warmup_steps: 0.03",
+    "torch_dtype": "bf16: true or false; trained weights are float32",
+}
+# Paths in which a `~` stands for the home folder.
+PATHS = ("model_name_or_path", "dataset_name", "image_folder", "eval_dataset_name", "eval_image_folder", "output_dir")
 # Fields that each entry of `datasets` has instead.
 ONE_SOURCE = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
 
@@ -155,6 +163,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     known, rest = recipe_parser.parse_known_args(argv)
     parser = TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
     try:
+        refuse_renamed(rest)
         given = [] if known.config is None else read_recipe(Path(known.config), parser)
         parse(parser, given, f"{known.config}: ")
         parse(parser, rest)
@@ -162,8 +171,24 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     except (ValueError, TypeError, yaml.YAMLError) as error:  # of libraries; ours are told in one line
         raise ValueError(str(error)) from error
     run_args.recipe = known.config
+    for arguments in (run_args, args):
+        for name in PATHS:
+            if getattr(arguments, name, None) is not None:
+                setattr(arguments, name, os.path.expanduser(getattr(arguments, name)))
     check_arguments(run_args, args)
     return run_args, args
+
+
+def refuse_renamed(options: Sequence[str]) -> None:
+    """Say the new name of a field that people know by an old one.
+
+    Raises:
+        ValueError: if one is given.
+    """
+    for option_given in options:
+        name = option_given.removeprefix("--").partition("=")[0]
+        if name in RENAMED:
+            raise ValueError(f"{name} is now {RENAMED[name]}.")
 
 
 def read_recipe(path: Path, parser: TrlParser) -> list[str]:
@@ -174,9 +199,19 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
         recipe = yaml.safe_load(file)
     if not isinstance(recipe, dict) or None in recipe.values():
         raise ValueError(f"--config {path} must be a mapping of fields to values; leave out what has none.")
+    refuse_renamed(list(recipe))
     nested = {name: value for name, value in recipe.items() if isinstance(value, list | dict)}
     unknown = parser.set_defaults_with_config(**nested)
-    return [*unknown, *(f"--{name}={value}" for name, value in recipe.items() if name not in nested)]
+    choices = {action.dest: action.choices for action in parser._actions}
+    options = list(unknown)
+    for name, value in recipe.items():
+        if name in nested:
+            continue
+        # YAML reads a bare `no` as false, and `no` is what some fields are called when they are off.
+        if value is False and "no" in (choices.get(name) or ()):
+            value = "no"
+        options.append(f"--{name}={value}")
+    return options
 
 
 def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
@@ -196,6 +231,8 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     no_stream = run_args.dataset_streaming and (run_args.datasets or packed or args.max_steps <= 0)
     samples, passes = run_args.global_batch_size, args.gradient_accumulation_steps
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if not args.bf16 and not args.fp16 else "no"
+    missing = [name for name in args.report_to if name not in get_available_reporting_integrations()]
+    no_steps = args.max_steps <= 0 and args.num_train_epochs <= 0
     other = os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
     unused = run_args.eval_dataset_name and args.eval_strategy == "no" and not args.eval_on_start
     compiles = args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
@@ -212,6 +249,9 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         (args.deepspeed_plugin, "DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml."),
         (args.fsdp, "Take fsdp out of the recipe: launch with --config_file training/accelerate/fsdp2.yaml."),
         (other, "Set fsdp_version: 2 and SHARDED_STATE_DICT, as training/accelerate/fsdp2.yaml does."),
+        (missing, f"report_to: {', '.join(missing)} is not installed: install it, or give report_to: none."),
+        (no_steps, f"num_train_epochs {args.num_train_epochs:g} trains nothing: give a number above 0, or max_steps."),
+        (args.fp16 and args.use_cpu, "fp16 needs a GPU: a CPU would compute in float32 all the same. Leave it out."),
         (unused, "eval_dataset_name needs an eval_strategy, or eval_on_start."),
         (args.optim.startswith("schedule_free"), "A schedule_free optimizer trains other weights than it saves."),
     )

@@ -54,13 +54,32 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
 
 
-def fit_processor(image_processor: BaseImageProcessor, size: int) -> None:
+def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bool) -> None:
     """Let an image processor give pictures of the encoder's `size`, and tell LlavaProcessor, which counts tokens by
-    `crop_size`: SigLIP's has none, and the Hub's DINOv2 crops to 224 of 518. Where it crops nothing, pixels stay."""
+    `crop_size`: SigLIP's has none, and the Hub's DINOv2 crops to 224 of 518.
+
+    Args:
+        keeps_crop: Whether a processor that crops pictures to their central square goes on to do so. Otherwise they
+            are squashed, so that all of a wide picture is seen, as the paper does it (arXiv 2512.08374, App. E).
+    """
+    square = {"height": size, "width": size}
     crops = bool(getattr(image_processor, "do_center_crop", False))
-    if crops and image_processor.crop_size["height"] != size:
+    if crops and not keeps_crop:
+        image_processor.size = square
+        image_processor.do_center_crop = False
+    elif crops and image_processor.crop_size["height"] != size:
         image_processor.size = {"shortest_edge": size}
-    image_processor.crop_size, image_processor.do_center_crop = {"height": size, "width": size}, crops
+    else:
+        image_processor.do_center_crop = crops
+    image_processor.crop_size = square
+
+
+def describe_shapes(image_processor: BaseImageProcessor) -> str:
+    """What becomes of a picture that isn't square."""
+    size = image_processor.crop_size["height"]
+    if image_processor.do_center_crop:
+        return f"of a picture that isn't square only the central square is seen, at {size} x {size} pixels"
+    return f"a picture that isn't square is squashed to {size} x {size} pixels"
 
 
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:

@@ -35,6 +35,7 @@ from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.align import align
 from training.backbones import (
     choose_image_token,
+    describe_shapes,
     fit_processor,
     load_text_model,
     load_vision_model,
@@ -57,6 +58,7 @@ def compose(
     seed: int = 42,
     scale_projector: bool = False,
     norm_target_ratio: float = 1.0,
+    center_crop: bool = False,
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava from a vision encoder and a language model, with a new projector. Arguments as on the command line.
 
@@ -68,7 +70,7 @@ def compose(
     text_model = load_text_model(plain_name(text_model_path))
     vision_model = load_vision_model(plain_name(vision_model_path), text_model.dtype)
     image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
-    fit_processor(image_processor, vision_model.config.image_size)
+    fit_processor(image_processor, vision_model.config.image_size, keeps_crop=center_crop)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     depth = vision_model.config.num_hidden_layers
     if not -depth - 1 <= vision_feature_layer <= depth:
@@ -133,7 +135,7 @@ def convert_llava(
     llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
     vision_model, language_model = llava.model.vision_tower, llava.model.language_model
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
-    fit_processor(old_processor.image_processor, vision_model.config.image_size)
+    fit_processor(old_processor.image_processor, vision_model.config.image_size, keeps_crop=True)
     num_patches, num_additional = vision_tokens(vision_model, old_processor.image_processor)
     target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
     fields: dict[str, Any] = llava.config.to_dict() | {
@@ -240,6 +242,7 @@ def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor
         "(visual norms on 8 pictures of noise)",
         f"projector norm: {config.projector_norm}, image token: {processor.image_token} ({config.image_token_id}), "
         f"{config.image_seq_length} tokens a picture, chat format: {chat_format(processor.tokenizer).name}",
+        describe_shapes(processor.image_processor),
     ]
     return "\n".join(lines)
 
@@ -260,6 +263,11 @@ def main() -> None:
     parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale to start at text's norm")
     parser.add_argument("--captions", help="rows of stage 1 to align a new projector on, see training/align.py")
     parser.add_argument("--image_folder", help="prefix of the image paths in --captions")
+    parser.add_argument(
+        "--center_crop",
+        action="store_true",
+        help="crop as the encoder's own processor does; else pictures are squashed",
+    )
     parser.add_argument("--vision_feature_layer", type=int, default=-2, help="hidden state of the encoder to read")
     parser.add_argument("--seed", type=int, default=42, help="seed of new weights")
     args = parse(parser)
@@ -267,6 +275,8 @@ def main() -> None:
         parser.error("give either --vision_model and --text_model, or only --llava_model")
     if args.llava_model and (args.scale_projector or args.captions or args.vision_feature_layer != -2):
         parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")
+    if args.llava_model and args.center_crop:
+        parser.error("--center_crop is for a new model; a converted Llava keeps its image processor")
     aligns = args.projector_norm != "none" and not args.no_align_norm
     if args.norm_target_ratio <= 0 or (args.norm_target_ratio != 1 and not aligns):
         parser.error("--norm_target_ratio is a number above 0, for a norm that starts at the text's norm")
@@ -275,11 +285,16 @@ def main() -> None:
         model, processor = convert_llava(args.llava_model, *arm, args.norm_target_ratio)
     else:
         options = (args.vision_feature_layer, args.seed, args.scale_projector, args.norm_target_ratio)
-        model, processor = compose(args.vision_model, args.text_model, *arm, *options)
+        model, processor = compose(args.vision_model, args.text_model, *arm, *options, center_crop=args.center_crop)
         if args.captions is not None:
             rows: Any = load_rows(args.captions, args.image_folder)
             align(model, processor, rows, args.seed)
     logger.info("%s", describe(model, processor))
+    if chat_format(processor.tokenizer).name == "Vicuna":
+        logger.warning(
+            "Chat format Vicuna: the language model has no chat template, or one that can't be written with pictures "
+            "and marked answers. If it has learned another format, it begins by answering worse."
+        )
     model.save_pretrained(args.output_dir)
     processor.save_pretrained(args.output_dir)
     logger.info("Saved to %s", args.output_dir)

@@ -10,7 +10,7 @@ from pathlib import Path
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from conversations.loading import has_splits, load_rows, stream_fingerprint
-from conversations.measured import RowCheck, keep_good_rows, tokenize_rows
+from conversations.measured import RowCheck, keep_good_rows, row_lengths, tokenize_rows
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, SourceArguments, TrainingConfig
 from training.run import Source
@@ -45,7 +45,11 @@ def read_rows(
         # Repeated, and for the weight's fraction drawn once: all epochs, processes and resumed starts have the same.
         times = math.floor(entry.weight)
         order = rows.shuffle(seed=seed + place, keep_in_memory=True)
-        drawn = [rows] * times + [order.select(range(round((entry.weight - times) * len(rows))))]
+        fraction = round((entry.weight - times) * len(rows))
+        if times == 0 and fraction == 0:
+            logger.warning("%s: %g of %d rows is less than one; one is taken", entry.path, entry.weight, len(rows))
+            fraction = 1
+        drawn = [rows] * times + [order.select(range(fraction))]
         parts += drawn
         sources.append(
             Source(entry.path, entry.name, entry.split, os.path.exists(entry.path), count, len(rows), entry.weight,
@@ -54,6 +58,16 @@ def read_rows(
         logger.info("%s: %d rows, %d good, %d an epoch", entry.path, count, len(rows), sources[-1].drawn)
     content = json.dumps([[source.fingerprint, float(source.weight)] for source in sources])
     return concatenate_datasets(parts), hashlib.sha256(content.encode()).hexdigest(), sources
+
+
+def require_pictures(rows: Dataset | IterableDataset) -> None:
+    """Refuse rows from which stage 'align' would learn nothing.
+
+    Raises:
+        ValueError: if no row has a picture; a stream's rows aren't known yet.
+    """
+    if isinstance(rows, Dataset) and not row_lengths(rows, "num_images").any():
+        raise ValueError("Stage 'align' trains the projector alone, and no row has a picture.")
 
 
 def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> Dataset | None:

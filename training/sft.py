@@ -33,7 +33,7 @@ from training.attention import default_attention
 from training.batches import deal_held_out, deal_rows, require_separate_samples
 from training.checkpoints import check_weights, checkpoints, find, lock, recorded_argument, restore, steps_done
 from training.collator import VisionLanguageCollator
-from training.data import read_held_out, read_rows
+from training.data import read_held_out, read_rows, require_pictures
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, prepare_model
 from training.run import Run, check_same_run, describe_environment, describe_run
@@ -80,9 +80,13 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
 
     processor = AutoProcessor.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
     plain = plain_template(processor.tokenizer, processor.image_token)
-    tokenize = RowTokenizer(processor, plain if stage is Stage.ALIGN else processor.chat_template, args.max_length)
+    template = plain if stage is Stage.ALIGN else processor.chat_template
+    positions = getattr(config.text_config, "max_position_embeddings", None)
+    tokenize = RowTokenizer(processor, template, max_length=args.max_length, max_positions=positions)
     logger.info("Reading and checking the rows ...")
     rows, data, sources = read_rows(run_args, args, tokenize)
+    if stage is Stage.ALIGN:
+        require_pictures(rows)
     held_out = read_held_out(run_args, args, tokenize)
 
     sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)

@@ -6,12 +6,20 @@ Paths and URLs are refused, so that nobody can read files or internal networks t
 """
 
 import base64
+import sys
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
+
+
+# An endpoint loads this file by its path, so the folder of the file beside it has to be named.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from pixels import to_rgb
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of the other formats, EPS starts a program
@@ -61,10 +69,10 @@ def read_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_image(value: str) -> Image.Image:
-    """A picture from base64, with or without `data:image/...;base64,` before it, upright and in RGB."""
+    """A picture from base64, with or without `data:image/...;base64,` before it, in RGB as in training."""
     try:
         content = base64.b64decode(value.removeprefix("data:").rpartition(";base64,")[2], validate=True)
-        return ImageOps.exif_transpose(Image.open(BytesIO(content), formats=FORMATS)).convert("RGB")
+        return to_rgb(Image.open(BytesIO(content), formats=FORMATS))
     except Exception as error:  # invalid pictures fail in many ways
         raise ValueError(
             f"inputs: not a base64 picture in {', '.join(FORMATS)} ({error}); paths are refused"

@@ -149,7 +149,7 @@ def test_files_that_hold_no_rows_are_named_with_the_cause(tmp_path: Path, wrong:
 
 def test_what_holds_no_rows_is_named(tmp_path: Path) -> None:
     for name in ("gone.json", "gone"):
-        with pytest.raises((FileNotFoundError, ConnectionError), match=name):
+        with pytest.raises((ValueError, FileNotFoundError, ConnectionError), match=name):
             load_rows(str(tmp_path / name))
     path = write_json(tmp_path, GOOD_ROWS)
     with pytest.raises(ValueError, match=r"image folder .*gone does not exist"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image as PILImage
+from PIL import PngImagePlugin
 
 from conversations.pictures import open_images
 from conversations.rows import BadRowError
@@ -35,6 +36,31 @@ def test_pictures_of_every_kind_come_out_as_people_see_them(tmp_path: Path) -> N
     turned[0x0112] = 6  # held upright by the photographer, stored on its side
     red.save(tmp_path / "turned.jpg", exif=turned)
     assert open_one(tmp_path / "turned.jpg").size == (4, 6)
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp", "gif"])
+def test_what_is_transparent_is_white(tmp_path: Path, suffix: str) -> None:
+    """Black writing on nothing: dropping transparency would make all of it black."""
+    writing = PILImage.new("RGBA", (8, 8), (0, 0, 0, 0))
+    writing.putpixel((2, 3), (0, 0, 0, 255))
+    writing.save(tmp_path / f"writing.{suffix}", lossless=True)
+    read = np.asarray(open_one(tmp_path / f"writing.{suffix}"))
+    expected = np.full((8, 8, 3), 255)
+    expected[3, 2] = 0
+    assert np.array_equal(read, expected)
+
+    if suffix == "png":  # grey and palettes can be transparent too, and half of it is half
+        writing.convert("LA").save(tmp_path / "grey.png")
+        assert np.array_equal(np.asarray(open_one(tmp_path / "grey.png")), expected)
+        PILImage.new("RGBA", (1, 1), (0, 0, 0, 51)).save(tmp_path / "faint.png")
+        assert open_one(tmp_path / "faint.png").getpixel((0, 0)) == (204, 204, 204)
+
+
+def test_a_png_with_much_text_is_read(tmp_path: Path) -> None:
+    notes = PngImagePlugin.PngInfo()
+    notes.add_text("workflow", "x" * 3 * 2**20, zip=True)
+    PILImage.new("RGB", (4, 4), (1, 2, 3)).save(tmp_path / "notes.png", pnginfo=notes)
+    assert open_one(tmp_path / "notes.png").getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_pictures_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
     "turn 0 is not": {"conversations": [{"from": "robot", "value": "Hi."}]},
     "an assistant turn contains <image>": {"conversations": turns("What?", "<image>")},
     r"turn 1 contains <\|image_pad\|>": {"conversations": turns("What?", "I say <|image_pad|>.")},
-    "image  is outside the image folder": {"image": ""},
+    "1 <image> marks but 0 images": {"image": ""},
     "image file .*/https:/example.com/a.png is missing": {"image": "https://example.com/a.png"},
 }
 

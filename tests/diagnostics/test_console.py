@@ -17,7 +17,8 @@ def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     parser.add_subparsers(dest="command").add_parser("serve").add_argument("--port")
     for mistake, said in (
-        (lambda: load_rows(str(tmp_path / "none.json")), "No such file or directory: '.*none.json'"),
+        (lambda: load_rows(str(tmp_path / "none.json")), "none.json: there is no such file"),
+        (lambda: (tmp_path / "recipe.yaml").read_text(), r"recipe.yaml: No such file or directory$"),
         (lambda: read_record(dict[str, int], tmp_path), "can't be read"),
         (lambda: parse(parser, ["serve", "--prot=1"]), r"--prot is unknown, did you mean --port\?$"),
         (lambda: parse(parser, ["serve", "picture"]), r"picture is unknown\.$"),

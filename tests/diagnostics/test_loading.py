@@ -89,3 +89,20 @@ def test_pictures_beside_a_datasets_files_are_not_what_is_asked_about(tmp_path: 
     rows.to_parquet(tmp_path / "data" / "validation-00000-of-00001.parquet")
     (question,) = load_questions(str(tmp_path), 4, split="validation").questions
     assert question.prompt[0]["content"][0]["image"].size == (20, 20)
+
+
+def test_one_picture_and_a_folder_of_rows_are_taken_for_what_they_are(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.avif")
+    (question,) = load_questions(tmp_path / "a.avif", 4).questions
+    assert question.source == str(tmp_path / "a.avif")
+
+    (tmp_path / "b.heic").write_bytes(b"ftypheic")  # Pillow has no decoder
+    chosen = load_questions(tmp_path, 4)
+    assert len(chosen.questions) == 1
+    assert "b.heic can't be read" in chosen.unreadable[0]
+
+    # LLaVA's layout: one JSON file beside its pictures, which aren't asked about by themselves.
+    rows = [{"image": "a.avif", "conversations": TURNS}]
+    (tmp_path / "data.json").write_text(json.dumps(rows))
+    (question,) = load_questions(tmp_path, 4).questions
+    assert question.source == f"{tmp_path}, row 0"

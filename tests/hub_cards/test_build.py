@@ -59,7 +59,7 @@ def rename_parts(run: Path, text: str | None, vision: str | None) -> Path:
 def test_what_is_not_on_the_list_stays_behind(staged: Path, trained: Path) -> None:
     names = {path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()}
     assert names == {
-        "README.md", "LICENSE", "handler.py", "requirements.txt", "config.json", "generation_config.json",
+        "README.md", "LICENSE", "handler.py", "pixels.py", "requirements.txt", "config.json", "generation_config.json",
         "processor_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "evaluation.json",
         "configuration_normllava.py", "modeling_normllava.py", WEIGHTS, "images/example1.png", "images/example2.png",
     }  # fmt: skip

@@ -1,7 +1,9 @@
 """The staged folder asked in each way that it is served: endpoint handler, pipeline, transformers serve."""
 
 import base64
+import importlib.util
 import io
+import runpy
 import socket
 import subprocess
 import sys
@@ -11,22 +13,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import uvicorn
 from PIL import Image
 from transformers import pipeline
 
+from conversations.pictures import open_images
 from hub_cards.__main__ import main as command_line
-from hub_cards.assets.handler import EndpointHandler
 
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def handler(staged: Path) -> Any:
-    return EndpointHandler(str(staged))
+def handler_file(staged: Path) -> Any:
+    """The release's handler.py, imported by its path as an endpoint does."""
+    spec: Any = importlib.util.spec_from_file_location("handler", staged / "handler.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def handler(handler_file: Any, staged: Path) -> Any:
+    return handler_file.EndpointHandler(str(staged))
 
 
 def png(size: tuple[int, int] = (30, 20)) -> str:
@@ -38,6 +50,27 @@ def png(size: tuple[int, int] = (30, 20)) -> str:
 def request(image: Any, text: Any = "what is it?", **parameters: Any) -> dict[str, Any]:
     content = [{"type": "image", "image": image}, {"type": "text", "text": text}]
     return {"inputs": [{"role": "user", "content": content}], "parameters": parameters}
+
+
+def test_pixels_are_those_of_training(handler_file: Any, staged: Path, tmp_path: Path) -> None:
+    """Endpoint and Space have a copy of the rule by which training reads a picture."""
+    ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    writing = Image.new("RGBA", (8, 6), (0, 0, 0, 0))
+    writing.putpixel((2, 3), (0, 0, 0, 255))
+    Image.fromarray(ramp).save(tmp_path / "16bit.png")
+    writing.save(tmp_path / "writing.png")
+    writing.convert("P").save(tmp_path / "palette.gif", transparency=0)
+    Image.effect_noise((8, 6), 80).convert("CMYK").save(tmp_path / "turned.jpg", exif=turned)
+
+    space: Any = runpy.run_path(str(staged.with_name("space") / "pixels.py"))
+    for path in sorted(tmp_path.iterdir()):
+        (trained,) = open_images({"images": [str(path)], "source": "row"})
+        served = handler_file.read_image(base64.b64encode(path.read_bytes()).decode())
+        assert served.tobytes() == trained.tobytes(), path.name
+        with Image.open(path) as opened:
+            assert space["to_rgb"](opened).tobytes() == trained.tobytes(), path.name
 
 
 def test_the_handler_answers_as_the_pipeline_does(handler: Any, staged: Path) -> None:

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gradio as gr
 import pytest
@@ -14,6 +15,7 @@ from huggingface_hub import metadata_load
 from PIL import Image
 from transformers import AutoProcessor
 
+from conversations.pixels import to_rgb
 from diagnostics.measures import measure_layers
 from diagnostics.probe import Probe
 from diagnostics.table import Summary
@@ -26,11 +28,11 @@ SPACE = ASSETS / "space"
 ROOT = Path(__file__).parents[2]
 
 
-def start(patch: pytest.MonkeyPatch, model: Path) -> ModuleType:
-    """The app, imported as it is started."""
+def start(patch: pytest.MonkeyPatch, model: Path, made: Path) -> ModuleType:
+    """The app in the folder that a build has made, imported as it is started."""
     patch.setenv("MODEL", str(model))
     patch.setenv("REVISION", "main")
-    patch.syspath_prepend(SPACE)
+    patch.syspath_prepend(made)
     sys.modules.pop("app", None)
     return importlib.import_module("app")
 
@@ -38,7 +40,7 @@ def start(patch: pytest.MonkeyPatch, model: Path) -> ModuleType:
 @pytest.fixture(scope="module")
 def space(staged: Path) -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        yield start(patch, staged)
+        yield start(patch, staged, staged.with_name("space"))
 
 
 def test_its_numbers_are_those_of_the_diagnostics(
@@ -72,9 +74,9 @@ def test_without_the_norm_visual_tokens_are_as_long_as_before_it(space: ModuleTy
 
 
 def test_a_model_without_a_norm_is_served_too(
-    composed: Callable[..., Path], picture: Image.Image, monkeypatch: pytest.MonkeyPatch
+    composed: Callable[..., Path], staged: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = start(monkeypatch, composed(projector_norm="none"))
+    app = start(monkeypatch, composed(projector_norm="none"), staged.with_name("space"))
     assert len(app.answer(picture, "what is it?")[1].axes[0].lines) == 2
 
 
@@ -95,6 +97,17 @@ def test_it_answers_over_http(space: ModuleType, picture: Image.Image, tmp_path:
         assert figure["plot"].startswith("data:image")
         lines = {line.get_label() for axis in drawn.axes for line in axis.lines}
         assert lines == {"visual", "text", "visual, without norm", "text, without norm"}
+
+        # What is transparent is white here too: black on nothing is a picture of writing.
+        writing = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
+        writing.paste((0, 0, 0, 255), (5, 5, 20, 10))
+        writing.save(tmp_path / "writing.png")
+        seen: list[dict[str, Any]] = []
+        with space.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True):
+            client.predict(handle_file(tmp_path / "writing.png"), "what is it?", api_name="/answer")
+        on_white = to_rgb(writing)
+        expected = space.prepare(space.model, space.processor, on_white, "what is it?")["pixel_values"]
+        assert torch.equal(seen[0]["pixel_values"], expected)
     finally:
         space.demo.close()
 

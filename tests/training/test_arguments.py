@@ -43,6 +43,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp": "full_shard auto_wrap"}, "Take fsdp out of the recipe"),
     ({"torch_compile": True}, "no torch_compile or dynamo_backend"),
     ({"stage": "instruct"}, "give vision_learning_rate"),
+    ({"fp16": True}, "fp16 needs a GPU"),
+    ({"report_to": "dvclive"}, "report_to: dvclive is not installed: install it, or give report_to: none"),
+    ({"num_train_epochs": 0}, "num_train_epochs 0 trains nothing"),
+    ({"warmup_ratio": 0.03}, "warmup_ratio is now warmup_steps: a number below 1 is a fraction"),
     ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha depends on rows' lengths"),
     ({"gradient_accumulation_steps": 2}, "either global_batch_size or gradient_accumulation_steps"),
     ({**PACKED, "global_batch_size": None}, "give global_batch_size"),
@@ -71,6 +75,27 @@ def test_a_recipes_values_are_checked_as_the_command_lines_are(
         parse_arguments(write(recipe, **{name: value}))
     (line,) = capsys.readouterr().err.splitlines()
     assert f"error: argument --{name}" in line
+
+
+def test_a_bare_no_is_taken_as_meant(recipe: Path) -> None:
+    """YAML reads it as false."""
+    recipe.write_text(recipe.read_text() + "save_strategy: no\neval_strategy: no\n")
+    _, args = parse_arguments(["--config", str(recipe)])
+    assert (args.save_strategy, args.eval_strategy) == ("no", "no")
+
+
+def test_a_tilde_is_the_home_folder(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    given = ["--model_name_or_path=~/model", "--dataset_name=~/rows.json", "--output_dir=~/out"]
+    run_args, args = parse_arguments(["--config", str(recipe), *given])
+    assert run_args.model_name_or_path == "/home/me/model"
+    assert run_args.dataset_name == "/home/me/rows.json"
+    assert args.output_dir == "/home/me/out"
+
+
+def test_an_old_name_on_the_command_line_is_refused(recipe: Path) -> None:
+    with pytest.raises(ValueError, match="warmup_ratio is now warmup_steps"):
+        parse_arguments(["--config", str(recipe), "--warmup_ratio", "0.03"])
 
 
 def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

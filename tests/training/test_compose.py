@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import (
     Gemma2Config,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaProcessor,
     PhiConfig,
     PreTrainedConfig,
     Qwen3MoeConfig,
@@ -29,7 +31,7 @@ from transformers import (
     Siglip2VisionModel,
 )
 
-from conversations.chat_template import chat_template
+from conversations.chat_template import chat_format, chat_template
 from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.backbones import load_text_model, load_vision_model
@@ -117,6 +119,95 @@ def test_families(
     end_of_turn = processor.tokenizer.convert_tokens_to_ids(processor.tokenizer.eos_token)
     assert end_of_turn in model.generation_config.eos_token_id
     assert model.generation_config.suppress_tokens == [model.config.image_token_id]
+
+
+@pytest.mark.parametrize("vision", ["siglip", "clip", "dinov2"])
+def test_all_of_a_wide_picture_is_seen(backbones: Callable[[str], Path], vision: str) -> None:
+    """Unless the central square is asked for, as CLIP's and DINOv2's own processors take it."""
+    wide = Image.new("RGB", (400, 100), "white")
+    other = wide.copy()
+    other.paste((255, 0, 0), (340, 40, 400, 60))  # at the right edge
+
+    def are_the_same(processor: LlavaProcessor) -> bool:
+        pictures = [
+            processor.image_processor(picture, return_tensors="pt")["pixel_values"] for picture in (wide, other)
+        ]
+        assert pictures[0].shape == (1, 3, 28, 28)
+        return torch.equal(*pictures)
+
+    paths = (str(backbones(vision)), str(backbones("llama")))
+    assert not are_the_same(compose(*paths)[1])
+    assert are_the_same(compose(*paths, center_crop=True)[1]) == (vision != "siglip")
+
+
+OWN_TEMPLATES = {
+    "Zephyr": (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+        "{{ '<|assistant|>\n' if add_generation_prompt }}"
+    ),
+    "Mistral": (
+        "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
+        "{% if m['role'] == 'system' %}{% set ns.system = m['content'] + '\n\n' %}"
+        "{% elif m['role'] == 'user' %}{{ '[INST] ' + ns.system + m['content'] + '[/INST]' }}{% set ns.system = '' %}"
+        "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN_TEMPLATES)
+def test_a_chat_format_that_is_not_known_is_kept(backbones: Callable[[str], Path], name: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(backbones("vicuna"))
+    tokenizer.chat_template = OWN_TEMPLATES[name]
+    assert chat_format(tokenizer).name == "the language model's own"
+    ours = chat_template(tokenizer, "<image>")
+    conversation = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is it?"},
+        {"role": "assistant", "content": "A dog."},
+        {"role": "user", "content": "Sure?"},
+    ]
+    own = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    written = tokenizer.apply_chat_template(
+        conversation, chat_template=ours, tokenize=False, add_generation_prompt=True
+    )
+    assert written.removeprefix("<s>") == own.removeprefix("<s>")
+
+    # Pictures get a line of their own, and the answer is marked up to the token that ends it.
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}, conversation[2]]
+    encoded = tokenizer.apply_chat_template(
+        asked, chat_template=ours, return_dict=True, return_assistant_tokens_mask=True
+    )
+    trained = [token for token, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
+    assert tokenizer.decode(trained).strip() == "A dog.</s>"
+    assert "<image>\nWhat?" in tokenizer.decode(encoded["input_ids"])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        None,
+        "{% for m in messages %}{{ m['content'] }} {% endfor %}",  # nothing ends an answer
+        "{{ raise_exception('no') }}",
+        "{% for m in messages %}{{ loop.index ~ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}",
+    ],
+)
+def test_a_chat_format_that_cannot_be_kept_is_replaced_and_said(
+    backbones: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
+    template: str | None,
+) -> None:
+    shutil.copytree(backbones("vicuna"), tmp_path / "text")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "text")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path / "text")
+    arguments = [f"--vision_model={backbones('siglip')}", f"--text_model={tmp_path / 'text'}"]
+    monkeypatch.setattr(sys, "argv", ["compose.py", *arguments, f"--output_dir={tmp_path / 'out'}"])
+    with caplog.at_level("INFO"):
+        main()
+    assert "Chat format Vicuna: the language model has no chat template" in caplog.text
+    assert "a picture that isn't square is squashed to 28 x 28 pixels" in caplog.text
 
 
 def test_gemma_keeps_every_system_turn(composed: Callable[..., Path]) -> None:

@@ -55,7 +55,7 @@ def test_rows_of_sources_of_other_types_stay_as_they_are(
     assert len(read_held_out(named, args, tokenize)) == len(read({"path": str(stored), "split": "test"})[0]) == 1
     for changed in ((other, one), (one, {**other, "weight": 1.6})):
         assert read(*changed)[1] != fingerprint
-    for weight, total in ((1, 30), (2, 60), (0.3, 9), (2.5, 75), (0.01, 0)):
+    for weight, total in ((1, 30), (2, 60), (0.3, 9), (2.5, 75), (0.01, 1)):
         mixed, _, (source, _) = read({**one, "weight": weight}, other)
         times = Counter(mixed["source"][:total])
         assert source.drawn == sum(times.values()) == len(mixed) - 12 == total
@@ -106,3 +106,22 @@ def test_bad_rows_of_all_sources_are_listed(
         listed = [json.loads(line)["source"] for line in (out / "bad_rows.jsonl").read_text().splitlines()]
         assert listed == [f"{tmp_path}/{name}.json, row 6" for name in ("first", "second")]
     assert [(source.rows, source.good_rows) for source in Run.read(out).sources] == [(7, 6), (7, 6)]
+
+
+def test_stage_align_needs_a_picture(composed: Callable[..., Path], tmp_path: Path, monkeypatch: Any) -> None:
+    turns = [{"from": "human", "value": "Hi."}, {"from": "gpt", "value": "Hello."}]
+    (tmp_path / "texts.json").write_text(json.dumps([{"conversations": turns}] * 4))
+    fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "texts.json")}
+    monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
+    with pytest.raises(ValueError, match="Stage 'align' trains the projector alone, and no row has a picture"):
+        run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+
+
+def test_a_row_longer_than_the_decoders_positions_is_bad(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns = [{"from": "human", "value": "Count."}, {"from": "gpt", "value": "one " * 200}]
+    (tmp_path / "long.json").write_text(json.dumps([{"conversations": turns}] * 4))
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(tmp_path / "long.json")}
+    with pytest.raises(ValueError, match="tokens, but the decoder has 512 positions; max_length can only lower that"):
+        run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))

@@ -7,6 +7,7 @@ import gradio as gr
 import torch
 from layers import Measured, draw, measure
 from PIL import Image
+from pixels import to_rgb
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
@@ -54,7 +55,7 @@ def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
     if picture is None or not question.strip():
         raise gr.Error("A picture and a question are needed.")
     try:
-        inputs = prepare(model, processor, picture, question)
+        inputs = prepare(model, processor, to_rgb(picture), question)
     except ValueError as error:  # the question contains the image token
         raise gr.Error(f"The question can't be asked: {error}") from error
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
@@ -68,7 +69,7 @@ with gr.Blocks(title=NAME) as demo:
         "the norm of visual and text tokens where they enter each layer, and how far the layer turns them."
     )
     with gr.Row():
-        picture = gr.Image(label="Picture", type="pil", height=320)
+        picture = gr.Image(label="Picture", type="pil", image_mode=None, height=320)
         with gr.Column():
             question = gr.Textbox(label="Question", max_lines=6, placeholder="What is in the picture?")
             ask = gr.Button("Ask", variant="primary")

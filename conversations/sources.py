@@ -1,0 +1,104 @@
+"""What the name of some rows means: files, a folder, a saved dataset, or a dataset on the Hub."""
+
+import glob
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+# What `load_dataset` reads as a dataset, so that a JSON file beside it is something else.
+DATASET_SUFFIXES = (".parquet", ".arrow", ".tar", ".csv")
+# The layout of a folder of pictures whose rows name their file (`imagefolder`), which `load_dataset` reads.
+METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+# Files that come with a saved dataset or a repository, and hold no rows.
+NO_ROWS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where some rows are.
+
+    Attributes:
+        name: What the user gave, with `~` replaced.
+        kind: `"json"` for LLaVA's files, `"parquet"` for files of columns, `"saved"` for what `save_to_disk` writes,
+            `"dataset"` for a folder or Hub id that `load_dataset` reads.
+        files: The files of the first two kinds.
+    """
+
+    name: str
+    kind: Literal["json", "parquet", "saved", "dataset"]
+    files: list[Path] = field(default_factory=list)
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it lies on disk."""
+        return bool(self.files) or Path(self.name).exists()
+
+    @property
+    def folder(self) -> str:
+        """The folder that paths of pictures are relative to, unless the user names one.
+
+        Raises:
+            ValueError: if its JSON files lie in several.
+        """
+        if not self.files:
+            return os.path.abspath(self.name)
+        folders = sorted({os.path.abspath(path.parent) for path in self.files})
+        if self.kind == "json" and len(folders) > 1:
+            raise ValueError(
+                f"{self.name} names files in several folders; give image_folder, the base of their pictures."
+            )
+        return folders[0]
+
+
+def find_source(name: str) -> Source:
+    """What `name` means: a file, a pattern such as `data/*.parquet`, a folder, or a Hub id.
+
+    A folder that holds one JSON file, and nothing else that `load_dataset` would take for rows, means that file.
+
+    Raises:
+        ValueError: if nothing matches a pattern, or a path's file doesn't exist or is of no known kind.
+    """
+    name = os.path.expanduser(name)
+    if glob.has_magic(name) and not os.path.exists(name):
+        return _of_files(name, sorted(Path(match) for match in glob.glob(name, recursive=True)))
+
+    path = Path(name)
+    if path.is_file() or path.suffix.lower() in (*JSON_SUFFIXES, ".parquet"):
+        return _of_files(name, [path])
+    if any((path / file).exists() for file in ("dataset_dict.json", "state.json")):
+        return Source(name, "saved")
+    if path.is_dir() and (file := _only_json_file(path)) is not None:
+        return Source(name, "json", [file])
+    return Source(name, "dataset")
+
+
+def _of_files(name: str, files: list[Path]) -> Source:
+    if not files:
+        raise ValueError(f"{name}: no file matches.")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file}: there is no such file.")
+
+    suffixes = {file.suffix.lower() for file in files}
+    if suffixes <= set(JSON_SUFFIXES):
+        return Source(name, "json", files)
+    if suffixes == {".parquet"}:
+        return Source(name, "parquet", files)
+    readable = ", ".join((*JSON_SUFFIXES, ".parquet"))
+    raise ValueError(f"{name}: rows are read from files that end with {readable}, all of one kind.")
+
+
+def _only_json_file(folder: Path) -> Path | None:
+    """The JSON file of LLaVA's layout, a file and its pictures; `None` if the folder is a dataset or holds several."""
+    found = []
+    for file in folder.rglob("*"):
+        if file.suffix.lower() in DATASET_SUFFIXES or file.name in METADATA_FILES:
+            return None
+        if file.suffix.lower() in JSON_SUFFIXES and file.name not in NO_ROWS:
+            found.append(file)
+    if len(found) == 1 and found[0].parent == folder:
+        return found[0]
+    return None

@@ -1,7 +1,5 @@
 """What the device can do at best: matrix products in bfloat16, and a copy of its memory."""
 
-from pathlib import Path
-
 import torch
 
 from benchmarks.gpu.results import Arm, Figures
@@ -18,7 +16,7 @@ PRODUCTS = {
 COPIED_BYTES = 4 * 2**30
 
 
-def arms(device: torch.device, folder: Path) -> list[Arm]:
+def arms(device: torch.device) -> list[Arm]:
     """The products and the copy; on a CPU small ones."""
     shrink = 1 if device.type == "cuda" else 64
     repeats = 30 if device.type == "cuda" else 2

@@ -2,16 +2,16 @@
 
 **Tokens** are those that a step is given, without padding, image tokens included.
 
-**Tokens per second** are the tokens of all timed steps over the time from the end of the warm-up to the end of the last
-step, with all that a trainer does in between.
+**Tokens per second** are the tokens of all timed steps over the time from the end of the warm-up to the end of the
+last step, with all that a trainer does in between.
 
 **Model FLOPs** are what the step needs, not what the device did: nothing is computed twice, padding is not computed.
 - A weight of N numbers takes 6N a token if it is trained (2N forward, 2N for its input's gradient, 2N for its own), 4N
   if it is frozen and gradients pass through it, and 2N where none do. Only linear layers and convolutions count.
-- The encoder computes the layers that are read, for every patch and a CLS token. The head computes the tokens that are
-  supervised.
-- Attention takes 2 L² H forward in the decoder, which is causal, and 4 L² H in the encoder, for a sample of L tokens and
-  heads of together H numbers; three times that where gradients pass.
+- The encoder computes the layers that are read, for every patch and a CLS token. The head computes the tokens that
+  are supervised.
+- Attention takes 2 L² H forward in the decoder, which is causal, and 4 L² H in the encoder, for a sample of L tokens
+  and heads of together H numbers; three times that where gradients pass.
 
 **Shares** are model FLOPs over what the device could have done in that time: at 989 TFLOP/s, an H100's and an H200's
 peak in bfloat16, and at the best matrix product that this very device reached.

@@ -63,7 +63,7 @@ KINDS: dict[str, type[nn.LayerNorm]] = {
 }
 
 
-def arms(device: torch.device, folder: Path) -> list[Arm]:
+def arms(device: torch.device) -> list[Arm]:
     """Each norm on float32 states, and on bfloat16 ones under autocast, as in training."""
     on_gpu = device.type == "cuda"
     num_tokens = NUM_TOKENS if on_gpu else 64

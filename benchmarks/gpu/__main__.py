@@ -5,8 +5,8 @@
     python -m benchmarks.gpu --cpu --results runs/rehearsal.jsonl
 
 Parts run in the order of their worth, each in a process with a limit of its own. After each arm a line is written to
-the file of results, and arms that have one are skipped: the same command goes on where it was cut off. Delete a line to
-measure its arm again. `--cpu` rehearses all of it with tiny shapes. README.md beside this file says more.
+the file of results, and arms that have one are skipped: the same command goes on where it was cut off. Delete a line
+to measure its arm again. `--cpu` rehearses all of it with tiny shapes. README.md beside this file says more.
 """
 
 import argparse

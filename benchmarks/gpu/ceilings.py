@@ -1,5 +1,8 @@
 """What the device can do at best: matrix products in bfloat16, and a copy of its memory."""
 
+from functools import partial
+from typing import Any
+
 import torch
 
 from benchmarks.gpu.results import Arm, Figures
@@ -23,16 +26,17 @@ def arms(device: torch.device) -> list[Arm]:
 
     measured = []
     for name, shape in PRODUCTS.items():
-        sizes = tuple(size // shrink for size in shape)
-        settings = {"shape": sizes, "repeats": repeats}
-        measured.append(Arm(name, lambda sizes=sizes: time_product(sizes, repeats, device), settings))
+        sizes = [size // shrink for size in shape]
+        settings: dict[str, Any] = {"shape": sizes, "repeats": repeats}
+        measured.append(Arm(name, partial(time_product, sizes, repeats, device), settings))
 
     size = COPIED_BYTES // shrink
-    measured.append(Arm("copy", lambda: time_copy(size, repeats, device), {"bytes": size, "repeats": repeats}))
+    settings = {"bytes": size, "repeats": repeats}
+    measured.append(Arm("copy", partial(time_copy, size, repeats, device), settings))
     return measured
 
 
-def time_product(shape: tuple[int, int, int], repeats: int, device: torch.device) -> Figures:
+def time_product(shape: list[int], repeats: int, device: torch.device) -> Figures:
     """The best and the median of `repeats` products of random numbers. Zeros would be faster."""
     rows, inner, columns = shape
     left = torch.randn(rows, inner, dtype=torch.bfloat16, device=device)

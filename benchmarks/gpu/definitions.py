@@ -99,7 +99,7 @@ def weight_flops(module: nn.Module, gradients_pass: bool, unread: frozenset[int]
     return total
 
 
-def num_weights(part: nn.Module) -> int:
+def num_weights(part: nn.Linear | nn.Conv2d) -> int:
     """Numbers of a layer's matrix. A linear layer's are counted by its shape: of 4-bit weights two share a byte."""
     if isinstance(part, nn.Linear):
         return part.in_features * part.out_features

@@ -171,7 +171,7 @@ def quantize(model: NormLlavaForConditionalGeneration, quantization: BitsAndByte
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             weight = 0.02 * torch.randn(module.out_features, module.in_features, device=device, dtype=model.dtype)
-            quantized = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **module.weight.__dict__)
+            quantized: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **module.weight.__dict__)
             module.weight = quantized.to(device)
             if module.bias is not None:
                 module.bias = nn.Parameter(torch.zeros(module.out_features, device=device, dtype=model.dtype))

@@ -52,7 +52,7 @@ class _CompensatedInBackward(torch.autograd.Function):
 class CompensatedInBackward(Float32LayerNorm):
     """GWC as versions up to 0.2 had it: four small kernels stand between the gradient and LayerNorm's own."""
 
-    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return _CompensatedInBackward.apply(hidden_states, weight, bias, self.eps)
 
 

@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -73,9 +74,10 @@ def measure_part(
     for number, arm in enumerate(missing):
         logger.info("%s: %s ...", part, arm.name)
         started = time.monotonic()
-        figures, error = None, "It ended its process."
-        if number > 0 or not first_died:
-            figures, error = measure(arm)
+        if number == 0 and first_died:
+            outcome = Outcome(error="It ended its process.")
+        else:
+            outcome = measure(arm)
 
         line = Line(
             part=part,
@@ -85,21 +87,30 @@ def measure_part(
             packages=environment.packages,
             settings=arm.settings,
             beside=arm.beside,
-            figures=figures,
-            error=error,
+            figures=outcome.figures,
+            error=outcome.error,
         )
         append_line(results, line)
-        logger.info("%s: %s took %.0f s: %s", part, arm.name, time.monotonic() - started, error or figures)
-        if error is not None and device.type == "cuda":
+        seconds = time.monotonic() - started
+        logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, outcome.error or outcome.figures)
+        if outcome.error is not None and device.type == "cuda":
             torch.cuda.synchronize()  # raises again if the device itself has failed
 
 
-def measure(arm: Arm) -> tuple[Figures | None, str | None]:
-    """An arm's figures, or its error: whatever goes wrong, the other arms must have their turn."""
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an arm: its figures or its error."""
+
+    figures: Figures | None = None
+    error: str | None = None
+
+
+def measure(arm: Arm) -> Outcome:
+    """Measure an arm. Whatever goes wrong, the others must have their turn."""
     try:
-        return arm.measure(), None
+        return Outcome(figures=arm.measure())
     except (Exception, SystemExit) as error:
-        return None, f"{type(error).__name__}: {str(error)[:1000]}"
+        return Outcome(error=f"{type(error).__name__}: {str(error)[:1000]}")
 
 
 def main() -> None:

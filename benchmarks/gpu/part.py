@@ -71,14 +71,8 @@ def measure_part(
     environment = describe_environment(device.type, num_processes=1, resumed=False)
     finished = {line.arm for line in read_lines(results) if line.part == part}
     missing = [arm for arm in arms_of(part, device, folder) if arm.name not in finished]
-    for number, arm in enumerate(missing):
-        logger.info("%s: %s ...", part, arm.name)
-        started = time.monotonic()
-        if number == 0 and first_died:
-            outcome = Outcome(error="It ended its process.")
-        else:
-            outcome = measure(arm)
 
+    def write(arm: Arm, outcome: Outcome) -> None:
         line = Line(
             part=part,
             arm=arm.name,
@@ -91,8 +85,18 @@ def measure_part(
             error=outcome.error,
         )
         append_line(results, line)
+
+    if first_died and missing:
+        write(missing.pop(0), Outcome(error="It ended its process."))
+
+    for arm in missing:
+        logger.info("%s: %s ...", part, arm.name)
+        started = time.monotonic()
+        outcome = measure(arm)
+        write(arm, outcome)
         seconds = time.monotonic() - started
         logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, outcome.error or outcome.figures)
+
         if outcome.error is not None and device.type == "cuda":
             torch.cuda.synchronize()  # raises again if the device itself has failed
 

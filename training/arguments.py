@@ -6,7 +6,6 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +16,7 @@ from diagnostics.console import parse
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
-from training.checkpoints import checkpoints
-from training.run import Run
+from training.checkpoints import recorded_argument
 from training.stages import Stage
 
 
@@ -76,7 +74,9 @@ class SourceArguments:
 class RunArguments(DatasetArguments, ModelConfig):
     """What a run needs besides [`TrainingConfig`]: TRL's fields for model and data, and ours."""
 
-    attn_implementation: str = option("sdpa", "Attention of the language model; flash_attention_2 on a GPU.")
+    attn_implementation: str | None = option(
+        None, "Attention of the language model. Default: varlen with packed_length, else sdpa, or as resumed."
+    )
     lora_dropout: float = option(0.0, "Dropout before the adapters; TRL's is 0.05.")
     use_bnb_nested_quant: bool = option(True, "Quantize the 4-bit weights' scales too.")
     stage: Literal["align", "instruct", "adapt"] | None = option(None, "What to train; see training/stages.py.")
@@ -132,10 +132,9 @@ class TrainingConfig(SFTConfig):
 
     def _choose_bf16(self) -> bool:
         """As the run that is resumed recorded it; else whether the CPU multiplies bfloat16, by AMX or AVX-512."""
-        named, output_dir = self.resume_from_checkpoint, Path(self.output_dir)
-        for folder in [*checkpoints(output_dir), output_dir] if named is True else [Path(named)] if named else []:
-            with suppress(ValueError):  # not complete; the one before it will be resumed
-                return bool(Run.read(folder).arguments["bf16"])
+        recorded = recorded_argument(Path(self.output_dir), self.resume_from_checkpoint, "bf16")
+        if recorded is not None:
+            return bool(recorded)
         capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()
         return any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16"))
 

@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,26 @@ def find(output_dir: Path, named: str | bool | None) -> Path | None:
             "true, or choose another folder."
         )
     return checkpoint
+
+
+def recorded_argument(output_dir: Path, named: str | bool | None, argument: str) -> Any:
+    """An argument as the run that is resumed recorded it; `None` if no run is, or its record lacks it.
+
+    Args:
+        output_dir: The run's folder.
+        named: As for [`find`].
+        argument: One of those that run.json holds.
+    """
+    folders: list[Path] = []
+    if named is True:
+        folders = [*checkpoints(output_dir), output_dir]
+    elif named:
+        folders = [Path(str(named))]
+
+    for folder in folders:
+        with suppress(ValueError):  # not complete; the one before it will be resumed
+            return Run.read(folder).arguments.get(argument)
+    return None
 
 
 def is_complete(checkpoint: Path) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
+import training.attention  # noqa: F401 - registers "varlen"
 from conversations.files import folder_or_id
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig

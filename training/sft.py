@@ -29,8 +29,9 @@ from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
+from training.attention import default_attention
 from training.batches import deal_held_out, deal_rows, require_separate_samples
-from training.checkpoints import check_weights, checkpoints, find, lock, restore, steps_done
+from training.checkpoints import check_weights, checkpoints, find, lock, recorded_argument, restore, steps_done
 from training.collator import VisionLanguageCollator
 from training.data import read_held_out, read_rows
 from training.key_alignment import KeyAlignment
@@ -73,6 +74,9 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     if packed:
         require_separate_samples(config.text_config)
     checkpoint = find(output_dir, args.resume_from_checkpoint)
+    if run_args.attn_implementation is None:
+        before = recorded_argument(output_dir, args.resume_from_checkpoint, "attn_implementation")
+        run_args.attn_implementation = before or default_attention(config.text_config, packed, args.device)
 
     processor = AutoProcessor.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
     plain = plain_template(processor.tokenizer, processor.image_token)

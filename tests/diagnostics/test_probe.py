@@ -258,10 +258,11 @@ def test_an_overflow_is_said() -> None:
         record_sample(model, sample)
 
 
-def test_another_attention_is_said_and_not_measured() -> None:
+@pytest.mark.parametrize("attention", ["eager", "varlen"])  # "varlen" is that of packed training
+def test_another_attention_is_said_and_not_measured(attention: str) -> None:
     config = copy.deepcopy(FAMILIES["llava-siglip"].config)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation={"text_config": attention}).eval()
     record: Record = record_sample(model, inputs("llava-siglip"))
     assert record.attention == {}
     assert measure_attention([record]) is None
-    assert any("runs with eager" in note for note in record.notes)
+    assert any(f"runs with {attention}" in note for note in record.notes)

@@ -73,7 +73,7 @@ def backward(model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]) -
     return loss.item()
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "varlen"])
 @pytest.mark.parametrize("text", ["qwen2", "qwen3", "llama", "gemma3"])
 def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
     composed: Callable[..., Path], rows: list[dict[str, Any]], attention: str, text: str

@@ -52,6 +52,24 @@ def test_a_resumed_run_gives_the_weights_of_an_unbroken_one(
         assert [line.get(name) for line in lines] == [line.get(name) for line in expected]
 
 
+def test_a_run_packed_with_sdpa_goes_on_with_it(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the default of packed rows before "varlen"."""
+    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    unbroken, broken, anew = tmp_path / "unbroken", tmp_path / "broken", tmp_path / "anew"
+    run(monkeypatch, tmp_path, **fields, output_dir=str(unbroken), attn_implementation="sdpa")
+    shutil.copytree(unbroken / "checkpoint-3", broken / "checkpoint-3")
+    run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
+    assert moved(unbroken, broken) == set()
+    # Nor is a finished one another run.
+    run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
+    run(monkeypatch, tmp_path, **fields, output_dir=str(anew))
+    recorded = [Run.read(folder).arguments["attn_implementation"] for folder in (unbroken, broken, anew)]
+    assert recorded == ["sdpa", "sdpa", "varlen"]
+    assert moved(unbroken, anew) != set()  # the last digits differ
+
+
 def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_moved_away(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,249 @@
+"""Attention that computes each sample of a packed row by itself, registered with transformers as "varlen".
+
+With sdpa or eager a packed row has a mask of sequence_length x sequence_length, and all of it is computed. Here a row
+costs what its samples cost: on a GPU by the kernel that torch has for samples of different lengths, elsewhere by sdpa,
+one sample after the other.
+"""
+
+import logging
+from functools import cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+
+logger = logging.getLogger(__name__)
+
+
+def varlen_mask(
+    q_length: int,
+    kv_length: int,
+    attention_mask: torch.Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of a batch, by transformers' arguments: none for a packed row, and sdpa's for any other.
+
+    transformers forbids to skip the mask where positions begin anew in a row without an `attention_mask`. sdpa would
+    skip it for one without padding; here it never does, so that no mask always means packed.
+    """
+    is_packed = attention_mask is None and not allow_is_causal_skip and q_length == kv_length
+    if is_packed:
+        return None
+    return sdpa_mask(
+        q_length=q_length, kv_length=kv_length, attention_mask=attention_mask, allow_is_causal_skip=False, **kwargs
+    )
+
+
+def varlen_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each sample of a packed row; rows that are not packed go to sdpa with their mask.
+
+    Args:
+        module: The attention layer.
+        query: `(1, num_heads, sequence_length, head_dim)`.
+        key, value: `(1, num_key_value_heads, sequence_length, head_dim)`.
+        attention_mask: Of rows that are not packed. A packed row of one sample has it too, and needs it no more.
+        dropout: Of the attention's probabilities.
+        scaling: Of the products; 1/√head_dim by default.
+        cu_seq_lens_q: Where samples begin, and the last one ends, int32, `(num_samples + 1,)`, from the collator;
+            `None` if rows are not packed.
+        max_length_q: Tokens of the longest sample, from the collator: reading it from a GPU would wait for it.
+        softcap, s_aux: Soft caps and attention sinks, which are refused.
+        kwargs: Of a layer with a sliding window, how many tokens a token sees, itself included: `sliding_window`.
+
+    Returns:
+        `(1, sequence_length, num_heads, head_dim)`, and `None` for the probabilities, which are never held.
+
+    Raises:
+        ValueError: if the layer has soft caps or sinks, isn't told where samples begin, or doesn't tell its window.
+    """
+    if softcap is not None or s_aux is not None:
+        raise ValueError(
+            f'{type(module).__name__} has soft caps or attention sinks, which neither "varlen" nor "sdpa" computes: '
+            "set attn_implementation: eager."
+        )
+
+    if cu_seq_lens_q is None or max_length_q is None:
+        if attention_mask is None:
+            raise ValueError(
+                f"{type(module).__name__} isn't told where the samples of a packed row begin (cu_seq_lens_q, "
+                'max_length_q), and so can\'t run with "varlen": set attn_implementation: sdpa.'
+            )
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+    # Some decoders have their window in the mask alone.
+    if "sliding_window" not in kwargs and getattr(module.config, "sliding_window", None) is not None:
+        raise ValueError(
+            f"{type(module).__name__} doesn't tell its sliding window, and so can't run with \"varlen\" on packed "
+            "rows: set attn_implementation: sdpa."
+        )
+    sliding_window = kwargs.get("sliding_window")
+
+    if query.is_cuda and kernel_supports(query, value, dropout):
+        output = attend_by_kernel(
+            query,
+            key,
+            value,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            cu_seq_lens=cu_seq_lens_q,
+            max_length=max_length_q,
+        )
+    else:
+        output = attend_by_sample(
+            module,
+            query,
+            key,
+            value,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            cu_seq_lens=cu_seq_lens_q,
+        )
+    return output, None
+
+
+def kernel_supports(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
+    """Whether torch's kernel computes this attention on a GPU. Shapes as for [`varlen_attention_forward`]."""
+    head_dim = query.shape[-1]
+    is_half = value.dtype in (torch.float16, torch.bfloat16)
+    return is_half and head_dim <= 256 and head_dim % 8 == 0 and value.shape[-1] == head_dim and dropout == 0.0
+
+
+def attend_by_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scaling: float | None,
+    sliding_window: int | None,
+    cu_seq_lens: torch.Tensor,
+    max_length: int,
+) -> torch.Tensor:
+    """What [`varlen_attention_forward`] returns, by torch's FlashAttention for samples of different lengths.
+
+    The operator is the one beneath `torch.nn.attention.varlen`, which torch 2.8 and 2.9 don't have and whose arguments
+    changed later. It has a backward pass, takes fewer heads of keys than of queries, and compiles.
+    """
+    # Under autocast the rotary embedding returns float32 queries and keys, which the kernel doesn't take.
+    query = query[0].transpose(0, 1).to(value.dtype).contiguous()  # [sequence_length, num_heads, head_dim]
+    key = key[0].transpose(0, 1).to(value.dtype).contiguous()  # [sequence_length, num_key_value_heads, head_dim]
+    value = value[0].transpose(0, 1).contiguous()
+
+    # How far a token sees back, itself not counted; -1 is to the sample's beginning.
+    window = -1 if sliding_window is None else sliding_window - 1
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        cum_seq_q=cu_seq_lens,
+        cum_seq_k=cu_seq_lens,
+        max_q=max_length,
+        max_k=max_length,
+        dropout_p=0.0,
+        is_causal=sliding_window is None,
+        return_debug_mask=False,
+        scale=scaling,
+        window_size_left=window,
+        window_size_right=0,
+    )
+    return output[None]
+
+
+@torch.compiler.disable  # it reads the samples' lengths, and would be compiled anew for each number of samples
+def attend_by_sample(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+    cu_seq_lens: torch.Tensor,
+) -> torch.Tensor:
+    """What [`varlen_attention_forward`] returns, by sdpa of one sample after the other.
+
+    Adjacent samples of the same length are one call: each token of a blank picture is a sample, and it has hundreds.
+    """
+    if query.is_cuda:
+        warn_of_sdpa(value.dtype, query.shape[-1], dropout)
+
+    outputs = []
+    start = 0
+    for length, equal in groupby(cu_seq_lens.diff().tolist()):
+        num_samples = len(list(equal))
+        end = start + num_samples * length
+
+        # [1, heads, num_samples * length, head_dim] -> [num_samples, heads, length, head_dim]
+        samples = [
+            states[0, :, start:end].unflatten(1, (num_samples, length)).transpose(0, 1)
+            for states in (query, key, value)
+        ]
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            mask = sliding_window_mask(length, sliding_window, query.device)
+
+        # [num_samples, length, num_heads, head_dim] -> [num_samples * length, num_heads, head_dim]
+        output, _ = sdpa_attention_forward(module, *samples, mask, dropout, scaling, is_causal=True)
+        outputs.append(output.flatten(0, 1))
+        start = end
+
+    return torch.cat(outputs)[None]
+
+
+def sliding_window_mask(length: int, sliding_window: int, device: torch.device) -> torch.Tensor:
+    """Which keys each query of a sample sees, boolean, `(1, 1, length, length)`."""
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions  # from a query back to a key
+    return ((distance >= 0) & (distance < sliding_window))[None, None]
+
+
+@cache
+def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
+    """Say, once, that sdpa stands in for the kernel."""
+    logger.warning(
+        'Attention "varlen": the GPU\'s kernel takes bfloat16 and float16, heads of up to 256 in steps of 8, and no '
+        "dropout. With %s, heads of %d and dropout %g, sdpa computes one sample after the other, which is slower.",
+        dtype,
+        head_dim,
+        dropout,
+    )
+
+
+def default_attention(config: PreTrainedConfig, packed: bool, device: torch.device) -> str:
+    """The attention of a run that names none: "varlen" for packed rows where it can run, else "sdpa".
+
+    Args:
+        config: The language model's.
+        packed: Whether rows are packed.
+        device: What the run trains on.
+    """
+    # Before compute capability 8.0, Ampere's, GPUs lack the kernel.
+    on_cpu = device.type == "cpu"
+    has_kernel = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    # Other decoders call their attention themselves.
+    is_pluggable = MODEL_MAPPING[type(config)]._supports_attention_backend
+    return "varlen" if packed and is_pluggable and (on_cpu or has_kernel) else "sdpa"
+
+
+AttentionInterface.register("varlen", varlen_attention_forward)
+AttentionMaskInterface.register("varlen", varlen_mask)

@@ -12,10 +12,12 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers import Qwen2Config
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from benchmarks.gpu.results import Arm, Figures
 from benchmarks.gpu.stopwatch import Stopwatch
+from training.attention import varlen_attention_forward
 
 
 NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_DIM = 28, 4, 128
@@ -32,6 +34,7 @@ Attention = Callable[[States], torch.Tensor]
 class AttentionLayer(nn.Module):
     """What the functions ask a layer of a decoder."""
 
+    config = Qwen2Config()  # no sliding window
     is_causal = True
     num_key_value_groups = NUM_HEADS // NUM_KEY_VALUE_HEADS
 
@@ -90,8 +93,6 @@ def make_attention(kind: str, lengths: list[int], device: torch.device) -> Atten
     """A function that attends within the samples of a row of these lengths."""
     layer = AttentionLayer()
     if kind == "varlen":
-        from training.attention import varlen_attention_forward
-
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
         return lambda states: varlen_attention_forward(layer, *states, None, **options)[0]

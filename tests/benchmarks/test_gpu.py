@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import norm, part, small
+from benchmarks.gpu import attention, norm, part, small
 from benchmarks.gpu.definitions import Work, model_flops
 from benchmarks.gpu.models import large_config, small_config
 from benchmarks.gpu.results import Arm, Line, append_line, read_lines
@@ -86,6 +86,13 @@ def test_the_norms_gradients_are_right(name: str) -> None:
     assert figures["output_relative_error"] < 1e-6
     assert figures["gradient_relative_error"] < 1e-6
     assert norm.float64_gradient_error() < 1e-14
+
+
+@pytest.mark.parametrize("kind", ["varlen", "sdpa, masked"])
+def test_attention_is_measured_on_what_the_reference_computes(kind: str) -> None:
+    figures = attention.measure_case(kind, cudnn=False, lengths=[3, 9, 2], repeats=1, device=CPU)
+    for name in ("output", "query", "key", "value"):
+        assert figures[f"{name}_relative_error"] < 0.01  # bfloat16's rounding
 
 
 def test_trainers_are_compared_on_the_same_tokens(tmp_path: Path) -> None:

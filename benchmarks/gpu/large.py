@@ -105,7 +105,7 @@ def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workp
         rows_per_step=16 if on_gpu else 4,
         rows_per_pass=8 if on_gpu else 2,
         workers=8 if on_gpu else 1,
-        compile_backend="inductor" if on_gpu else "eager",
+        compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")
     num_rows = 6 * place.rows_per_step

@@ -69,7 +69,7 @@ def make_workplace(device: torch.device, folder: Path) -> Workplace:
         rows_per_step=64 if on_gpu else 4,
         rows_per_pass=64 if on_gpu else 4,
         workers=8 if on_gpu else 1,
-        compile_backend="inductor" if on_gpu else "eager",
+        compile_backend="inductor" if on_gpu else "aot_eager",
     )
     write_folder(config, folder / "model")
     num_rows = 20 * place.rows_per_step

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,7 +95,7 @@ def make_attention(kind: str, lengths: list[int], device: torch.device) -> Atten
     layer = AttentionLayer()
     if kind == "varlen":
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-        options = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
+        options: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
         return lambda states: varlen_attention_forward(layer, *states, None, **options)[0]
 
     if kind == "sdpa, causal":

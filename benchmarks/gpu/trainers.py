@@ -175,7 +175,7 @@ def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
     def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
         trains_all = run_args.stage == "instruct"
         dtype = torch.float32 if trains_all else args.frozen_dtype
-        model = make_model(config, dtype, run_args.attn_implementation, args.device)
+        model = make_model(config, dtype, str(run_args.attn_implementation), args.device)
         if run_args.load_in_4bit:
             from training.adapters import quantization_config
 

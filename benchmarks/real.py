@@ -203,7 +203,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
     parser.add_argument("--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of its rows")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first not timed")
     parser.add_argument("--batch_size", type=int, default=16, help="rows of a step")
-    parser.add_argument("--attention", default="sdpa", help="of packed rows: sdpa, flash_attention_2, ...")
+    parser.add_argument("--attention", default="varlen", help="of packed rows: varlen, sdpa, flash_attention_2, ...")
     options = parser.parse_args(argv)
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one GPU
     for path in (options.model / "config.json", *(options.data / name for name in ROWS.values())):

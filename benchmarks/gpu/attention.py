@@ -93,17 +93,18 @@ def make_states(num_tokens: int, device: torch.device, dtype: torch.dtype = torc
 def make_attention(kind: str, lengths: list[int], device: torch.device) -> Attention:
     """A function that attends within the samples of a row of these lengths."""
     layer = AttentionLayer()
+    attend: Callable[..., Any] = varlen_attention_forward if kind == "varlen" else sdpa_attention_forward
     if kind == "varlen":
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         options: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
-        return lambda states: varlen_attention_forward(layer, *states, None, **options)[0]
+        return lambda states: attend(layer, *states, None, **options)[0]
 
     if kind == "sdpa, causal":
-        return lambda states: sdpa_attention_forward(layer, *states, None)[0]
+        return lambda states: attend(layer, *states, None)[0]
 
     samples = torch.repeat_interleave(torch.tensor(lengths, device=device))
     mask = (samples[:, None] == samples[None, :]).tril()[None, None]
-    return lambda states: sdpa_attention_forward(layer, *states, mask)[0]
+    return lambda states: attend(layer, *states, mask)[0]
 
 
 def attend_in_float32(states: States, lengths: list[int]) -> torch.Tensor:

@@ -32,14 +32,14 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
     bare = replace(compiled, trainer="bare")
 
     chosen = [
-        ("LoRA: packed, varlen", varlen, "LoRA: packed, sdpa (today)"),
+        ("LoRA: packed, varlen", varlen, "LoRA: packed by sdpa's mask"),
         ("LoRA: packed, varlen, compiled", compiled, "LoRA: packed, varlen"),
         ("LoRA: TRL, padded", trl, None),
         ("LoRA: bare loop, compiled", bare, "LoRA: packed, varlen, compiled"),
-        ("stage 1: packed, varlen", replace(varlen, stage="align"), "stage 1: packed, sdpa (today)"),
+        ("stage 1: packed, varlen", replace(varlen, stage="align"), "stage 1: packed by sdpa's mask"),
         ("stage 1: packed, varlen, compiled", replace(compiled, stage="align"), "stage 1: packed, varlen"),
-        ("LoRA: packed, sdpa (today)", by_mask, "LoRA: TRL, padded"),
-        ("stage 1: packed, sdpa (today)", replace(by_mask, stage="align"), None),
+        ("LoRA: packed by sdpa's mask", by_mask, "LoRA: TRL, padded"),
+        ("stage 1: packed by sdpa's mask", replace(by_mask, stage="align"), None),
         ("LoRA: ours, padded", padded, "LoRA: TRL, padded"),
     ]
     return [training_arm(name, training, place, beside) for name, training, beside in chosen]

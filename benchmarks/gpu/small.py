@@ -26,8 +26,8 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     # Each change is made on top of those before it.
     trl = Training("TRL", "instruct", steps, warmup)
     trl_at_best = replace(trl, cudnn=False, workers=True, checkpointing=False)
-    today = replace(trl, trainer="ours")
-    no_cudnn = replace(today, cudnn=False)
+    as_it_is = replace(trl, trainer="ours")
+    no_cudnn = replace(as_it_is, cudnn=False)
     workers = replace(no_cudnn, workers=True)
     padded = replace(workers, checkpointing=False)
     padded_compiled = replace(padded, compiled=True)
@@ -40,7 +40,7 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     chosen = [
         ("stage 2: TRL as it is", trl, None),
         ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_at_best, "stage 2: TRL as it is"),
-        ("stage 2: ours as it is", today, "stage 2: TRL as it is"),
+        ("stage 2: ours as it is", as_it_is, "stage 2: TRL as it is"),
         ("stage 2: + no cuDNN", no_cudnn, "stage 2: ours as it is"),
         ("stage 2: + workers", workers, "stage 2: + no cuDNN"),
         ("stage 2: + no checkpointing", padded, "stage 2: + workers"),

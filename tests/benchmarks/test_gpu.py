@@ -1,5 +1,6 @@
 """What needs a GPU, rehearsed on the CPU with tiny shapes, so that no minute of a GPU is lost to a slip."""
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,13 @@ def test_the_command_goes_on_where_it_was_cut_off(tmp_path: Path, capsys: pytest
     assert read_lines(results) == lines
     command.main(["--table", str(results)])
     assert "| copy |  |  | 1.50 |" in capsys.readouterr().out
+
+
+def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = argparse.Namespace(cpu=True, results=tmp_path / "results.jsonl", commit=None)
+    assert command.run_part("large", args, seconds=0.5, first_died=False) is None
+    assert capsys.readouterr().out == "large was ended after 0.5 s\n"
+    assert read_lines(args.results) == []
 
 
 def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> None:

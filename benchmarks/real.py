@@ -31,17 +31,16 @@ from typing import Any
 
 import torch
 import transformers.trainer
-from datasets import Dataset, Image, List
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoProcessor, LlavaForConditionalGeneration, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from benchmarks.trl_rows import trl_dataset
 from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training import sft
-from training.batches import shuffled
 
 
 ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below --data
@@ -140,20 +139,11 @@ def train_plain(
     processor = AutoProcessor.from_pretrained(options.model)
     if stage == "align":
         model.requires_grad_(False).model.multi_modal_projector.requires_grad_(True)
-    rows = [rows[number] for number in shuffled(len(rows), common["seed"])]  # the order of ours
-    roles = {"human": "user", "gpt": "assistant"}
-    data: dict[str, list[Any]] = {
-        "images": [[str(options.data / row["image"])] if row.get("image") else [] for row in rows],
-        "messages": [
-            [{"role": roles[turn["from"]], "content": turn["value"].replace("<image>\n", "")} for turn in turns]
-            for turns in (row["conversations"] for row in rows)
-        ],
-    }
     args = SFTConfig(
         **common, max_length=None, remove_unused_columns=False, assistant_only_loss=True,
         per_device_train_batch_size=options.batch_size, train_sampling_strategy="sequential",
     )  # fmt: skip
-    pictures = Dataset.from_dict(data).cast_column("images", List(Image()))
+    pictures = trl_dataset(rows, options.data, common["seed"])
     SFTTrainer(model, args, train_dataset=pictures, processing_class=processor).train()
 
 
@@ -208,7 +198,7 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> dict[str, Any]
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parser's options and those that benchmarks/gpu.py shares; exits where the model or its rows are missing."""
+    """The parser's options; exits where the model or its rows are missing."""
     parser.add_argument("--model", type=Path, default=Path("runs/emoji/aligned"), help="folder of a NormLlava")
     parser.add_argument("--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of its rows")
     parser.add_argument("--steps", type=int, default=6, help="steps of each run, the first not timed")

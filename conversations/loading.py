@@ -358,7 +358,9 @@ def stream_fingerprint(name: str, config: str | None, split: str) -> str:
     source = find_source(name)
     path = Path(source.name)
     read: Any
-    if source.kind == "json":
+    if source.kind == "json" and len(source.files) == 1:
+        read = sha256(source.files[0])
+    elif source.kind == "json":
         read = [sha256(file) for file in source.files]
     elif source.files:
         read = [(str(file), file.stat().st_size) for file in source.files]

@@ -72,9 +72,8 @@ def module_of(words: list[str]) -> tuple[str, list[str]] | None:
     if words[1] != "-m":
         return words[1].removesuffix(".py").replace("/", "."), words[2:]
     package = words[2]
-    return (f"{package}.__main__" if (ROOT / package.replace(".", "/") / "__main__.py").exists() else package), words[
-        3:
-    ]
+    is_package = (ROOT / package.replace(".", "/") / "__main__.py").exists()
+    return (f"{package}.__main__" if is_package else package), words[3:]
 
 
 COMMANDS = sorted({shlex.join(words) for block in SHELL for words in block.commands})

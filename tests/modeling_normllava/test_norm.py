@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from modeling_normllava import GlobalWeightCompensatedLayerNorm
 
@@ -56,7 +57,40 @@ def test_gradients_are_the_papers(gain: float) -> None:
         paper_gradients(x, norm.weight, norm.bias, grad_output),
         strict=True,
     ):
-        assert relative_error(actual, expected) < 1e-12
+        assert relative_error(actual, expected) < 1e-15
+
+
+def test_a_second_derivative_is_refused() -> None:
+    norm = make_norm()
+    x = torch.randn(8, HIDDEN_SIZE, requires_grad=True)
+    (gradient,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_gradients_of_a_forward_pass_are_those_of_its_gain() -> None:
+    norm = make_norm(dtype=torch.float64)
+    x = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True)
+    grad_output = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64)
+    expected, *_ = paper_gradients(x, norm.weight, norm.bias, grad_output)
+    output = norm(x)
+    norm.weight.data += 1  # behind autograd's back
+    output.backward(grad_output)
+    assert relative_error(x.grad, expected) < 1e-15
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradients_under_checkpointing(use_reentrant: bool) -> None:
+    norm = make_norm(dtype=torch.float64)
+    x = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True)
+    grad_output = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64)
+    checkpoint(norm, x, use_reentrant=use_reentrant).backward(grad_output)
+    for actual, expected in zip(
+        (x.grad, norm.weight.grad, norm.bias.grad),
+        paper_gradients(x, norm.weight, norm.bias, grad_output),
+        strict=True,
+    ):
+        assert relative_error(actual, expected) < 1e-15
 
 
 @pytest.mark.parametrize(

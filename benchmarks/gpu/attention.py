@@ -1,0 +1,176 @@
+"""Attention over a packed row, forward and backward: by sample, and by sdpa with a mask, with and without cuDNN.
+
+The shapes are a layer's of Qwen2.5-7B. What cuDNN costs at a new length is measured by the first call at each of some
+lengths: it builds a plan for every shape that it hasn't seen, and packed rows have a new length in nearly every step.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen2Config
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from benchmarks.gpu.results import Arm, Figures
+from benchmarks.gpu.stopwatch import Stopwatch
+from training.attention import varlen_attention_forward
+
+
+NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_DIM = 28, 4, 128
+# Lengths of the samples of a row of about 8192 tokens.
+CASES = {
+    "8 long samples": [1011, 1540, 736, 1203, 903, 872, 1127, 800],
+    "64 short samples": [96 + number for number in range(64)],
+}
+NEW_LENGTHS = [8192 - 40 * number for number in range(1, 13)]
+States = list[torch.Tensor]
+Attention = Callable[[States], torch.Tensor]
+
+
+class AttentionLayer(nn.Module):
+    """What the functions ask a layer of a decoder."""
+
+    config = Qwen2Config()  # no sliding window
+    is_causal = True
+    num_key_value_groups = NUM_HEADS // NUM_KEY_VALUE_HEADS
+
+
+def arms(device: torch.device) -> list[Arm]:
+    """Both cases by each kind of attention, then the first calls at new lengths; on a CPU of short samples."""
+    on_gpu = device.type == "cuda"
+    shrink = 1 if on_gpu else 128
+    repeats = 20 if on_gpu else 2
+
+    measured = []
+    for case, full_lengths in CASES.items():
+        lengths = [max(length // shrink, 2) for length in full_lengths]
+        for kind, cudnn in (("varlen", False), ("sdpa, masked", True), ("sdpa, masked", False)):
+            settings = {"lengths": lengths, "repeats": repeats, "cudnn": cudnn}
+            measure = partial(measure_case, kind, cudnn, lengths, repeats, device)
+            beside = None if kind == "varlen" else f"{case}: varlen"
+            measured.append(Arm(arm_name(case, kind, cudnn), measure, settings, beside))
+
+    new_lengths = [length // shrink for length in NEW_LENGTHS]
+    for kind, cudnn in itertools.product(("sdpa, masked", "sdpa, causal"), (True, False)):
+        settings = {"row_lengths": new_lengths, "cudnn": cudnn}
+        measure = partial(measure_first_calls, kind, cudnn, new_lengths, device)
+        measured.append(Arm(arm_name("new lengths", kind, cudnn), measure, settings))
+    measure = partial(measure_first_calls, "varlen", False, new_lengths, device)
+    measured.append(Arm("new lengths: varlen", measure, {"row_lengths": new_lengths, "cudnn": False}))
+    return measured
+
+
+def arm_name(case: str, kind: str, cudnn: bool) -> str:
+    """The name of an arm; "varlen" never asks cuDNN."""
+    without = "" if cudnn or kind == "varlen" else ", without cuDNN"
+    return f"{case}: {kind}{without}"
+
+
+@contextmanager
+def cudnn_attention(enabled: bool) -> Iterator[None]:
+    """Whether sdpa may choose cuDNN within the block."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(enabled)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def make_states(num_tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> States:
+    """Random query, key and value, each [1, heads, num_tokens, head_dim]."""
+    torch.manual_seed(num_tokens)
+    heads = (NUM_HEADS, NUM_KEY_VALUE_HEADS, NUM_KEY_VALUE_HEADS)
+    states = [torch.randn(1, count, num_tokens, HEAD_DIM, device=device, dtype=dtype) for count in heads]
+    return [state.requires_grad_() for state in states]
+
+
+def make_attention(kind: str, lengths: list[int], device: torch.device) -> Attention:
+    """A function that attends within the samples of a row of these lengths."""
+    layer = AttentionLayer()
+    attend: Callable[..., Any] = varlen_attention_forward if kind == "varlen" else sdpa_attention_forward
+    if kind == "varlen":
+        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        options: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
+        return lambda states: attend(layer, *states, None, **options)[0]
+
+    if kind == "sdpa, causal":
+        return lambda states: attend(layer, *states, None)[0]
+
+    samples = torch.repeat_interleave(torch.tensor(lengths, device=device))
+    mask = (samples[:, None] == samples[None, :]).tril()[None, None]
+    return lambda states: attend(layer, *states, mask)[0]
+
+
+def attend_in_float32(states: States, lengths: list[int]) -> torch.Tensor:
+    """The reference: each sample by itself, written out."""
+    outputs = []
+    for query, key, value in zip(*(state[0].split(lengths, dim=1) for state in states), strict=True):
+        key = key.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
+        value = value.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
+        scores = query @ key.mT / HEAD_DIM**0.5
+        future = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
+        outputs.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ value)
+    return torch.cat(outputs, dim=1).transpose(0, 1)[None]  # [1, num_tokens, heads, head_dim]
+
+
+def forward_and_backward(attention: Attention, states: States, grad_output: torch.Tensor) -> States:
+    """Output and the gradients of query, key and value."""
+    output = attention(states)
+    return [output, *torch.autograd.grad(output, states, grad_output)]
+
+
+def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device) -> Figures:
+    """Median time of forward and backward, and errors against float32."""
+    states = make_states(sum(lengths), device)
+    grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
+    attention = make_attention(kind, lengths, device)
+
+    stopwatch = Stopwatch(device)
+    with cudnn_attention(cudnn):
+        for _ in range(3):
+            found = forward_and_backward(attention, states, grad_output)
+        stopwatch.mark()
+        for _ in range(repeats):
+            forward_and_backward(attention, states, grad_output)
+            stopwatch.mark()
+    figures: Figures = {"milliseconds": statistics.median(stopwatch.seconds()) * 1000}
+
+    exact_states = [state.detach().float().requires_grad_() for state in states]
+    exact = partial(attend_in_float32, lengths=lengths)
+    expected = forward_and_backward(exact, exact_states, grad_output.float())
+    for name, actual, wanted in zip(("output", "query", "key", "value"), found, expected, strict=True):
+        figures[f"{name}_relative_error"] = ((actual.float() - wanted).norm() / wanted.norm()).item()
+    return figures
+
+
+def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: torch.device) -> Figures:
+    """Time of the first call at each length, and of the second. The row holds two samples."""
+    firsts, seconds = [], []
+    with cudnn_attention(cudnn):
+        for row_length in row_lengths:
+            lengths = [row_length // 3, row_length - row_length // 3]
+            attention = make_attention(kind, lengths, device)
+            states = make_states(row_length, device)
+            grad_output = torch.randn(1, row_length, NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
+
+            stopwatch = Stopwatch(device)
+            stopwatch.mark()
+            for _ in range(2):
+                forward_and_backward(attention, states, grad_output)
+                stopwatch.mark()
+            first, second = stopwatch.seconds()
+            firsts.append(first * 1000)
+            seconds.append(second * 1000)
+
+    # The very first call also loads the kernels.
+    return {
+        "first_call_ms": statistics.median(firsts[1:]),
+        "slowest_first_call_ms": max(firsts[1:]),
+        "second_call_ms": statistics.median(seconds[1:]),
+    }

@@ -1,0 +1,72 @@
+"""What the device can do at best: matrix products in bfloat16, and a copy of its memory."""
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.results import Arm, Figures
+from benchmarks.gpu.stopwatch import Stopwatch
+
+
+# Rows, inner size and columns of the products. The last two are the MLP of the models that are measured, for the
+# tokens of a step.
+PRODUCTS = {
+    "product 8192 x 8192 x 8192": (8192, 8192, 8192),
+    "product of Qwen2.5-7B's MLP": (8192, 3584, 18944),
+    "product of SmolLM2-135M's MLP": (4096, 576, 1536),
+}
+COPIED_BYTES = 4 * 2**30
+
+
+def arms(device: torch.device) -> list[Arm]:
+    """The products and the copy; on a CPU small ones."""
+    shrink = 1 if device.type == "cuda" else 64
+    repeats = 30 if device.type == "cuda" else 2
+
+    measured = []
+    for name, shape in PRODUCTS.items():
+        sizes = [size // shrink for size in shape]
+        settings: dict[str, Any] = {"shape": sizes, "repeats": repeats}
+        measured.append(Arm(name, partial(time_product, sizes, repeats, device), settings))
+
+    size = COPIED_BYTES // shrink
+    settings = {"bytes": size, "repeats": repeats}
+    measured.append(Arm("copy", partial(time_copy, size, repeats, device), settings))
+    return measured
+
+
+def time_product(shape: list[int], repeats: int, device: torch.device) -> Figures:
+    """The best and the median of `repeats` products of random numbers. Zeros would be faster."""
+    rows, inner, columns = shape
+    left = torch.randn(rows, inner, dtype=torch.bfloat16, device=device)
+    right = torch.randn(inner, columns, dtype=torch.bfloat16, device=device)
+    output = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+
+    for _ in range(3):
+        torch.mm(left, right, out=output)
+    stopwatch = Stopwatch(device)
+    stopwatch.mark()
+    for _ in range(repeats):
+        torch.mm(left, right, out=output)
+        stopwatch.mark()
+
+    seconds = sorted(stopwatch.seconds())
+    flops = 2 * rows * inner * columns
+    return {"best_tflops": flops / seconds[0] / 1e12, "median_tflops": flops / seconds[len(seconds) // 2] / 1e12}
+
+
+def time_copy(num_bytes: int, repeats: int, device: torch.device) -> Figures:
+    """The median of `repeats` copies, counting what is read and what is written."""
+    source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    target.copy_(source)
+    stopwatch = Stopwatch(device)
+    stopwatch.mark()
+    for _ in range(repeats):
+        target.copy_(source)
+        stopwatch.mark()
+
+    seconds = sorted(stopwatch.seconds())
+    return {"median_tb_per_second": 2 * num_bytes / seconds[len(seconds) // 2] / 1e12}

@@ -1,0 +1,113 @@
+"""The shapes of Qwen2.5-7B with SigLIP-SO400M-patch14-384: stage 1, LoRA, half of the layers in full, and QLoRA.
+
+A step is 16 rows, which are around 15,000 tokens: two packed rows of up to 8192, or two padded passes of 8.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.models import large_config, write_folder
+from benchmarks.gpu.results import Arm
+from benchmarks.gpu.rows import LLAVA_LIKE, TINY, write_rows
+from benchmarks.gpu.trainers import Training, Workplace, training_arm
+
+
+PACKED_LENGTH = 8192
+
+
+def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
+    """Stage 1 and LoRA with all layers. What matters most comes first."""
+    place = make_workplace(device, folder, num_layers=28)
+    steps, warmup = (6, 1) if device.type == "cuda" else (2, 1)
+
+    varlen = Training(
+        "ours", "adapt", steps, warmup, packed_length=PACKED_LENGTH, attention="varlen", workers=True, cudnn=False
+    )
+    compiled = replace(varlen, compiled=True)
+    by_mask = replace(varlen, attention="sdpa", cudnn=True, steps=min(steps, 4))
+    padded = replace(varlen, packed_length=None, attention="sdpa")
+    trl = replace(padded, trainer="TRL")
+    bare = replace(compiled, trainer="bare")
+
+    chosen = [
+        ("LoRA: packed, varlen", varlen, "LoRA: packed by sdpa's mask"),
+        ("LoRA: packed, varlen, compiled", compiled, "LoRA: packed, varlen"),
+        ("LoRA: TRL, padded", trl, None),
+        ("LoRA: bare loop, compiled", bare, "LoRA: packed, varlen, compiled"),
+        ("stage 1: packed, varlen", replace(varlen, stage="align"), "stage 1: packed by sdpa's mask"),
+        ("stage 1: packed, varlen, compiled", replace(compiled, stage="align"), "stage 1: packed, varlen"),
+        ("LoRA: packed by sdpa's mask", by_mask, "LoRA: TRL, padded"),
+        ("stage 1: packed by sdpa's mask", replace(by_mask, stage="align"), None),
+        ("LoRA: ours, padded", padded, "LoRA: TRL, padded"),
+    ]
+    return [training_arm(name, training, place, beside) for name, training, beside in chosen]
+
+
+def full_arms(device: torch.device, folder: Path) -> list[Arm]:
+    """Stage 2 in full with 14 layers and 8-bit Adam; with 28 it doesn't fit on a card of 80 GB."""
+    on_gpu = device.type == "cuda"
+    place = make_workplace(device, folder, num_layers=14)
+    varlen = Training(
+        "ours",
+        "instruct",
+        steps=6 if on_gpu else 2,
+        warmup=1,
+        packed_length=PACKED_LENGTH,
+        attention="varlen",
+        workers=True,
+        cudnn=False,
+        optimizer="adamw_bnb_8bit",
+    )
+    return [
+        training_arm("full, 14 layers: packed, varlen", varlen, place),
+        training_arm(
+            "full, 14 layers: packed, varlen, compiled",
+            replace(varlen, compiled=True),
+            place,
+            "full, 14 layers: packed, varlen",
+        ),
+    ]
+
+
+def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
+    """QLoRA by the recipe, in rows of 4096: does it run, and in how much memory?"""
+    on_gpu = device.type == "cuda"
+    place = make_workplace(device, folder, num_layers=28)
+    varlen = Training(
+        "ours",
+        "adapt",
+        steps=5 if on_gpu else 2,
+        warmup=1,
+        packed_length=4096,
+        attention="varlen",
+        workers=True,
+        cudnn=False,
+        fields={"load_in_4bit": True, "clip_by_module": True, "norm_learning_rate": 1e-5},
+    )
+    return [
+        training_arm("QLoRA: packed 4096, varlen", varlen, place),
+        training_arm(
+            "QLoRA: packed 4096, varlen, compiled", replace(varlen, compiled=True), place, "QLoRA: packed 4096, varlen"
+        ),
+    ]
+
+
+def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workplace:
+    """Write what all arms read."""
+    on_gpu = device.type == "cuda"
+    config = large_config(tiny=not on_gpu, num_layers=num_layers)
+    place = Workplace(
+        folder=folder,
+        config=config,
+        device=device,
+        rows_per_step=16 if on_gpu else 4,
+        rows_per_pass=8 if on_gpu else 2,
+        workers=8 if on_gpu else 1,
+        compile_backend="inductor" if on_gpu else "aot_eager",
+    )
+    write_folder(config, folder / "model")
+    num_rows = 6 * place.rows_per_step
+    write_rows(folder, num_rows, config.vision_config.image_size, LLAVA_LIKE if on_gpu else TINY)
+    return place

@@ -1,0 +1,179 @@
+"""Models of real shapes with random weights, made on the device, and the folder with their config and processor.
+
+Speed doesn't depend on the weights' values, so nothing is downloaded and no weights are written to disk.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import (
+    BitImageProcessorPil,
+    BitsAndBytesConfig,
+    Dinov2Config,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+)
+from transformers.quantizers import AutoHfQuantizer
+
+from conversations.chat_template import chat_template
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+
+
+SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
+# What a rehearsal takes instead.
+TINY_TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 320,
+}  # fmt: skip
+TINY_VISION = {
+    "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def small_config(tiny: bool) -> NormLlavaConfig:
+    """The emoji example's: SmolLM2-135M with a DINOv2-small on pictures of 84 x 84, 36 visual tokens."""
+    text = LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    vision = Dinov2Config(hidden_size=384, num_hidden_layers=12, num_attention_heads=6, patch_size=14, image_size=84)
+    if tiny:
+        text = LlamaConfig(**TINY_TEXT, max_position_embeddings=8192, tie_word_embeddings=True)
+        vision = Dinov2Config(**TINY_VISION)
+    return llava_config(vision, text, vision_feature_layer=-1, selects="default")
+
+
+def large_config(tiny: bool, num_layers: int = 28) -> NormLlavaConfig:
+    """Qwen2.5-7B with SigLIP-SO400M-patch14-384, 729 visual tokens; as many decoder layers as asked for."""
+    text = Qwen2Config(
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=num_layers,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        vocab_size=152064,
+        max_position_embeddings=32768,
+        tie_word_embeddings=False,
+    )
+    vision = SiglipVisionConfig(
+        hidden_size=1152,
+        intermediate_size=4304,
+        num_hidden_layers=27,
+        num_attention_heads=16,
+        image_size=384,
+        patch_size=14,
+        vision_use_head=False,
+    )
+    if tiny:
+        text = Qwen2Config(**TINY_TEXT, max_position_embeddings=32768, tie_word_embeddings=False)
+        vision = SiglipVisionConfig(**TINY_VISION, vision_use_head=False)
+    return llava_config(vision, text, vision_feature_layer=-2, selects="full")
+
+
+def llava_config(
+    vision: PreTrainedConfig, text: PreTrainedConfig, vision_feature_layer: int, selects: str
+) -> NormLlavaConfig:
+    """The config of a NormLlava of these parts; `selects` is `vision_feature_select_strategy`."""
+    return NormLlavaConfig(
+        vision_config=vision,
+        text_config=text,
+        image_token_index=byte_tokenizer().convert_tokens_to_ids("<image>"),
+        image_seq_length=(vision.image_size // vision.patch_size) ** 2,
+        vision_feature_layer=vision_feature_layer,
+        vision_feature_select_strategy=selects,
+        projector_norm_target=1.0,
+    )
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are bytes, so that a text has as many tokens as letters, in ChatML."""
+    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(SPECIAL_TOKENS)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIAL_TOKENS,
+        padding_side="left",
+    )
+
+
+def write_folder(config: NormLlavaConfig, folder: Path) -> None:
+    """Write config and processor, which is all of a checkpoint but the weights."""
+    vision = config.vision_config
+    size = {"height": vision.image_size, "width": vision.image_size}
+    kind = BitImageProcessorPil if isinstance(vision, Dinov2Config) else SiglipImageProcessorPil
+    tokenizer = byte_tokenizer()
+    processor = LlavaProcessor(
+        image_processor=kind(size=size, crop_size=size, do_center_crop=False),
+        tokenizer=tokenizer,
+        patch_size=vision.patch_size,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        num_additional_image_tokens=int(config.vision_feature_select_strategy == "default"),
+        image_token="<image>",
+        chat_template=chat_template(tokenizer, "<image>"),
+    )
+    config.save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def make_model(
+    config: NormLlavaConfig, dtype: torch.dtype, attention: str, device: torch.device
+) -> NormLlavaForConditionalGeneration:
+    """A NormLlava with random weights, made where it is trained. `attention` is the decoder's."""
+    torch.manual_seed(0)
+    implementation = {"text_config": attention, "vision_config": "sdpa"}
+    with device:
+        return NormLlavaForConditionalGeneration._from_config(config, dtype=dtype, attn_implementation=implementation)
+
+
+def make_plain_llava(config: NormLlavaConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """The Llava of the same shapes, for trainers that don't know ours."""
+    torch.manual_seed(0)
+    plain = LlavaConfig(
+        vision_config=config.vision_config,
+        text_config=config.text_config,
+        image_token_index=config.image_token_index,
+        image_seq_length=config.image_seq_length,
+        vision_feature_layer=config.vision_feature_layer,
+        vision_feature_select_strategy=config.vision_feature_select_strategy,
+    )
+    with device:
+        return LlavaForConditionalGeneration._from_config(plain, dtype=dtype, attn_implementation="sdpa")
+
+
+def quantize(model: NormLlavaForConditionalGeneration, quantization: BitsAndBytesConfig, device: torch.device) -> None:
+    """Put random 4-bit weights into the language model's linear layers, as loading a checkpoint would."""
+    import bitsandbytes
+
+    quantizer = AutoHfQuantizer.from_config(quantization)
+    quantizer.preprocess_model(model, device_map={"": device})  # leaves layers without data
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            weight = 0.02 * torch.randn(module.out_features, module.in_features, device=device, dtype=model.dtype)
+            quantized: Any = bitsandbytes.nn.Params4bit(weight, requires_grad=False, **module.weight.__dict__)
+            module.weight = quantized.to(device)
+            if module.bias is not None:
+                module.bias = nn.Parameter(torch.zeros(module.out_features, device=device, dtype=model.dtype))
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer

@@ -1,0 +1,135 @@
+"""Measures the arms of a part that have no line yet, in a process of its own; `python -m benchmarks.gpu` starts it."""
+
+import argparse
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.results import Arm, Figures, Line, append_line, read_lines
+from training.run import describe_environment
+
+
+logger = logging.getLogger(__name__)
+
+PARTS = ("ceilings", "norm", "attention", "small", "large", "large_full", "large_4bit")
+
+
+def arms_of(part: str, device: torch.device, folder: Path) -> list[Arm]:
+    """The arms of a part. Each imports what it needs and no more: loading TRL takes seconds."""
+    if part == "ceilings":
+        from benchmarks.gpu import ceilings
+
+        return ceilings.arms(device)
+    if part == "norm":
+        from benchmarks.gpu import norm
+
+        return norm.arms(device)
+    if part == "attention":
+        from benchmarks.gpu import attention
+
+        return attention.arms(device)
+    if part == "small":
+        from benchmarks.gpu import small
+
+        return small.arms(device, folder)
+
+    from benchmarks.gpu import large
+
+    if part == "large":
+        return large.packed_arms(device, folder)
+    if part == "large_full":
+        return large.full_arms(device, folder)
+    assert part == "large_4bit"
+    return large.quantized_arms(device, folder)
+
+
+def measure_part(
+    part: str,
+    device: torch.device,
+    results: Path,
+    folder: Path,
+    commit: str | None = None,
+    first_died: bool = False,
+) -> None:
+    """Measure the arms of a part in their order. A line is written after each, with its figures or its error.
+
+    Args:
+        part: One of `PARTS`.
+        device: What to measure.
+        results: The file of results; arms that have a line there are skipped.
+        folder: For files of the part's own.
+        commit: Of this code; by default it is asked of git.
+        first_died: Whether the first arm without a line ended the process before. It gets a line that says so.
+
+    Raises:
+        RuntimeError: if an error has left the device unusable; another process can go on with the next arm.
+    """
+    environment = describe_environment(device.type, num_processes=1, resumed=False)
+    finished = {line.arm for line in read_lines(results) if line.part == part}
+    missing = [arm for arm in arms_of(part, device, folder) if arm.name not in finished]
+
+    def write(arm: Arm, outcome: Outcome) -> None:
+        line = Line(
+            part=part,
+            arm=arm.name,
+            device=environment.device,
+            commit=commit or environment.commit,
+            packages=environment.packages,
+            settings=arm.settings,
+            beside=arm.beside,
+            figures=outcome.figures,
+            error=outcome.error,
+        )
+        append_line(results, line)
+
+    if first_died and missing:
+        write(missing.pop(0), Outcome(error="It ended its process."))
+
+    for arm in missing:
+        logger.info("%s: %s ...", part, arm.name)
+        started = time.monotonic()
+        outcome = measure(arm)
+        write(arm, outcome)
+        seconds = time.monotonic() - started
+        logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, outcome.error or outcome.figures)
+
+        if outcome.error is not None and device.type == "cuda":
+            torch.cuda.synchronize()  # raises again if the device itself has failed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of an arm: its figures or its error."""
+
+    figures: Figures | None = None
+    error: str | None = None
+
+
+def measure(arm: Arm) -> Outcome:
+    """Measure an arm. Whatever goes wrong, the others must have their turn."""
+    try:
+        return Outcome(figures=arm.measure())
+    except (Exception, SystemExit) as error:
+        return Outcome(error=f"{type(error).__name__}: {str(error)[:1000]}")
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--commit")
+    parser.add_argument("--first_died", action="store_true")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    measure_part(args.part, torch.device(args.device), args.results, args.folder, args.commit, args.first_died)
+
+
+if __name__ == "__main__":
+    main()

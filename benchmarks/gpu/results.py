@@ -1,0 +1,57 @@
+"""The file of results: a line of JSON for each arm, written as soon as the arm is done."""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Something that is measured."""
+
+    name: str
+    measure: Callable[[], Figures]
+    settings: dict[str, Any] = field(default_factory=dict)
+    """All that it depends on, as the line records it."""
+    beside: str | None = None
+    """Name of the arm that the table compares it with."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the file: an arm with its figures, or with the error that ended it."""
+
+    part: str
+    arm: str
+    device: str
+    """Name of the GPU, or the kind of CPU."""
+    commit: str | None
+    packages: dict[str, str]
+    settings: dict[str, Any]
+    beside: str | None = None
+    figures: Figures | None = None
+    error: str | None = None
+
+
+def append_line(path: Path, line: Line) -> None:
+    """Write a line at the end of the file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(line)) + "\n")
+
+
+def read_lines(path: Path) -> list[Line]:
+    """All lines of the file; none where there is no file yet. A last line that was cut off is passed over."""
+    if not path.exists():
+        return []
+
+    lines = []
+    for text in path.read_text(encoding="utf-8").split("\n"):
+        if text.endswith("}"):
+            lines.append(Line(**json.loads(text)))
+    return lines

@@ -1,0 +1,77 @@
+"""The emoji example's model of 135 million weights: TRL's trainer, and ours with one change after the other.
+
+Each arm takes 20 steps of 64 rows. Such a model leaves a large GPU waiting for pictures and for kernels to start.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.models import small_config, write_folder
+from benchmarks.gpu.results import Arm
+from benchmarks.gpu.rows import EMOJI_LIKE, TINY, write_rows
+from benchmarks.gpu.trainers import Training, Workplace, training_arm
+
+
+PACKED_LENGTH = 16384  # all rows of a step
+
+
+def arms(device: torch.device, folder: Path) -> list[Arm]:
+    """Stage 2 in steps from the defaults to the best, then stage 1. Writes rows and config first."""
+    on_gpu = device.type == "cuda"
+    place = make_workplace(device, folder)
+    steps, warmup = (20, 3) if on_gpu else (3, 1)
+
+    # Each change is made on top of those before it.
+    trl = Training("TRL", "instruct", steps, warmup)
+    trl_at_best = replace(trl, cudnn=False, workers=True, checkpointing=False)
+    as_it_is = replace(trl, trainer="ours")
+    no_cudnn = replace(as_it_is, cudnn=False)
+    workers = replace(no_cudnn, workers=True)
+    padded = replace(workers, checkpointing=False)
+    padded_compiled = replace(padded, compiled=True)
+    packed_by_mask = replace(padded, packed_length=PACKED_LENGTH)
+    packed = replace(packed_by_mask, attention="varlen")
+    packed_compiled = replace(packed, compiled=True)
+    bare = replace(packed_compiled, trainer="bare")
+
+    # What takes long to compile comes last.
+    chosen = [
+        ("stage 2: TRL as it is", trl, None),
+        ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_at_best, "stage 2: TRL as it is"),
+        ("stage 2: ours as it is", as_it_is, "stage 2: TRL as it is"),
+        ("stage 2: + no cuDNN", no_cudnn, "stage 2: ours as it is"),
+        ("stage 2: + workers", workers, "stage 2: + no cuDNN"),
+        ("stage 2: + no checkpointing", padded, "stage 2: + workers"),
+        ("stage 2: + packed, varlen", packed, "stage 2: + no checkpointing"),
+        ("stage 2: packed by sdpa's mask", packed_by_mask, "stage 2: + no checkpointing"),
+        ("stage 2: + packed, varlen, compiled", packed_compiled, "stage 2: + packed, varlen"),
+        ("stage 2: bare loop, compiled", bare, "stage 2: + packed, varlen, compiled"),
+        ("stage 1: TRL, workers, no cuDNN, no checkpointing", replace(trl_at_best, stage="align"), None),
+        ("stage 1: ours, padded", replace(padded, stage="align"), "stage 1: TRL, workers, no cuDNN, no checkpointing"),
+        ("stage 1: + packed, varlen", replace(packed, stage="align"), "stage 1: ours, padded"),
+        ("stage 1: + packed, varlen, compiled", replace(packed_compiled, stage="align"), "stage 1: + packed, varlen"),
+        ("stage 1: bare loop, compiled", replace(bare, stage="align"), "stage 1: + packed, varlen, compiled"),
+        ("stage 2: padded, compiled", padded_compiled, "stage 2: + no checkpointing"),
+    ]
+    return [training_arm(name, training, place, beside) for name, training, beside in chosen]
+
+
+def make_workplace(device: torch.device, folder: Path) -> Workplace:
+    """Write what all arms read."""
+    on_gpu = device.type == "cuda"
+    config = small_config(tiny=not on_gpu)
+    place = Workplace(
+        folder=folder,
+        config=config,
+        device=device,
+        rows_per_step=64 if on_gpu else 4,
+        rows_per_pass=64 if on_gpu else 4,
+        workers=8 if on_gpu else 1,
+        compile_backend="inductor" if on_gpu else "aot_eager",
+    )
+    write_folder(config, folder / "model")
+    num_rows = 20 * place.rows_per_step
+    write_rows(folder, num_rows, config.vision_config.image_size, EMOJI_LIKE if on_gpu else TINY)
+    return place

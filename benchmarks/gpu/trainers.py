@@ -1,0 +1,241 @@
+"""An arm of training: our command, TRL's trainer, or a bare loop, on the same rows."""
+
+import gc
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers.trainer
+from peft import LoraConfig
+from transformers import AutoProcessor
+from trl import SFTConfig, SFTTrainer
+
+from benchmarks.gpu.attention import cudnn_attention
+from benchmarks.gpu.bare_loop import BareLoop
+from benchmarks.gpu.models import make_model, make_plain_llava, quantize
+from benchmarks.gpu.recorder import StepRecorder, TrainingMeasured
+from benchmarks.gpu.results import Arm, Figures
+from benchmarks.trl_rows import trl_dataset
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from training import sft
+from training.arguments import RunArguments, TrainingConfig
+
+
+ROWS = {"align": "captions.json", "instruct": "conversations.json", "adapt": "conversations.json"}
+LORA = {"lora_r": 64, "lora_alpha": 16}
+# LLaVA's format of stage 1, for TRL, which makes every message's content a list.
+PLAIN_TEMPLATE = """\
+{%- for message in messages -%}
+    {%- if message["role"] == "assistant" -%}
+        {%- generation -%}
+            {{- message["content"][0]["text"] + "\\n" -}}
+        {%- endgeneration -%}
+    {%- else -%}
+        {%- for part in message["content"] if part["type"] == "image" -%}
+            {{- "<image>" -}}
+        {%- endfor -%}
+    {%- endif -%}
+{%- endfor -%}
+"""
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """What all arms of a part share."""
+
+    folder: Path
+    """Holds rows, pictures, and in `model` the config and processor."""
+    config: NormLlavaConfig
+    device: torch.device
+    rows_per_step: int
+    rows_per_pass: int
+    """Of padded rows."""
+    workers: int
+    """Of the data loader, where an arm has some."""
+    compile_backend: str
+
+
+@dataclass(frozen=True)
+class Training:
+    """An arm: who trains what, and how."""
+
+    trainer: Literal["ours", "TRL", "bare"]
+    stage: Literal["align", "instruct", "adapt"]
+    steps: int
+    warmup: int
+    packed_length: int | None = None
+    attention: str = "sdpa"
+    checkpointing: bool = True
+    """Gradient checkpointing; TRL's default."""
+    workers: bool = False
+    compiled: bool = False
+    cudnn: bool = True
+    """Whether sdpa may choose cuDNN, as torch does by itself on such a GPU."""
+    optimizer: str = "adamw_torch_fused"
+    fields: dict[str, Any] = field(default_factory=dict)
+    """More fields of the recipe."""
+
+
+def training_arm(name: str, training: Training, place: Workplace, beside: str | None = None) -> Arm:
+    """An arm for the list of a part."""
+    settings = {
+        **vars(training),
+        "rows_per_step": place.rows_per_step,
+        "rows_per_pass": None if training.packed_length else place.rows_per_pass,
+        "workers": place.workers if training.workers else 0,
+    }
+    return Arm(name, lambda: measure_training(training, place), settings, beside)
+
+
+def measure_training(training: Training, place: Workplace) -> Figures:
+    """Train, and return what the recorder noted."""
+    clean_up()
+    recorder = StepRecorder(training.warmup)
+    if training.trainer == "bare":
+        recorder = BareLoop(training.warmup, place.compile_backend)
+
+    # Our command makes its own trainer, so the recorder goes in by the defaults.
+    transformers.trainer.DEFAULT_CALLBACKS.append(recorder)
+    try:
+        with cudnn_attention(training.cudnn):
+            if training.trainer == "TRL":
+                train_trl(training, place)
+            else:
+                train_ours(training, place)
+    except TrainingMeasured:
+        return recorder.figures
+    finally:
+        transformers.trainer.DEFAULT_CALLBACKS.remove(recorder)
+    raise RuntimeError("The training ended without a figure.")
+
+
+def clean_up() -> None:
+    """Drop what the arm before left: its trainer refers to itself, and its graphs count towards a limit."""
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def common_fields(training: Training, place: Workplace) -> dict[str, Any]:
+    """Fields that TRL's trainer and ours have in common."""
+    on_gpu = place.device.type == "cuda"
+    return {
+        "output_dir": str(place.folder / "run"),
+        "max_steps": training.steps,
+        "learning_rate": 1e-5,
+        "max_grad_norm": 1.0,
+        "lr_scheduler_type": "constant",
+        "optim": training.optimizer,
+        "bf16": on_gpu,
+        "use_cpu": not on_gpu,
+        "gradient_checkpointing": training.checkpointing,
+        "dataloader_num_workers": place.workers if training.workers else 0,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 10,
+        "seed": 42,
+        **training.fields,
+    }
+
+
+def train_ours(training: Training, place: Workplace) -> None:
+    """Train by our command, in this process, on a model that is made on the device."""
+    fields = {
+        **common_fields(training, place),
+        "stage": training.stage,
+        "model_name_or_path": str(place.folder / "model"),
+        "dataset_name": str(place.folder / ROWS[training.stage]),
+        "global_batch_size": place.rows_per_step,
+        "per_device_train_batch_size": 1 if training.packed_length else place.rows_per_pass,
+        "attn_implementation": training.attention,
+    }
+    if training.packed_length is not None:
+        fields["packed_length"] = training.packed_length
+    if training.stage == "instruct":
+        fields["vision_learning_rate"] = 1e-5
+    if training.stage == "adapt":
+        fields |= LORA
+    if training.compiled and training.trainer == "ours":
+        fields |= {"torch_compile": True, "torch_compile_backend": place.compile_backend}
+
+    with models_made_here(place.config):
+        sft.main([f"--{name}={value}" for name, value in fields.items()])
+
+
+@contextmanager
+def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
+    """Within the block our command gets random weights, made on the device, where it would load a checkpoint's."""
+
+    def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
+        trains_all = run_args.stage == "instruct"
+        dtype = torch.float32 if trains_all else args.frozen_dtype
+        model = make_model(config, dtype, str(run_args.attn_implementation), args.device)
+        if run_args.load_in_4bit:
+            from training.adapters import quantization_config
+
+            quantize(model, quantization_config(dtype), args.device)
+        model.get_input_embeddings().padding_idx = None
+        forget_peak()
+        return model
+
+    loader = sft.load_base
+    sft.load_base = load_base
+    try:
+        yield
+    finally:
+        sft.load_base = loader
+
+
+def forget_peak() -> None:
+    """Let the peak of memory begin here: making a model takes more than holding it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def train_trl(training: Training, place: Workplace) -> None:
+    """Train plain Llava by TRL, as it documents it for pictures: on padded rows."""
+    lora = None
+    dtype = torch.float32
+    if training.stage == "adapt":
+        lora = LoraConfig(
+            r=LORA["lora_r"],
+            lora_alpha=LORA["lora_alpha"],
+            target_modules=r"model\.language_model\.layers\..*\.(q|k|v|o|gate|up|down)_proj",
+            modules_to_save=["multi_modal_projector"],
+            task_type="CAUSAL_LM",
+        )
+        dtype = torch.bfloat16 if place.device.type == "cuda" else torch.float32
+
+    model = make_plain_llava(place.config, dtype, place.device)
+    forget_peak()
+    processor = AutoProcessor.from_pretrained(place.folder / "model")
+    if training.stage == "align":
+        model.requires_grad_(False)
+        model.model.multi_modal_projector.requires_grad_(True)
+        processor.chat_template = PLAIN_TEMPLATE
+
+    rows = json.loads((place.folder / ROWS[training.stage]).read_text(encoding="utf-8"))
+    args = SFTConfig(
+        **common_fields(training, place),
+        max_length=None,
+        remove_unused_columns=False,
+        assistant_only_loss=True,
+        per_device_train_batch_size=place.rows_per_pass,
+        gradient_accumulation_steps=place.rows_per_step // place.rows_per_pass,
+        train_sampling_strategy="sequential",
+    )
+    trainer = SFTTrainer(
+        model,
+        args,
+        train_dataset=trl_dataset(rows, place.folder, args.seed),
+        processing_class=processor,
+        peft_config=lora,
+    )
+    trainer.train()

@@ -64,18 +64,24 @@ def option_line(action: argparse.Action, default: str = "") -> str:
 
 
 def render_sft(options: Iterable[argparse.Action]) -> str:
-    """The fields of a recipe that are this project's, and those of TRL with another default."""
+    """The fields of a recipe that are this project's, and those of TRL with another default or effect."""
     actions = {action.dest: action for action in options if not isinstance(action, argparse._StoreFalseAction)}
     here, there = (
         {field.name: field.default for field in dataclasses.fields(config)} for config in (TrainingConfig, SFTConfig)
     )
-    changed = [name for name in TrainingConfig.__annotations__ if name in actions and here[name] != there.get(name)]
+    changed = []
+    for name in TrainingConfig.__annotations__:
+        if name in actions:
+            default = f"`{here[name]}`"
+            if here[name] != there[name]:
+                default += f", in TRL `{there[name]}`"
+            changed.append(option_line(actions[name], default))
     return "\n\n".join([
         "Fields of a recipe, beside those of TRL's [`SFTConfig`](https://huggingface.co/docs/trl/sft_trainer) and "
         "`ModelConfig`. The command line takes them too.",
         "\n".join(option_line(actions[name]) for name in RunArguments.__annotations__ if name in actions),
-        "Fields of TRL with another default:",
-        "\n".join(option_line(actions[name], f"`{here[name]}`, in TRL `{there[name]}`") for name in changed),
+        "Fields of TRL with another default or effect:",
+        "\n".join(changed),
     ])  # fmt: skip
 
 

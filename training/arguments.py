@@ -41,6 +41,7 @@ ONLY: dict[str, tuple[Any, str]] = {
     "assistant_only_loss": (False, "it is so anyway: what the assistant says is supervised"),
     "padding_free": (False, "give packed_length, which packs rows without padding"),
     "use_liger_kernel": (False, "Liger has no kernels for this model class"),
+    "torch_compile_mode": (None, "layers are compiled in torch's default mode; no other has been tried"),
     "load_best_model_at_end": (False, "save_strategy 'best' keeps the best checkpoint; take it from its folder"),
     "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
     "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),
@@ -122,6 +123,7 @@ class TrainingConfig(SFTConfig):
     ddp_find_unused_parameters: bool | None = option(False, "Off: every trained parameter always has a gradient.")
     ddp_timeout: int = option(3 * 3600, "Seconds to wait for the main process, which reads and checks all rows.")
     use_cpu: bool = option(False, "Train on the CPU, as is done where there is no accelerator.")
+    torch_compile: bool = option(False, "Compile each layer of the decoder; see docs/train.md for what it refuses.")
     bf16: bool | None = option(None, "bfloat16 arithmetic. Default: on a GPU, on a CPU fast at it, or as resumed.")
 
     def __post_init__(self) -> None:
@@ -136,6 +138,9 @@ class TrainingConfig(SFTConfig):
         # TRL would turn `None` into true, which is slower on most CPUs.
         if self.use_cpu and self.bf16 is None and not self.fp16:
             self.bf16 = self._choose_bf16()
+        # With torch_compile transformers would turn TF32 on, which rounds products in float32 to 10 bits.
+        if self.torch_compile and self.tf32 is None:
+            self.tf32: bool | None = False
         super().__post_init__()
 
     def _choose_bf16(self) -> bool:
@@ -235,7 +240,6 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     no_steps = args.max_steps <= 0 and args.num_train_epochs <= 0
     other = os.environ.get("FSDP_VERSION", "2") != "2" or os.environ.get("FSDP_STATE_DICT_TYPE") == "FULL_STATE_DICT"
     unused = run_args.eval_dataset_name and args.eval_strategy == "no" and not args.eval_on_start
-    compiles = args.torch_compile or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
     refusals = (
         (no_rate, "Stage 'instruct' trains the vision encoder too: give vision_learning_rate."),
         (adapts, "Losses on keys and load_in_4bit work only with stage 'adapt', which freezes the language model."),
@@ -245,7 +249,6 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         (packed and samples is None, "Packed rows hold varying numbers of samples: give global_batch_size."),
         (packed and args.neftune_noise_alpha, "neftune_noise_alpha depends on rows' lengths: remove packed_length."),
         (precision != "no", f"The launcher has mixed_precision {precision!r}: give bf16: true, or launch with 'no'."),
-        (compiles, "Compiled code would pass over the hooks that the loss needs: no torch_compile or dynamo_backend."),
         (args.deepspeed_plugin, "DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml."),
         (args.fsdp, "Take fsdp out of the recipe: launch with --config_file training/accelerate/fsdp2.yaml."),
         (other, "Set fsdp_version: 2 and SHARDED_STATE_DICT, as training/accelerate/fsdp2.yaml does."),
@@ -258,3 +261,23 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     for applies, message in refusals:
         if applies:
             raise ValueError(message)
+    check_compiling(run_args, args)
+
+
+def check_compiling(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Refuse what compiled layers can't do. Raises `ValueError` that names the fields."""
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise ValueError(
+            "The launcher would compile the whole model: launch with --dynamo_backend no, and give "
+            "torch_compile: true, which compiles the decoder's layers."
+        )
+    if args.torch_compile_backend not in (None, "inductor", "aot_eager"):
+        raise ValueError(
+            "torch_compile_backend must be inductor, which is the default, or aot_eager: no other has been tried but "
+            "eager, which draws dropout anew where a checkpointed layer is computed again."
+        )
+    if args.torch_compile and (run_args.key_mmd_weight or run_args.key_gram_weight):
+        raise ValueError(
+            "key_mmd_weight and key_gram_weight read keys inside the layers, which compiled layers hide: set "
+            "torch_compile to false."
+        )

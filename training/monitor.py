@@ -16,14 +16,15 @@ from transformers import LlavaProcessor, TrainerCallback, TrainerState
 from typing_extensions import override
 
 from conversations.files import write_whole
-from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
+from diagnostics.parts import find_decoder
 from diagnostics.tokens import Inputs, Tokens, classify, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 class InterfaceMonitor(TrainerCallback):
-    """Measures the step that is about to be logged, through hooks that stay idle on every other step.
+    """Measures the step that is about to be logged, through hooks that stay idle on every other step. They sit on the
+    model and on its first layer, not inside that layer, which may be compiled.
 
     `norm/visual` and `norm/text` are mean L2 norms of the tokens that enter the decoder's first layer. Tokens are
     classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded here.
@@ -39,7 +40,7 @@ class InterfaceMonitor(TrainerCallback):
         self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2))  # sum of norms, tokens
         self._tokens: Tokens | None = None
         model.model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
-        InterfaceHooks(model, self._see_features)
+        find_decoder(model).layers[0].register_forward_pre_hook(self._see_entrance, with_kwargs=True)
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -52,9 +53,10 @@ class InterfaceMonitor(TrainerCallback):
             self._tokens = classify(kwargs, self._ids)
 
     @torch.no_grad()
-    def _see_features(self, place: str, features: torch.Tensor) -> None:
-        if place == "decoder" and self._tokens is not None:
-            norms = token_norms(features)  # [batch_size, sequence_length]
+    def _see_entrance(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._tokens is not None:
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            norms = token_norms(hidden_states)  # [batch_size, sequence_length]
             for name, mask in (("visual", self._tokens.visual), ("text", self._tokens.text)):
                 self._sums[name] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
             self._tokens = None  # gradient checkpointing runs the layer again

@@ -20,7 +20,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 # Arguments that the weights depend on: a resumed run must have the same. The data is compared by its content.
 SAME = (
     "stage", "model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
-    "attn_implementation", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
+    "attn_implementation", "torch_compile", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length", "max_length",
     "num_train_epochs", "max_steps", "dataset_streaming", "seed", "data_seed", "bf16",
     "fp16", "learning_rate", "vision_learning_rate", "projector_learning_rate", "norm_learning_rate",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers.trainer
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Sampler
@@ -17,8 +18,10 @@ from typing_extensions import override
 
 from conversations.measured import row_lengths
 from conversations.tokens import IGNORED
+from diagnostics.parts import find_decoder
 from diagnostics.tokens import attended_tokens
 from training.checkpoints import SAVING_FOLDER, STATE_FILE, publish, save, write_aside, write_unsharded
+from training.compiling import compile_layers
 from training.loss import SupervisedTrainer
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
 from training.rehearsal import largest_batch, rehearsal
@@ -84,6 +87,11 @@ class NormLlavaTrainer(SupervisedTrainer):
             self.args.ignore_data_skip = True  # the stream itself resumes where it was
 
     @override
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Without compiling, which accelerate would do to the whole model; `_prepare_for_training` compiles layers."""
+        return super()._build_accelerator_args(**kwargs) | {"dynamo_plugin": TorchDynamoPlugin(backend="no")}
+
+    @override
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Sampler | None:
         return self._sampler
 
@@ -126,11 +134,15 @@ class NormLlavaTrainer(SupervisedTrainer):
 
     @override
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> tuple[nn.Module, DataLoader]:
-        """As Trainer does it; then rehearse, with the weights and states of a resumed run in their places."""
+        """As Trainer does it; then compile layers where asked, and rehearse, with the weights and states of a resumed
+        run in their places."""
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None and plugin.mixed_precision_policy is not None:  # it rounds losses to bfloat16
             plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
+        layers = list(find_decoder(self._unwrapped()).layers)  # before FSDP puts a wrapper around each
         model, dataloader = super()._prepare_for_training(*args, **kwargs)
+        if self.args.torch_compile:
+            compile_layers(layers, self.args.torch_compile_backend)
         if self._sampler is not None:
             self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
             with rehearsal(model, self.optimizer.optimizer, self.args.device):

@@ -41,7 +41,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logging_strategy": "epoch"}, "logging_strategy must stay 'steps'"),
     ({"eval_dataset_name": "held_out.json"}, "eval_dataset_name needs an eval_strategy"),
     ({"fsdp": "full_shard auto_wrap"}, "Take fsdp out of the recipe"),
-    ({"torch_compile": True}, "no torch_compile or dynamo_backend"),
+    ({"torch_compile_mode": "reduce-overhead"}, "torch_compile_mode must stay None"),
+    ({"torch_compile_backend": "eager"}, "torch_compile_backend must be inductor, .* or aot_eager"),
+    ({"stage": "adapt", "torch_compile": True, "key_gram_weight": 0.1}, "set torch_compile to false"),
     ({"stage": "instruct"}, "give vision_learning_rate"),
     ({"fp16": True}, "fp16 needs a GPU"),
     ({"report_to": "dvclive"}, "report_to: dvclive is not installed: install it, or give report_to: none"),
@@ -106,13 +108,18 @@ def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pyt
         check_arguments(run_args, args)
     for name, value, message in (
         ("ACCELERATE_MIXED_PRECISION", "bf16", "launcher has mixed_precision 'bf16'"),  # the record would say false
-        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "no torch_compile or dynamo_backend"),
+        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "launch with --dynamo_backend no, and give torch_compile: true"),
         ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT", "Set fsdp_version: 2 and SHARDED_STATE_DICT"),
     ):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)
             with pytest.raises(ValueError, match=message):
                 parse_arguments(given)
+
+
+def test_compiling_leaves_float32_as_precise_as_it_was(recipe: Path) -> None:
+    given = ["--config", str(recipe), "--torch_compile", "true"]
+    assert parse_arguments(given)[1].tf32 is False  # where it is not given, transformers would turn it on
 
 
 @pytest.mark.parametrize(("capability", "is_fast"), [("amx_bf16", True), ("avx512_bf16", True), ("avx512_f", False)])

@@ -184,3 +184,31 @@ def test_sharding_in_bfloat16_does_not_round_the_loss(
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(tmp_path / "two"))
     expected, got = (logged(tmp_path / name)[0]["loss"] for name in ("one", "two"))
     assert got == pytest.approx(expected, rel=1e-4)
+
+
+COMPILED: dict[str, dict[str, Any]] = {
+    "fsdp2": {**INSTRUCT, **PACKED, "gradient_checkpointing": True},
+    "cpu_ddp": {"stage": "adapt", "lora_r": 4, "per_device_train_batch_size": 5, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("launcher", COMPILED)
+def test_two_processes_with_compiled_layers_train_as_one_without(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, launcher: str
+) -> None:
+    fields = {**COMPILED[launcher], "model_name_or_path": str(composed()), "dataset_name": str(data)}
+    fields["global_batch_size"] = 10
+    one, two = tmp_path / "one", tmp_path / "two"
+    launch(tmp_path, "--cpu", **fields, output_dir=str(one))
+    fields |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    script = FSDP_ON_CPU if launcher == "fsdp2" else "training/sft.py"
+    launch(tmp_path, *on_cpu(launcher, tmp_path), script=script, **fields, output_dir=str(two))
+    expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
+    assert len(got) == 3
+    for line, other in zip(got, expected, strict=True):
+        for name in (*(name for name in other if "norm" in name), "loss", "num_tokens"):
+            assert line[name] == pytest.approx(other[name], rel=2e-4, abs=1e-7), name
+    if launcher == "fsdp2":
+        assert_same_training(one, two, composed())

@@ -11,7 +11,9 @@ Pictures are in `image` or `images`, or in the parts of messages. A text in `sys
 row has is decided row by row.
 """
 
-from collections.abc import Callable, Iterable
+import json
+import math
+from collections.abc import Callable
 from typing import Any
 
 
@@ -26,15 +28,15 @@ PICTURE_COLUMNS = ("images", "image")
 ROLE_NAMES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
 # Fields that say where a row comes from or how large its picture is: they hold nothing to learn.
 IDENTIFYING = frozenset(
-    {"id", "idx", "index", "uid", "uuid", "key", "source", "data_source", "dataset", "url", "license", "model", "lang"}
-    | {"language", "height", "width", "hash", "split", "file_name"}
+    {"id", "idx", "index", "uid", "uuid", "key", "source", "data_source", "dataset", "license", "model", "lang"}
+    | {"language", "height", "width", "hash", "split", "__index_level_0__"}
 )
-# Fields of a turn by which other trainers leave an answer out of the loss.
+# Fields of a turn by which other trainers weigh an answer in the loss, or leave it out.
 LOSS_FIELDS = ("weight", "loss", "train")
 # What is read of a turn, of a message's parts, and of the_cauldron's pairs.
 TURN_FIELDS = frozenset({"from", "value", "role", "content", *LOSS_FIELDS})
-TEXT_FIELDS = frozenset({"type", "text"})
-PICTURE_FIELDS = frozenset({"type", "image", "image_url", "path", "url"})
+PAYLOAD_FIELDS = ("image", "image_url", "path", "url")
+PART_FIELDS = frozenset({"type", "text", *PAYLOAD_FIELDS})
 PAIR_FIELDS = frozenset({"user", "assistant"})
 
 
@@ -43,14 +45,15 @@ class LayoutError(ValueError):
 
 
 def has_content(value: Any) -> bool:
-    """Whether a field holds something: no null, empty text, empty list or `False`."""
+    """Whether a field holds something: no null or NaN, empty text, empty list or `False`."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, list | tuple):
         return any(has_content(entry) for entry in value)
     if isinstance(value, dict):
         return any(has_content(entry) for entry in value.values())
-    return value is not None and value is not False
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return value is not None and value is not False and not is_nan
 
 
 def read_row(row: Row) -> Row:
@@ -61,16 +64,18 @@ def read_row(row: Row) -> Row:
         can't be read as it stands (`None` if it can), and `unread` names the fields that have content which no reader
         uses, as `field` or `messages[].field`.
     """
-    unread = [name for name in row if name not in READ and name not in IDENTIFYING and has_content(row[name])]
+    unread = [name for name in row if name not in READ_COLUMNS and name not in IDENTIFYING and has_content(row[name])]
     try:
-        turns, pictures_inside, unread_inside = _read_turns(row)
-        images = _choose_pictures(row, pictures_inside)
+        layout = _find_layout(row)
+        reader = _Reader(layout)
+        turns = READERS[layout](row, reader)
+        images = _choose_pictures(row, reader.pictures)
         turns = _add_system(turns, row.get("system"))
-        if not _is_llava(row):
+        if layout != "conversations":  # whose turns mark their pictures themselves
             turns = _mark_pictures(turns, len(images))
     except LayoutError as error:
         return {"images": [], "conversations": None, "problem": str(error), "unread": unread}
-    return {"images": images, "conversations": turns, "problem": None, "unread": unread + unread_inside}
+    return {"images": images, "conversations": turns, "problem": None, "unread": unread + sorted(reader.unread)}
 
 
 def beside_pictures(row: Row) -> list[Any]:
@@ -89,18 +94,26 @@ def beside_pictures(row: Row) -> list[Any]:
     return [entry for entry in entries if has_content(entry)]
 
 
-def unpack_turns(turns: Any) -> Any:
-    """A list of turns. `datasets.Sequence` of a dict stores them as a dict of lists, which is turned back.
+def unpack_list(entries: Any) -> Any:
+    """A list of turns or parts, where it is stored otherwise.
+
+    `datasets.Sequence` of a dict stores it as a dict of lists, and some data sets store it as JSON text.
 
     Raises:
         LayoutError: if such lists differ in length.
     """
-    if not isinstance(turns, dict) or not all(isinstance(column, list) for column in turns.values()):
-        return turns
-    lengths = {name: len(column) for name, column in turns.items()}
+    if isinstance(entries, str) and entries.lstrip().startswith("["):
+        try:
+            decoded = json.loads(entries)
+        except ValueError:
+            return entries
+        return decoded if all(isinstance(entry, dict) for entry in decoded) else entries
+    if not isinstance(entries, dict) or not all(isinstance(column, list) for column in entries.values()):
+        return entries
+    lengths = {name: len(column) for name, column in entries.items()}
     if len(set(lengths.values())) > 1:
         raise LayoutError(f"turns are stored as lists of different lengths: {lengths}")
-    return [dict(zip(turns, turn, strict=True)) for turn in zip(*turns.values(), strict=True)]
+    return [dict(zip(entries, entry, strict=True)) for entry in zip(*entries.values(), strict=True)]
 
 
 class _Reader:
@@ -112,75 +125,102 @@ class _Reader:
         self.unread: set[str] = set()
         self._placeholders = 0
 
+    def turns(self, entries: Any) -> Any:
+        """Turns in LLaVA's form; what is no list stays as it is, so that the row's check reports it."""
+        entries = unpack_list(entries)
+        if not isinstance(entries, list):
+            return entries
+        return [self.turn(entry) for entry in entries]
+
     def turn(self, turn: Any) -> Turn:
         """A turn in LLaVA's form; a malformed one stays as it is, so that the row's check reports it."""
         if not isinstance(turn, dict):
             return turn
-        role = turn["from"] if turn.get("from") is not None else turn.get("role")
-        content = turn["value"] if turn.get("value") is not None else turn.get("content")
+        role = _filled_one(turn, "from", "role")
+        content = _filled_one(turn, "value", "content")
         if not isinstance(role, str) or role not in ROLE_NAMES:
             return turn
 
         role = ROLE_NAMES[role]
         self._refuse_what_changes_training(turn, role)
-        self._note_unread(turn, TURN_FIELDS)
-        if isinstance(content, list):
-            content = "\n".join(self._parts(content, role))
+        self.note_unread(turn, TURN_FIELDS)
+        if not isinstance(content, str):
+            parts = unpack_list(content)
+            content = self._join_parts(parts, role) if isinstance(parts, list) else content
         return {"from": role, "value": content}
 
-    def _refuse_what_changes_training(self, turn: Turn, role: str) -> None:
-        if has_content(turn.get("tool_calls")):
-            raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
-        for name in LOSS_FIELDS:
-            if role == "gpt" and turn.get(name) is not None and not turn[name]:
-                raise LayoutError(
-                    f"an answer has `{name}`: {turn[name]!r}, but every answer is trained; remove the turn"
-                )
-
-    def _parts(self, parts: list[Any], role: str) -> Iterable[str]:
-        """The text of a message's parts, a mark for each picture."""
-        for part in parts:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if kind == "text" and isinstance(part.get("text"), str):
-                self._note_unread(part, TEXT_FIELDS)
-                yield part["text"]
-            elif kind in ("image", "image_url"):
-                if role == "gpt":
-                    raise LayoutError("an assistant's message holds a picture")
-                self._note_unread(part, PICTURE_FIELDS)
-                self._picture(part)
-                yield IMAGE_MARK
-            else:
-                raise LayoutError(f"a message has a part that is neither text nor picture: {str(part)[:100]}")
-
-    def _picture(self, part: dict[str, Any]) -> None:
-        """Keep the part's picture. A part without one stands for the next of the row's own."""
-        linked = part.get("image_url")
-        linked = linked.get("url") if isinstance(linked, dict) else linked
-        payloads = [part.get("image"), linked, part.get("path"), part.get("url")]
-        filled = [payload for payload in payloads if has_content(payload)]
-        if filled:
-            self.pictures.append(filled[0])
-            return
-        index = part.get("index")
-        if index is not None and index != self._placeholders:
-            raise LayoutError(f"a part stands for picture {index} where picture {self._placeholders} would come")
-        self._placeholders += 1
-
-    def _note_unread(self, fields: dict[str, Any], read: frozenset[str]) -> None:
+    def note_unread(self, fields: dict[str, Any], read: frozenset[str]) -> None:
+        """Keep the names of the fields that have content and aren't among those that are read."""
         if fields.keys() <= read:
             return
         for name, value in fields.items():
             if name not in read and name not in IDENTIFYING and has_content(value):
                 self.unread.add(f"{self.column}[].{name}")
 
+    def _refuse_what_changes_training(self, turn: Turn, role: str) -> None:
+        if has_content(turn.get("tool_calls")):
+            raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
+        for name in LOSS_FIELDS:
+            if role == "gpt" and turn.get(name) not in (None, True):  # 1 equals True
+                raise LayoutError(
+                    f"an answer has `{name}`: {turn[name]!r}, but all are trained alike; remove the turn"
+                )
 
-def _read_list(row: Row, column: str, reader: _Reader) -> Any:
-    """The turns in a column; what is no list stays as it is, so that the row's check reports it."""
-    turns = unpack_turns(row.get(column))
-    if not isinstance(turns, list):
-        return turns
-    return [reader.turn(turn) for turn in turns]
+    def _join_parts(self, parts: list[Any], role: str) -> str:
+        """The text of a message's parts as one, with a mark for each picture."""
+        pieces = []
+        for part in parts:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind == "text" and isinstance(part.get("text"), str):
+                if any(has_content(part.get(name)) for name in PAYLOAD_FIELDS):
+                    raise LayoutError("a part of text holds a picture too; make them two parts")
+                if IMAGE_MARK in part["text"]:
+                    raise LayoutError(f"a part of text contains {IMAGE_MARK}, where parts mark the pictures")
+                pieces.append(part["text"])
+            elif kind in ("image", "image_url"):
+                if role == "gpt":
+                    raise LayoutError("an assistant's message holds a picture")
+                if has_content(part.get("text")):
+                    raise LayoutError("a picture's part holds text too; make them two parts")
+                self._take_picture(part)
+                pieces.append(f"{IMAGE_MARK}\n")
+            else:
+                raise LayoutError(f"a message has a part that is neither text nor picture: {str(part)[:100]}")
+            self.note_unread(part, PART_FIELDS)
+        return "".join(pieces)
+
+    def _take_picture(self, part: dict[str, Any]) -> None:
+        """Keep the part's picture. A part without one stands for the next of the row's own."""
+        payloads = []
+        for name in PAYLOAD_FIELDS:
+            payload = part.get(name)
+            if name == "image_url" and isinstance(payload, dict):
+                payload = payload.get("url")
+            if isinstance(payload, bytes):
+                payload = {"bytes": payload, "path": None}
+            if has_content(payload):
+                payloads.append(payload)
+
+        if len(payloads) > 1:
+            raise LayoutError("a part names its picture twice")
+        if payloads:
+            self.pictures.append(payloads[0])
+            return
+        index = part.get("index")
+        if index is not None and index != self._placeholders:
+            raise LayoutError(f"a part stands for picture {index} where picture {self._placeholders} would come")
+        self._placeholders += 1
+
+
+def _filled_one(turn: dict[str, Any], name: str, other: str) -> Any:
+    """The one of two fields that says something.
+
+    Raises:
+        LayoutError: if both do.
+    """
+    if has_content(turn.get(name)) and has_content(turn.get(other)):
+        raise LayoutError(f"a turn has both `{name}` and `{other}`; keep one of them")
+    return turn[name] if turn.get(name) is not None else turn.get(other)
 
 
 def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
@@ -188,10 +228,10 @@ def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
     turns: list[Turn] = []
     for column, role in (("prompt", "user"), ("completion", "assistant")):
         content = row.get(column)
-        messages = [{"role": role, "content": content}] if isinstance(content, str) else unpack_turns(content)
-        if not isinstance(messages, list):
+        is_text = isinstance(content, str) and not isinstance(unpack_list(content), list)
+        read = reader.turns([{"role": role, "content": content}] if is_text else content)
+        if not isinstance(read, list):
             raise LayoutError(f"`{column}` is neither a text nor a list of messages")
-        read = [reader.turn(message) for message in messages]
         if column == "prompt" and any(isinstance(turn, dict) and turn.get("from") == "gpt" for turn in read):
             raise LayoutError("`prompt` holds an answer, which would be trained too; give such rows as `messages`")
         turns += read
@@ -200,46 +240,46 @@ def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
 
 def _read_texts(row: Row, reader: _Reader) -> list[Turn]:
     """The turns of questions and answers as the_cauldron stores them."""
-    pairs = unpack_turns(row["texts"])
+    pairs = unpack_list(row["texts"])
     turns: list[Turn] = []
     for pair in pairs if isinstance(pairs, list) else []:
         if not isinstance(pair, dict) or "user" not in pair or "assistant" not in pair:
             raise LayoutError(f'an entry of `texts` is not {{"user": ..., "assistant": ...}}: {str(pair)[:100]}')
         turns += [reader.turn({"role": role, "content": pair[role]}) for role in ("user", "assistant")]
-        reader._note_unread(pair, PAIR_FIELDS)
+        reader.note_unread(pair, PAIR_FIELDS)
     return turns
 
 
+# By column that holds the turns of a layout, what reads them.
 READERS: dict[str, Callable[[Row, _Reader], Any]] = {
-    "conversations": lambda row, reader: _read_list(row, "conversations", reader),
-    "messages": lambda row, reader: _read_list(row, "messages", reader),
+    "conversations": lambda row, reader: reader.turns(row.get("conversations")),
+    "messages": lambda row, reader: reader.turns(row["messages"]),
     "prompt": _read_prompt,
     "texts": _read_texts,
 }
-# All columns that are read.
-READ = frozenset({*READERS, "completion", "system", *PICTURE_COLUMNS})
+# All columns that have a reader.
+READ_COLUMNS = frozenset({*READERS, "completion", "system", *PICTURE_COLUMNS})
 
 
-def _layouts_of(row: Row) -> list[str]:
-    return [column for column in READERS if has_content(row.get(column))]
+def _find_layout(row: Row) -> str:
+    """The column of the layout that a row has; `"conversations"` if it has none, which the row's check reports.
+
+    Raises:
+        LayoutError: if it has content in two, or a completion without a prompt.
+    """
+    filled = [column for column in READERS if has_content(row.get(column))]
+    if filled == ["messages", "prompt"] and _is_first_text(row["prompt"], row["messages"]):
+        filled = ["messages"]  # UltraChat repeats the first question
+    if has_content(row.get("completion")) and "prompt" not in filled:
+        raise LayoutError("there is a `completion` without a `prompt`")
+    if len(filled) > 1:
+        raise LayoutError(f"`{filled[0]}` and `{filled[1]}` both have content; keep one of them")
+    return filled[0] if filled else "conversations"
 
 
-def _is_llava(row: Row) -> bool:
-    """Whether a row's turns mark their pictures themselves."""
-    return _layouts_of(row) in ([], ["conversations"])
-
-
-def _read_turns(row: Row) -> tuple[Any, list[Any], list[str]]:
-    """A row's turns, the pictures inside them, and the names of the fields inside them that nobody reads."""
-    layouts = _layouts_of(row)
-    if len(layouts) > 1:
-        raise LayoutError(
-            f"`{layouts[0]}` and `{layouts[1]}` both have content; keep the column that is to be trained"
-        )
-    column = layouts[0] if layouts else "conversations"
-    reader = _Reader(column)
-    turns = READERS[column](row, reader)
-    return turns, reader.pictures, sorted(reader.unread)
+def _is_first_text(prompt: Any, messages: Any) -> bool:
+    first = messages[0] if isinstance(messages, list) else None
+    return isinstance(first, dict) and first.get("content") == prompt
 
 
 def _choose_pictures(row: Row, pictures_inside: list[Any]) -> list[Any]:
@@ -263,12 +303,14 @@ def _mark_pictures(turns: Any, num_images: int) -> Any:
     if not num_images or not isinstance(turns, list):
         return turns
     for turn in turns:
-        if isinstance(turn, dict) and IMAGE_MARK in str(turn.get("value")):
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+            return turns  # malformed, which the row's check reports
+        if IMAGE_MARK in turn["value"]:
             return turns
 
     marked = list(turns)
     for place, turn in enumerate(marked):
-        if isinstance(turn, dict) and turn.get("from") == "human":
-            marked[place] = turn | {"value": f"{IMAGE_MARK}\n" * num_images + str(turn["value"])}
+        if turn["from"] == "human":
+            marked[place] = turn | {"value": f"{IMAGE_MARK}\n" * num_images + turn["value"]}
             break
     return marked

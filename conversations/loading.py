@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -22,7 +23,7 @@ from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowException
 
 from conversations.files import hash_files, sha256
-from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ, READERS, Row, read_row
+from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ_COLUMNS, READERS, Row, read_row
 from conversations.sources import Source, find_source
 
 
@@ -103,22 +104,49 @@ def _open(source: Source, config: str | None, split: str) -> datasets.Dataset:
 
 
 def _common_features(source: Source) -> datasets.Features | None:
-    """Features that fit all parquet files of a source, where `datasets` wouldn't find them; else `None`.
+    """Features that fit all parquet files of a source, where their types differ; else `None`.
 
-    It takes the first file's. A column that is all null there, such as the pictures of a shard without any, has no
-    type in that file, and the next one would not fit.
+    `datasets` takes the first file's types. What is all null or empty there, such as the pictures of a shard without
+    any, has no type in that file, and the next one would not fit.
     """
     files = source.files or sorted(Path(source.name).rglob("*.parquet"))
-    schemas = [pq.read_schema(file) for file in files]
-    if not schemas or not any(pa.types.is_null(field.type) for schema in schemas for field in schema):
+    types: dict[str, pa.DataType] = {}
+    is_alike = True
+    for file in files:
+        for field in pq.read_schema(file):
+            before = types.get(field.name, field.type)
+            try:
+                types[field.name] = _merge_types(before, field.type)
+            except TypeError:  # of another configuration or split: `datasets` says it if they are read together
+                return None
+            is_alike = is_alike and types[field.name] == before == field.type
+    if is_alike:
         return None
+    return datasets.Features.from_arrow_schema(pa.schema(list(types.items())))
 
-    fields: dict[str, pa.Field] = {}
-    for schema in schemas:
-        for field in schema:
-            if field.name not in fields or pa.types.is_null(fields[field.name].type):
-                fields[field.name] = field
-    return datasets.Features.from_arrow_schema(pa.schema(list(fields.values())))
+
+def _merge_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """The type that holds values of both: null fits all, and structs have the fields of both.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if _is_list(one) and _is_list(other):
+        return pa.list_(_merge_types(one.value_type, other.value_type))
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        fields = {field.name: field.type for field in one}
+        for field in other:
+            fields[field.name] = _merge_types(fields.get(field.name, field.type), field.type)
+        return pa.struct(list(fields.items()))
+    raise TypeError(f"{one} and {other}")
+
+
+def _is_list(type_: pa.DataType) -> bool:
+    return pa.types.is_list(type_) or pa.types.is_large_list(type_)
 
 
 def _read_json_files(source: Source) -> datasets.Dataset:
@@ -142,10 +170,17 @@ def _read_json(names: list[str]) -> Iterator[Row]:
                 problem = 'is not a row like {"image": ..., "conversations": [...]}'
                 raise ValueError(f"{name}, row {number} {problem}: {json.dumps(fields)[:60]}")
             row = read_row(fields)
-            # What is not a path becomes text that names no file, so that the row's check reports it.
-            paths = [image if isinstance(image, str) else f"{str(image)[:80]} (not a path)" for image in row["images"]]
-            images = [{"bytes": None, "path": path.encode(errors="replace").decode()} for path in paths]
+            images = [{"bytes": None, "path": _path_of(image)} for image in row["images"]]
             yield {**row, "images": images, "conversations": json.dumps(row["conversations"])}
+
+
+def _path_of(image: Any) -> str:
+    """The path of a picture in a JSON row. What is none becomes text that names no file, so that the row's check
+    reports it."""
+    if isinstance(image, dict) and isinstance(image.get("path"), str):
+        image = image["path"]
+    path = image if isinstance(image, str) else f"{str(image)[:80]} (not a path)"
+    return path.encode(errors="replace").decode()
 
 
 def _parse_json(path: Path) -> Iterator[Any]:
@@ -174,8 +209,10 @@ def _only_list(text: str) -> list[Any] | None:
         return None
     if not isinstance(content, dict) or content.keys() & READERS.keys():
         return None
-    lists = [value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    return lists[0] if len(lists) == 1 else None
+    for value in content.values():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and value[0].keys() & READERS.keys():
+            return value
+    return None
 
 
 def _undecoded(feature: Any) -> Any:
@@ -233,86 +270,117 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
         unread = _count_names(dataset)
         columns = [dataset.remove_columns("unread")]
     else:
-        _require_turns(dataset.features)
-        features = _undecoded_features(dataset.features)
-        unread = _count_unread_columns(dataset)
-        beside = datasets.Features({name: features[name] for name in PICTURE_COLUMNS if name in features})
-        if _is_llava(features):
-            columns = [_select(dataset, datasets.Features({**beside, "conversations": features["conversations"]}))]
-        else:
-            read = _read_columns(dataset, features)
-            unread += _count_names(read)
-            columns = [_select(dataset, beside)] if beside else []
-            columns.append(read.remove_columns("unread"))
+        columns, unread = _read_columns(dataset)
     for field, count in unread.items():
-        logger.warning(
-            "%s: nothing reads `%s`, which has content in %d of %d rows", source.name, field, count, len(dataset)
-        )
+        message = "%s: nothing reads `%s`, which has content in %d of %d rows"
+        logger.warning(message, source.name, field, count, len(dataset))
 
     sources = [f"{source.name}, row {number}" for number in range(len(dataset))]
     names = datasets.Dataset.from_dict({"image_folder": [image_folder] * len(sources), "source": sources})
     return datasets.concatenate_datasets([*columns, names], axis=1)
 
 
-def _read_columns(dataset: datasets.Dataset, features: datasets.Features) -> datasets.Dataset:
+def _read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Counter[str]]:
+    """A dataset's pictures and turns, and the number of rows by name of what nothing reads."""
+    _require_turns(dataset.features)
+    features = _undecoded_features(dataset.features)
+    unread = _count_unread_columns(dataset)
+    beside = datasets.Features({name: features[name] for name in PICTURE_COLUMNS if name in features})
+    if _is_llava(features):
+        llava = datasets.Features({**beside, "conversations": features["conversations"]})
+        return [_select(dataset, llava)], unread
+
+    pictures = _select(dataset, beside)
+    counts = {name: _count_pictures(pictures.data[name]) for name in beside}
+    has_pictures = any(any(column) for column in counts.values())
+    turns = _read_turns(dataset, features, counts if has_pictures else {})
+    unread += _count_names(turns)
+    turns = turns.remove_columns("unread")
+    return ([pictures, turns] if has_pictures else [turns]), unread
+
+
+def _read_turns(
+    dataset: datasets.Dataset, features: datasets.Features, counts: dict[str, list[int]]
+) -> datasets.Dataset:
     """The turns of a dataset in another layout than LLaVA's, with its pictures if they are inside the messages.
 
-    Pictures beside the messages are not loaded: their number stands for them. Those inside are copied into datasets'
-    cache folder.
+    Args:
+        features: The dataset's, with pictures undecoded.
+        counts: The number of pictures in each row of the columns that hold some. These stand for the pictures, which
+            needn't be loaded. If there are none, pictures inside the messages are copied into datasets' cache folder.
     """
-    texts = datasets.Features({name: features[name] for name in features if name in READ - set(PICTURE_COLUMNS)})
-    beside = [name for name in PICTURE_COLUMNS if name in features]
-    counts = {f"num_{name}": _count_pictures(dataset.data[name]) for name in beside}
-    table = _select(dataset, texts)
+    texts = [name for name in features if name in READ_COLUMNS and name not in PICTURE_COLUMNS]
+    table = _select(dataset, datasets.Features({name: features[name] for name in texts}))
     if counts:
         table = datasets.concatenate_datasets([table, datasets.Dataset.from_dict(counts)], axis=1)
     return table.map(
-        partial(_read_fields, beside=beside),
+        partial(_read_fields, counted=list(counts)),
         remove_columns=table.column_names,
-        features=READ_FEATURES if beside else datasets.Features({"images": PICTURES, **READ_FEATURES}),
+        features=READ_FEATURES if counts else datasets.Features({"images": PICTURES, **READ_FEATURES}),
         desc="Reading the turns",
     )
 
 
-def _read_fields(fields: Row, beside: list[str]) -> Row:
-    """A row of a dataset, whose pictures beside the turns stand as their number in `num_image` or `num_images`."""
-    placeholders = {name: ["beside"] * fields.pop(f"num_{name}") for name in beside}
-    row = read_row({**fields, **placeholders})
-    row["conversations"] = json.dumps(row["conversations"])
-    if beside:
-        inside = [image for image in row.pop("images") if image != "beside"]
+def _read_fields(fields: Row, counted: list[str]) -> Row:
+    """A row of a dataset, in which the pictures beside the turns stand as their number."""
+    for name in counted:
+        fields[name] = [_BESIDE] * fields[name]
+    row = read_row(fields)
+    # Malformed turns stay as they are, and may hold what JSON can't.
+    row["conversations"] = json.dumps(row["conversations"], default=lambda value: str(value)[:80])
+    if counted:
+        inside = [image for image in row.pop("images") if image is not _BESIDE]
         if inside:
-            row["problem"] = (
-                f"a message holds a picture, though pictures have a column, {' or '.join(beside)}; use that"
-            )
+            row["problem"] = f"a message holds a picture, though pictures have a column ({' or '.join(counted)})"
     return row
 
 
+# Stands for a picture that isn't loaded.
+_BESIDE = object()
+
+
 def _count_pictures(column: pa.ChunkedArray) -> list[int]:
-    """The number of pictures in each row of a column of pictures or of lists of pictures."""
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return pc.fill_null(pc.list_value_length(column), 0).to_pylist()
-    return pc.cast(_content_mask(column), pa.int64()).to_pylist()
+    """The number of pictures in each row of a column of pictures, or of lists of pictures."""
+    counts: list[int] = []
+    for chunk in column.chunks:
+        if not _is_list(chunk.type):
+            counts += np.array(_content_mask(chunk), dtype=int).tolist()
+            continue
+        parents = np.array(pc.list_parent_indices(chunk), dtype=int)
+        is_picture = np.array(_content_mask(chunk.flatten()), dtype=bool)
+        counts += np.bincount(parents[is_picture], minlength=len(chunk)).tolist()
+    return counts
 
 
-def _content_mask(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Which rows of a column have content, as `has_content` says of the values, without loading them."""
-    if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        has_text = pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(column)), 0)
+def _content_mask(array: pa.Array) -> pa.Array:
+    """Which entries of an array have content, as `has_content` says of the values, without loading them."""
+    kind = array.type
+    if pa.types.is_null(kind):
+        return pa.array([False] * len(array))
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        has_text = pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(array)), 0)
         return pc.fill_null(has_text, False)
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return pc.fill_null(pc.greater(pc.list_value_length(column), 0), False)
-    if pa.types.is_boolean(column.type):
-        return pc.fill_null(column, False)
-    return pc.is_valid(column)
+    if pa.types.is_boolean(kind):
+        return pc.fill_null(array, False)
+    if pa.types.is_floating(kind):
+        return pc.fill_null(pc.invert(pc.is_nan(array)), False)
+    if _is_list(kind):
+        parents = np.array(pc.list_parent_indices(array), dtype=int)
+        filled = np.array(_content_mask(array.flatten()), dtype=bool)
+        return pa.array(np.bincount(parents[filled], minlength=len(array)) > 0)
+    if pa.types.is_struct(kind):
+        masks = [np.array(_content_mask(field), dtype=bool) for field in array.flatten()]
+        return pa.array(np.any(masks, axis=0) if masks else [False] * len(array))
+    return pc.is_valid(array)
 
 
 def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
     """The number of rows with content by column that no reader uses."""
     counts: Counter[str] = Counter()
     for name in dataset.column_names:
-        if name not in READ and name not in IDENTIFYING:
-            counts[name] = pc.sum(_content_mask(dataset.data[name])).as_py() or 0
+        if name not in READ_COLUMNS and name not in IDENTIFYING:
+            for chunk in dataset.data[name].chunks:
+                counts[name] += pc.sum(_content_mask(chunk)).as_py() or 0
     return +counts
 
 
@@ -342,7 +410,7 @@ def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
     row = read_row(fields)
     for field in row.pop("unread"):
         _say_unread(name, field)
-    place = fields.get("id") or json.dumps(row["conversations"], default=str)[:80]
+    place = fields.get("id") or str(row["conversations"] or fields)[:80]
     return {**row, "image_folder": image_folder, "source": f"{name}, row {place}"}
 
 

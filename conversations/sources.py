@@ -9,7 +9,7 @@ from typing import Literal
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 # What `load_dataset` reads as a dataset, so that a JSON file beside it is something else.
-DATASET_SUFFIXES = (".parquet", ".arrow", ".tar", ".csv")
+DATASET_SUFFIXES = (".parquet", ".arrow", ".tar")
 # The layout of a folder of pictures whose rows name their file (`imagefolder`), which `load_dataset` reads.
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 # Files that come with a saved dataset or a repository, and hold no rows.
@@ -56,10 +56,11 @@ class Source:
 def find_source(name: str) -> Source:
     """What `name` means: a file, a pattern such as `data/*.parquet`, a folder, or a Hub id.
 
-    A folder that holds one JSON file, and nothing else that `load_dataset` would take for rows, means that file.
+    A folder that holds one JSON file, as LLaVA's does beside its pictures, means that file.
 
     Raises:
-        ValueError: if nothing matches a pattern, or a path's file doesn't exist or is of no known kind.
+        ValueError: if nothing matches a pattern, a path's file doesn't exist or is of no known kind, or a folder holds
+            several JSON files: `load_dataset` would take the types of the first for all of them.
     """
     name = os.path.expanduser(name)
     if glob.has_magic(name) and not os.path.exists(name):
@@ -70,9 +71,15 @@ def find_source(name: str) -> Source:
         return _of_files(name, [path])
     if any((path / file).exists() for file in ("dataset_dict.json", "state.json")):
         return Source(name, "saved")
-    if path.is_dir() and (file := _only_json_file(path)) is not None:
-        return Source(name, "json", [file])
-    return Source(name, "dataset")
+    files = find_json_files(path) if path.is_dir() else []
+    if len(files) > 1 or (files and files[0].parent != path):
+        names = ", ".join(str(file.relative_to(path)) for file in files[:4])
+        more = " and more" if len(files) > 4 else ""
+        raise ValueError(
+            f"{name} holds the JSON files {names}{more}: name the one with the rows, or a pattern for several, and "
+            "the image_folder of their pictures."
+        )
+    return Source(name, "json", files) if files else Source(name, "dataset")
 
 
 def _of_files(name: str, files: list[Path]) -> Source:
@@ -91,14 +98,15 @@ def _of_files(name: str, files: list[Path]) -> Source:
     raise ValueError(f"{name}: rows are read from files that end with {readable}, all of one kind.")
 
 
-def _only_json_file(folder: Path) -> Path | None:
-    """The JSON file of LLaVA's layout, a file and its pictures; `None` if the folder is a dataset or holds several."""
+def find_json_files(folder: Path) -> list[Path]:
+    """The JSON files in a folder; none if it has a dataset, or pictures with metadata, which `load_dataset` reads."""
     found = []
-    for file in folder.rglob("*"):
+    for file in sorted(folder.rglob("*")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if is_hidden or file.name in NO_ROWS:
+            continue
         if file.suffix.lower() in DATASET_SUFFIXES or file.name in METADATA_FILES:
-            return None
-        if file.suffix.lower() in JSON_SUFFIXES and file.name not in NO_ROWS:
+            return []
+        if file.suffix.lower() in JSON_SUFFIXES:
             found.append(file)
-    if len(found) == 1 and found[0].parent == folder:
-        return found[0]
-    return None
+    return found

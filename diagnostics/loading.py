@@ -18,7 +18,7 @@ from conversations.loading import load_rows
 from conversations.pictures import fingerprint, open_images
 from conversations.pixels import to_rgb
 from conversations.rows import BadRowError, Row, check_row, row_turns, to_messages
-from conversations.sources import find_source
+from conversations.sources import DATASET_SUFFIXES, METADATA_FILES, find_source
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 # After so many rows that can't be read at the start, no more are tried.
 MAX_UNREADABLE = 100
 QUESTION = "Describe this picture."
-DATASET_SUFFIXES = (".arrow", ".parquet", ".tar")
 # Pillow can't read HEIC, and says so for each file; without the suffix they would be passed over.
 PICTURE_SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # A chat message: its role, and its content as a list of texts and pictures.
@@ -154,7 +153,7 @@ def find_pictures(data: Path) -> list[Path] | None:
         return [data] if data.suffix.lower() in PICTURE_SUFFIXES else None
     if not data.is_dir() or find_source(str(data)).kind != "dataset":
         return None
-    if any(file.suffix in DATASET_SUFFIXES for file in data.rglob("*")):
+    if any(file.suffix in DATASET_SUFFIXES or file.name in METADATA_FILES for file in data.rglob("*")):
         return None
 
     visible = (data / name for name in iglob("**", root_dir=data, recursive=True))

@@ -49,8 +49,8 @@ ONLY: dict[str, tuple[Any, str]] = {
 FIELDS = "Every field is an option: ours stand in docs/reference.md, the others in TRL's SFTConfig and ModelConfig."
 # Fields that transformers and TRL have given up, and what to give in their place.
 RENAMED = {
-    "warmup_ratio": "warmup_steps: a number below 1 is a fraction of all steps, as in warmup_steps: 0.03",
-    "torch_dtype": "bf16: true or false; trained weights are float32",
+    "warmup_ratio": "give warmup_steps, where a number below 1 is a fraction of all steps, as in warmup_steps: 0.03",
+    "torch_dtype": "give bf16: true or false; trained weights are float32",
 }
 # Paths in which a `~` stands for the home folder.
 PATHS = ("model_name_or_path", "dataset_name", "image_folder", "eval_dataset_name", "eval_image_folder", "output_dir")
@@ -168,7 +168,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     known, rest = recipe_parser.parse_known_args(argv)
     parser = TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
     try:
-        refuse_renamed(rest)
+        refuse_renamed([option_given for option_given in rest if option_given.startswith("--")])
         given = [] if known.config is None else read_recipe(Path(known.config), parser)
         parse(parser, given, f"{known.config}: ")
         parse(parser, rest)
@@ -191,9 +191,9 @@ def refuse_renamed(options: Sequence[str]) -> None:
         ValueError: if one is given.
     """
     for option_given in options:
-        name = option_given.removeprefix("--").partition("=")[0]
+        name = option_given.removeprefix("--").partition("=")[0].replace("-", "_")
         if name in RENAMED:
-            raise ValueError(f"{name} is now {RENAMED[name]}.")
+            raise ValueError(f"{name} is gone: {RENAMED[name]}.")
 
 
 def read_recipe(path: Path, parser: TrlParser) -> list[str]:

@@ -4,13 +4,13 @@ import hashlib
 import json
 import logging
 import math
-import os
 from pathlib import Path
 
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
 from conversations.loading import has_splits, load_rows, stream_fingerprint
 from conversations.measured import RowCheck, keep_good_rows, row_lengths, tokenize_rows
+from conversations.sources import find_source
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, SourceArguments, TrainingConfig
 from training.run import Source
@@ -52,9 +52,18 @@ def read_rows(
         drawn = [rows] * times + [order.select(range(fraction))]
         parts += drawn
         sources.append(
-            Source(entry.path, entry.name, entry.split, os.path.exists(entry.path), count, len(rows), entry.weight,
-                   sum(map(len, drawn)), fingerprint)
-        )  # fmt: skip
+            Source(
+                path=entry.path,
+                name=entry.name,
+                split=entry.split,
+                is_local=find_source(entry.path).is_local,
+                rows=count,
+                good_rows=len(rows),
+                weight=entry.weight,
+                drawn=sum(map(len, drawn)),
+                fingerprint=fingerprint,
+            )
+        )
         logger.info("%s: %d rows, %d good, %d an epoch", entry.path, count, len(rows), sources[-1].drawn)
     content = json.dumps([[source.fingerprint, float(source.weight)] for source in sources])
     return concatenate_datasets(parts), hashlib.sha256(content.encode()).hexdigest(), sources

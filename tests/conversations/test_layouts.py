@@ -52,6 +52,19 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "completion": [message("assistant", [{"type": "text", "text": "A dog."}])],
     },
     "the_cauldron": {"images": ["a.png"], "texts": [{"user": "What?", "assistant": "A dog.", "source": "vqa"}]},
+    "UltraChat's repeated prompt": {
+        "images": ["a.png"],
+        "prompt": "What?",
+        "messages": [message("user", "What?"), {**ANSWER, "weight": 1}],
+    },
+    "turns as JSON text": {"image": "a.png", "conversations": json.dumps(ASKED)},
+    "parts as a dict of lists": {
+        "images": ["a.png"],
+        "messages": [
+            message("user", {"type": ["image", "text"], "text": [None, "What?"]}),
+            message("assistant", {"type": ["text"], "text": ["A dog."]}),
+        ],
+    },
     "turns as a dict of lists": {
         "image": "a.png",
         "conversations": {"from": ["human", "gpt"], "value": ["<image>\nWhat?", "A dog."]},
@@ -136,6 +149,24 @@ def test_image_and_images_are_read_by_row(tmp_path: Path) -> None:
 
 # A row's fields, and what is wrong with it.
 BAD: dict[str, dict[str, Any]] = {
+    "turn 0 is not": {"images": ["a.png"], "messages": [message("user", None), ANSWER]},
+    "turn 0 is not {": {"image": "a.png", "texts": [{"user": None, "assistant": "A dog."}]},
+    "there is a `completion` without a `prompt`": {
+        "messages": [message("user", "Hi."), ANSWER],
+        "completion": "Lost.",
+    },
+    "a turn has both `value` and `content`": {
+        "conversations": [{"from": "human", "value": "Hi.", "content": "Lost."}]
+    },
+    "an answer has `weight`: 0.5": {"messages": [message("user", "Hi."), {**ANSWER, "weight": 0.5}]},
+    "a part of text holds a picture": {"messages": [message("user", [{**TEXT_PART, "image": "a.png"}]), ANSWER]},
+    "a picture's part holds text": {
+        "images": ["a.png"],
+        "messages": [message("user", [{"type": "image", "text": "Lost."}]), ANSWER],
+    },
+    "a part names its picture twice": {
+        "messages": [message("user", [{"type": "image", "image": "a.png", "path": "b.png"}]), ANSWER],
+    },
     "both `image` and `images` hold pictures": {"image": "a.png", "images": ["a.png"], "conversations": ASKED},
     "`conversations` and `messages` both have content": {"conversations": ASKED, "messages": [ANSWER]},
     "both a field `system` and a system turn": {
@@ -163,8 +194,8 @@ BAD: dict[str, dict[str, Any]] = {
     "a turn has `tool_calls`": {"messages": [message("user", "Hi."), {**ANSWER, "tool_calls": [{"name": "f"}]}]},
     "`texts` is not": {"texts": [{"question": "Hi.", "answer": "Hello."}]},
     "turn 1 is not": {"messages": [message("user", "Hi."), message("tool", "42")]},
-    "2 <image> marks but 1 images": {
-        "images": ["a.png"],
+    "a part of text contains <image>": {
+        "images": ["a.png", "b.png"],
         "messages": [message("user", [PICTURE_PART, {"type": "text", "text": "What is <image>?"}]), ANSWER],
     },
 }
@@ -202,6 +233,89 @@ def test_what_nothing_reads_inside_turns_is_named() -> None:
     thinking = {**ANSWER, "reasoning_content": "It barks.", "name": None}
     row = read_row({"messages": [message("user", [{**TEXT_PART, "cache_control": {"type": "ephemeral"}}]), thinking]})
     assert row["unread"] == ["messages[].cache_control", "messages[].reasoning_content"]
+
+
+def test_texts_of_parts_are_one_text() -> None:
+    parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "a dog."}]
+    assert read_row({"messages": [message("user", "Hi."), message("assistant", parts)]})["conversations"][1] == {
+        "from": "gpt",
+        "value": "It is a dog.",
+    }
+
+
+def test_rows_agree_on_empty_pictures_however_they_are_stored(tmp_path: Path) -> None:
+    write_json(tmp_path, [])
+    picture = {"bytes": (tmp_path / "pictures" / "a.png").read_bytes(), "path": None}
+    nothing = {"bytes": None, "path": None}
+    images = [[picture, None], [None], [nothing], [], None, [picture, picture]]
+    asked = [[message("user", "What?"), ANSWER]] * len(images)
+    kind = pa.list_(pa.struct({"bytes": pa.binary(), "path": pa.string()}))
+    pq.write_table(pa.table({"images": pa.array(images, kind), "messages": asked}), tmp_path / "train.parquet")
+    for streaming in (False, True):
+        rows = list(load_rows(str(tmp_path / "train.parquet"), streaming=streaming))
+        for row in rows:
+            check_row(row)
+        assert [len(open_images(row)) for row in rows] == [1, 0, 0, 0, 0, 2]
+
+
+def test_pictures_inside_messages_are_read_beside_an_empty_column(tmp_path: Path) -> None:
+    write_json(tmp_path, [])
+    picture = {"bytes": (tmp_path / "pictures" / "a.png").read_bytes(), "path": None}
+    asked = [message("user", [{"type": "image", "image": picture, "text": None}]), message("assistant", [TEXT_PART])]
+    table = pa.table({"images": pa.array([[]], pa.list_(pa.binary())), "messages": [asked]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    (row,) = load_rows(str(tmp_path / "train.parquet"))
+    check_row(row)
+    assert len(open_images(row)) == 1
+
+
+def test_a_row_that_json_cannot_hold_is_bad_and_stops_no_other(tmp_path: Path) -> None:
+    """An unknown role keeps its turn, bytes and all."""
+    part = {"type": "image", "image": {"bytes": b"?", "path": None}}
+    asked = [[message("tool", [part])], [message("user", [{**part, "image": None, "type": "text", "text": "Hi."}])]]
+    pq.write_table(pa.table({"messages": asked}), tmp_path / "tool.parquet")
+    bad, good = load_rows(str(tmp_path / "tool.parquet"))
+    with pytest.raises(BadRowError, match="turn 0 is not"):
+        check_row(bad)
+    check_row(good, needs_answer=False)
+
+
+@pytest.mark.parametrize("name", ["images", "messages"])
+def test_shards_whose_types_differ_deep_down_are_read(tmp_path: Path, name: str) -> None:
+    """The first has no picture, and says nothing of what a picture is."""
+    write_json(tmp_path, [])
+    picture = {"bytes": (tmp_path / "pictures" / "a.png").read_bytes(), "path": None}
+    texts = [message("user", [{"type": "text", "text": "Hi."}]), message("assistant", [TEXT_PART])]
+    first: dict[str, Any] = {"images": [[]], "messages": [texts]}
+    second: dict[str, Any] = {"images": [[picture]], "messages": [texts]}
+    if name == "messages":
+        first, second = (
+            {"messages": [texts]},
+            {"messages": [[message("user", [{"type": "image", "image": picture}]), texts[1]]]},
+        )
+    (tmp_path / "shards").mkdir()
+    pq.write_table(pa.table(first), tmp_path / "shards" / "train-0.parquet")
+    pq.write_table(pa.table(second), tmp_path / "shards" / "train-1.parquet")
+    for streaming in (False, True):
+        rows = list(load_rows(str(tmp_path / "shards"), streaming=streaming))
+        for row in rows:
+            check_row(row)
+        assert [len(open_images(row)) for row in rows] == [0, 1]
+
+
+def test_a_folder_of_several_json_files_is_not_guessed_at(tmp_path: Path) -> None:
+    """`load_dataset` would store the parts of one as JSON text, where the first holds texts, and train that."""
+    write_json(tmp_path, [{"messages": [message("user", "Hi."), ANSWER]}], "a.json")
+    write_json(tmp_path, [{"messages": [message("user", [TEXT_PART]), ANSWER]}], "b.json")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "a-checkpoint.json").write_text("[]")
+    with pytest.raises(
+        ValueError, match=r"holds the JSON files a.json, b.json: name the one with the rows, or a pattern"
+    ):
+        load_rows(str(tmp_path))
+    assert [row_turns(row)[0]["value"] for row in load_rows(f"{tmp_path}/*.json")] == ["Hi.", "What?"]
+    (tmp_path / "b.json").unlink()
+    assert len(load_rows(str(tmp_path))) == 1
 
 
 def test_a_dataset_without_turns_names_its_columns(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_what_holds_no_rows_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"image folder .*gone does not exist"):
         load_rows(str(path), str(tmp_path / "gone"))
     for number, (columns, problem) in enumerate((
-        ({"text": ["a"]}, r"no column 'conversations' among \['text'\]"),
+        ({"text": ["a"]}, "no turns: the columns are text, and turns are read from conversations"),
         ({"images": pa.array([], pa.list_(pa.string())), "conversations": pa.array([], pa.string())}, ""),
     )):  # fmt: skip
         stored = write_parquet(tmp_path / str(number), **columns)

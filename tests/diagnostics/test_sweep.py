@@ -218,7 +218,12 @@ def test_the_verdict(sign: int, verdict: str) -> None:
 def test_the_command(
     with_answers: bool, composed: Callable[..., Path], data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    out, source = tmp_path / "report", data if with_answers else tmp_path
+    out, source = tmp_path / "report", data
+    if not with_answers:
+        source = tmp_path / "pictures"
+        source.mkdir()
+        for path in tmp_path.glob("*.png"):
+            path.rename(source / path.name)
     options = ["--model", composed(), "--data", source, "--output_dir", out, "--sweep", "--num_samples", 3]
     monkeypatch.setattr("diagnostics.tokens.SINK_FACTOR", 1.01)  # some visual tokens are sinks
     monkeypatch.setattr(sys, "argv", ["diagnostics", *map(str, options)])

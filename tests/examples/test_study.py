@@ -4,6 +4,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 from examples.emoji import evaluate
 from examples.emoji.study import __main__ as study
 from examples.emoji.study import measures, starts
+from examples.emoji.study import run as study_run
 from examples.emoji.study import train as study_train
 from examples.emoji.study.analysis import (
     ArmModel,
@@ -26,7 +28,9 @@ from examples.emoji.study.analysis import (
     judge_norm_or_rate,
     judge_what_to_do,
     needs_more_seeds,
+    report,
     sentence,
+    simple_effects,
 )
 from examples.emoji.study.cells import (
     LAYER_NORM,
@@ -61,6 +65,7 @@ def record(block: Block, arm: Arm, seed: int, points: float = 30.0, processor: s
         "arm": arm.name,
         "seed": seed,
         "processor": processor,
+        "data": "rows",
         "minutes": 10.0,
         "hits": {"twemoji": digits, "emojione": digits, "openmoji": "01"},
         "perplexity": 18.0,
@@ -129,12 +134,15 @@ def test_effects_of_norm_and_rate_by_hand() -> None:
         "norm": 4.0,  # (36 + 33) / 2 - (31 + 30) / 2
         "rate": 2.0,  # (36 + 31) / 2 - (33 + 30) / 2
         "interaction": 2.0,  # (36 - 33) - (31 - 30)
+    }
+    simple = {
         "norm, at relative rate 1": 5.0,
         "norm, at relative rate 1/k": 3.0,
         "rate, at norm T": 3.0,
         "rate, at norm kT": 1.0,
     }
     assert {name: effect.estimate for name, effect in effects.items()} == pytest.approx(expected)
+    assert {name: effect.estimate for name, effect in simple_effects(rows).items()} == pytest.approx(simple)
     # Eight values of +-1 an arm: a variance of 8/7 a run, half of it by 8 for a main effect; t of 28 degrees is 2.048.
     reach = 2.0484 * (8 / 7 / 8) ** 0.5
     assert effects["norm"].high - 4.0 == pytest.approx(reach, abs=1e-3)
@@ -147,22 +155,43 @@ def test_holm_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm_p", "rate_p", "said"),
+    ("norm_p", "rate_p", "interaction_p", "said"),
     [
+        (0.001, 0.3, 0.5, "At equal relative rates, smaller image embeddings gain 4.0 points (2.0 to 6.0); a faster"),
         (
-            0.001,
             0.3,
-            "At equal relative rates, smaller image embeddings gain 4.0 points (2.0 to 6.0); a faster",
+            0.001,
+            0.5,
+            "At equal norms, models with a faster second layer lose 1.0 points (-3.0 to 1.0 gained); smal",
         ),
-        (0.3, 0.001, "At equal norms, a faster second layer gains 1.0 points (-1.0 to 3.0); smaller image embeddings"),
-        (0.001, 0.04, "Smaller image embeddings gain 4.0 points (2.0 to 6.0), and a faster second layer 1.0"),
+        (0.001, 0.04, 0.5, "Smaller image embeddings gain 4.0 points (2.0 to 6.0); models with a faster second layer"),
         # 0.03 alone would be clear; of two tests, neither is.
-        (0.03, 0.06, "Undecided; effects above 6.0 points are excluded."),
+        (0.03, 0.06, 0.5, "Undecided; effects above 6.0 points are excluded."),
+        # Where only both together gain, neither gains by itself.
+        (0.001, 0.001, 0.01, "Norm and rate interact: read the simple effects."),
     ],
 )
-def test_block_1_says_what_its_effects_allow(norm_p: float, rate_p: float, said: str) -> None:
-    effects = {"norm": Difference(4, 2, 6, norm_p), "rate": Difference(1, -1, 3, rate_p)}
+def test_block_1_says_what_its_effects_allow(norm_p: float, rate_p: float, interaction_p: float, said: str) -> None:
+    effects = {
+        "norm": Difference(4, 2, 6, norm_p),
+        "rate": Difference(-1, -3, 1, rate_p),
+        "interaction": Difference(0, 0, 0, interaction_p),
+    }
     assert sentence(effects).startswith(said)
+
+
+def test_simple_effects_are_shown_only_where_the_interaction_is_clear() -> None:
+    spread = [-1.0, 1.0] * 4
+
+    def shown(**means: float) -> str:
+        points = {arm: [means[name] + apart for apart in spread] for name, arm in ARMS.items()}
+        return report(NORM_OR_RATE, records_of(NORM_OR_RATE, points))
+
+    assert "at norm T" not in shown(both=36, norm=33, rate=33, neither=30)
+    assert "rate, at norm T" in shown(both=40, norm=30, rate=30, neither=30)
+
+
+ARMS = {"both": SCALED, "norm": SCALED_SLOWLY, "rate": NOTHING_FAST, "neither": NOTHING}
 
 
 def test_a_second_look_only_where_scaling_and_norm_are_unclear() -> None:
@@ -374,7 +403,51 @@ def test_rows_of_the_artists_who_are_asked_about_are_left_out(tmp_path: Path, mo
     assert json.loads(starts.write_rows("train.json", tmp_path).read_text()) == rows[1:]
 
 
-def test_a_changed_tree_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_name_a_commit_without_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at(commit: str | None) -> None:
+        environment = SimpleNamespace(commit=commit)
+        monkeypatch.setattr(study, "describe_environment", lambda *args, **kwargs: environment)
+
+    at("0123-dirty")
     with pytest.raises(ValueError, match="commit them"):
-        study.find_commit("0123abcd-dirty")
-    assert study.find_commit("0123abcd") == "0123abcd"
+        study.find_commit(None)
+    at("0123")
+    assert study.find_commit(None) == study.find_commit("0123") == "0123"
+    with pytest.raises(ValueError, match="this is 0123"):
+        study.find_commit("4567")
+    at(None)
+    assert study.find_commit("4567") == "4567"
+    with pytest.raises(ValueError, match="give --commit"):
+        study.find_commit(None)
+
+
+def test_a_record_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study, "RECORDS", tmp_path / "records.jsonl")
+    rows = [record(WHAT_TO_DO, arm, 101) for arm in WHAT_TO_DO.arms]
+    lines = [json.dumps(row) for row in rows]
+    study.RECORDS.write_text("\n".join([*lines, *lines]))
+    assert study.read_records() == rows
+    study.RECORDS.write_text("\n".join([*lines, json.dumps(rows[0] | {"minutes": 11.0})]))
+    with pytest.raises(ValueError, match="two records of the run"):
+        study.read_records()
+    study.RECORDS.write_text("\n".join([*lines[:2], json.dumps(rows[2] | {"data": "other"})]))
+    with pytest.raises(ValueError, match="different rows"):
+        study.read_records()
+
+
+def test_what_another_processor_began_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(study_run, "processor_name", lambda: "a CPU")
+    study_run.claim(tmp_path / "run", "0123")
+    (tmp_path / "run" / "checkpoint-60").mkdir()
+    study_run.claim(tmp_path / "run", "0123")
+    assert (tmp_path / "run" / "checkpoint-60").exists()
+    monkeypatch.setattr(study_run, "processor_name", lambda: "a GPU")
+    study_run.claim(tmp_path / "run", "0123")
+    assert not (tmp_path / "run" / "checkpoint-60").exists()
+
+
+def test_of_two_processors_the_first_that_had_all_arms_counts() -> None:
+    rows = [record(WHAT_TO_DO, NOTHING, 101, processor="a CPU")]
+    rows += [record(WHAT_TO_DO, arm, 101, processor="a GPU") for arm in WHAT_TO_DO.arms]
+    rows += [record(WHAT_TO_DO, arm, 101, processor="a CPU") for arm in WHAT_TO_DO.arms[1:]]
+    assert complete_seeds(WHAT_TO_DO, rows) == {101: "a GPU"}

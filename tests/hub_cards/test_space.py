@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import gradio as gr
 import pytest
@@ -102,12 +101,13 @@ def test_it_answers_over_http(space: ModuleType, picture: Image.Image, tmp_path:
         writing = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
         writing.paste((0, 0, 0, 255), (5, 5, 20, 10))
         writing.save(tmp_path / "writing.png")
-        seen: list[dict[str, Any]] = []
-        with space.model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True):
+        seen: list[torch.Tensor] = []
+        tower = space.model.base_model.vision_tower
+        with tower.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
             client.predict(handle_file(tmp_path / "writing.png"), "what is it?", api_name="/answer")
         on_white = to_rgb(writing)
         expected = space.prepare(space.model, space.processor, on_white, "what is it?")["pixel_values"]
-        assert torch.equal(seen[0]["pixel_values"], expected)
+        assert torch.equal(seen[0], expected)
     finally:
         space.demo.close()
 

@@ -48,7 +48,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True}, "fp16 needs a GPU"),
     ({"report_to": "dvclive"}, "report_to: dvclive is not installed: install it, or give report_to: none"),
     ({"num_train_epochs": 0}, "num_train_epochs 0 trains nothing"),
-    ({"warmup_ratio": 0.03}, "warmup_ratio is now warmup_steps: a number below 1 is a fraction"),
+    ({"warmup_ratio": 0.03}, "warmup_ratio is gone: give warmup_steps, where a number below 1"),
     ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha depends on rows' lengths"),
     ({"gradient_accumulation_steps": 2}, "either global_batch_size or gradient_accumulation_steps"),
     ({**PACKED, "global_batch_size": None}, "give global_batch_size"),
@@ -96,7 +96,7 @@ def test_a_tilde_is_the_home_folder(recipe: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_old_name_on_the_command_line_is_refused(recipe: Path) -> None:
-    with pytest.raises(ValueError, match="warmup_ratio is now warmup_steps"):
+    with pytest.raises(ValueError, match="warmup_ratio is gone: give warmup_steps"):
         parse_arguments(["--config", str(recipe), "--warmup_ratio", "0.03"])
 
 

@@ -89,7 +89,7 @@ def test_two_runs_do_not_share_a_folder(
     other.kill()
     other.join()
     run(monkeypatch, tmp_path, **fields)
-    with pytest.raises(FileNotFoundError, match=r"none\.json"):
+    with pytest.raises(ValueError, match=r"none\.json: there is no such file"):
         run(monkeypatch, tmp_path, **{**fields, "dataset_name": "none.json", "output_dir": str(tmp_path / "new")})
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr("fcntl.lockf", Mock(side_effect=OSError(38, "Function not implemented")))

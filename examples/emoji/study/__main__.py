@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -34,7 +35,7 @@ from examples.emoji.study.cells import (
     cells_left,
     counted,
 )
-from examples.emoji.study.run import processor_name
+from examples.emoji.study.run import claim, processor_name
 from examples.steps import ROOT
 from training.run import describe_environment
 
@@ -46,10 +47,23 @@ RECORDS = WORK / "records.jsonl"
 
 
 def read_records() -> list[Record]:
-    """The runs that are done."""
+    """The runs that are done, in their order; a line that stands there twice counts once.
+
+    Raises:
+        ValueError: if a run has two different records, or records are of different rows.
+    """
     if not RECORDS.exists():
         return []
-    return [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
+    lines = dict.fromkeys(RECORDS.read_text(encoding="utf-8").splitlines())
+    records = [json.loads(line) for line in lines]
+
+    runs = Counter((record["block"], record["arm"], record["seed"], record["processor"]) for record in records)
+    twice = [run for run, count in runs.items() if count > 1]
+    if twice:
+        raise ValueError(f"{RECORDS} holds two records of the run {twice[0]}.")
+    if len({record["data"] for record in records}) > 1:
+        raise ValueError(f"{RECORDS} holds runs that were trained on different rows.")
+    return records
 
 
 def planned_blocks(records: Sequence[Record]) -> list[Block]:
@@ -114,16 +128,17 @@ class Runner:
                 pool.shutdown(cancel_futures=True)
 
     def _start(self, seed: int) -> Path:
-        """The seed's shared start, made by the first run that needs it."""
-        start = WORK / f"start-{seed}"
+        """The seed's shared start, made by the first run that needs it; by this code on this processor."""
+        folder = WORK / f"seed{seed}"
         with self._aligning[seed]:
-            if not start.exists():
-                self._python("examples.emoji.study.starts", seed, start)
-        return start
+            claim(folder, self._commit)
+            if not (folder / "start").exists():
+                self._python("examples.emoji.study.starts", seed, folder / "start")
+        return folder / "start"
 
     def _run(self, cell: Cell) -> None:
         start = self._start(cell.seed)
-        folder = WORK / f"block{cell.block.number}-{cell.arm.name.replace(' ', '_')}-{cell.seed}"
+        folder = WORK / f"block{cell.block.number}-arm{cell.block.arms.index(cell.arm)}-seed{cell.seed}"
         record_file = folder / "record.json"
         named = (cell.block.number, cell.arm.name, cell.seed)
         self._python("examples.emoji.study.run", *named, start, folder, self._commit)
@@ -144,19 +159,19 @@ class Runner:
 
 
 def find_commit(given: str | None) -> str:
-    """The commit of this code, by git or as given where there is no repository.
+    """The commit of this code, by git, or as given where there is no repository.
 
     Raises:
-        ValueError: if files have changed since, or there is no repository and none is given.
+        ValueError: if files have changed since, another is given, or there is no repository and none is given.
     """
-    commit = given or describe_environment("cpu", 1, resumed=False).commit
-    if commit is None:
+    commit = describe_environment("cpu", 1, resumed=False).commit
+    if commit is None and given is None:
         raise ValueError("This copy has no git repository: give --commit, the hash that it was archived from.")
-    if commit.endswith("-dirty"):
-        raise ValueError(
-            "Files have changed since the last commit: commit them first, so that records name their code."
-        )
-    return commit
+    if commit is not None and commit.endswith("-dirty"):
+        raise ValueError("Files have changed since the last commit: commit them, so that records name their code.")
+    if None not in (commit, given) and commit != given:
+        raise ValueError(f"--commit {given}: this is {commit}.")
+    return str(commit or given)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -196,6 +196,13 @@ def judge_norm_or_rate(records: Sequence[Record]) -> dict[str, Difference]:
         "norm": model.difference(norm),
         "rate": model.difference(rate),
         "interaction": model.difference(interaction),
+    }
+
+
+def simple_effects(records: Sequence[Record]) -> dict[str, Difference]:
+    """Block 1's effects at each level of the other factor, which count only where the interaction is clear."""
+    model = fit(records)
+    return {
         "norm, at relative rate 1": model.difference({SCALED.name: 1, NOTHING_FAST.name: -1}),
         "norm, at relative rate 1/k": model.difference({SCALED_SLOWLY.name: 1, NOTHING.name: -1}),
         "rate, at norm T": model.difference({SCALED.name: 1, SCALED_SLOWLY.name: -1}),
@@ -203,27 +210,42 @@ def judge_norm_or_rate(records: Sequence[Record]) -> dict[str, Difference]:
     }
 
 
+def is_interacting(effects: Mapping[str, Difference]) -> bool:
+    """Whether the interaction is clear, so that main effects say nothing by themselves."""
+    return effects["interaction"].p < 0.05
+
+
+def gain(difference: Difference) -> str:
+    """A difference in words, with its 95% interval."""
+    verb = "gain" if difference.estimate >= 0 else "lose"
+    low, high = sorted((abs(difference.low), abs(difference.high)))
+    if difference.low * difference.high < 0:
+        return f"{verb} {abs(difference.estimate):.1f} points ({difference.low:.1f} to {difference.high:.1f} gained)"
+    return f"{verb} {abs(difference.estimate):.1f} points ({low:.1f} to {high:.1f})"
+
+
 def sentence(effects: Mapping[str, Difference]) -> str:
-    """The one of block 1's allowed sentences that its effects call for."""
+    """The one of block 1's allowed sentences that its main effects call for, if they don't interact."""
+    if is_interacting(effects):
+        return "Norm and rate interact: read the simple effects."
+
     adjusted = holm({name: effects[name].p for name in ("norm", "rate")})
     norm = effects["norm"]
     rate = effects["rate"]
-    norm_gain = f"{norm.estimate:.1f} points ({norm.low:.1f} to {norm.high:.1f})"
-    rate_gain = f"{rate.estimate:.1f} points ({rate.low:.1f} to {rate.high:.1f})"
     norm_is_clear = adjusted["norm"] < 0.05
     rate_is_clear = adjusted["rate"] < 0.05
 
     if norm_is_clear and rate_is_clear:
-        return f"Smaller image embeddings gain {norm_gain}, and a faster second layer {rate_gain}."
+        return f"Smaller image embeddings {gain(norm)}; models with a faster second layer {gain(rate)}."
     if norm_is_clear:
         return (
-            f"At equal relative rates, smaller image embeddings gain {norm_gain}; a faster second layer explains less "
+            f"At equal relative rates, smaller image embeddings {gain(norm)}; a faster second layer explains less "
             f"than {max(0.0, rate.high):.1f}."
         )
     if rate_is_clear:
         return (
-            f"At equal norms, a faster second layer gains {rate_gain}; smaller image embeddings explain less than "
-            f"{max(0.0, norm.high):.1f}."
+            f"At equal norms, models with a faster second layer {gain(rate)}; smaller image embeddings explain less "
+            f"than {max(0.0, norm.high):.1f}."
         )
     largest = max(abs(bound) for effect in (norm, rate) for bound in (effect.low, effect.high))
     return f"Undecided; effects above {largest:.1f} points are excluded."
@@ -268,6 +290,8 @@ def report(block: Block, records: Sequence[Record]) -> str:
 
     if block.number == NORM_OR_RATE.number:
         effects = judge_norm_or_rate(records)
+        if is_interacting(effects):
+            effects |= simple_effects(records)
         adjusted = holm({name: effects[name].p for name in ("norm", "rate")})
         lines += ["", describe_effects(effects), f"Holm's p: {adjusted}", sentence(effects)]
         return "\n".join(lines)

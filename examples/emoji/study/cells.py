@@ -93,11 +93,19 @@ def arms_done(block: Block, records: Sequence[Record]) -> dict[tuple[int, str], 
 
 
 def complete_seeds(block: Block, records: Sequence[Record]) -> dict[int, str]:
-    """The processor by seed of a block's seeds whose arms have all run on it; of several, the first one that had."""
+    """The processor by seed of a block's seeds whose arms have all run on it; of several, the one that was done first.
+
+    `records` are in the order in which runs were done.
+    """
     complete: dict[int, str] = {}
-    for (seed, processor), arms in arms_done(block, records).items():
-        if len(arms) == len(block.arms) and seed in block.seeds:
-            complete.setdefault(seed, processor)
+    done: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for record in records:
+        if record["block"] != block.number or record["seed"] not in block.seeds:
+            continue
+        arms = done[record["seed"], record["processor"]]
+        arms.add(record["arm"])
+        if len(arms) == len(block.arms):
+            complete.setdefault(record["seed"], record["processor"])
     return complete
 
 

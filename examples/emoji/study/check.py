@@ -34,7 +34,7 @@ WORK = RUN / "study"
 OPTIONS = {
     Projector.PLAIN: ["--projector_norm=none"],
     Projector.SCALED: ["--projector_norm=none", "--scale_projector"],
-    Projector.NORM: [],
+    Projector.NORM: ["--projector_norm=gwc"],
 }
 
 
@@ -63,7 +63,7 @@ def mean_cosine(tokens: torch.Tensor, others: torch.Tensor) -> float:
 
 def check(seed: int) -> list[Record]:
     """A row for each arm and each way of making it."""
-    start = WORK / f"start-{seed}"
+    start = WORK / f"check-{seed}" / "start"
     if not start.exists():
         make_start(seed, start)
     drawings = [record for artist in PRIMARY for record in drawings_by(artist)]

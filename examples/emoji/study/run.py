@@ -20,13 +20,17 @@ from examples.emoji.study.measures import measure_gain, measure_model, measure_t
 from examples.emoji.study.starts import begin, read_k, write_rows
 from examples.steps import ROOT
 from modeling_normllava import NormLlavaForConditionalGeneration
+from training.run import describe_environment
 
 
 RECIPE = "training/recipes/SmolLM2-135M-Instruct/stage2.yaml"
 
 
 def processor_name() -> str:
-    """The GPU, or the CPU with the instructions that torch uses on it: what a seed's arms have in common."""
+    """The GPU, or the CPU with the instructions that torch uses on it: what a seed's arms have in common.
+
+    How many threads a run has depends on how many share the machine; they change rounding alone.
+    """
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
 
@@ -38,7 +42,21 @@ def processor_name() -> str:
     name = described.get("model name", platform.machine())
     model = f"family {described.get('cpu family')} model {described.get('model')}"
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{name} ({model}), {capability}, {torch.get_num_threads()} threads"
+    return f"{name} ({model}), {capability}"
+
+
+def claim(folder: Path, commit: str) -> None:
+    """Make a run's folder, or go on with the one that is there if this code on this processor began it.
+
+    Otherwise it is emptied: a checkpoint of another processor would be continued on this one.
+    """
+    begun_by = {"commit": commit, "processor": processor_name()}
+    marker = folder / "begun_by.json"
+    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) == begun_by:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    marker.write_text(json.dumps(begun_by), encoding="utf-8")
 
 
 def second_layer_rate(cell: Cell, k: float) -> float:
@@ -69,6 +87,7 @@ def train(cell: Cell, begun: Path, trained: Path, rate: float) -> None:
 def run_cell(cell: Cell, start: Path, folder: Path, commit: str) -> Record:
     """Run a cell in `folder` from the seed's shared start, and return its record. The trained model stays there."""
     started = time.monotonic()
+    claim(folder, commit)
     begun = folder / "begun"
     trained = folder / "trained"
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,6 +111,7 @@ def run_cell(cell: Cell, start: Path, folder: Path, commit: str) -> Record:
         "seed": cell.seed,
         "commit": commit,
         "processor": processor_name(),
+        "threads": torch.get_num_threads(),
         "data": json.loads((trained / "run.json").read_text(encoding="utf-8"))["data"],
         "k": k,
         "second_layer_rate": rate,
@@ -114,7 +134,17 @@ def find_cell(block: int, arm: str, seed: int) -> Cell:
 
 
 def main(block: str, arm: str, seed: str, start: str, folder: str, commit: str) -> None:
-    """Run a cell, and write `record.json` into its folder."""
+    """Run a cell, and write `record.json` into its folder.
+
+    Raises:
+        RuntimeError: if the code has changed since the study was started.
+    """
+    now = describe_environment("cpu", 1, resumed=False).commit
+    if now not in (None, commit):
+        raise RuntimeError(f"The study runs commit {commit}, and the code is {now}.")
+
+    # Convolutions would otherwise round to 10 bits on a GPU.
+    torch.backends.cudnn.allow_tf32 = False
     record = run_cell(find_cell(int(block), arm, int(seed)), Path(start), Path(folder), commit)
     Path(folder, "record.json").write_text(json.dumps(record), encoding="utf-8")
 

@@ -49,6 +49,8 @@ class SecondLayerTrainer(NormLlavaTrainer):
 
 def main(rate: float, argv: list[str]) -> None:
     """Train with the options of training/sft.py."""
+    # Convolutions would otherwise round to 10 bits on a GPU.
+    torch.backends.cudnn.allow_tf32 = False
     sft_trainer: Any = partial(SecondLayerTrainer, rate)
     # The study's code alone knows this rate, so it takes the place of sft's trainer instead of an option there.
     trainer = sft.NormLlavaTrainer

@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,20 @@ class SourceArguments:
             raise ValueError(f"datasets, {self.path}: weight must be a number above 0, got {self.weight}.")
 
 
+def read_source(entry: dict[str, Any]) -> SourceArguments:
+    """An entry of `datasets`.
+
+    Raises:
+        ValueError: if it has no path, or a field that no entry has.
+    """
+    known = [known_field.name for known_field in fields(SourceArguments)]
+    unknown = sorted(entry.keys() - set(known))
+    if unknown or "path" not in entry:
+        wrong = f"{unknown[0]} is unknown" if unknown else "path is missing"
+        raise ValueError(f"datasets: {wrong} in {entry}; an entry has {', '.join(known)}.")
+    return SourceArguments(**entry)
+
+
 @dataclass
 class RunArguments(DatasetArguments, ModelConfig):
     """What a run needs besides [`TrainingConfig`]: TRL's fields for model and data, and ours."""
@@ -110,7 +124,7 @@ class RunArguments(DatasetArguments, ModelConfig):
     def __post_init__(self) -> None:
         if self.datasets is not None:
             entries: list[Any] = self.datasets
-            self.datasets = [SourceArguments(**entry) for entry in entries]
+            self.datasets = [read_source(entry) for entry in entries]
         super().__post_init__()
 
 

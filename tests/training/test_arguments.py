@@ -31,6 +31,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": ...}, "recipe.yaml must be a mapping of fields to values"),
     # Sources.
     ({"datasets": [{"path": "a.json"}]}, "Give either dataset_name or datasets"),
+    (
+        {**NO_NAME, "datasets": [{"path": "a", "wieght": 2}]},
+        "datasets: wieght is unknown in .*; an entry has path, name",
+    ),
+    ({**NO_NAME, "datasets": [{"weight": 2}]}, "datasets: path is missing"),
     ({**NO_NAME, "datasets": [{"path": "a", "weight": 0}]}, "datasets, a: weight must be a number above 0, got 0"),
     ({**PACKED, "dataset_streaming": True, "max_steps": 2}, "neither datasets nor packed_length"),
     # What would train something else, or be passed over.

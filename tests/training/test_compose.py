@@ -154,6 +154,20 @@ OWN_TEMPLATES = {
 }
 
 
+@pytest.mark.parametrize("refusal", ["{{ raise_exception('no system') }}", ""])
+def test_a_chat_format_without_system_messages_is_kept(backbones: Callable[[str], Path], refusal: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(backbones("vicuna"))
+    tokenizer.chat_template = (
+        OWN_TEMPLATES["Zephyr"]
+        .replace("%}{{ '<|'", "%}{% if m['role'] == 'system' %}" + refusal + "{% else %}{{ '<|'")
+        .replace("'\n' }}{% endfor", "'\n' }}{% endif %}{% endfor")
+    )
+    assert chat_format(tokenizer).user == "<|user|>\n"
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
+    written = tokenizer.apply_chat_template(asked, chat_template=chat_template(tokenizer, "<image>"), tokenize=False)
+    assert written.removeprefix("<s>") == "<|user|>\nBe brief.\n\nWhat?</s>\n"
+
+
 @pytest.mark.parametrize("name", OWN_TEMPLATES)
 def test_a_chat_format_that_is_not_known_is_kept(backbones: Callable[[str], Path], name: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(backbones("vicuna"))

@@ -223,12 +223,13 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     if model.training:
         raise DiagnosticsError("The model is in training mode, where dropout changes its answers: call model.eval().")
     layers, started = spread(len(find_decoder(model).layers)), time.perf_counter()
-    plain, lengths, found, rows = [], [], [], []
+    plain, found, rows = [], [], []
+    layer_1: list[dict[str, float]] = []  # of each picture
     for question in tqdm(questions, desc=f"{name}: x 1", unit="picture"):
         states: dict[str, torch.Tensor] = {}
         with InterfaceHooks(model, states.__setitem__):
             plain += record_questions(model, processor, [question], layers, "")
-        lengths.append(update_norms(states, plain[-1].tokens.visual))
+        layer_1.append(update_norms(states, plain[-1].tokens.visual))
     norms = Summary.of(measure_layers(plain))
     visual, text = (norms.curve("norm", modality)["mean"].iloc[0] for modality in ("visual", "text"))
     doses = [*DOSES, text / visual]
@@ -253,10 +254,15 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     if "before_mlp" not in states:
         answers = answers[answers["control"] != TURNED]  # there was no place to turn anything
     rows.append(answers.assign(modality="", layer=pd.NA))
-    config = model.config.get_text_config()  # where the mean square of a token is the eps of layer 1's norm
-    lengths = [[(config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5, *of] for of in lengths]
-    for part, of in zip(("eps", "length", "attention_update", "mlp_update"), np.transpose(lengths), strict=False):
-        rows.append(make_rows(part, of / text).assign(dose=1.0, control=SCALED))
+
+    # The norm of a token whose mean square is the eps of layer 1's norm.
+    config = model.config.get_text_config()
+    eps = (config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5
+    for norms_of_picture in layer_1:
+        norms_of_picture["eps"] = eps
+    for measure in layer_1[0]:
+        measured = np.array([norms_of_picture[measure] for norms_of_picture in layer_1])
+        rows.append(make_rows(measure, measured / text).assign(dose=1.0, control=SCALED))
     return pd.concat(rows, ignore_index=True).astype({"layer": "Int64", "picture": "Int64"})
 
 

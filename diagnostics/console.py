@@ -32,8 +32,9 @@ def command() -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, ImportError, MemoryError, OSError, ValueError) as error:
-        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-        is_ours = raised_in.is_relative_to(ROOT) and "site-packages" not in raised_in.relative_to(ROOT).parts
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raised_in = Path(last.filename)
+        is_ours = raised_by_us(last)
         # transformers' auto classes find no class for a folder, and go on to list all that they have.
         if not is_ours and not isinstance(error, ImportError | OSError) and "auto" not in raised_in.parts:
             raise
@@ -42,6 +43,17 @@ def command() -> Iterator[None]:
         sys.exit(f"error: {error if is_ours else str(error).strip().splitlines()[0]}")
     except KeyboardInterrupt:
         sys.exit("stopped")
+
+
+def raised_by_us(frame: traceback.FrameSummary) -> bool:
+    """Whether an error's last frame is a `raise` statement of ours.
+
+    Where a line of ours merely fails, as in unpacking or `int("x")`, the message is Python's, and the error is a bug.
+    """
+    path = Path(frame.filename)
+    is_our_file = path.is_relative_to(ROOT) and "site-packages" not in path.relative_to(ROOT).parts
+    statement = frame.line or ""  # its first line, without indentation
+    return is_our_file and statement.split(" ")[0] == "raise"
 
 
 def new_folder(path: str) -> Path:

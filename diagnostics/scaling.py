@@ -1,6 +1,5 @@
 """Multiplies visual tokens where they enter the decoder, with controls that tell what it is that length changes."""
 
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -61,10 +60,16 @@ def turn_at_random(states: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     return length * (cosine * along + (1 - cosine**2).sqrt() * across)
 
 
-def update_norms(states: dict[str, torch.Tensor], is_visual: torch.Tensor) -> list[float]:
-    """Norms of what [`InterfaceHooks`] saw of a sample in layer 1: of what enters, of what attention adds, of what the
-    MLP adds, means over visual tokens; without a norm before the MLP, of what both add instead."""
-    places = (place for place in ("decoder", "before_mlp", "after_mlp") if place in states)
-    stages = [states[place][0, is_visual].float() for place in places]
-    norms = [stages[0], *(after - before for before, after in itertools.pairwise(stages))]
-    return [of.norm(dim=-1).mean().item() for of in norms]
+def update_norms(states: dict[str, torch.Tensor], is_visual: torch.Tensor) -> dict[str, float]:
+    """Norms in layer 1, means over the visual tokens of a sample that [`InterfaceHooks`] saw.
+
+    `length` is of what enters, `attention_update` of what attention adds, `mlp_update` of what the MLP adds. Without a
+    norm before the MLP these two can't be told apart, and there is only `length`.
+    """
+    entered = states["decoder"][0, is_visual].float()
+    stages = {"length": entered}
+    if "before_mlp" in states:
+        before_mlp = states["before_mlp"][0, is_visual].float()
+        stages["attention_update"] = before_mlp - entered
+        stages["mlp_update"] = states["after_mlp"][0, is_visual].float() - before_mlp
+    return {name: stage.norm(dim=-1).mean().item() for name, stage in stages.items()}

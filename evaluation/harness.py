@@ -27,6 +27,9 @@ MODEL_FILES = (
     "merges.txt", "*_tokens*.json",
 )  # fmt: skip
 MODULES = {"lmms-eval": "lmms_eval", "lm-eval": "lm_eval"}
+# lmms-eval and lm-eval read `pretrained=<folder>,dtype=<dtype>` from one string. They split it at commas, except
+# inside quotes and brackets, and the quotes stay in the path.
+SPLIT_BY_HARNESSES = ",\"'[]{}"
 # Raise it when a change of the command or the plug-in changes answers: results of another number are not used again.
 REVISION = 1
 
@@ -57,8 +60,18 @@ class TaskError(RuntimeError):
 
 
 def open_model(folder: str) -> Model:
-    """The model in a checkpoint folder. Raises `ValueError` if it holds no weights."""
+    """The model in a checkpoint folder.
+
+    Raises:
+        ValueError: if it holds no weights, or the harnesses would not read its path as it is.
+    """
     path = Path(folder)
+    for character in SPLIT_BY_HARNESSES:
+        if character in folder:
+            raise ValueError(
+                f"{folder}: lmms-eval and lm-eval can't take a path with {character} in it: rename the folder, or "
+                "give the path of a link to it."
+            )
     hashes = hash_files(path, *MODEL_FILES)
     weights = {name: hashes[name] for name in hashes if fnmatch(name, WEIGHT_FILES)}
     if not weights:

@@ -156,8 +156,11 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         if hasattr(model, "peft_config"):
             # The report is the adapter's. Loading without a look for adapters gives the base's, mostly without data.
             kwargs |= {"adapter_kwargs": {"subfolder": "none"}}
-            if not getattr(model, "is_quantized", False):
+            quantizer = getattr(model, "hf_quantizer", None)
+            # A checkpoint that was saved quantized can't be loaded without data.
+            if quantizer is None or not quantizer.pre_quantized:
                 kwargs["device_map"] = "meta"
+                kwargs.pop("quantization_config", None)  # quantizing doesn't change which weights a checkpoint has
             _, base_report = load(model.name_or_path, *args, output_loading_info=True, **kwargs)
         unexpected = [key for key in base_report["unexpected_keys"] if not MAY_STAY_UNUSED.search(key)]
         for problem, found in (("missing", base_report["missing_keys"]), ("unexpected", unexpected)):

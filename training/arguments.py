@@ -54,6 +54,27 @@ RENAMED = {
 }
 # Paths in which a `~` stands for the home folder.
 PATHS = ("model_name_or_path", "dataset_name", "image_folder", "eval_dataset_name", "eval_image_folder", "output_dir")
+# Fields that must be 1 or more, where they are given.
+COUNTS = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "packed_length",
+    "max_length",
+    "lora_r",
+)
+# Fields that must be 0 or more, where they are given.
+RATES = (
+    "learning_rate",
+    "vision_learning_rate",
+    "projector_learning_rate",
+    "norm_learning_rate",
+    "key_mmd_weight",
+    "key_gram_weight",
+)
+# Fields that only stage 'adapt' reads.
+OF_ADAPTERS = ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
 # Fields that each entry of `datasets` has instead.
 ONE_SOURCE = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
 
@@ -242,6 +263,8 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         given = getattr(run_args, name, getattr(args, name, value))
         if given != value:
             raise ValueError(f"{name} must stay {value!r}, got {getattr(given, 'value', given)!r}: {reason}.")
+    check_ranges(run_args, args)
+    check_combinations(run_args, args)
     stage, packed = Stage(str(run_args.stage)), run_args.packed_length is not None
     no_rate = stage is Stage.INSTRUCT and run_args.vision_learning_rate is None
     losses = run_args.key_mmd_weight or run_args.key_gram_weight
@@ -276,6 +299,56 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
         if applies:
             raise ValueError(message)
     check_compiling(run_args, args)
+
+
+def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Refuse numbers out of range before anything is read. Raises `ValueError` that names the field."""
+    given = {**vars(args), **vars(run_args)}
+    for name in COUNTS:
+        if given[name] is not None and given[name] < 1:
+            raise ValueError(f"{name} must be 1 or more, got {given[name]}.")
+    for name in RATES:
+        if given[name] is not None and not 0 <= given[name] < math.inf:
+            raise ValueError(f"{name} must be 0 or more, got {given[name]}.")
+
+
+def check_combinations(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Refuse fields that would be passed over, or fail late, beside others. Raises `ValueError` that names them."""
+    if run_args.stage != "adapt":
+        for name in OF_ADAPTERS:
+            if getattr(run_args, name) != getattr(RunArguments, name):
+                raise ValueError(f"{name} is read in stage 'adapt' alone, got stage {run_args.stage!r}: leave it out.")
+
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    if evaluates and args.loss_type == "dft":
+        raise ValueError(
+            "loss_type 'dft' weighs each token by its probability, so eval/loss would be no cross entropy: leave out "
+            "loss_type, or evaluation."
+        )
+
+    has_key_losses = run_args.key_mmd_weight or run_args.key_gram_weight
+    is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if has_key_losses and args.gradient_checkpointing and is_reentrant:
+        raise ValueError(
+            "key_mmd_weight and key_gram_weight need the keys' gradients, which reentrant checkpointing doesn't give: "
+            "set use_reentrant to false in gradient_checkpointing_kwargs."
+        )
+
+    if run_args.clip_by_module and not args.max_grad_norm:
+        raise ValueError("clip_by_module clips to max_grad_norm, and 0 clips nothing: give a number above 0.")
+
+
+def check_devices(args: TrainingConfig) -> None:
+    """Refuse several GPUs in one process, as in a notebook, for which transformers takes `nn.DataParallel`.
+
+    Raises:
+        ValueError: if this process would use several.
+    """
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"This process would split its batches over {args.n_gpu} GPUs by DataParallel, which is not supported: "
+            "start the run with accelerate launch, one process a GPU, or set CUDA_VISIBLE_DEVICES=0."
+        )
 
 
 def check_compiling(run_args: RunArguments, args: TrainingConfig) -> None:

@@ -18,8 +18,9 @@ from training.run import Source
 
 logger = logging.getLogger(__name__)
 
-# Lists the bad rows that were skipped, below `output_dir`.
+# They list the bad rows that were skipped, of training and of evaluation, below `output_dir`.
 BAD_ROWS_FILE = "bad_rows.jsonl"
+HELD_OUT_BAD_ROWS_FILE = "held_out_bad_rows.jsonl"
 
 
 def read_rows(
@@ -41,7 +42,7 @@ def read_rows(
     seed = args.seed if args.data_seed is None else args.data_seed
     parts, sources = [], []
     for place, entry in enumerate(run_args.datasets or [alone]):
-        count, rows, fingerprint = check_rows(run_args, args, tokenize, entry)
+        count, rows, fingerprint = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
         # Repeated, and for the weight's fraction drawn once: all epochs, processes and resumed starts have the same.
         times = math.floor(entry.weight)
         order = rows.shuffle(seed=seed + place, keep_in_memory=True)
@@ -81,22 +82,28 @@ def require_pictures(rows: Dataset | IterableDataset) -> None:
 
 def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> Dataset | None:
     """The held-out rows with their tokens, if a run names some. Raises `ValueError` as `read_rows` does."""
+    if args.process_index == 0:
+        Path(args.output_dir, HELD_OUT_BAD_ROWS_FILE).unlink(missing_ok=True)  # bad rows are listed again
+
     name = run_args.eval_dataset_name
     if name is None:
         return None
     config = run_args.dataset_config if name == run_args.dataset_name else None
     split = str(run_args.dataset_test_split) if has_splits(name) else "train"
-    return check_rows(run_args, args, tokenize, SourceArguments(name, config, split, run_args.eval_image_folder))[1]
+    entry = SourceArguments(name, config, split, run_args.eval_image_folder)
+    _, rows, _ = check_rows(run_args, args, tokenize, entry, HELD_OUT_BAD_ROWS_FILE)
+    return rows
 
 
 def check_rows(
-    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer, entry: SourceArguments
+    run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer, entry: SourceArguments, bad_rows_file: str
 ) -> tuple[int, Dataset, str]:
     """The number of a source's rows, the good ones with their tokens, and a fingerprint of their content. The first
-    process reads and checks them, the others take what it leaves in datasets' cache."""
+    process reads and checks them, the others take what it leaves in datasets' cache. Bad rows that are left out are
+    listed in `bad_rows_file`, below `output_dir`."""
     with args.main_process_first(desc="reading and checking the rows"):
         rows = load_rows(entry.path, entry.image_folder, entry.name, entry.split)
         assert isinstance(rows, Dataset)
         tokens = tokenize_rows(rows, RowCheck(tokenize, run_args.open_pictures), args.dataset_num_proc)
-    report_file = Path(args.output_dir, BAD_ROWS_FILE) if args.process_index == 0 else None
+    report_file = Path(args.output_dir, bad_rows_file) if args.process_index == 0 else None
     return len(rows), *keep_good_rows(rows, tokens, run_args.bad_rows, report_file)

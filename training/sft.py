@@ -28,7 +28,7 @@ from transformers import AutoProcessor
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
-from training.arguments import RunArguments, TrainingConfig, parse_arguments
+from training.arguments import RunArguments, TrainingConfig, check_devices, parse_arguments
 from training.attention import default_attention
 from training.batches import deal_held_out, deal_rows, require_separate_samples
 from training.checkpoints import check_weights, checkpoints, find, lock, recorded_argument, restore, steps_done
@@ -149,6 +149,7 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     run_args, args = parse_arguments(argv)
+    check_devices(args)
     logging.basicConfig(format="%(message)s")  # for notebooks; the command line has done so
     logging.getLogger().setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
     output_dir = Path(args.output_dir)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,36 @@ def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(SystemExit, match=rf"^error: .*{said}"), command():
             mistake()
+
+
+def test_an_error_that_we_raise_over_several_lines_is_told_in_one() -> None:
+    with pytest.raises(SystemExit, match=r"^error: no rows: give others$"), command():
+        raise ValueError(
+            "no rows: "
+            "give others"
+        )  # fmt: skip
+
+
+def unpack(row: list[int]) -> int:
+    first, _ = row
+    return first
+
+
+BUGS = [
+    (lambda: list(zip([1], [2, 3], strict=True)), ValueError, r"zip\(\) argument 2 is longer"),
+    (lambda: unpack([1, 2, 3]), ValueError, "too many values to unpack"),
+    (lambda: int("x"), ValueError, "invalid literal for int"),
+    (lambda: 1 // len([]), ZeroDivisionError, "by zero"),
+]
+
+
+@pytest.mark.parametrize(("bug", "error", "message"), BUGS, ids=["zip", "unpacking", "int", "division"])
+def test_a_line_of_ours_that_fails_keeps_its_traceback(
+    bug: Callable[[], object], error: type[Exception], message: str
+) -> None:
+    """These lines are in a file below the repository's root, as our packages are."""
+    with pytest.raises(error, match=message), command():
+        bug()
 
 
 def test_a_bug_keeps_its_traceback() -> None:

@@ -227,8 +227,9 @@ def test_the_command(
     options = ["--model", composed(), "--data", source, "--output_dir", out, "--sweep", "--num_samples", 3]
     monkeypatch.setattr("diagnostics.tokens.SINK_FACTOR", 1.01)  # some visual tokens are sinks
     monkeypatch.setattr(sys, "argv", ["diagnostics", *map(str, options)])
-    if not with_answers:  # as if no norm stood before the MLP
-        monkeypatch.setattr(hooks, "MLP_NORMS", ())
+    if not with_answers:
+        data.unlink()  # the folder's pictures alone
+        monkeypatch.setattr(hooks, "MLP_NORMS", ())  # as if no norm stood before the MLP
     main()
     page, rows = (out / "report.html").read_text(), pd.read_csv(out / "sweep.csv")
     assert (out / "figures/sweep.png").exists()
@@ -236,5 +237,9 @@ def test_the_command(
     assert rows.query("measure == 'length'")["value"].mean() == pytest.approx(norms["visual"] / norms["text"])
     assert ("named" in set(rows["measure"])) == with_answers
     assert (scaling.TURNED in set(rows["control"])) == with_answers
+    # Without a norm between them, what both add is neither's.
+    assert ("attention_update" in set(rows["measure"])) == with_answers
+    assert ("mlp_update" in set(rows["measure"])) == with_answers
+    assert ("attention and MLP add was not told apart" in page) != with_answers
     assert ("Rows without answers tell only what changes" in page) != with_answers
     assert "Visual tokens enter at " in page.split("<h2>")[0]

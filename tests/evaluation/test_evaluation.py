@@ -1,5 +1,6 @@
 """What stands around the harnesses: figures and their errors, results that are kept, tables."""
 
+import importlib
 import json
 import shutil
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from PIL import Image
 from scipy.stats import t, ttest_rel
 
 from evaluation import __main__ as command_line
@@ -125,6 +127,35 @@ def test_a_model_is_told_apart_by_what_its_answers_depend_on(composed: Callable[
         (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=r"me/model: no folder with model\*.safetensors.*hf download <id>"):
         open_model("me/model")
+
+
+@pytest.mark.parametrize("name", ["lr=1e-3,wd=0", "Bob's", '"best"', "stage2[1]", "{stage2}"])
+def test_a_path_that_harnesses_would_split_is_refused_before_anything_runs(
+    name: str, composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(shutil.copytree(composed(), tmp_path / name))
+    monkeypatch.setattr(command_line, "run_task", lambda *_: pytest.fail("a task was run"))
+    with pytest.raises(SystemExit, match=r"^error: .*can't take a path with . in it: rename the folder"):
+        command_line.main([str(composed()), str(folder)])
+    (tmp_path / "link").symlink_to(folder)
+    assert open_model(str(tmp_path / "link")).path == tmp_path / "link"
+
+
+def test_an_equals_sign_in_a_path_is_taken(composed: Callable[..., Path], tmp_path: Path) -> None:
+    """Both harnesses split each argument at its first one."""
+    folder = Path(shutil.copytree(composed(), tmp_path / "lr=1e-3"))
+    assert open_model(str(folder)).path == folder
+
+
+def test_a_missing_picture_of_the_examples_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(harness.TASKS))
+    monkeypatch.chdir(tmp_path)
+    pictures = importlib.import_module("llava_rows").pictures
+    with pytest.raises(FileNotFoundError, match=r"^1\.png is not in .*runs/digits/data or .*run the evaluation from"):
+        pictures({"image": "1.png"})
+    (tmp_path / "runs/emoji/pictures").mkdir(parents=True)
+    Image.new("RGB", (3, 2)).save(tmp_path / "runs/emoji/pictures/1.png")
+    assert pictures({"image": "1.png"})[0].size == (3, 2)
 
 
 def test_lm_eval_does_not_take_the_models_penalties() -> None:

@@ -71,8 +71,44 @@ def test_an_adapter_loads_on_a_whole_base_and_on_no_torn_one(composed: Callable[
     weights = load_file(base / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if "multi_modal_projector.linear_1" not in name}
     save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
-        load(tmp_path / "adapter")
+    for options in ({}, {"quantization_config": in_4bit}):
+        with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
+            load(tmp_path / "adapter", **options)
+
+
+def test_an_adapters_base_is_quantized_once(
+    composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base is looked at a second time, to know which weights it has, without its data."""
+    add_adapters(NormLlavaForConditionalGeneration.from_pretrained(composed()), rank=2, alpha=4).save_pretrained(
+        tmp_path
+    )
+    quantize, quantized = bnb.functional.quantize_4bit, []
+
+    def noting(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        quantized.append(weight.shape)
+        return quantize(weight, *args, **options)
+
+    monkeypatch.setattr(bnb.functional, "quantize_4bit", noting)
+    in_4bit = BitsAndBytesConfig(load_in_4bit=True)
+    NormLlavaForConditionalGeneration.from_pretrained(composed(), quantization_config=in_4bit)
+    of_base = list(quantized)
+    quantized.clear()
+    AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=in_4bit)
+    assert len(of_base) > 0
+    assert sorted(quantized) == sorted(of_base)
+
+
+def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(composed: Callable[..., Path], tmp_path: Path) -> None:
+    in_4bit = quantization_config(torch.float32)
+    base = NormLlavaForConditionalGeneration.from_pretrained(
+        composed(), dtype=torch.float32, quantization_config=in_4bit
+    )
+    base.save_pretrained(tmp_path / "base")
+    saved = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
+    add_adapters(saved, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter")
+    assert any(".lora_" in name for name, _ in loaded.named_parameters())
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])

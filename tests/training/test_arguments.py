@@ -8,8 +8,9 @@ import pytest
 import torch
 import yaml
 
-from script_runs import FAST, PACKED, ROOT
-from training.arguments import check_arguments, parse_arguments
+from script_runs import FAST, INSTRUCT, PACKED, ROOT
+from training import sft
+from training.arguments import TrainingConfig, check_arguments, parse_arguments
 from training.run import describe_environment, describe_run
 
 
@@ -22,6 +23,7 @@ def recipe(composed: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 NO_NAME = {"dataset_name": None}
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
 # What a recipe adds to the fixture's, and what is said of it.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_dir": None}, "output_dir is missing"),
@@ -57,6 +59,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"neftune_noise_alpha": 5.0, **PACKED}, "neftune_noise_alpha depends on rows' lengths"),
     ({"gradient_accumulation_steps": 2}, "either global_batch_size or gradient_accumulation_steps"),
     ({**PACKED, "global_batch_size": None}, "give global_batch_size"),
+    ({"stage": "align", "lora_r": 64}, "lora_r is read in stage 'adapt' alone, got stage 'align'"),
+    ({**INSTRUCT, "lora_alpha": 8}, "lora_alpha is read in stage 'adapt' alone, got stage 'instruct'"),
+    ({"lora_dropout": 0.1}, "lora_dropout is read in stage 'adapt' alone"),
+    ({"use_rslora": True}, "use_rslora is read in stage 'adapt' alone"),
+    ({"use_dora": True}, "use_dora is read in stage 'adapt' alone"),
+    ({"loss_type": "dft", "eval_dataset_name": "held_out.json", "eval_on_start": True}, "leave out loss_type"),
+    ({"loss_type": "dft", "eval_dataset_name": "held_out.json", "eval_strategy": "epoch"}, "leave out loss_type"),
+    ({"stage": "adapt", "key_mmd_weight": 0.1, **REENTRANT}, "set use_reentrant to false"),
+    ({"clip_by_module": True, "max_grad_norm": 0}, "clip_by_module clips to max_grad_norm, and 0 clips nothing"),
+    # Out of range.
+    ({"global_batch_size": 0}, "global_batch_size must be 1 or more, got 0"),
+    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be 1 or more, got 0"),
+    ({"per_device_eval_batch_size": 0}, "per_device_eval_batch_size must be 1 or more, got 0"),
+    ({"global_batch_size": None, "gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be 1 or more"),
+    ({**PACKED, "packed_length": 0}, "packed_length must be 1 or more, got 0"),
+    ({"max_length": -1}, "max_length must be 1 or more, got -1"),
+    ({"stage": "adapt", "lora_r": 0}, "lora_r must be 1 or more, got 0"),
+    ({"learning_rate": -1e-3}, "learning_rate must be 0 or more, got -0.001"),
+    ({"learning_rate": float("nan")}, "learning_rate must be 0 or more, got nan"),
+    ({**INSTRUCT, "vision_learning_rate": -1.0}, "vision_learning_rate must be 0 or more, got -1.0"),
+    ({"projector_learning_rate": -1.0}, "projector_learning_rate must be 0 or more, got -1.0"),
+    ({"norm_learning_rate": -1.0}, "norm_learning_rate must be 0 or more, got -1.0"),
+    ({"stage": "adapt", "key_gram_weight": -1.0}, "key_gram_weight must be 0 or more, got -1.0"),
 ]
 
 
@@ -120,6 +145,12 @@ def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pyt
             patched.setenv(name, value)
             with pytest.raises(ValueError, match=message):
                 parse_arguments(given)
+
+
+def test_several_gpus_in_one_process_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingConfig, "n_gpu", 2)  # as on a machine with two, without a launcher
+    with pytest.raises(ValueError, match=r"over 2 GPUs by DataParallel, .* accelerate launch, one process a GPU"):
+        sft.main(["--config", str(recipe)])
 
 
 def test_compiling_leaves_float32_as_precise_as_it_was(recipe: Path) -> None:

@@ -126,6 +126,24 @@ def test_the_rows_are_checked_as_those_of_training(
         run(monkeypatch, tmp_path, **fields, **INSTRUCT, **EVERY_TWO, output_dir=str(tmp_path / "out"))
 
 
+def test_bad_rows_are_listed_apart_from_those_of_training(
+    fields: dict[str, Any], data: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, path, number in (("train", data, 5), ("eval", held_out, 3)):
+        rows = json.loads(path.read_text())
+        rows[number]["image"] = "gone.png"
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    fields |= {"dataset_name": str(tmp_path / "train.json"), "eval_dataset_name": str(tmp_path / "eval.json")}
+    fields |= {"image_folder": str(data.parent), "eval_image_folder": str(data.parent), "bad_rows": "skip"}
+    out = tmp_path / "out"
+    for _ in range(2):  # a second start lists them again, not twice
+        run(monkeypatch, tmp_path, **fields, **INSTRUCT, **EVERY_TWO, max_steps=2, output_dir=str(out))
+        for name, source in (("bad_rows", "train.json, row 5"), ("held_out_bad_rows", "eval.json, row 3")):
+            (line,) = (out / f"{name}.jsonl").read_text().splitlines()
+            assert json.loads(line)["source"].endswith(source)
+        fields["resume_from_checkpoint"] = True
+
+
 @pytest.mark.parametrize("strategy", ["best", "steps"])
 def test_the_best_is_kept(
     fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str

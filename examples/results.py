@@ -5,14 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-import numpy as np
-import pandas as pd
-from matplotlib.figure import Figure
 from PIL import Image
-from scipy import stats
 
 from conversations.files import weights_fingerprint
-from diagnostics.plots import MODELS, WIDTH, draw_curve, styled
 from evaluation.record import Evaluation, write_evaluations
 
 
@@ -30,22 +25,6 @@ def draw_answers(
     figure.tight_layout(rect=(0, 0.03, 1, 1), h_pad=2)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-@styled
-def draw_lengths(runs: pd.DataFrame, scales: Sequence[float]) -> Figure:
-    """Right names by the norm that image tokens are tested at: each arm's mean over seeds, its 95% t interval, and a
-    line at the norm trained at. `runs` holds `arm`, `seed`, `length` and `names, x {scale}`."""
-    figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
-    for style, (arm, rows) in zip(MODELS, runs.groupby("arm", sort=False), strict=False):
-        shares, length = rows.groupby("seed")[[f"names, x {scale}" for scale in scales]].mean(), rows["length"].mean()
-        mean, reach = shares.mean(), stats.t.ppf(0.975, len(shares) - 1) * shares.sem()
-        found = {"norm": np.multiply(scales, length), "mean": mean, "low": mean - reach, "high": mean + reach}
-        draw_curve(axis, pd.DataFrame(found), "norm", label=arm, **style)
-        axis.axvline(length, color=style["color"], linewidth=0.6, linestyle=":", zorder=0)
-    axis.set(xlabel="norm of image tokens when tested, over text's", ylabel="right names, %", xscale="log")
-    figure.legend(loc="outside upper center", ncols=4, handlelength=3)
-    return figure
 
 
 def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -1,30 +1,37 @@
-"""Draws what each arm of docs/trial.md gains over its own controls, from the records in trial.jsonl.
+"""Draws the two figures of docs/trial.md from the records in trial.jsonl.
 
     python -m examples.emoji.gains
 
-It writes gains.png beside this file; README shows it first.
+gains.png, which README shows first, has what each arm gains over its own controls; trial.png has its right names over
+the norm that image embeddings are tested at.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from diagnostics.plots import FAINT, GREEN, INK, save, styled
+from diagnostics.plots import FAINT, INK, MODELS, WIDTH, draw_curve, save, styled
 
 
 RECORDS = Path(__file__).with_name("trial.jsonl")
-CHART = Path(__file__).with_name("gains.png")
+GAINS = Path(__file__).with_name("gains.png")
+NORMS = Path(__file__).with_name("trial.png")
+# Multiples of the norm trained at that runs were tested at.
+SCALES = (0.03, 0.1, 0.3, 1, 3, 10, 30)
 CONTROL = "no norm"
-# Arms from top to bottom: name in the records, title on the chart, colour as in trial.png.
-ARMS = [
-    ("started at T, no norm", "scaled once, no norm", "#e69f00"),
-    ("GWC at T", "LayerNorm at T", GREEN),
-    ("GWC at 30 T", "LayerNorm, held at 30 T", "#56b4e9"),
-]
+# Titles of the arms on the figures, by their names in the records.
+ARMS = {
+    "started at T, no norm": "scaled once, no norm",
+    "GWC at T": "LayerNorm at T",
+    "GWC at 30 T": "LayerNorm, held at 30 T",
+}
+# Both figures draw an arm in the same colour.
+STYLES = dict(zip([CONTROL, *ARMS], MODELS, strict=False))
 
 
 def differences(runs: pd.DataFrame, arm: str, control: str, pair_by: Sequence[str]) -> pd.Series:
@@ -63,7 +70,8 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
     figure, axis = plt.subplots(figsize=(3.9, 2.4), layout="constrained")
     axis.axvline(0, color=FAINT, linewidth=0.8)
 
-    for row, (arm, title, colour) in enumerate(ARMS):
+    for row, (arm, title) in enumerate(ARMS.items()):
+        colour = STYLES[arm]["color"]
         pairs = differences(runs, arm, CONTROL, ["seed", "processor"])
         mean, low, high = t_interval(pairs)
 
@@ -82,9 +90,38 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
     return figure
 
 
+@styled
+def draw_norms(runs: pd.DataFrame) -> Figure:
+    """Right names over the norm that image embeddings are tested at, over the text's.
+
+    Each arm's mean over seeds has a 95% t interval, and a line stands at the norm that it was trained at.
+    """
+    figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
+    titles = {CONTROL: "no norm", **ARMS}
+    columns = [f"names, x {scale}" for scale in SCALES]
+
+    for arm, title in titles.items():
+        style = STYLES[arm]
+        arm_runs = runs[runs["arm"] == arm]
+        trained_at = arm_runs["length"].mean()
+        by_seed = arm_runs.groupby("seed")[columns].mean()  # seeds that ran on two processors count once
+        intervals = [t_interval(by_seed[column]) for column in columns]
+
+        curve = pd.DataFrame(intervals, columns=["mean", "low", "high"])
+        curve["norm"] = np.multiply(SCALES, trained_at)
+        draw_curve(axis, curve, "norm", label=title, **style)
+        axis.axvline(trained_at, color=style["color"], linewidth=0.6, linestyle=":", zorder=0)
+
+    axis.set(xlabel="norm of image embeddings when tested, over text's", ylabel="right names, %", xscale="log")
+    figure.legend(loc="outside upper center", ncols=4, handlelength=3)
+    return figure
+
+
 def main() -> None:
-    """Draw the chart again."""
-    save(draw_gains(read_runs()), CHART)
+    """Draw both figures again."""
+    runs = read_runs()
+    save(draw_gains(runs), GAINS)
+    save(draw_norms(runs), NORMS)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def as_written(gains: pd.Series) -> str:
 def decoder_gains() -> list[str]:
     """Those of the pretrained decoder."""
     runs = read_runs()
-    return [as_written(differences(runs, arm, CONTROL, ["seed", "processor"])) for arm, _, _ in ARMS]
+    return [as_written(differences(runs, arm, CONTROL, ["seed", "processor"])) for arm in ARMS]
 
 
 @pytest.fixture(scope="module")

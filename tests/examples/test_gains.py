@@ -7,7 +7,17 @@ import pytest
 from matplotlib.lines import Line2D
 from scipy import stats
 
-from examples.emoji.gains import ARMS, CONTROL, RECORDS, differences, draw_gains, read_runs, t_interval
+from examples.emoji.gains import (
+    ARMS,
+    CONTROL,
+    RECORDS,
+    SCALES,
+    differences,
+    draw_gains,
+    draw_norms,
+    read_runs,
+    t_interval,
+)
 
 
 def gains_by_hand(arm: str) -> list[float]:
@@ -40,7 +50,7 @@ def test_the_interval_is_students() -> None:
 
 
 def test_the_records_hold_every_pair_that_the_chart_shows() -> None:
-    pairs = {arm: differences(read_runs(), arm, CONTROL, ["seed", "processor"]) for arm, _, _ in ARMS}
+    pairs = {arm: differences(read_runs(), arm, CONTROL, ["seed", "processor"]) for arm in ARMS}
     assert {arm: len(gains) for arm, gains in pairs.items()} == {
         "started at T, no norm": 8,
         "GWC at T": 16,
@@ -64,7 +74,22 @@ def test_the_chart_shows_each_gain_with_its_interval() -> None:
 
     at_zero, *lines = axis.lines  # then an interval and its mean for each arm
     assert ends(at_zero) == [0, 0]
-    for (arm, _, _), interval, mean in zip(ARMS, lines[::2], lines[1::2], strict=True):
+    for arm, interval, mean in zip(ARMS, lines[::2], lines[1::2], strict=True):
         expected, low, high = t_interval(pd.Series(gains_by_hand(arm)))
         assert ends(interval) == pytest.approx([low, high])
         assert ends(mean) == pytest.approx([expected])
+
+
+def test_right_names_are_drawn_over_the_norm_tested_at() -> None:
+    """A seed that ran on two processors counts once, and an arm's curve lies around the norm it was trained at."""
+    runs = read_runs()
+    (axis,) = draw_norms(runs).axes
+    curves = {line.get_label(): line for line in axis.lines if not str(line.get_label()).startswith("_")}
+    assert list(curves) == ["no norm", *ARMS.values()]
+
+    of_arm = runs[runs["arm"] == "GWC at T"]
+    norms, shares = curves["LayerNorm at T"].get_data()
+    at_one = SCALES.index(1)
+    assert norms[at_one] == pytest.approx(of_arm["length"].mean())
+    by_seed = {seed: rows["names, x 1"].mean() for seed, rows in of_arm.groupby("seed")}
+    assert shares[at_one] == pytest.approx(sum(by_seed.values()) / len(by_seed))

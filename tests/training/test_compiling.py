@@ -182,7 +182,7 @@ def test_a_compiled_run_logs_what_an_eager_one_does(
 def test_runs_go_on_compiled_or_not(
     composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fields = {**INSTRUCT, **PACKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 4}
+    fields = {**INSTRUCT, **MASKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 4}
     settings: dict[str, dict[str, Any]] = {"eager": {}, "compiled": COMPILED}
     for name, setting in settings.items():
         run(monkeypatch, tmp_path, **fields, **setting, output_dir=str(tmp_path / name))

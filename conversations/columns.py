@@ -154,7 +154,8 @@ def require_turns(features: datasets.Features) -> None:
 
 def _is_llava(features: datasets.Features) -> bool:
     """Whether the turns of a dataset stand as LLaVA's do, so that there is nothing to read."""
-    if READERS.keys() & features.keys() != {"conversations"} or "system" in features:
+    columns = READ_COLUMNS & features.keys()
+    if columns - set(PICTURE_COLUMNS) != {"conversations"}:
         return False
     turns = features["conversations"]
     if not isinstance(turns, (datasets.List, datasets.LargeList)) or not isinstance(turns.feature, dict):

@@ -61,7 +61,7 @@ def build(
     for name in SERVING:
         shutil.copy(ASSETS / name, stage)
     shutil.copy(PIXELS, stage)
-    build_space(output_dir.with_name("space"))
+    build_space(output_dir.with_name(f"{output_dir.name}-space"))
     if facts.diagnostics:
         with Image.open(run / "diagnostics" / "figures" / Path(PLOT).name) as picture:
             save_picture(picture, stage / PLOT)
@@ -72,9 +72,11 @@ def build(
 
 
 def build_space(folder: Path) -> None:
-    """Write the Space's files, beside the release: the page, and the rule for a picture's pixels."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(SPACE, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    """Write the Space's files, beside the release: the page, and the rule for a picture's pixels.
+
+    What else is in the folder stays.
+    """
+    shutil.copytree(SPACE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(PIXELS, folder)
 
 

@@ -406,3 +406,12 @@ def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:
         with pytest.raises(BadRowError) as error:
             check_row(row)
         assert len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_completion_beside_llavas_turns_is_not_lost(tmp_path: Path, streaming: bool) -> None:
+    write_json(tmp_path, [])
+    path = write_columns(tmp_path, [{"image": "a.png", "conversations": ASKED, "completion": "Lost."}])
+    (row,) = load_rows(str(path), streaming=streaming)
+    with pytest.raises(BadRowError, match="there is a `completion` without a `prompt`"):
+        check_row(row)

@@ -56,6 +56,15 @@ def rename_parts(run: Path, text: str | None, vision: str | None) -> Path:
     return run
 
 
+def test_a_build_deletes_nothing_beside_the_release(trained: Path, prose: Path, tmp_path: Path) -> None:
+    for name in ("space", "release-space"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.txt").write_text("mine")
+    build(trained, "me/Tiny-NormLlava", tmp_path / "release", prose, license="apache-2.0")
+    assert (tmp_path / "space" / "mine.txt").exists()
+    assert {"mine.txt", "app.py", "pixels.py"} <= {path.name for path in (tmp_path / "release-space").iterdir()}
+
+
 def test_what_is_not_on_the_list_stays_behind(staged: Path, trained: Path) -> None:
     names = {path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()}
     assert names == {

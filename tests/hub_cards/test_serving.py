@@ -64,7 +64,7 @@ def test_pixels_are_those_of_training(handler_file: Any, staged: Path, tmp_path:
     writing.convert("P").save(tmp_path / "palette.gif", transparency=0)
     Image.effect_noise((8, 6), 80).convert("CMYK").save(tmp_path / "turned.jpg", exif=turned)
 
-    space: Any = runpy.run_path(str(staged.with_name("space") / "pixels.py"))
+    space: Any = runpy.run_path(str(staged.with_name("stage-space") / "pixels.py"))
     for path in sorted(tmp_path.iterdir()):
         (trained,) = open_images({"images": [str(path)], "source": "row"})
         served = handler_file.read_image(base64.b64encode(path.read_bytes()).decode())

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import AutoModel, GenerationMixin, LlavaForConditionalGeneration, LlavaModel, LlavaPreTrainedModel
 from transformers import initialization as init
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
@@ -39,29 +38,18 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return torch.native_layer_norm(hidden_states, weight.shape, weight, bias, eps)
+        ctx: Any, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
+        output, mean, rstd = torch.native_layer_norm(hidden_states, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(hidden_states, weight, bias, mean, rstd)
+        return output
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-        hidden_states, weight, bias, _ = inputs
-        _, mean, rstd = output
-        ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)
-        # Here and not in the backward pass, where LayerNorm's kernel would have to wait for these small ones.
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden_states, weight, bias, mean, rstd = ctx.saved_tensors
         compensated_weight = weight / weight.abs().mean().clamp(min=MIN_MEAN_GAIN)
-        ctx.save_for_backward(hidden_states, compensated_weight, bias, mean, rstd)
-
-    @staticmethod
-    @once_differentiable  # a second derivative would miss that the compensated gain depends on the gain
-    def backward(ctx: Any, grad_output: torch.Tensor | None, *_: None) -> tuple[torch.Tensor | None, ...]:
-        if grad_output is None:
-            return None, None, None, None
-        hidden_states, compensated_weight, bias, mean, rstd = ctx.saved_tensors
-        shape = compensated_weight.shape
         grad_input, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
-            grad_output, hidden_states, shape, mean, rstd, compensated_weight, bias, ctx.needs_input_grad[:3]
+            grad_output, hidden_states, weight.shape, mean, rstd, compensated_weight, bias, ctx.needs_input_grad[:3]
         )
         return grad_input, grad_weight, grad_bias, None
 
@@ -105,7 +93,7 @@ class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
     """
 
     def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return _CompensatedLayerNormFunction.apply(hidden_states, weight, bias, self.eps)[0]
+        return _CompensatedLayerNormFunction.apply(hidden_states, weight, bias, self.eps)
 
 
 class NormLlavaMultiModalProjector(LlavaMultiModalProjector):

@@ -60,23 +60,10 @@ def test_gradients_are_the_papers(gain: float) -> None:
         assert relative_error(actual, expected) < 1e-15
 
 
-def test_a_second_derivative_is_refused() -> None:
-    norm = make_norm()
-    x = torch.randn(8, HIDDEN_SIZE, requires_grad=True)
-    (gradient,) = torch.autograd.grad(norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.sum().backward()
-
-
-def test_gradients_of_a_forward_pass_are_those_of_its_gain() -> None:
-    norm = make_norm(dtype=torch.float64)
-    x = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True)
-    grad_output = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64)
-    expected, *_ = paper_gradients(x, norm.weight, norm.bias, grad_output)
-    output = norm(x)
-    norm.weight.data += 1  # behind autograd's back
-    output.backward(grad_output)
-    assert relative_error(x.grad, expected) < 1e-15
+def test_second_derivatives_are_those_of_the_gradients() -> None:
+    norm = make_norm(gain=0.2, dtype=torch.float64)
+    x = torch.randn(3, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(norm, x)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

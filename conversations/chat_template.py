@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from common.errors import UserError
 from conversations.layouts import IMAGE_MARK
 
 
@@ -105,14 +106,14 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
     (`"the language model's own"`), else LLaVA-1.5's (`"Vicuna"`).
 
     Raises:
-        ValueError: if the tokenizer has no known end-of-turn token and no `eos_token` either.
+        UserError: if the tokenizer has no known end-of-turn token and no `eos_token` either.
     """
     vocabulary = tokenizer.get_vocab()
     for known in FORMATS:
         if known.end_of_turn in vocabulary:
             return known
     if tokenizer.eos_token is None:
-        raise ValueError(
+        raise UserError(
             "The tokenizer has no `eos_token`, so answers have no end token. Set it in tokenizer_config.json."
         )
     return read_format(tokenizer) or ChatFormat(

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from common.errors import UserError
 from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ_COLUMNS, READERS, Row, read_row
 from conversations.sources import Source
 
@@ -143,10 +144,10 @@ def require_turns(features: datasets.Features) -> None:
     """Refuse a dataset that has no column of turns.
 
     Raises:
-        ValueError: if it has none; names its columns.
+        UserError: if it has none; names its columns.
     """
     if not READERS.keys() & features.keys():
-        raise ValueError(
+        raise UserError(
             f"no turns: the columns are {', '.join(features)}, and turns are read from {', '.join(READERS)}. Write "
             "one of these from your own; docs/data.md has an example of each."
         )

@@ -8,8 +8,9 @@ from typing import Any
 
 import datasets
 
+from common.errors import UserError
+from common.files import hash_files, sha256
 from conversations.columns import PICTURES, READ_FEATURES
-from conversations.files import hash_files, sha256
 from conversations.layouts import READERS, Row, read_row
 from conversations.sources import Source
 
@@ -33,7 +34,7 @@ def _read_json(names: list[str]) -> Iterator[Row]:
         for number, fields in enumerate(_parse_json(Path(name))):
             if not isinstance(fields, dict):
                 problem = 'is not a row like {"image": ..., "conversations": [...]}'
-                raise ValueError(f"{name}, row {number} {problem}: {json.dumps(fields)[:60]}")
+                raise UserError(f"{name}, row {number} {problem}: {json.dumps(fields)[:60]}")
             row = read_row(fields)
             images = [{"bytes": None, "path": _path_of(image)} for image in row["images"]]
             yield {**row, "images": images, "conversations": json.dumps(row["conversations"])}
@@ -63,7 +64,7 @@ def _parse_json(path: Path) -> Iterator[Any]:
             try:
                 yield json.loads(line)
             except ValueError as error:
-                raise ValueError(f"line {number}: {error}. Give a list of rows, or a row on each line.") from None
+                raise UserError(f"line {number}: {error}. Give a list of rows, or a row on each line.") from None
 
 
 def _only_list(text: str) -> list[Any] | None:

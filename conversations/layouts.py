@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from common.errors import UserError
+
 
 IMAGE_MARK = "<image>"
 # A row's columns by name; users' rows may be malformed, so the values have no fixed type.
@@ -40,7 +42,7 @@ PART_FIELDS = frozenset({"type", "text", *PAYLOAD_FIELDS})
 PAIR_FIELDS = frozenset({"user", "assistant"})
 
 
-class LayoutError(ValueError):
+class LayoutError(UserError):
     """A row that has content in a layout that can't be read as it stands."""
 
 

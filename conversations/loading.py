@@ -16,8 +16,9 @@ import datasets
 from datasets.exceptions import DatasetGenerationError
 from pyarrow import ArrowException
 
+from common.errors import UserError
+from common.files import sha256
 from conversations.columns import common_features, count_names, read_columns, require_turns, undecoded_features
-from conversations.files import sha256
 from conversations.json_files import read_json_files
 from conversations.layouts import Row, read_row
 from conversations.sources import Source, find_source
@@ -43,13 +44,13 @@ def load_rows(
     Fields that have content and that nothing reads are named in a warning.
 
     Raises:
-        ValueError: if these are not rows, there are none, or there is no such file, folder, split or configuration.
+        UserError: if these are not rows, there are none, or there is no such file, folder, split or configuration.
     """
     source = find_source(name)
     if image_folder is not None:
         image_folder = os.path.expanduser(image_folder)
         if not Path(image_folder).is_dir():
-            raise ValueError(f"The image folder {image_folder} does not exist.")
+            raise UserError(f"The image folder {image_folder} does not exist.")
     folder = os.path.abspath(image_folder or source.folder)
 
     try:
@@ -58,9 +59,9 @@ def load_rows(
         else:
             rows = _standardise(_open(source, config, split), source, folder)
         if next(iter(rows), None) is None:
-            raise ValueError("there are no rows.")
+            raise UserError("there are no rows.")
     except (ArrowException, DatasetGenerationError, IndexError, TypeError, ValueError) as error:
-        raise ValueError(f"{name}: {error.__cause__ or error}") from error
+        raise UserError(f"{name}: {error.__cause__ or error}") from error
     if streaming and isinstance(rows, datasets.Dataset):
         return rows.to_iterable_dataset(num_shards=min(NUM_SHARDS, len(rows)))
     return rows
@@ -86,7 +87,7 @@ def _open(source: Source, config: str | None, split: str) -> datasets.Dataset:
 
     splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
     if config is not None or split not in splits:
-        raise ValueError(f"it has the splits {', '.join(splits)} and no configurations, so no {config or split!r}.")
+        raise UserError(f"it has the splits {', '.join(splits)} and no configurations, so no {config or split!r}.")
     return splits[split]
 
 

@@ -18,7 +18,7 @@ import transformers
 from datasets import Dataset, Features, List, Value, concatenate_datasets, config
 from datasets.fingerprint import Hasher
 
-from conversations.files import hash_files
+from common.files import hash_files
 from conversations.layouts import PICTURE_COLUMNS
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, Row, check_row, picture_path, row_images, row_turns

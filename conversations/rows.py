@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from common.errors import UserError
 from conversations.layouts import IMAGE_MARK, ROLE_NAMES, LayoutError, Row, beside_pictures
 
 
@@ -22,7 +23,7 @@ ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 LONGEST_PATH = 200
 
 
-class BadRowError(ValueError):
+class BadRowError(UserError):
     """A row that can't be trained on: its `source` (file or dataset, and number) and its `problem`, without a stop."""
 
     def __init__(self, source: str, problem: str = "") -> None:  # a data loader raises it anew with its message alone

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from common.errors import UserError
+
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 # What `load_dataset` reads as a dataset, so that a JSON file beside it is something else.
@@ -41,13 +43,13 @@ class Source:
         """The folder that paths of pictures are relative to, unless the user names one.
 
         Raises:
-            ValueError: if its JSON files lie in several.
+            UserError: if its JSON files lie in several.
         """
         if not self.files:
             return os.path.abspath(self.name)
         folders = sorted({os.path.abspath(path.parent) for path in self.files})
         if self.kind == "json" and len(folders) > 1:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} names files in several folders; give image_folder, the base of their pictures."
             )
         return folders[0]
@@ -59,7 +61,7 @@ def find_source(name: str) -> Source:
     A folder that holds one JSON file, as LLaVA's does beside its pictures, means that file.
 
     Raises:
-        ValueError: if nothing matches a pattern, a path's file doesn't exist or is of no known kind, or a folder holds
+        UserError: if nothing matches a pattern, a path's file doesn't exist or is of no known kind, or a folder holds
             several JSON files: `load_dataset` would take the types of the first for all of them.
     """
     name = os.path.expanduser(name)
@@ -75,7 +77,7 @@ def find_source(name: str) -> Source:
     if len(files) > 1 or (files and files[0].parent != path):
         names = ", ".join(str(file.relative_to(path)) for file in files[:4])
         more = " and more" if len(files) > 4 else ""
-        raise ValueError(
+        raise UserError(
             f"{name} holds the JSON files {names}{more}: name the one with the rows, or a pattern for several, and "
             "the image_folder of their pictures."
         )
@@ -84,10 +86,10 @@ def find_source(name: str) -> Source:
 
 def _of_files(name: str, files: list[Path]) -> Source:
     if not files:
-        raise ValueError(f"{name}: no file matches.")
+        raise UserError(f"{name}: no file matches.")
     for file in files:
         if not file.is_file():
-            raise ValueError(f"{file}: there is no such file.")
+            raise UserError(f"{file}: there is no such file.")
 
     suffixes = {file.suffix.lower() for file in files}
     if suffixes <= set(JSON_SUFFIXES):
@@ -95,7 +97,7 @@ def _of_files(name: str, files: list[Path]) -> Source:
     if suffixes == {".parquet"}:
         return Source(name, "parquet", files)
     readable = ", ".join((*JSON_SUFFIXES, ".parquet"))
-    raise ValueError(f"{name}: rows are read from files that end with {readable}, all of one kind.")
+    raise UserError(f"{name}: rows are read from files that end with {readable}, all of one kind.")
 
 
 def find_json_files(folder: Path) -> list[Path]:

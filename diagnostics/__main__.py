@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from diagnostics.console import command, parse
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
 
-from conversations.files import folder_or_id, weights_fingerprint
+from common.console import command, parse
+from common.errors import UserError
+from common.files import folder_or_id, weights_fingerprint
 from diagnostics.comparison import measure_models
 from diagnostics.loading import add_arguments, load_model, model_options, read_questions
 
@@ -53,7 +54,7 @@ def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel
     for path in args.model:  # before hours of measuring the first one
         processor = AutoProcessor.from_pretrained(folder_or_id(path), trust_remote_code=args.trust_remote_code)
         if isinstance(processor, PreTrainedTokenizerBase):
-            raise ValueError(f"{path} takes no pictures, it has only a tokenizer: give a vision-language model.")
+            raise UserError(f"{path} takes no pictures, it has only a tokenizer: give a vision-language model.")
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for path, name in zip(args.model, args.names, strict=True):
         logger.info("Loading %s ...", path)

@@ -18,7 +18,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import BatchFeature, PreTrainedModel
 
-from conversations.files import write_whole
+from common.files import write_whole
 from diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space
@@ -121,7 +121,7 @@ def compare(
 
     Raises:
         DiagnosticsError: if a model can't be measured on this data; the message says why.
-        ValueError: if no row can be read.
+        UserError: if no row can be read.
     """
     loaded = ((name, model, processor) for name, (model, processor) in models.items())
     if isinstance(data, str | Path):

@@ -14,9 +14,10 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import pandas as pd
-from diagnostics.console import command, parse
 
-from conversations.files import weights_fingerprint, write_whole
+from common.console import command, parse
+from common.errors import UserError
+from common.files import weights_fingerprint, write_whole
 from diagnostics.comparison import record_questions
 from diagnostics.loading import Question, add_arguments, load_model, model_options, read_questions
 from diagnostics.measures import measure_all
@@ -33,12 +34,12 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
     """Measure every checkpoint of a run's folder that is not in its `dynamics.csv` yet, and add it there; all rows.
 
     `start` is the model that the run started from, measured as step 0; options are those of [`load_model`]. Raises
-    `ValueError` if there are no checkpoints, or the file's rows are of other questions or another `dtype`.
+    `UserError` if there are no checkpoints, or the file's rows are of other questions or another `dtype`.
     """
     folders = [path for path in run.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
     steps = {int(path.name.split("-")[1]): str(path) for path in folders}
     if not steps:
-        raise ValueError(f"{run} has no checkpoint-<step> folders; train with --save_strategy steps.")
+        raise UserError(f"{run} has no checkpoint-<step> folders; train with --save_strategy steps.")
     if start is not None:
         steps[0] = start
     asked = [(of.picture, [part.get("text") for turn in of.prompt for part in turn["content"]]) for of in questions]
@@ -49,7 +50,7 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
         kinds = {"layer": "Int64", "picture": "Int64", "weights": str, "measured_as": str}
         table = pd.read_csv(path, dtype=kinds).fillna({"modality": ""})
     if set(table["measured_as"]) - {measured_as}:
-        raise ValueError(f"{path} holds rows of other questions or another dtype: give the same, or move it away.")
+        raise UserError(f"{path} holds rows of other questions or another dtype: give the same, or move it away.")
     for step, name in sorted(steps.items()):
         weights = weights_fingerprint(Path(name)) or name
         if ((table["step"] == step) & (table["weights"] == weights)).any():

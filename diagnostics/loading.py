@@ -14,6 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
+from common.errors import UserError
 from conversations.loading import load_rows
 from conversations.pictures import fingerprint, open_images
 from conversations.pixels import to_rgb
@@ -115,13 +116,13 @@ def model_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
-    """[`load_questions`] with the command line's options. Raises `ValueError` if there are none."""
+    """[`load_questions`] with the command line's options. Raises `UserError` if there are none."""
     if args.question is not None and find_pictures(Path(args.data)) is None:
-        raise ValueError(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
+        raise UserError(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
     try:
         return load_questions(args.data, args.num_samples, args.question or QUESTION, args.image_folder, args.split)
     except (ValueError, OSError) as error:
-        raise ValueError(f"--data: {error}") from error
+        raise UserError(f"--data: {error}") from error
 
 
 def load_questions(

@@ -6,6 +6,8 @@ Source: "The Unseen Bias" (arXiv 2512.08374), Table 1 and eq. 11.
 import torch
 from transformers import PreTrainedModel
 
+from common.errors import UserError
+
 
 def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
     """L2 norm of each token: `(..., hidden_size)` in, `(...)` out, float32 whatever the input's dtype."""
@@ -30,9 +32,9 @@ def text_norm_target(norms: torch.Tensor) -> float:
     """T: the mean of `norms`, the `(num_embeddings,)` L2 norms of the text embeddings, over those above 0 (eq. 11).
 
     Raises:
-        ValueError: if every norm is 0, so that there is nothing to align to.
+        UserError: if every norm is 0, so that there is nothing to align to.
     """
     nonzero = norms[norms > 0]
     if len(nonzero) == 0:
-        raise ValueError("All text embeddings are zero: the language model's `embed_tokens` has no trained weights.")
+        raise UserError("All text embeddings are zero: the language model's `embed_tokens` has no trained weights.")
     return nonzero.double().mean().item()

@@ -6,6 +6,8 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from common.errors import UserError
+
 
 # Names of the module that projects the vision encoder's features to the decoder's width.
 PROJECTORS = (
@@ -18,7 +20,7 @@ THIRDS = ("first third", "middle third", "last third")
 FEW = {1: ("only layer",), 2: ("first layer", "last layer")}
 
 
-class DiagnosticsError(ValueError):
+class DiagnosticsError(UserError):
     """This model can't be measured as requested on this data; the message says why and what to do."""
 
 

@@ -41,7 +41,7 @@ class ModelReport:
         notes: What could not be recorded, and why.
         summary: The numbers.
         sweep: What a sweep found, in sentences.
-        weights: [`~conversations.files.fingerprint`] of the weights; `None` if they are not in a local folder.
+        weights: [`~common.files.fingerprint`] of the weights; `None` if they are not in a local folder.
     """
 
     name: str

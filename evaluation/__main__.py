@@ -15,9 +15,9 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 
-from diagnostics.console import command, parse
-
-from conversations.files import fresh_folder, write_whole
+from common.console import command, parse
+from common.errors import UserError
+from common.files import fresh_folder, write_whole
 from evaluation.benchmarks import OURS, PAPER, Benchmark
 from evaluation.figures import Figure, read_figure
 from evaluation.harness import Model, Settings, TaskError, build_command, fixed_settings, open_model, run_harness
@@ -69,7 +69,7 @@ def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> Figure:
 def evaluate(args: argparse.Namespace) -> list[str]:
     """Run all tasks on all models and print the table. Returns what failed."""
     if unknown := [task for task in args.tasks or () if task not in BENCHMARKS]:
-        raise ValueError(f"--tasks {unknown[0]}: there are {', '.join(BENCHMARKS)}.")
+        raise UserError(f"--tasks {unknown[0]}: there are {', '.join(BENCHMARKS)}.")
     benchmarks = [BENCHMARKS[task] for task in dict.fromkeys(args.tasks)] if args.tasks else PAPER
     settings = Settings(args.batch_size, args.num_processes, args.dtype, args.limit)
     models = [open_model(source) for source in dict.fromkeys(args.models)]
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         failed = evaluate(parse_arguments(argv))
     except PackageNotFoundError as error:
         install = "pip install -e '.[evaluation]', in an environment of its own"
-        raise ValueError(f"{error.name} missing: {install}.") from error
+        raise UserError(f"{error.name} missing: {install}.") from error
     if failed:
         sys.exit(f"Failed: {', '.join(failed)}. The others' results are kept; the same command retries these.")
 

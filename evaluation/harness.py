@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import get_token
 
-from conversations.files import WEIGHT_FILES, fingerprint, hash_files
+from common.errors import UserError
+from common.files import WEIGHT_FILES, fingerprint, hash_files
 from evaluation.benchmarks import OURS, Benchmark
 
 
@@ -55,7 +56,7 @@ class Model(NamedTuple):
     weights: str
 
 
-class TaskError(RuntimeError):
+class TaskError(UserError):
     """A task gave no figure; the message says why, or where its log is."""
 
 
@@ -63,19 +64,19 @@ def open_model(folder: str) -> Model:
     """The model in a checkpoint folder.
 
     Raises:
-        ValueError: if it holds no weights, or the harnesses would not read its path as it is.
+        UserError: if it holds no weights, or the harnesses would not read its path as it is.
     """
     path = Path(folder)
     for character in SPLIT_BY_HARNESSES:
         if character in folder:
-            raise ValueError(
+            raise UserError(
                 f"{folder}: lmms-eval and lm-eval can't take a path with {character} in it: rename the folder, or "
                 "give the path of a link to it."
             )
     hashes = hash_files(path, *MODEL_FILES)
     weights = {name: hashes[name] for name in hashes if fnmatch(name, WEIGHT_FILES)}
     if not weights:
-        raise ValueError(
+        raise UserError(
             f"{folder}: no folder with {WEIGHT_FILES}. Give that of a trained model, an adapter's after merging; one "
             "on the Hub is downloaded by: hf download <id> --local-dir <folder>"
         )

@@ -17,6 +17,8 @@ from lmms_eval.utils import Collator
 from tqdm import tqdm
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from common.errors import UserError
+
 
 class ImageTextToText(lmms):
     """Answers chats greedily, in batches. Each process of a launch answers its share of the rows.
@@ -39,7 +41,7 @@ class ImageTextToText(lmms):
         ).eval()
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answers in the order of the requests. Raises `ValueError` if a task asks for sampled answers."""
+        """Answers in the order of the requests. Raises `UserError` if a task asks for sampled answers."""
         # Rows of a batch share the settings of their task, and are of about the same length.
         collator = Collator(
             [request.args for request in requests], lambda args: -len(args[0]), lambda args: args[2], True
@@ -55,7 +57,7 @@ class ImageTextToText(lmms):
     def _answer(self, batch: list[tuple[Any, ...]]) -> list[str]:
         settings: dict[str, Any] = batch[0][2]
         if settings.get("do_sample", bool(settings.get("temperature"))):
-            raise ValueError(f"{batch[0][4]} asks for sampled answers; this model only answers greedily.")
+            raise UserError(f"{batch[0][4]} asks for sampled answers; this model only answers greedily.")
         chats = []
         for _, to_messages, _, document, task, split in batch:
             messages = to_messages(self.task_dict[task][split][document])

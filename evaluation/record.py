@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conversations.files import write_whole
+from common.files import write_whole
 
 
 EVALUATION_FILE = "evaluation.json"
@@ -21,7 +21,7 @@ class Evaluation:
         n: Number of rows, or questions.
         standard_error: Of the value; `None` if unknown.
         command: Command that produced it.
-        weights: [`~conversations.files.fingerprint`] of the weights that it is of; the card takes no other's, and
+        weights: [`~common.files.fingerprint`] of the weights that it is of; the card takes no other's, and
             none without.
         harness: Its name and version; `None` for one's own script.
         choice: Number of shots, and what else was chosen.

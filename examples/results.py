@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from PIL import Image
 
-from conversations.files import weights_fingerprint
+from common.files import weights_fingerprint
 from evaluation.record import Evaluation, write_evaluations
 
 

@@ -12,10 +12,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from diagnostics.console import command, parse
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
 
+from common.console import command, parse
 from hub_cards.build import build
 from hub_cards.check import check
 from hub_cards.push import ReleaseError, plan_push, push
@@ -73,7 +73,7 @@ def run_push(stage: Path, public: bool, dry_run: bool) -> None:
 
 
 def run(command: str, options: dict[str, Any]) -> None:
-    """One of the five commands. Raises `ValueError` with all that was found wrong."""
+    """One of the five commands. Raises `UserError` with all that was found wrong."""
     if command == "build":
         logger.info("Staged. Next: python -m hub_cards check %s", build(**options))
     elif command == "push":

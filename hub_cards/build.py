@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
+from common.errors import UserError
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
@@ -32,23 +33,23 @@ def build(
     license: str | None = None, base_licence_file: Path | None = None,
 ) -> Path:  # fmt: skip
     """Make the stage folder, its card last. It appears only when it is complete. Arguments are the command's. Raises
-    `ValueError` if a fact or file is missing, the name breaks a licence, or the model has faults, and lists them."""
+    `UserError` if a fact or file is missing, the name breaks a licence, or the model has faults, and lists them."""
     if hub_id(repo_id) is None:
-        raise ValueError(f"--repo_id {repo_id!r} is not owner/name.")
+        raise UserError(f"--repo_id {repo_id!r} is not owner/name.")
     if not TAG.fullmatch(revision):
-        raise ValueError(f"--revision {revision!r} is not a tag that pins code. Give one such as v1.0.")
+        raise UserError(f"--revision {revision!r} is not a tag that pins code. Give one such as v1.0.")
     output_dir = output_dir or run / "release"
     if output_dir.exists() and any(output_dir.iterdir()):
-        raise ValueError(f"{output_dir} is not empty. Choose another folder, or empty it first.")
+        raise UserError(f"{output_dir} is not empty. Choose another folder, or empty it first.")
     facts = collect_facts(run, text_model=text_model, vision_model=vision_model)
     licence = licence_of({"text_model": facts.text_model, "vision_model": facts.vision_model}, license)
     name = repo_id.split("/")[1]
     if not name.startswith(licence.name_prefix):
-        raise ValueError(f"The {licence.title} asks for another name than {name}: {licence.name_prefix}-{name}.")
+        raise UserError(f"The {licence.title} asks for another name than {name}: {licence.name_prefix}-{name}.")
     text = licence_text(licence, base_licence_file)
     said = read_prose(prose or find_prose(run), facts)
     if faults := [*find_model_faults(run, facts.weights, facts.steps)]:
-        raise ValueError("\n  ".join([f"The model in {run} can't be published:", *faults]))
+        raise UserError("\n  ".join([f"The model in {run} can't be published:", *faults]))
     stage = output_dir.with_name(f"{output_dir.name}.partial")
     shutil.rmtree(stage, ignore_errors=True)  # from an interrupted build
     stage.mkdir(parents=True)
@@ -81,13 +82,13 @@ def build_space(folder: Path) -> None:
 
 
 def find_prose(run: Path) -> Path:
-    """The prose next to the recipe that a run was started with. Raises `ValueError` if there is none."""
+    """The prose next to the recipe that a run was started with. Raises `UserError` if there is none."""
     record = run / "run.json"
     recipe = read_json(record).get("recipe") if record.exists() else None
     prose = Path(recipe).with_name("card.yaml") if recipe else None
     if prose is None or not prose.exists():
         lacks = f"{prose} is missing" if prose else f"{record} names no recipe"
-        raise ValueError(f"{lacks}: give the card's prose with --prose. training/recipes/*/card.yaml are examples.")
+        raise UserError(f"{lacks}: give the card's prose with --prose. training/recipes/*/card.yaml are examples.")
     return prose
 
 
@@ -118,14 +119,14 @@ def without_local_names(value: Any) -> Any:
 
 
 def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
-    """Text of `LICENSE`. Raises `ValueError` if it is missing, or of another licence."""
+    """Text of `LICENSE`. Raises `UserError` if it is missing, or of another licence."""
     if licence is APACHE:
         return APACHE_TEXT.read_text(encoding="utf-8")
     if base_licence_file is None:
-        raise ValueError(f"The {licence.title} requires a copy of it: --base_licence_file, the base's LICENSE.txt.")
+        raise UserError(f"The {licence.title} requires a copy of it: --base_licence_file, the base's LICENSE.txt.")
     text = base_licence_file.read_text(encoding="utf-8")
     if licence.title.split(" License")[0].lower() not in " ".join(text.lower().split()):
-        raise ValueError(f"{base_licence_file} does not read like the {licence.title}.")
+        raise UserError(f"{base_licence_file} does not read like the {licence.title}.")
     return text
 
 
@@ -148,7 +149,7 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
         if len(widgets) == MAX_WIDGETS:
             break
     if not widgets:
-        raise ValueError(f"{data} has no row with one picture and a question for an example.")
+        raise UserError(f"{data} has no row with one picture and a question for an example.")
     return widgets
 
 

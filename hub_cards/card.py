@@ -10,6 +10,7 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from common.errors import UserError
 from hub_cards.facts import Facts
 from hub_cards.licences import APACHE, Licence, known_licence
 
@@ -40,19 +41,19 @@ class Prose:
 
 
 def read_prose(path: Path, facts: Facts) -> Prose:
-    """The recipe's prose. Raises `ValueError` if it is not a YAML mapping, a field is unknown or missing, or it says
+    """The recipe's prose. Raises `UserError` if it is not a YAML mapping, a field is unknown or missing, or it says
     where a part comes from that is on the Hub."""
     try:
         prose = Prose(**yaml.safe_load(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         known = ", ".join(entry.name for entry in fields(Prose))
-        raise ValueError(f"{path} is not a card's prose ({error}). Its fields are: {known}.") from error
+        raise UserError(f"{path} is not a card's prose ({error}). Its fields are: {known}.") from error
     for name, value in vars(prose).items():
         if not all(isinstance(text, str) for text in (value if isinstance(value, list) else [value])):
-            raise ValueError(f'{path}: {name} is {value!r}, not text. YAML reads no as false: write "no".')
+            raise UserError(f'{path}: {name} is {value!r}, not text. YAML reads no as false: write "no".')
     for name, base in (("language_model", facts.text_model), ("vision_encoder", facts.vision_model)):
         if base is not None and getattr(prose, name):
-            raise ValueError(f"{path}: {name} is {getattr(prose, name)!r}, but it is {base}: take it out.")
+            raise UserError(f"{path}: {name} is {getattr(prose, name)!r}, but it is {base}: take it out.")
     return prose
 
 

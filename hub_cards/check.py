@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from common.errors import UserError
 from hub_cards.contents import CARD, NEEDED, SETTINGS, class_files, is_listed
 from hub_cards.facts import read_json
 from hub_cards.weights import Weights, listed, read_weights
@@ -44,11 +45,11 @@ def check(stage: Path) -> list[str]:
 
 
 def read_pin(stage: Path) -> tuple[str, str]:
-    """The repository and the tag that the card's snippet loads. Raises `ValueError` if there is no such snippet."""
+    """The repository and the tag that the card's snippet loads. Raises `UserError` if there is no such snippet."""
     card = stage / CARD
     found = PIN.search(card.read_text(encoding="utf-8")) if card.is_file() else None
     if found is None:
-        raise ValueError(f"{card}: no snippet that loads a repository at a revision. {REBUILD}")
+        raise UserError(f"{card}: no snippet that loads a repository at a revision. {REBUILD}")
     return found[1], found[2]
 
 

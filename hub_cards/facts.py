@@ -13,7 +13,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from conversations.files import fingerprint, read_record
+from common.errors import UserError
+from common.files import fingerprint
+from common.records import read_record
 from diagnostics.report import with_interval
 from diagnostics.table import Summary
 from evaluation.record import Evaluation
@@ -64,16 +66,16 @@ class Facts:
 def collect_facts(run: Path, **given: str | None) -> Facts:
     """Read the facts in the output folder of a run's last stage, and in those of earlier stages.
 
-    `given` are Hub ids of parts that were loaded from a folder, `text_model` and `vision_model`. Raises `ValueError`
+    `given` are Hub ids of parts that were loaded from a folder, `text_model` and `vision_model`. Raises `UserError`
     if a file is missing or torn, an id contradicts the recorded one, or a figure is of other weights.
     """
     if (run / "adapter_config.json").exists():
-        raise ValueError(
+        raise UserError(
             f"{run} holds an adapter. Merge it first: python training/merge.py --adapter {run} --output_dir <folder>"
         )
     path = run / "config.json"
     if not path.exists():
-        raise ValueError(f"{run} holds no config.json: give the output folder of a finished training run.")
+        raise UserError(f"{run} holds no config.json: give the output folder of a finished training run.")
     config, model = read_json(path), AutoConfig.from_pretrained(run, trust_remote_code=False)
     ids: dict[str, str | None] = {}
     for part in ("text", "vision"):
@@ -81,9 +83,9 @@ def collect_facts(run: Path, **given: str | None) -> Facts:
         recorded = hub_id(config.get("llava_name_or_path")) or hub_id(own)
         ids[option] = given.get(option) or recorded
         if ids[option] and not hub_id(ids[option]):
-            raise ValueError(f"--{option} {ids[option]!r} is not owner/name.")
+            raise UserError(f"--{option} {ids[option]!r} is not owner/name.")
         if recorded not in (None, ids[option]):
-            raise ValueError(f"--{option} is {ids[option]}, but {path} records {recorded}. Omit the option.")
+            raise UserError(f"--{option} is {ids[option]}, but {path} records {recorded}. Omit the option.")
     stages = collect_stages(run)
     is_complete = bool(stages) and stages[0]["stage"] == "align"
     weights = read_weights(run)
@@ -103,11 +105,11 @@ def collect_facts(run: Path, **given: str | None) -> Facts:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises `ValueError`, with the file's name, if it is invalid."""
+    """The content of a JSON file. Raises `UserError`, with the file's name, if it is invalid."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}).") from error
+        raise UserError(f"{path} is not valid JSON ({error}).") from error
 
 
 def hub_id(name: str | None) -> str | None:
@@ -131,7 +133,7 @@ def collect_stages(run: Path) -> list[Stage]:
 
 
 def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
-    """One stage, from its `trainer_state.json`, `metrics.jsonl` and `run.json`. Raises `ValueError` if one is torn."""
+    """One stage, from its `trainer_state.json`, `metrics.jsonl` and `run.json`. Raises `UserError` if one is torn."""
     arguments, environment = record.get("arguments", {}), record.get("environment", {})
     stage, metrics = arguments.get("stage"), folder / "metrics.jsonl"
     try:
@@ -139,7 +141,7 @@ def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
         lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
         logged: list[dict[str, Any]] = [json.loads(line) for line in lines]
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{folder}: trainer_state.json or metrics.jsonl is not that of a run ({error!r}).") from error
+        raise UserError(f"{folder}: trainer_state.json or metrics.jsonl is not that of a run ({error!r}).") from error
     losses = [line["loss"] for line in logged if "loss" in line] or [None]
     tokens = [line["num_tokens"] for line in logged if "num_tokens" in line] or [None]
     # A resumed run's file has only the last session's time.
@@ -164,18 +166,18 @@ def read_stage(folder: Path, record: dict[str, Any]) -> Stage:
 
 
 def read_evaluations(path: Path, of_weights: str) -> list[Evaluation]:
-    """Rows of `evaluation.json`, if there is one. Raises `ValueError` if a row is not whole, or of other weights."""
+    """Rows of `evaluation.json`, if there is one. Raises `UserError` if a row is not whole, or of other weights."""
     rows = read_record(list[Evaluation], path) if path.exists() else []
     for number, row in enumerate(rows):
         if not isfinite(row.value):
-            raise ValueError(f"{path}, row {number}: value is NaN or infinite.")
+            raise UserError(f"{path}, row {number}: value is NaN or infinite.")
         if row.weights != of_weights:
-            raise ValueError(f"{path}, row {number}, {row.task}: of other weights. Measure again: {row.command}")
+            raise UserError(f"{path}, row {number}, {row.task}: of other weights. Measure again: {row.command}")
     return rows
 
 
 def read_diagnostics(path: Path, of_weights: str) -> dict[str, str] | None:
-    """What a report says of its only model, if there is one. Raises `ValueError` if it is of other weights."""
+    """What a report says of its only model, if there is one. Raises `UserError` if it is of other weights."""
     if not path.exists():
         return None
     again = "Run python -m diagnostics on this model alone, not quantized."
@@ -191,7 +193,7 @@ def read_diagnostics(path: Path, of_weights: str) -> dict[str, str] | None:
         values |= {label.format(of): summary.look(of) for of in summary.frame["measure"] if of.startswith("gap, ")}
         shown = {name: with_interval(estimate) for name, estimate in values.items()}
         if others or model.get("weights") != of_weights or model["dtype"].endswith("quantized"):
-            raise ValueError(f"{path} is of other weights. {again}")
+            raise UserError(f"{path} is of other weights. {again}")
     except (OSError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} can't be read ({error!r}). {again}") from error
+        raise UserError(f"{path} can't be read ({error!r}). {again}") from error
     return {"pictures": str(model["num_pictures"])} | shown

@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from common.errors import UserError
+
 
 @dataclass(frozen=True)
 class Licence:
@@ -46,11 +48,11 @@ BY_IDENTIFIER = {licence.identifier: licence for licence in (APACHE, LLAMA_3_2)}
 
 
 def known_licence(base_model: str) -> Licence:
-    """The licence of a base model by its Hub id. Raises `ValueError` if it is not known here."""
+    """The licence of a base model by its Hub id. Raises `UserError` if it is not known here."""
     for pattern, licence in KNOWN.items():
         if re.fullmatch(pattern, base_model):
             return licence
-    raise ValueError(
+    raise UserError(
         f"The licence of the base model {base_model} is not known. Read it, and add what it requires to KNOWN in "
         "hub_cards/licences.py; licences are not guessed. If it is a folder on this machine, remove its _name_or_path "
         "from config.json."
@@ -59,20 +61,20 @@ def known_licence(base_model: str) -> Licence:
 
 def licence_of(parts: dict[str, str | None], own_licence: str | None) -> Licence:
     """The licence of a model that is made from these parts, Hub ids by option: the one that asks more than Apache.
-    `own_licence` is the identifier of the one that the owner chose for parts without a Hub id. Raises `ValueError` if
+    `own_licence` is the identifier of the one that the owner chose for parts without a Hub id. Raises `UserError` if
     it is missing or no part needs it, a part's licence is not known, or two ask more than Apache."""
     found = [known_licence(name) for name in parts.values() if name is not None]
     unknown = [part for part, name in parts.items() if name is None]
     if unknown and own_licence not in BY_IDENTIFIER:
-        raise ValueError(
+        raise UserError(
             f"No Hub id of the {' and the '.join(unknown)} is recorded, so its licence is not known. If it was "
             f"loaded from a folder, name it: {' '.join(f'--{part} owner/name' for part in unknown)}; if you trained "
             f"it from scratch, choose its licence: --license {' or '.join(BY_IDENTIFIER)}."
         )
     if own_licence and not unknown:
-        raise ValueError(f"--license {own_licence} is for parts without a Hub id, and all have one: leave it out.")
+        raise UserError(f"--license {own_licence} is for parts without a Hub id, and all have one: leave it out.")
     found += [BY_IDENTIFIER[str(own_licence)] for _ in unknown]
     first, *others = dict.fromkeys(licence for licence in found if licence is not APACHE) or [APACHE]
     if others:
-        raise ValueError(f"The parts are under the {first.title} and the {others[0].title}: build writes only one.")
+        raise UserError(f"The parts are under the {first.title} and the {others[0].title}: build writes only one.")
     return first

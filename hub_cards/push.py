@@ -6,13 +6,14 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
+from common.errors import UserError
 from hub_cards.check import check, read_pin
 
 
 KEPT = {".gitattributes"}  # made by the Hub, to record which files are large
 
 
-class ReleaseError(ValueError):
+class ReleaseError(UserError):
     """A push that was refused or stopped, or a release that can't be verified; the message says what to do."""
 
 

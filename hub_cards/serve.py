@@ -14,7 +14,8 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 from transformers.utils.import_utils import is_serve_available
 
-from conversations.files import folder_or_id
+from common.errors import UserError
+from common.files import folder_or_id
 
 
 # Extensions of `transformers serve`; the first can name pictures, which may be files of this machine.
@@ -47,7 +48,7 @@ def build_app(model: str, revision: str) -> Any:
         for part in (part for message in read for part in message["content"]):
             is_file = not str(part.get("url", "data:")).startswith(("data:", "http://", "https://"))
             if part["type"] not in ("text", "image") or is_file:
-                raise ValueError("messages: only text, and pictures as http(s) URL or base64; files are not read")
+                raise UserError("messages: only text, and pictures as http(s) URL or base64; files are not read")
         return read
 
     def guarded(handler: Any) -> Any:
@@ -84,14 +85,14 @@ def build_app(model: str, revision: str) -> Any:
 
 
 def serve(model: str, revision: str, port: int) -> None:
-    """Serve until interrupted. Raises `ValueError` or `OSError` if the model can't be loaded, or the server is not
+    """Serve until interrupted. Raises `UserError` or `OSError` if the model can't be loaded, or the server is not
     installed."""
     if not is_serve_available():
-        raise ValueError("transformers' server is not installed: pip install -e '.[release]'")
+        raise UserError("transformers' server is not installed: pip install -e '.[release]'")
     import uvicorn
 
     try:  # before the model is loaded
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
-        raise ValueError(f"--port {port} can't be used ({error}): choose another one.") from error
+        raise UserError(f"--port {port} can't be used ({error}): choose another one.") from error
     uvicorn.run(build_app(folder_or_id(model), revision), host="127.0.0.1", port=port)

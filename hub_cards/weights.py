@@ -8,7 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from conversations.files import WEIGHT_FILES, hash_files
+from common.errors import UserError
+from common.files import WEIGHT_FILES, hash_files
 from hub_cards.contents import INDEX
 
 
@@ -54,14 +55,14 @@ def listed(names: list[str]) -> str:
 
 
 def read_weights(folder: Path) -> Weights:
-    """Read every weight file. Raises `ValueError` if there is none, one is torn, or the index names others."""
+    """Read every weight file. Raises `UserError` if there is none, one is torn, or the index names others."""
     weights = Weights(hash_files(folder, WEIGHT_FILES))
     if not weights.sha256:
-        raise ValueError(f"{folder / 'model.safetensors'} is missing: the folder holds no complete model.")
+        raise UserError(f"{folder / 'model.safetensors'} is missing: the folder holds no complete model.")
     if (folder / INDEX).exists():
         indexed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         if wrong := sorted({*indexed} ^ weights.sha256.keys()):
-            raise ValueError(f"{folder / wrong[0]}: the folder's weight files are not those of its index.")
+            raise UserError(f"{folder / wrong[0]}: the folder's weight files are not those of its index.")
     for path in (folder / name for name in weights.sha256):
         try:
             with safe_open(path, framework="pt") as file:
@@ -75,5 +76,5 @@ def read_weights(folder: Path) -> Weights:
                     if is_watched and (tensor == (first := tensor.flatten()[0])).all():
                         weights.constant[name] = first.item()
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} can't be read ({error}).") from error
+            raise UserError(f"{path} can't be read ({error}).") from error
     return weights

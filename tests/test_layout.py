@@ -18,7 +18,8 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 # From the bottom up; packages of one level don't import each other.
 LEVELS = (
-    ("modeling_normllava", "conversations"),
+    ("modeling_normllava", "common"),
+    ("conversations",),
     ("diagnostics",),
     ("training",),
     ("evaluation",),
@@ -30,7 +31,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # By extra, "" for the core: whose imports it serves.
 SERVED = {
     "": ("modeling_normllava",),
-    "diagnostics": ("conversations", "diagnostics"),
+    "diagnostics": ("common", "conversations", "diagnostics"),
     "train": ("training",),
     "evaluation": ("evaluation",),
     "release": ("hub_cards",),

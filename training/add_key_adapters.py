@@ -9,9 +9,9 @@ import argparse
 from pathlib import Path
 
 import torch
-from diagnostics.console import command, new_folder, parse
 from transformers import AutoProcessor
 
+from common.console import command, new_folder, parse
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,
     NormLlavaKeyAdapterConfig,
@@ -24,7 +24,7 @@ from training.loading import load_config
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
-    """The same model with key adapters; its parts are reused. Raises `ValueError` if its decoder can't have any, or
+    """The same model with key adapters; its parts are reused. Raises `UserError` if its decoder can't have any, or
     has them already."""
     fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
     config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | fields)

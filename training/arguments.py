@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from diagnostics.console import parse
 from transformers.integrations import get_available_reporting_integrations
 from trl import ModelConfig, SFTConfig, TrlParser
 from trl import ScriptArguments as DatasetArguments
 
+from common.console import parse
+from common.errors import UserError
 from training.checkpoints import recorded_argument
 from training.stages import Stage
 
@@ -97,20 +98,20 @@ class SourceArguments:
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:
-            raise ValueError(f"datasets, {self.path}: weight must be a number above 0, got {self.weight}.")
+            raise UserError(f"datasets, {self.path}: weight must be a number above 0, got {self.weight}.")
 
 
 def read_source(entry: dict[str, Any]) -> SourceArguments:
     """An entry of `datasets`.
 
     Raises:
-        ValueError: if it has no path, or a field that no entry has.
+        UserError: if it has no path, or a field that no entry has.
     """
     known = [known_field.name for known_field in fields(SourceArguments)]
     unknown = sorted(entry.keys() - set(known))
     if unknown or "path" not in entry:
         wrong = f"{unknown[0]} is unknown" if unknown else "path is missing"
-        raise ValueError(f"datasets: {wrong} in {entry}; an entry has {', '.join(known)}.")
+        raise UserError(f"datasets: {wrong} in {entry}; an entry has {', '.join(known)}.")
     return SourceArguments(**entry)
 
 
@@ -163,7 +164,7 @@ class TrainingConfig(SFTConfig):
 
     def __post_init__(self) -> None:
         if self.output_dir is None:
-            raise ValueError("output_dir is missing: give the folder that the trained model is written to.")
+            raise UserError("output_dir is missing: give the folder that the trained model is written to.")
         named = self.resume_from_checkpoint  # of a command line a string
         self.resume_from_checkpoint: str | bool | None = {"true": True, "false": None}.get(str(named).lower(), named)
         # transformers 5.23 renamed this, and warns about the old name even when TRL's default sets it.
@@ -196,7 +197,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     """Parse the command line, or `argv`, which overrides the recipe given by `--config`.
 
     Raises:
-        ValueError: if the recipe can't be read, a field is unknown, or what it asks for would be passed over.
+        UserError: if the recipe can't be read, a field is unknown, or what it asks for would be passed over.
     """
     recipe_parser = argparse.ArgumentParser("training/sft.py", epilog=FIELDS, allow_abbrev=False)
     recipe_parser.add_argument("--config", metavar="RECIPE", help="YAML file of a run's fields; options win over it")
@@ -209,7 +210,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
         parse(parser, rest)
         run_args, args = parser.parse_args_into_dataclasses([*given, *rest])
     except (ValueError, TypeError, yaml.YAMLError) as error:  # of libraries; ours are told in one line
-        raise ValueError(str(error)) from error
+        raise UserError(str(error)) from error
     run_args.recipe = known.config
     for arguments in (run_args, args):
         for name in PATHS:
@@ -223,22 +224,22 @@ def refuse_renamed(options: Sequence[str]) -> None:
     """Say the new name of a field that people know by an old one.
 
     Raises:
-        ValueError: if one is given.
+        UserError: if one is given.
     """
     for option_given in options:
         name = option_given.removeprefix("--").partition("=")[0].replace("-", "_")
         if name in RENAMED:
-            raise ValueError(f"{name} is gone: {RENAMED[name]}.")
+            raise UserError(f"{name} is gone: {RENAMED[name]}.")
 
 
 def read_recipe(path: Path, parser: TrlParser) -> list[str]:
     """A recipe's fields as options: argparse then checks their types and choices, which TRL's own reading does not.
-    Lists and mappings become the parser's defaults. Raises `ValueError` if it is not a mapping of fields to values.
+    Lists and mappings become the parser's defaults. Raises `UserError` if it is not a mapping of fields to values.
     """
     with path.open(encoding="utf-8") as file:
         recipe = yaml.safe_load(file)
     if not isinstance(recipe, dict) or None in recipe.values():
-        raise ValueError(f"--config {path} must be a mapping of fields to values; leave out what has none.")
+        raise UserError(f"--config {path} must be a mapping of fields to values; leave out what has none.")
     refuse_renamed(list(recipe))
     nested = {name: value for name, value in recipe.items() if isinstance(value, list | dict)}
     unknown = parser.set_defaults_with_config(**nested)
@@ -255,14 +256,14 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
 
 
 def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Refuse what would change the result without a word. Raises `ValueError` that names the fields."""
+    """Refuse what would change the result without a word. Raises `UserError` that names the fields."""
     for name in ("model_name_or_path", "dataset_name", "stage"):
         if getattr(run_args, name) is None and not (name == "dataset_name" and run_args.datasets):
-            raise ValueError(f"{name} is missing; training/recipes/ has recipes to start from.")
+            raise UserError(f"{name} is missing; training/recipes/ has recipes to start from.")
     for name, (value, reason) in ONLY.items():
         given = getattr(run_args, name, getattr(args, name, value))
         if given != value:
-            raise ValueError(f"{name} must stay {value!r}, got {getattr(given, 'value', given)!r}: {reason}.")
+            raise UserError(f"{name} must stay {value!r}, got {getattr(given, 'value', given)!r}: {reason}.")
     check_ranges(run_args, args)
     check_combinations(run_args, args)
     stage, packed = Stage(str(run_args.stage)), run_args.packed_length is not None
@@ -297,31 +298,31 @@ def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
     )
     for applies, message in refusals:
         if applies:
-            raise ValueError(message)
+            raise UserError(message)
     check_compiling(run_args, args)
 
 
 def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Refuse numbers out of range before anything is read. Raises `ValueError` that names the field."""
+    """Refuse numbers out of range before anything is read. Raises `UserError` that names the field."""
     given = {**vars(args), **vars(run_args)}
     for name in COUNTS:
         if given[name] is not None and given[name] < 1:
-            raise ValueError(f"{name} must be 1 or more, got {given[name]}.")
+            raise UserError(f"{name} must be 1 or more, got {given[name]}.")
     for name in RATES:
         if given[name] is not None and not 0 <= given[name] < math.inf:
-            raise ValueError(f"{name} must be 0 or more, got {given[name]}.")
+            raise UserError(f"{name} must be 0 or more, got {given[name]}.")
 
 
 def check_combinations(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Refuse fields that would be passed over, or fail late, beside others. Raises `ValueError` that names them."""
+    """Refuse fields that would be passed over, or fail late, beside others. Raises `UserError` that names them."""
     if run_args.stage != "adapt":
         for name in OF_ADAPTERS:
             if getattr(run_args, name) != getattr(RunArguments, name):
-                raise ValueError(f"{name} is read in stage 'adapt' alone, got stage {run_args.stage!r}: leave it out.")
+                raise UserError(f"{name} is read in stage 'adapt' alone, got stage {run_args.stage!r}: leave it out.")
 
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     if evaluates and args.loss_type == "dft":
-        raise ValueError(
+        raise UserError(
             "loss_type 'dft' weighs each token by its probability, so eval/loss would be no cross entropy: leave out "
             "loss_type, or evaluation."
         )
@@ -329,42 +330,42 @@ def check_combinations(run_args: RunArguments, args: TrainingConfig) -> None:
     has_key_losses = run_args.key_mmd_weight or run_args.key_gram_weight
     is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if has_key_losses and args.gradient_checkpointing and is_reentrant:
-        raise ValueError(
+        raise UserError(
             "key_mmd_weight and key_gram_weight need the keys' gradients, which reentrant checkpointing doesn't give: "
             "set use_reentrant to false in gradient_checkpointing_kwargs."
         )
 
     if run_args.clip_by_module and not args.max_grad_norm:
-        raise ValueError("clip_by_module clips to max_grad_norm, and 0 clips nothing: give a number above 0.")
+        raise UserError("clip_by_module clips to max_grad_norm, and 0 clips nothing: give a number above 0.")
 
 
 def check_devices(args: TrainingConfig) -> None:
     """Refuse several GPUs in one process, as in a notebook, for which transformers takes `nn.DataParallel`.
 
     Raises:
-        ValueError: if this process would use several.
+        UserError: if this process would use several.
     """
     if args.n_gpu > 1:
-        raise ValueError(
+        raise UserError(
             f"This process would split its batches over {args.n_gpu} GPUs by DataParallel, which is not supported: "
             "start the run with accelerate launch, one process a GPU, or set CUDA_VISIBLE_DEVICES=0."
         )
 
 
 def check_compiling(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Refuse what compiled layers can't do. Raises `ValueError` that names the fields."""
+    """Refuse what compiled layers can't do. Raises `UserError` that names the fields."""
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
-        raise ValueError(
+        raise UserError(
             "The launcher would compile the whole model: launch with --dynamo_backend no, and give "
             "torch_compile: true, which compiles the decoder's layers."
         )
     if args.torch_compile_backend not in (None, "inductor", "aot_eager"):
-        raise ValueError(
+        raise UserError(
             "torch_compile_backend must be inductor, which is the default, or aot_eager: no other has been tried but "
             "eager, which draws dropout anew where a checkpointed layer is computed again."
         )
     if args.torch_compile and (run_args.key_mmd_weight or run_args.key_gram_weight):
-        raise ValueError(
+        raise UserError(
             "key_mmd_weight and key_gram_weight read keys inside the layers, which compiled layers hide: set "
             "torch_compile to false."
         )

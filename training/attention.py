@@ -16,6 +16,8 @@ from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterfa
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from common.errors import UserError
+
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +75,17 @@ def varlen_attention_forward(
         `(1, sequence_length, num_heads, head_dim)`, and `None` for the probabilities, which are never held.
 
     Raises:
-        ValueError: if the layer has soft caps or sinks, isn't told where samples begin, or doesn't tell its window.
+        UserError: if the layer has soft caps or sinks, isn't told where samples begin, or doesn't tell its window.
     """
     if softcap is not None or s_aux is not None:
-        raise ValueError(
+        raise UserError(
             f'{type(module).__name__} has soft caps or attention sinks, which neither "varlen" nor "sdpa" computes: '
             "set attn_implementation: eager."
         )
 
     if cu_seq_lens_q is None or max_length_q is None:
         if attention_mask is None:
-            raise ValueError(
+            raise UserError(
                 f"{type(module).__name__} isn't told where the samples of a packed row begin (cu_seq_lens_q, "
                 'max_length_q), and so can\'t run with "varlen": set attn_implementation: sdpa.'
             )
@@ -91,7 +93,7 @@ def varlen_attention_forward(
 
     # Some decoders have their window in the mask alone.
     if "sliding_window" not in kwargs and getattr(module.config, "sliding_window", None) is not None:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} doesn't tell its sliding window, and so can't run with \"varlen\" on packed "
             "rows: set attn_implementation: sdpa."
         )

@@ -16,7 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from conversations.files import folder_or_id
+from common.errors import UserError
+from common.files import folder_or_id
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -31,21 +32,21 @@ def plain_name(name: str) -> str:
 
 
 def read_config(path: str) -> Any:
-    """The config of a checkpoint. Raises `ValueError` if it is quantized: its quantizer would take hold of all parts
+    """The config of a checkpoint. Raises `UserError` if it is quantized: its quantizer would take hold of all parts
     of the new model."""
     config = AutoConfig.from_pretrained(folder_or_id(path))
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{path} is quantized: start from the weights before; load_in_4bit quantizes them to train.")
+        raise UserError(f"{path} is quantized: start from the weights before; load_in_4bit quantizes them to train.")
     return config
 
 
 def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The vision encoder at `path`, without the text encoder that CLIP and SigLIP checkpoints also hold. Raises
-    `ValueError` if it is none for pictures of one size, or is quantized."""
+    `UserError` if it is none for pictures of one size, or is quantized."""
     config = read_config(path)
     config = getattr(config, "vision_config", config)
     if type(config) not in MODEL_MAPPING or not isinstance(getattr(config, "image_size", None), int):
-        raise ValueError(
+        raise UserError(
             f"{path}: {config.model_type!r} is no vision encoder for pictures of one fixed size. Of SigLIP2, take a "
             "checkpoint with a resolution in its name, not a NaFlex one."
         )
@@ -93,13 +94,13 @@ def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProce
 
 
 def load_text_model(path: str) -> PreTrainedModel:
-    """The causal language model at `path`, in its checkpoint's dtype. Raises `ValueError` if it is no decoder, mixes
+    """The causal language model at `path`, in its checkpoint's dtype. Raises `UserError` if it is no decoder, mixes
     experts, or is quantized."""
     config = read_config(path)
     mixes_experts = any(hasattr(config, name) for name in EXPERT_FIELDS)
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
     if hasattr(config, "vision_config") or not is_decoder or mixes_experts:
-        raise ValueError(
+        raise UserError(
             f"{path}: {config.model_type!r} is no language model with a decoder alone, or mixes experts, which Llava "
             "can't train: it returns no router logits, which balance them, and adapters don't reach their weights."
         )
@@ -118,11 +119,11 @@ def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
 
 @torch.no_grad()
 def require_same_answers(model: NormLlavaForConditionalGeneration, text_model: PreTrainedModel) -> None:
-    """Raise `ValueError` if the model answers text otherwise than the language model that it is made of."""
+    """Raise `UserError` if the model answers text otherwise than the language model that it is made of."""
     input_ids = torch.arange(8)[None]
     found, expected = model.eval()(input_ids=input_ids).logits, text_model.eval()(input_ids=input_ids).logits
     if not torch.equal(found, expected):
-        raise ValueError(
+        raise UserError(
             f"The language model's logits change by up to {(found - expected).abs().max():.3g} in a Llava, whose head "
             "is a linear layer and nothing else: look in config.json for a softcap, scale or multiplier of the logits."
         )

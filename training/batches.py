@@ -16,6 +16,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from typing_extensions import override
 
+from common.errors import UserError
 from conversations.measured import row_lengths
 from training.arguments import RunArguments, TrainingConfig
 
@@ -77,10 +78,10 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
 
 
 def require_separate_samples(config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a decoder that mixes a packed row's samples, as convolutions and state spaces do."""
+    """Raises `UserError` for a decoder that mixes a packed row's samples, as convolutions and state spaces do."""
     others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if others or MODEL_MAPPING[type(config)]._is_stateful or config.model_type in MASKED_AS_ONE:
-        raise ValueError(
+        raise UserError(
             f"packed_length: the decoder ({config.model_type}) mixes the samples of a packed row, in layers that are "
             "not attention or by its mask. Remove packed_length, and give per_device_train_batch_size."
         )
@@ -109,7 +110,7 @@ def plan_packing(
     rows: Dataset, blank: int, samples_per_step: int, num_processes: int, seeds: Sequence[int], packed_length: int
 ) -> int:
     """The fewest accumulation steps for which no packed row is longer than `packed_length` in epochs with these seeds,
-    counting the `blank` picture's tokens of text alone. Raises `ValueError` if there are none."""
+    counting the `blank` picture's tokens of text alone. Raises `UserError` if there are none."""
     lengths, num_images = row_lengths(rows), row_lengths(rows, "num_images")
 
     def fits(row: list[int]) -> bool:
@@ -121,7 +122,7 @@ def plan_packing(
         epochs = (packed_batches(lengths, samples_per_step, num_processes, steps, seed) for seed in seeds)
         if all(fits(row) for epoch in epochs for row in epoch):
             return steps
-    raise ValueError(
+    raise UserError(
         f"The {samples_per_step} samples of a step can't be packed into rows of {packed_length} tokens on "
         f"{num_processes} processes; the longest has {longest} (text alone gets a blank picture of {blank}). Raise "
         "packed_length, change global_batch_size, or leave long rows out with max_length and bad_rows: skip."
@@ -132,7 +133,7 @@ def deal_rows(
     run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, blank: int
 ) -> tuple[Batches | None, int]:
     """This process's batches of checked rows, `None` for a stream, and the accumulation steps of an optimizer step.
-    `blank` is the number of tokens of a blank picture. Raises `ValueError` if the global batch can't be met."""
+    `blank` is the number of tokens of a blank picture. Raises `UserError` if the global batch can't be met."""
     seed = args.seed if args.data_seed is None else args.data_seed
     samples, size, count = run_args.global_batch_size, args.per_device_train_batch_size, args.world_size
     if run_args.packed_length is not None:
@@ -144,7 +145,7 @@ def deal_rows(
         return Batches(lambda epoch: packed_batches(lengths, samples, count, steps, seed + epoch), args), steps
     steps = args.gradient_accumulation_steps if samples is None else samples // (size * count)
     if samples is not None and samples != steps * size * count:
-        raise ValueError(
+        raise UserError(
             f"global_batch_size {samples} is not a multiple of per_device_train_batch_size {size} times {count} "
             "processes; change one of them."
         )

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.initialization import no_init_weights
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from conversations.files import fresh_folder
+from common.errors import UserError
+from common.files import fresh_folder
 from training.run import RUN_FILE, Run
 
 
@@ -30,14 +31,14 @@ SAVING_FOLDER = ".saving"
 
 @contextmanager
 def lock(output_dir: Path) -> Iterator[None]:
-    """Lock a folder for one run, however it ends. `ValueError` if another holds it."""
+    """Lock a folder for one run, however it ends. `UserError` if another holds it."""
     is_new = not output_dir.exists()
     output_dir.mkdir(parents=True, exist_ok=True)
     with (output_dir / ".lock").open("w") as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # not flock, which forked workers would keep holding
         except (BlockingIOError, PermissionError) as error:
-            raise ValueError(f"output_dir {output_dir} is in use by another run.") from error
+            raise UserError(f"output_dir {output_dir} is in use by another run.") from error
         except OSError as error:
             logger.warning("%s can't be locked (%s): start no other run in it.", output_dir, error)
         try:
@@ -86,21 +87,21 @@ def _sync(folder: Path) -> None:
 
 def find(output_dir: Path, named: str | bool | None) -> Path | None:
     """Where a run resumes: `named` is a checkpoint's path, `True` for the newest complete one, if any, or `None` to
-    start anew. Raises `ValueError` if it is not complete, or the folder holds a model or a run to overwrite."""
+    start anew. Raises `UserError` if it is not complete, or the folder holds a model or a run to overwrite."""
     found = checkpoints(output_dir)
     holds_something = bool(found) or any(output_dir.glob("*config.json"))
     if named is True:
         checkpoint = next(filter(is_complete, found), None)
         if checkpoint is None and holds_something and not steps_done(output_dir):
-            raise ValueError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
+            raise UserError(f"{output_dir} holds no complete checkpoint to resume from: choose another folder.")
         if not holds_something:
             logger.warning("%s holds no checkpoint: the run starts from the beginning.", output_dir)
         return checkpoint
     checkpoint = None if named is None else Path(str(named))
     if checkpoint is not None and not is_complete(checkpoint):
-        raise ValueError(f"{checkpoint} can't be resumed from: it is not a complete checkpoint.")
+        raise UserError(f"{checkpoint} can't be resumed from: it is not a complete checkpoint.")
     if holds_something and (checkpoint is None or checkpoint.resolve().parent != output_dir.resolve()):
-        raise ValueError(
+        raise UserError(
             f"output_dir {output_dir} already holds a run or a model: resume a run with --resume_from_checkpoint "
             "true, or choose another folder."
         )
@@ -179,7 +180,7 @@ def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any
 
 
 def check_weights(checkpoint: Path, model: Any) -> None:
-    """Raises `ValueError` if the names of a checkpoint's weights, unless they are sharded, are not those of the model
+    """Raises `UserError` if the names of a checkpoint's weights, unless they are sharded, are not those of the model
     that will load them: transformers would only warn."""
     given: set[str] = set()
     for path in checkpoint.glob("*.safetensors"):
@@ -193,7 +194,7 @@ def check_weights(checkpoint: Path, model: Any) -> None:
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     missing, unexpected = sorted(expected - given - tied), sorted(given - expected - tied)
     if given and (missing or unexpected):
-        raise ValueError(
+        raise UserError(
             f"The weights of {checkpoint} don't match the model. Missing: {missing or 'none'}; unexpected: "
             f"{unexpected or 'none'}. Give the model that the run started with."
         )

@@ -14,7 +14,6 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from diagnostics.console import command, new_folder, parse
 from PIL import Image
 from transformers import (
     AutoImageProcessor,
@@ -26,6 +25,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from common.console import command, new_folder, parse
+from common.errors import UserError
 from conversations.chat_template import chat_format, chat_template
 from conversations.loading import load_rows
 from diagnostics.hooks import InterfaceHooks
@@ -66,7 +67,7 @@ def compose(
         ValueError, RuntimeError, AttributeError: if the parts don't fit, naming the field or weight.
     """
     if scale_projector and projector_norm != "none":
-        raise ValueError("scale_projector scales a projector without a norm; with one the gain sets the start.")
+        raise UserError("scale_projector scales a projector without a norm; with one the gain sets the start.")
     text_model = load_text_model(plain_name(text_model_path))
     vision_model = load_vision_model(plain_name(vision_model_path), text_model.dtype)
     image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
@@ -74,7 +75,7 @@ def compose(
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     depth = vision_model.config.num_hidden_layers
     if not -depth - 1 <= vision_feature_layer <= depth:
-        raise ValueError(f"vision_feature_layer {vision_feature_layer}: the encoder's are {-depth - 1} to {depth}.")
+        raise UserError(f"vision_feature_layer {vision_feature_layer}: the encoder's are {-depth - 1} to {depth}.")
 
     tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
     target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
@@ -126,12 +127,12 @@ def convert_llava(
     The native class does the loading, so that checkpoints with legacy keys come out right.
 
     Raises:
-        ValueError: if it is no Llava (a NormLlava has a norm already), if its encoder doesn't take pictures of one
+        UserError: if it is no Llava (a NormLlava has a norm already), if its encoder doesn't take pictures of one
             fixed size, or if it is quantized.
     """
     model_type = read_config(llava_model_path).model_type
     if model_type != "llava":
-        raise ValueError(f"{llava_model_path} has model_type {model_type!r}, a Llava is needed.")
+        raise UserError(f"{llava_model_path} has model_type {model_type!r}, a Llava is needed.")
     llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
     vision_model, language_model = llava.model.vision_tower, llava.model.language_model
     old_processor = AutoProcessor.from_pretrained(llava_model_path)
@@ -164,7 +165,7 @@ def complete(
     """Complete a model's generation config, and return its processor, with a chat template in the language model's
     format, if it is known.
 
-    `num_additional` is the number of tokens that the encoder puts before a picture's patches. Raises `ValueError` if
+    `num_additional` is the number of tokens that the encoder puts before a picture's patches. Raises `UserError` if
     a picture doesn't become as many tokens as features.
     """
     config, generation = model.config, model.generation_config
@@ -193,7 +194,7 @@ def complete(
 
 @torch.no_grad()
 def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
-    """Pass a picture through processor and model. Raises `ValueError` if tokens and features differ in number."""
+    """Pass a picture through processor and model. Raises `UserError` if tokens and features differ in number."""
     inputs = processor(images=Image.new("RGB", (64, 48)), text=f"{processor.image_token}\n", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     (features,) = model.model.get_image_features(inputs["pixel_values"]).pooler_output
@@ -201,13 +202,13 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
     (counted,) = processor._get_num_multimodal_tokens(image_sizes=[(48, 64)]).num_image_tokens  # by vLLM and training
     expected = model.config.image_seq_length
     if not written == counted == len(features) == expected:
-        raise ValueError(
+        raise UserError(
             f"A picture should be {expected} tokens, but the processor writes {written} and counts {counted}, and the "
             f"encoder gives {len(features)}: set size and crop_size in preprocessor_config.json to vision_config."
             "image_size. An encoder may give one token more than patches, and takes pictures of one size."
         )
     if not model.eval()(**inputs).logits.isfinite().all():
-        raise ValueError("The composed model's logits are not finite: look at the parts' weights and dtypes.")
+        raise UserError("The composed model's logits are not finite: look at the parts' weights and dtypes.")
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from datasets import Dataset, IterableDataset, concatenate_datasets
 
+from common.errors import UserError
 from conversations.loading import has_splits, load_rows, stream_fingerprint
 from conversations.measured import RowCheck, keep_good_rows, row_lengths, tokenize_rows
 from conversations.sources import find_source
@@ -29,7 +30,7 @@ def read_rows(
     """The rows with their tokens, a fingerprint that must be the same when a run is resumed, and what an epoch takes
     from each source. For a stream the last is empty, and rows are checked when they are read.
 
-    Raises `ValueError` as `load_rows` does, or if there is a bad row that is not to be left out.
+    Raises `UserError` as `load_rows` does, or if there is a bad row that is not to be left out.
     """
     if args.process_index == 0 and not (run_args.dataset_streaming and args.resume_from_checkpoint):
         Path(args.output_dir, BAD_ROWS_FILE).unlink(missing_ok=True)  # bad rows are listed again
@@ -74,14 +75,14 @@ def require_pictures(rows: Dataset | IterableDataset) -> None:
     """Refuse rows from which stage 'align' would learn nothing.
 
     Raises:
-        ValueError: if no row has a picture; a stream's rows aren't known yet.
+        UserError: if no row has a picture; a stream's rows aren't known yet.
     """
     if isinstance(rows, Dataset) and not row_lengths(rows, "num_images").any():
-        raise ValueError("Stage 'align' trains the projector alone, and no row has a picture.")
+        raise UserError("Stage 'align' trains the projector alone, and no row has a picture.")
 
 
 def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> Dataset | None:
-    """The held-out rows with their tokens, if a run names some. Raises `ValueError` as `read_rows` does."""
+    """The held-out rows with their tokens, if a run names some. Raises `UserError` as `read_rows` does."""
     if args.process_index == 0:
         Path(args.output_dir, HELD_OUT_BAD_ROWS_FILE).unlink(missing_ok=True)  # bad rows are listed again
 

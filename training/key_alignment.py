@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from common.errors import UserError
 from diagnostics.tokens import Inputs, Tokens, classify, find_sinks, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAdapterForConditionalGeneration
 
@@ -66,14 +67,14 @@ class KeyAlignment:
             from the same hidden states, mean over the modalities. Both are means over the decoder's layers.
 
     Raises:
-        ValueError: if the model has no key adapters.
+        UserError: if the model has no key adapters.
     """
 
     def __init__(
         self, model: NormLlavaForConditionalGeneration, processor: Any, mmd_weight: float, gram_weight: float
     ) -> None:
         if not isinstance(model, NormLlavaKeyAdapterForConditionalGeneration):
-            raise ValueError(
+            raise UserError(
                 "key_mmd_weight and key_gram_weight need key adapters, and the model has none. Add them: "
                 "python training/add_key_adapters.py --model <folder> --output_dir <folder>"
             )

@@ -7,22 +7,23 @@ import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
 
 import training.attention  # noqa: F401 - registers "varlen"
-from conversations.files import folder_or_id
+from common.errors import UserError
+from common.files import folder_or_id
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.arguments import RunArguments, TrainingConfig
 from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
 
 
 def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
-    """The config of the NormLlava at `name`, a folder or Hub id. Raises `ValueError` if that is something else."""
+    """The config of the NormLlava at `name`, a folder or Hub id. Raises `UserError` if that is something else."""
     if Path(name, "adapter_config.json").exists():
-        raise ValueError(
+        raise UserError(
             f"{name} is an adapter, not a whole model. Merge it into its base first: python training/merge.py "
             f"--adapter {name} --output_dir <folder>"
         )
     config = AutoConfig.from_pretrained(folder_or_id(name), revision=revision)
     if not isinstance(config, NormLlavaConfig):
-        raise ValueError(
+        raise UserError(
             f"{name} has model_type {config.model_type!r}, a NormLlava is needed. Make one of it: python "
             "training/compose.py --help"
         )

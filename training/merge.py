@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diagnostics.console import command, new_folder, parse
 from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from common.console import command, new_folder, parse
+from common.errors import UserError
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.checkpoints import check_weights, copy_record
 from training.loading import load_config
@@ -22,11 +23,11 @@ from training.loading import load_config
 def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGeneration:
     """The base model with the adapter in a folder merged in, in float32, and then in the base's dtype.
 
-    `base` is the folder or Hub id of the base model, if it is no longer where it was in training. Raises `ValueError`
+    `base` is the folder or Hub id of the base model, if it is no longer where it was in training. Raises `UserError`
     if the adapter lacks weights or is another model's.
     """
     if not (adapter / "adapter_config.json").exists():
-        raise ValueError(f"{adapter} holds no adapter: give the output folder of a run of stage 'adapt'.")
+        raise UserError(f"{adapter} holds no adapter: give the output folder of a run of stage 'adapt'.")
     peft_config: Any = PeftConfig.from_pretrained(str(adapter))
     name, revision = base or peft_config.base_model_name_or_path, peft_config.revision
     config = load_config(name, revision)

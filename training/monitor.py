@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlavaProcessor, TrainerCallback, TrainerState
 from typing_extensions import override
 
-from conversations.files import write_whole
+from common.files import write_whole
 from diagnostics.norms import token_norms
 from diagnostics.parts import find_decoder
 from diagnostics.tokens import Inputs, Tokens, classify, token_ids

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from diagnostics.console import command
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
@@ -21,6 +20,8 @@ from transformers import AutoModelForImageTextToText, Trainer
 from transformers.initialization import no_init_weights
 from trl.trainer.utils import add_fused_lm_head
 
+from common.console import command
+from common.errors import UserError
 from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig, parse_arguments
 from training.loading import load_config, prepare_model
@@ -75,14 +76,14 @@ def plan_step(
         Bytes of a device by kind, at the peak of a step, and the model FLOPs of a forward and backward pass.
 
     Raises:
-        ValueError: for 4-bit weights and optimizers other than torch's, whose memory is not known here, and if a
+        UserError: for 4-bit weights and optimizers other than torch's, whose memory is not known here, and if a
             sample is shorter than its picture and what is supervised.
     """
     if tokens < config.image_seq_length + supervised:
         needed = f"{config.image_seq_length} tokens of its picture and {supervised} supervised ones"
-        raise ValueError(f"A sample of {tokens} tokens can't hold the {needed}: set --tokens and --supervised.")
+        raise UserError(f"A sample of {tokens} tokens can't hold the {needed}: set --tokens and --supervised.")
     if run_args.load_in_4bit or not args.optim.value.startswith(("adamw_torch", "sgd")):
-        raise ValueError("Not planned: 4-bit weights, and other optimizers than adamw_torch, adamw_torch_fused, sgd.")
+        raise UserError("Not planned: 4-bit weights, and other optimizers than adamw_torch, adamw_torch_fused, sgd.")
     with torch.device("meta"), no_init_weights():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         model.tie_weights()

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
+from common.errors import UserError
+
 
 def largest_batch(sampler: BatchRebalanceSampler, sizes: np.ndarray, padded: bool) -> list[int]:
     """The rows of a sampler's largest batch in its epoch, by the rows' `sizes`, which padding makes equal."""
@@ -34,7 +36,7 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
                 optimizer.zero_grad()
             yield
     except torch.OutOfMemoryError as error:
-        raise MemoryError(
+        raise UserError(
             "The largest batch does not fit into memory: lower packed_length or per_device_train_batch_size, or set "
             f"gradient_checkpointing ({error})"
         ) from error

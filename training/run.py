@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from conversations.files import read_record, write_whole
+from common.errors import UserError
+from common.files import write_whole
+from common.records import read_record
 
 
 RUN_FILE = "run.json"
@@ -78,7 +80,7 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Read `run.json` from a folder. Raises `ValueError` if it can't be read or lacks a field."""
+        """Read `run.json` from a folder. Raises `UserError` if it can't be read or lacks a field."""
         return read_record(cls, folder / RUN_FILE)
 
 
@@ -96,7 +98,7 @@ def describe_run(
 
 
 def check_same_run(checkpoint: Path, run: Run) -> None:
-    """Compare a run with the record in a checkpoint. Raises `ValueError` that lists the differences."""
+    """Compare a run with the record in a checkpoint. Raises `UserError` that lists the differences."""
     before, now = (
         {"data": of.data, "num_processes": of.environment.num_processes, **of.arguments}
         for of in (Run.read(checkpoint), run)
@@ -107,7 +109,7 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
         if name in before and before[name] != now[name]  # a later version may record more
     ]
     if differences:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} belongs to a different run:\n{''.join(differences)}"
             "Restore these, or resume anyway with --resume_changed true."
         )

@@ -8,6 +8,8 @@ for stage "adapt" it is an adapter, which training/merge.py turns into one.
 
 import os
 
+from common.errors import UserError
+
 
 # Before torch is imported, whose OpenMP reads it then. Threads that spin while they wait make
 # training on a CPU many times slower as soon as another process is busy.
@@ -22,9 +24,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from diagnostics.console import command
 from transformers import AutoProcessor
 
+from common.console import command
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
@@ -46,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, steps: int) -> bool:
-    """Whether a run has taken all of its steps, and its model is there. Raises `ValueError` if the folder or the
+    """Whether a run has taken all of its steps, and its model is there. Raises `UserError` if the folder or the
     checkpoint is of another run, or there is nothing to resume from."""
     output_dir = Path(args.output_dir)
     # A checkpoint given by path is resumed from, whatever came after it.
@@ -58,7 +60,7 @@ def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoi
         logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
         return True
     if done and checkpoint is None:
-        raise ValueError(
+        raise UserError(
             f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {steps}. Start "
             "from its model, with another output_dir."
         )

@@ -18,7 +18,8 @@ from datasets.distributed import split_dataset_by_node
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from typing_extensions import override
 
-from conversations.files import write_whole
+from common.errors import UserError
+from common.files import write_whole
 from conversations.measured import RowCheck
 from conversations.rows import BadRowError, Row
 from training.arguments import TrainingConfig
@@ -115,11 +116,11 @@ class StreamBatches(IterableDataset):
             write_whole(folder / STREAM_FILE, json.dumps(processes) + "\n")
 
     def go_on(self, checkpoint: Path) -> None:
-        """Resume at a checkpoint's place. Raises `ValueError` if it is of another version, or of other readers."""
+        """Resume at a checkpoint's place. Raises `UserError` if it is of another version, or of other readers."""
         processes = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
         before, now = [len(of.get("places", [])) for of in processes], [len(self.places)] * self.args.world_size
         if before != now:
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint} is of another version, or of other processes and workers (readers of each: {before}, "
                 f"now {now}): resume as before, or train its model from the stream's start with another output_dir."
             )

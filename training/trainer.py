@@ -16,6 +16,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import rotate_checkpoints
 from typing_extensions import override
 
+from common.errors import UserError
 from conversations.measured import row_lengths
 from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
@@ -197,7 +198,7 @@ class NormLlavaTrainer(SupervisedTrainer):
 
     def _check_finite(self, name: str, value: float) -> None:
         if not math.isfinite(value):
-            raise FloatingPointError(
+            raise UserError(
                 f"The {name} is {value} in step {self.state.global_step + 1}; lower the learning rate, or look at "
                 "the rows of this step."
             )

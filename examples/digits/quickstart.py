@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 import yaml
-from diagnostics.console import command
 
+from common.console import command
 from examples.steps import ROOT, Step, run_steps
 
 

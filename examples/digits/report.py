@@ -16,11 +16,11 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
-from diagnostics.console import command, parse
 from PIL import Image
 from scenes import CHANCE, ask
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
+from common.console import command, parse
 from diagnostics import measure
 from diagnostics.answers import Prompt, answer
 from diagnostics.answers import ask as ask_about

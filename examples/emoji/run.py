@@ -11,9 +11,9 @@ import argparse
 import logging
 
 import torch
-from diagnostics.console import command
 from torch.utils.benchmark import Timer
 
+from common.console import command
 from examples.emoji.parts import RUN
 from examples.steps import Step, run_steps
 

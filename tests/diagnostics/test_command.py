@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from conversations.files import read_record
+from common.records import read_record
 from diagnostics.__main__ import main
 from diagnostics.comparison import record_questions
 from diagnostics.loading import load_model, load_questions

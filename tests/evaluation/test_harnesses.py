@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoProcessor
 
 import benchmark_rows
-from conversations.files import read_record
+from common.records import read_record
 from evaluation.record import Evaluation
 from modeling_normllava import NormLlavaForConditionalGeneration
 

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from conversations.files import weights_fingerprint
+from common.files import weights_fingerprint
 from diagnostics.__main__ import main as measure
 from hub_cards.build import build
 from hub_server import TOKEN, HubServer, serve_hub

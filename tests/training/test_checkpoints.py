@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from trl import SFTTrainer
 
+from common.errors import UserError
 from script_runs import logged, moved, run
 from training import checkpoints
 from training.checkpoints import find, steps_done
@@ -124,7 +125,7 @@ def test_what_is_no_number_stops_the_run_and_keeps_its_checkpoint(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields = {**finished, "output_dir": str(tmp_path / "out"), "save_steps": 1, "lr_scheduler_type": "constant"}
-    with pytest.raises(FloatingPointError, match="The loss is nan in step"):
+    with pytest.raises(UserError, match="The loss is nan in step"):
         run(monkeypatch, tmp_path, **{**fields, "learning_rate": 1e30})
     assert find(tmp_path / "out", True) is not None
     step = SFTTrainer.training_step
@@ -135,7 +136,7 @@ def test_what_is_no_number_stops_the_run_and_keeps_its_checkpoint(
         return loss
 
     monkeypatch.setattr(SFTTrainer, "training_step", step_and_spoil)
-    with pytest.raises(FloatingPointError, match="The gradient's norm is inf in step 1"):
+    with pytest.raises(UserError, match="The gradient's norm is inf in step 1"):
         run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "spoilt")})
 
 
@@ -193,10 +194,10 @@ def test_what_does_not_fit_fails_before_the_first_step(
 
     def limited(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if inputs[name].numel() >= limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfUserError("CUDA out of memory")
         return compute_loss(trainer, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(NormLlavaTrainer, "compute_loss", limited)
     fields = {**finished, "dataset_name": str(tmp_path / "rows.json"), "image_folder": str(data.parent)}
-    with pytest.raises(MemoryError, match="largest batch does not fit into memory: lower packed_length or per_device"):
+    with pytest.raises(UserError, match="largest batch does not fit into memory: lower packed_length or per_device"):
         run(monkeypatch, tmp_path, **{**fields, "output_dir": str(tmp_path / "out")})

@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from threading import Lock
 
-from diagnostics.console import command, parse
-
+from common.console import command, parse
+from common.errors import UserError
 from examples.emoji.parts import RUN
 from examples.emoji.study.analysis import needs_more_seeds, report
 from examples.emoji.study.cells import (
@@ -50,7 +50,7 @@ def read_records() -> list[Record]:
     """The runs that are done, in their order; a line that stands there twice counts once.
 
     Raises:
-        ValueError: if a run has two different records, or records are of different rows.
+        UserError: if a run has two different records, or records are of different rows.
     """
     if not RECORDS.exists():
         return []
@@ -60,9 +60,9 @@ def read_records() -> list[Record]:
     runs = Counter((record["block"], record["arm"], record["seed"], record["processor"]) for record in records)
     twice = [run for run, count in runs.items() if count > 1]
     if twice:
-        raise ValueError(f"{RECORDS} holds two records of the run {twice[0]}.")
+        raise UserError(f"{RECORDS} holds two records of the run {twice[0]}.")
     if len({record["data"] for record in records}) > 1:
-        raise ValueError(f"{RECORDS} holds runs that were trained on different rows.")
+        raise UserError(f"{RECORDS} holds runs that were trained on different rows.")
     return records
 
 
@@ -162,15 +162,15 @@ def find_commit(given: str | None) -> str:
     """The commit of this code, by git, or as given where there is no repository.
 
     Raises:
-        ValueError: if files have changed since, another is given, or there is no repository and none is given.
+        UserError: if files have changed since, another is given, or there is no repository and none is given.
     """
     commit = describe_environment("cpu", 1, resumed=False).commit
     if commit is None and given is None:
-        raise ValueError("This copy has no git repository: give --commit, the hash that it was archived from.")
+        raise UserError("This copy has no git repository: give --commit, the hash that it was archived from.")
     if commit is not None and commit.endswith("-dirty"):
-        raise ValueError("Files have changed since the last commit: commit them, so that records name their code.")
+        raise UserError("Files have changed since the last commit: commit them, so that records name their code.")
     if None not in (commit, given) and commit != given:
-        raise ValueError(f"--commit {given}: this is {commit}.")
+        raise UserError(f"--commit {given}: this is {commit}.")
     return str(commit or given)
 
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from diagnostics.console import command, parse
 from torch import nn
 from transformers import AutoProcessor
 
+from common.console import command, parse
 from examples.emoji.parts import RUN
 from examples.emoji.study.cells import WHAT_TO_DO, Projector, Record
 from examples.emoji.study.measures import PRIMARY, drawings_by, image_tokens, measure_tokens

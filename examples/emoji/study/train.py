@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from diagnostics.console import command
 from torch import nn
 from typing_extensions import override
 
+from common.console import command
 from training import sft
 from training.trainer import NormLlavaTrainer
 

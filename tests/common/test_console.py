@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from diagnostics.console import command, parse
-from transformers.utils import requires_backends
 
-from conversations.files import folder_or_id, read_record
+from common.console import command, parse
+from common.files import folder_or_id
+from common.records import read_record
 from conversations.loading import load_rows
 
 
@@ -23,18 +23,9 @@ def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
         (lambda: read_record(dict[str, int], tmp_path), "can't be read"),
         (lambda: parse(parser, ["serve", "--prot=1"]), r"--prot is unknown, did you mean --port\?$"),
         (lambda: parse(parser, ["serve", "picture"]), r"picture is unknown\.$"),
-        (lambda: requires_backends(Path, "detectron2"), "Path requires the detectron2 library"),
     ):
         with pytest.raises(SystemExit, match=rf"^error: .*{said}"), command():
             mistake()
-
-
-def test_an_error_that_we_raise_over_several_lines_is_told_in_one() -> None:
-    with pytest.raises(SystemExit, match=r"^error: no rows: give others$"), command():
-        raise ValueError(
-            "no rows: "
-            "give others"
-        )  # fmt: skip
 
 
 def unpack(row: list[int]) -> int:

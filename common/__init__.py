@@ -1,0 +1,1 @@
+"""What every package uses: the error for a user, commands, files, and records that are read back."""

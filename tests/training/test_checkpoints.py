@@ -194,7 +194,7 @@ def test_what_does_not_fit_fails_before_the_first_step(
 
     def limited(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if inputs[name].numel() >= limit:
-            raise torch.OutOfUserError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory")
         return compute_loss(trainer, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(NormLlavaTrainer, "compute_loss", limited)

@@ -13,7 +13,7 @@ ProjectorNorm = Literal["gwc", "layernorm", "none"]
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
-    Configuration of a NormLlava model: [`LlavaConfig`] and six fields.
+    Configuration of a NormLlava model: [`LlavaConfig`] and seven fields.
 
     Args:
         projector_norm (`str`, *optional*, defaults to `"gwc"`):
@@ -24,6 +24,9 @@ class NormLlavaConfig(LlavaConfig):
             `None` leaves the gain at 1, the default-initialised arm of the paper's Table 5.
         projector_norm_eps (`float`, *optional*, defaults to 1e-5):
             Added to the variance under the square root (eq. 22, 23).
+        spatial_merge_size (`int`, *optional*, defaults to 1):
+            So many neighbouring patches a side are joined into one image token before the projector, as in Qwen2-VL:
+            2 makes 144 tokens of 24 x 24 patches. 1 joins none.
         projector_scaled, projector_aligned (`bool`, *optional*, defaults to `False`):
             Records for the model's card, which change nothing. Whether a new projector without a norm was scaled so
             that visual tokens started at T, and whether it was first pointed at captions' embeddings.
@@ -36,6 +39,7 @@ class NormLlavaConfig(LlavaConfig):
     projector_norm: ProjectorNorm = "gwc"
     projector_norm_target: float | int | None = None
     projector_norm_eps: float = 1e-5
+    spatial_merge_size: int = 1
     projector_scaled: bool = False
     projector_aligned: bool = False
     llava_name_or_path: str | None = None

@@ -4,6 +4,7 @@
 copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
 """
 
+import math
 import re
 from typing import Any
 
@@ -97,10 +98,16 @@ class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
 
 
 class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
-    """Llava's two-layer MLP, followed by the norm that `config.projector_norm` names."""
+    """Llava's two-layer MLP over merged patches, followed by the norm that `config.projector_norm` names."""
 
     def __init__(self, config: NormLlavaConfig) -> None:
         super().__init__(config)
+        self.spatial_merge_size = config.spatial_merge_size
+        if self.spatial_merge_size > 1:
+            first = self.linear_1
+            merged_size = first.in_features * self.spatial_merge_size**2
+            self.linear_1 = nn.Linear(merged_size, first.out_features, bias=first.bias is not None)
+
         norms = {"gwc": GlobalWeightCompensatedLayerNorm, "layernorm": Float32LayerNorm}
         if config.projector_norm == "none":
             self.norm: nn.Module = nn.Identity()
@@ -109,7 +116,36 @@ class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
 
     def forward(self, image_features: torch.Tensor) -> torch.Tensor:
         """Project `image_features` of shape `(num_images, num_patches, vision_hidden_size)` to the decoder's width."""
-        return self.norm(super().forward(image_features))  # [num_images, num_patches, text_hidden_size]
+        if self.spatial_merge_size > 1:
+            image_features = merge_patches(image_features, self.spatial_merge_size)
+        return self.norm(super().forward(image_features))  # [num_images, num_image_tokens, text_hidden_size]
+
+
+def merge_patches(image_features: torch.Tensor, merge_size: int) -> torch.Tensor:
+    """Join each square of `merge_size` x `merge_size` neighbouring patches into one vector, row by row.
+
+    Args:
+        image_features: `(num_images, num_patches, hidden_size)`, the patches of a square picture row by row.
+        merge_size: How many patches a side of such a square has.
+
+    Returns:
+        `(num_images, num_patches / merge_size**2, merge_size**2 * hidden_size)`, the squares row by row, and in each
+        its patches row by row.
+
+    Raises:
+        ValueError: if the patches are no square grid that such squares divide.
+    """
+    num_images, num_patches, hidden_size = image_features.shape
+    side = math.isqrt(num_patches)
+    if side**2 != num_patches or side % merge_size != 0:
+        raise ValueError(
+            f"{num_patches} patches can't be merged by spatial_merge_size {merge_size}: they must be a square grid "
+            "whose side it divides, without a class token (vision_feature_select_strategy 'default' drops it)."
+        )
+
+    grid = image_features.unflatten(1, (side // merge_size, merge_size, side // merge_size, merge_size))
+    # [num_images, row of squares, row in the square, column of squares, column in the square, hidden_size]
+    return grid.transpose(2, 3).reshape(num_images, -1, merge_size**2 * hidden_size)
 
 
 class NormLlavaPreTrainedModel(LlavaPreTrainedModel):

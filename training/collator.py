@@ -37,9 +37,13 @@ class VisionLanguageCollator:
 
     def __call__(self, rows: list[Row]) -> Inputs:
         """Collate `rows`. Raises `BadRowError` if one has an unreadable picture."""
-        expand, processor = self.tokenize.expand_pictures, self.tokenize.processor
+        processor = self.tokenize.processor
         image_id, pad_id = processor.image_token_id, processor.tokenizer.pad_token_id
-        samples = [{"input_ids": expand(r["input_ids"]), "labels": expand(r["input_ids"], r["labels"])} for r in rows]
+        samples = []
+        for row in rows:
+            input_ids = self.tokenize.expand_pictures(row["input_ids"])
+            labels = self.tokenize.repeat_at_pictures(row["labels"], row["input_ids"])
+            samples.append({"input_ids": input_ids, "labels": labels})
         images = [image for row in rows for image in open_images(row)]
         num_blank = 0 if images else self.tokenize.tokens_per_image
         if self.packed:  # each blank token is a separate sample, which tells it from a real picture and costs nothing

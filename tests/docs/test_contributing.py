@@ -12,7 +12,7 @@ from fences import fences
 
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("modeling_normllava", "conversations", "diagnostics", "training")
+PACKAGES = ("modeling_normllava", "common", "conversations", "diagnostics", "training")
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 # By heading, the text below each that adds something.
 SECTIONS = dict(re.findall(r"^## (Add .*?)$(.*?)(?=^## |\Z)", PAGE, re.M | re.S))

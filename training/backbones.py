@@ -20,7 +20,7 @@ from transformers import (
 
 from common.errors import UserError
 from common.files import folder_or_id
-from modeling_normllava import NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 
 
 # Tokens that language models have but never use in text: with one of them the embeddings need no new row.
@@ -165,19 +165,25 @@ def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
     return "<image>"
 
 
-def require_rebuilding(model: NormLlavaForConditionalGeneration, text_model_path: str) -> None:
-    """Refuse parts that Llava would not rebuild from the config when the model is loaded again.
+def join_parts(
+    config: NormLlavaConfig, vision_model: PreTrainedModel, text_model: PreTrainedModel, text_model_path: str
+) -> NormLlavaForConditionalGeneration:
+    """The model of these parts, with a new projector.
 
     Raises:
-        UserError: if these weights would not be found, naming the first of them.
+        UserError: if Llava would not rebuild the language model from the config, and so not find its weights again.
     """
+    decoder = text_model.get_decoder()
+    head = text_model.get_output_embeddings()
     try:
+        model = NormLlavaForConditionalGeneration(config, vision_model, decoder, head)
         with torch.device("meta"):
-            rebuilt = NormLlavaForConditionalGeneration(model.config)
+            rebuilt = NormLlavaForConditionalGeneration(config)
         rebuilt.load_state_dict(model.state_dict(), assign=True)
     except (AttributeError, RuntimeError) as error:
-        # Transformers finds no embeddings where it looks for them, or torch other weights than there are.
+        # Transformers finds no embeddings where it ties them, or torch other weights than there are.
         raise UserError(f"{text_model_path}: Llava can't rebuild this language model: {error}") from error
+    return model
 
 
 @torch.no_grad()

@@ -39,13 +39,13 @@ from training.backbones import (
     choose_image_token,
     describe_shapes,
     fit_processor,
+    join_parts,
     load_text_model,
     load_vision_model,
     named_in_errors,
     plain_name,
     read_config,
     require_hidden_state,
-    require_rebuilding,
     require_same_answers,
     vision_tokens,
 )
@@ -116,10 +116,7 @@ def compose(
         # A new config would reset the attention implementation of its parts, which are built already.
         attn_implementation=text_model.config._attn_implementation,
     )
-    model = NormLlavaForConditionalGeneration(
-        config, vision_model, text_model.get_decoder(), text_model.get_output_embeddings()
-    )
-    require_rebuilding(model, text_model_path)
+    model = join_parts(config, vision_model, text_model, text_model_path)
 
     # The new weights.
     projector = model.model.multi_modal_projector

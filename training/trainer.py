@@ -21,7 +21,14 @@ from conversations.measured import row_lengths
 from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
 from diagnostics.tokens import attended_tokens
-from training.checkpoints import SAVING_FOLDER, STATE_FILE, publish, save, write_aside, write_unsharded
+from training.checkpoints import (
+    SAVING_FOLDER,
+    STATE_FILE,
+    publish_checkpoint,
+    publish_result,
+    write_aside,
+    write_unsharded,
+)
 from training.compiling import compile_layers
 from training.loss import SupervisedTrainer
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
@@ -243,7 +250,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         if self.is_world_process_zero():
             self._run.write(aside / name)
             self.state.save_to_json(str(aside / name / STATE_FILE))
-            save(aside / name, output_dir / name)
+            publish_checkpoint(aside / name, output_dir / name)
             rotate_checkpoints(str(output_dir), self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @override
@@ -266,7 +273,7 @@ class NormLlavaTrainer(SupervisedTrainer):
         if self.is_world_process_zero():
             self._run.write(aside)
             self.state.save_to_json(str(aside / STATE_FILE))
-            publish(aside, Path(self.args.output_dir))
+            publish_result(aside, Path(self.args.output_dir))
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

@@ -23,7 +23,8 @@ from trl.trainer.utils import add_fused_lm_head
 from common.console import command
 from common.errors import UserError
 from modeling_normllava import NormLlavaConfig
-from training.arguments import RunArguments, TrainingConfig, parse_arguments
+from training.arguments import RunArguments, TrainingConfig
+from training.command_line import parse_arguments
 from training.loading import load_config, prepare_model
 from training.loss import head_on_supervised
 from training.stages import base_model

@@ -27,7 +27,14 @@ from conversations.tokens import IGNORED
 from diagnostics.parts import find_decoder
 from diagnostics.tokens import attended_tokens
 from training.batches import Batches
-from training.checkpoints import SAVING_FOLDER, STATE_FILE, publish, save, write_aside, write_unsharded
+from training.checkpoints import (
+    SAVING_FOLDER,
+    STATE_FILE,
+    publish_checkpoint,
+    publish_result,
+    write_aside,
+    write_unsharded,
+)
 from training.compiling import compile_layers
 from training.key_alignment import KeyAlignment
 from training.loss import gradient_alone, head_on_supervised, supervised
@@ -386,7 +393,7 @@ class NormLlavaTrainer(SFTTrainer):
         if self.is_world_process_zero():
             self._run.write(aside / name)
             self.state.save_to_json(str(aside / name / STATE_FILE))
-            save(aside / name, output_dir / name)
+            publish_checkpoint(aside / name, output_dir / name)
             rotate_checkpoints(str(output_dir), self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @override
@@ -423,7 +430,7 @@ class NormLlavaTrainer(SFTTrainer):
         if self.is_world_process_zero():
             self._run.write(aside)
             self.state.save_to_json(str(aside / STATE_FILE))
-            publish(aside, Path(self.args.output_dir))
+            publish_result(aside, Path(self.args.output_dir))
 
     def _save_gathered(self, folder: Path) -> None:
         """Save what FSDP2 shards, gathered in the main process's memory."""

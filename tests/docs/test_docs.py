@@ -16,7 +16,7 @@ from fences import fences
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from training.arguments import parse_arguments
+from training.command_line import parse_arguments
 
 
 ROOT = Path(__file__).parents[2]

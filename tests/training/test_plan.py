@@ -15,7 +15,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from script_runs import FAST, INSTRUCT
-from training.arguments import parse_arguments
+from training.command_line import parse_arguments
 from training.loading import prepare_model
 from training.loss import head_on_supervised, supervised
 from training.plan import main, plan_step

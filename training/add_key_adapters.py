@@ -39,9 +39,8 @@ def add_key_adapters(
     return adapted
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(
         description="Add key adapters to a NormLlava.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -51,7 +50,13 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=32, help="they are scaled by alpha / rank")
     parser.add_argument("--dropout", type=float, default=0.05, help="dropout in front of them, in training")
     parser.add_argument("--seed", type=int, default=42, help="seed of the new weights")
-    args = parse(parser)
+    return parser
+
+
+@command()
+def main() -> None:
+    """Run the command line."""
+    args = parse(build_parser())
     load_config(args.model)
     model = NormLlavaForConditionalGeneration.from_pretrained(args.model, dtype="auto")
     add_key_adapters(model, args.rank, args.alpha, args.dropout, args.seed).save_pretrained(args.output_dir)

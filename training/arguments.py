@@ -193,6 +193,11 @@ class TrainingConfig(SFTConfig):
         return torch.bfloat16 if self.bf16 and self.device.type != "cpu" else torch.float32
 
 
+def build_parser() -> TrlParser:
+    """Knows the fields of a recipe, as options."""
+    return TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, TrainingConfig]:
     """Parse the command line, or `argv`, which overrides the recipe given by `--config`.
 
@@ -202,7 +207,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, Tr
     recipe_parser = argparse.ArgumentParser("training/sft.py", epilog=FIELDS, allow_abbrev=False)
     recipe_parser.add_argument("--config", metavar="RECIPE", help="YAML file of a run's fields; options win over it")
     known, rest = recipe_parser.parse_known_args(argv)
-    parser = TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = build_parser()
     try:
         refuse_renamed([option_given for option_given in rest if option_given.startswith("--")])
         given = [] if known.config is None else read_recipe(Path(known.config), parser)

@@ -248,9 +248,8 @@ def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor
     return "\n".join(lines)
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(
         description="Compose a NormLlava.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -271,6 +270,13 @@ def main() -> None:
     )
     parser.add_argument("--vision_feature_layer", type=int, default=-2, help="hidden state of the encoder to read")
     parser.add_argument("--seed", type=int, default=42, help="seed of new weights")
+    return parser
+
+
+@command()
+def main() -> None:
+    """Run the command line."""
+    parser = build_parser()
     args = parse(parser)
     if {args.vision_model is None, args.text_model is None} != {args.llava_model is not None}:
         parser.error("give either --vision_model and --text_model, or only --llava_model")

@@ -37,14 +37,19 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
     return adapted.merge_and_unload().to(config.dtype or torch.float32)
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(description="Merge an adapter into its base model.")
     parser.add_argument("--adapter", required=True, type=Path, help="folder of the adapter")
     parser.add_argument("--output_dir", required=True, type=new_folder, help="folder to write")
     parser.add_argument("--base", help="the base model, if it is no longer where it was in training")
-    args = parse(parser)
+    return parser
+
+
+@command()
+def main() -> None:
+    """Run the command line."""
+    args = parse(build_parser())
     merge(args.adapter, args.base).save_pretrained(args.output_dir)
     AutoProcessor.from_pretrained(args.adapter).save_pretrained(args.output_dir)
     copy_record(args.adapter, args.output_dir)

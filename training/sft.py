@@ -31,6 +31,7 @@ from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
 from training.arguments import RunArguments, TrainingConfig, check_devices, parse_arguments
+from training.arguments import build_parser as build_parser  # docs/reference.py asks the command for it
 from training.attention import default_attention
 from training.batches import deal_held_out, deal_rows, require_separate_samples
 from training.checkpoints import check_weights, checkpoints, find, lock, recorded_argument, restore, steps_done

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeGuard
 
 import pandas as pd
 from pydantic import Field
@@ -143,7 +143,7 @@ def find_standard_error(
     return error
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether a report gives a number; it also has "N/A" and NaN."""
     return isinstance(value, int | float) and isfinite(value)
 

@@ -26,22 +26,22 @@ def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_a
 
 
 def expected_cosine(
-    cosine: torch.Tensor, theta_visual: torch.Tensor, theta_text: torch.Tensor, attraction: torch.Tensor | float = 0.0
+    cosine: torch.Tensor, theta_image: torch.Tensor, theta_text: torch.Tensor, attraction: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """Expected cosine of a visual and a text token, `cosine` before, after they have turned by their angles.
+    """Expected cosine of an image and a text token, `cosine` before, after they have turned by their angles.
 
     Without attraction this is Theorem 1 (eq. 15, 16): `cos θ_v cos θ_t cos α`, for updates in random directions. With
     attraction κ, from -1 to 1, the part κ of each unit update, orthogonal to its token, points to the other token, and
     the rest is random: `(cos θ_v cos θ_t - κ² sin θ_v sin θ_t) cos α + κ sin(θ_v + θ_t) sin α`. This is ours.
     """
-    kept = theta_visual.cos() * theta_text.cos() - attraction**2 * theta_visual.sin() * theta_text.sin()
+    kept = theta_image.cos() * theta_text.cos() - attraction**2 * theta_image.sin() * theta_text.sin()
     sine = (1 - cosine.square()).clamp(min=0).sqrt()
-    return kept * cosine + attraction * (theta_visual + theta_text).sin() * sine
+    return kept * cosine + attraction * (theta_image + theta_text).sin() * sine
 
 
-def balanced_angle(theta_visual: torch.Tensor, theta_text: torch.Tensor) -> torch.Tensor:
+def balanced_angle(theta_image: torch.Tensor, theta_text: torch.Tensor) -> torch.Tensor:
     """The angle that both tokens turn by when the product of the tangents is shared evenly (Lemma 1)."""
-    return (theta_visual.tan() * theta_text.tan()).sqrt().atan()
+    return (theta_image.tan() * theta_text.tan()).sqrt().atan()
 
 
 def attraction_window(
@@ -70,19 +70,19 @@ def attraction_window(
 
 
 def simulate_cosine(
-    cosine: float, theta_visual: float, theta_text: float, attraction: float, size: int, draws: int, seed: int
+    cosine: float, theta_image: float, theta_text: float, attraction: float, size: int, draws: int, seed: int
 ) -> torch.Tensor:
     """Cosines after random updates of two tokens of a hidden size, `(draws,)` in float64."""
     generator = torch.Generator().manual_seed(seed)
-    visual = torch.zeros(size, dtype=torch.float64)
-    visual[0] = 1
+    image = torch.zeros(size, dtype=torch.float64)
+    image[0] = 1
     text = torch.zeros(size, dtype=torch.float64)
     text[0] = cosine
     text[1] = math.sqrt(1 - cosine**2)
 
-    turned_visual = turn_at_random(visual, text, theta_visual, attraction, draws, generator)
-    turned_text = turn_at_random(text, visual, theta_text, attraction, draws, generator)
-    return (turned_visual * turned_text).sum(-1)
+    turned_image = turn_at_random(image, text, theta_image, attraction, draws, generator)
+    turned_text = turn_at_random(text, image, theta_text, attraction, draws, generator)
+    return (turned_image * turned_text).sum(-1)
 
 
 def turn_at_random(
@@ -113,18 +113,18 @@ def count_failures(draws: int, seed: int) -> dict[str, float]:
     def uniform(low: float, high: float) -> torch.Tensor:
         return low + (high - low) * torch.rand(draws, dtype=torch.float64, generator=generator)
 
-    theta_visual = uniform(0.001, math.pi / 2 - 0.001)
+    theta_image = uniform(0.001, math.pi / 2 - 0.001)
     theta_text = uniform(0.001, math.pi / 2 - 0.001)
-    balanced = balanced_angle(theta_visual, theta_text)
+    balanced = balanced_angle(theta_image, theta_text)
     one = torch.ones(1, dtype=torch.float64)
-    lemma_fails = expected_cosine(one, theta_visual, theta_text) > expected_cosine(one, balanced, balanced) + 1e-12
+    lemma_fails = expected_cosine(one, theta_image, theta_text) > expected_cosine(one, balanced, balanced) + 1e-12
 
-    # The norm of text tokens and all updates stay as they are; only the visual norm comes down to it.
+    # The norm of text tokens and all updates stay as they are; only the norm of image tokens comes down to it.
     text_norm = uniform(0.5, 2)
-    visual_norm = uniform(2, 100) * text_norm
+    image_norm = uniform(2, 100) * text_norm
     update_norm = uniform(0.1, 2)
     update_angle = uniform(0.1, math.pi / 2)
-    before = turning_angle(visual_norm, update_norm, update_angle)
+    before = turning_angle(image_norm, update_norm, update_angle)
     after = turning_angle(text_norm, update_norm, update_angle)
     cosine = uniform(0.01, 0.9)
     retention_falls = expected_cosine(cosine, after, after) < expected_cosine(cosine, before, after)
@@ -132,14 +132,14 @@ def count_failures(draws: int, seed: int) -> dict[str, float]:
 
     # Any direction of the update; the tangent turns negative where the angle passes 90 degrees.
     any_angle = uniform(0.001, math.pi - 0.001)
-    longer_turn = turning_angle(visual_norm, update_norm, any_angle)
+    longer_turn = turning_angle(image_norm, update_norm, any_angle)
     shorter_turn = turning_angle(text_norm, update_norm, any_angle)
 
     return {
         "Lemma 1 fails": share(lemma_fails),
         "the longer token turns by a larger angle": share(longer_turn >= shorter_turn),
         "eq. 9 fails: its tangent is the larger": share(longer_turn.tan() >= shorter_turn.tan()),
-        "retention falls when the visual norm alone is lowered": share(retention_falls),
+        "retention falls when the norm of image tokens alone is lowered": share(retention_falls),
         "no attraction at all makes lowering it help": share(high <= low),
         "mean width of the window of attraction in which it helps": (high - low).mean().item(),
         "largest distance of a simulation from the formula, in standard errors": largest_simulation_error(seed),
@@ -153,12 +153,12 @@ def share(holds: torch.Tensor) -> float:
 
 def largest_simulation_error(seed: int, draws: int = 20_000) -> float:
     """How far a simulation's mean cosine is from the formula, in standard errors: the largest of three attractions."""
-    cosine, theta_visual, theta_text = 0.4, 0.3, 0.9
+    cosine, theta_image, theta_text = 0.4, 0.3, 0.9
     errors = []
     for attraction in (0.0, 0.3, 0.8):
-        simulated = simulate_cosine(cosine, theta_visual, theta_text, attraction, size=256, draws=draws, seed=seed)
+        simulated = simulate_cosine(cosine, theta_image, theta_text, attraction, size=256, draws=draws, seed=seed)
         expected = expected_cosine(
-            torch.tensor(cosine), torch.tensor(theta_visual), torch.tensor(theta_text), attraction
+            torch.tensor(cosine), torch.tensor(theta_image), torch.tensor(theta_text), attraction
         )
         standard_error = simulated.std().item() / math.sqrt(draws)
         errors.append(abs(simulated.mean().item() - expected.item()) / standard_error)

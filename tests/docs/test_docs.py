@@ -45,8 +45,12 @@ class Block:
     def commands(self) -> list[list[str]]:
         """Its command lines, each as a list of words."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        found = [shlex.split(line, comments=True) for line in lines]
-        return [[word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)] for words in found if words]
+        commands = []
+        for line in lines:
+            words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+            if words:
+                commands.append(words)
+        return commands
 
     def __str__(self) -> str:
         return f"{self.page}-{self.number}"
@@ -102,9 +106,10 @@ def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypat
     assert [name for name, _ in options] == list(on_page)
 
     for name, text in options:
-        default = re.search(r"\(default: (.*?)\)", text)
+        default = re.search(r"\(default: (.*)\)$", text)
         if default is not None and default[1] not in ("None", "False"):
-            assert default[1] in on_page[name], name
+            value = default[1]
+            assert f"(`{value}`)" in on_page[name] or f"(default: {value})" in on_page[name], name
 
 
 def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
@@ -124,7 +129,7 @@ def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
 
 
 def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Links and anchors among them: MkDocs warns of one that leads nowhere."""
+    """MkDocs also warns of a link or an anchor that leads nowhere."""
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
     with caplog.at_level("WARNING", logger="mkdocs"):
         build(config)
@@ -135,7 +140,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where no folder is that a reader wrote by a page's command
+    monkeypatch.chdir(tmp_path)  # without the folders that a page's command writes, which a parser may refuse
     words = shlex.split(command)
     if words[0] == "make":
         assert words[1] in re.findall(r"^([\w./()$-]+):", makefile(), re.MULTILINE)

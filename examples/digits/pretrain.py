@@ -101,8 +101,10 @@ class PatchClassifier(nn.Module):
         """Scores of the classes by head, [size, num_patches, num_classes]."""
         # The last hidden state before the final norm: Llava reads it there.
         features = self.encoder(pixel_values, output_hidden_states=True).hidden_states[-1]
-        features = nn.functional.layer_norm(features, (VISION_WIDTH,))
-        return {name: head(features) for name, head in self.heads.items()}
+        scores = {}
+        for name, head in self.heads.items():
+            scores[name] = head(nn.functional.layer_norm(features, (VISION_WIDTH,)))
+        return scores
 
 
 class PatchBatch(NamedTuple):

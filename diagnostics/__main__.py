@@ -28,8 +28,8 @@ from diagnostics.loading import add_arguments, load_model, model_options, read_q
 logger = logging.getLogger(__name__)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m diagnostics", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -40,6 +40,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
     add("--sweep", action="store_true", help="also test how answers change with visual tokens x 0.03 to 30")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = build_parser()
     args = parse(parser)
     args.names = args.names or args.model
     if len(args.names) != len(args.model):

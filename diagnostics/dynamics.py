@@ -69,15 +69,20 @@ def _measure_checkpoint(name: str, questions: Sequence[Question], **options: Any
     return measure_all(model, record_questions(model, processor, questions, (), name))
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
-    plt.switch_backend("agg")
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(prog="python -m diagnostics.dynamics", description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, help="output_dir of a training run")
     parser.add_argument("--start", help="the model that the run started from, measured as step 0: folder or Hub id")
     add_arguments(parser, num_samples=16)
-    args = parse(parser)
+    return parser
+
+
+@command()
+def main() -> None:
+    """Run the command line."""
+    plt.switch_backend("agg")
+    args = parse(build_parser())
     table = measure_run(args.run, read_questions(args).questions, args.start, **model_options(args))
     points = {step: Summary.of(rows.drop(columns="step")) for step, rows in table.groupby("step")}
     save(draw_dynamics(points), args.run / "dynamics.png")

@@ -26,8 +26,8 @@ from hub_cards.verify import verify
 logger = logging.getLogger(__name__)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m hub_cards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
     add("model", help="folder or Hub id; its code is run")
     add("--revision", default="main", help="revision of a repository on the Hub (default: main)")
     add("--port", type=int, default=8000, help="loopback port (default: 8000)")
-    return parse(parser)
+    return parser
 
 
 def run_push(stage: Path, public: bool, dry_run: bool) -> None:
@@ -95,7 +95,7 @@ def run(command: str, options: dict[str, Any]) -> None:
 @command()
 def main() -> None:
     """Run the command line."""
-    options = vars(parse_arguments())
+    options = vars(parse(build_parser()))
     try:
         run(options.pop("command"), options)
     except (ValueError, httpx.HTTPError) as error:  # of the Hub's client too

@@ -140,9 +140,8 @@ def _loss(trained: Any, num_rows: int, samples: int, tokens: int, supervised: in
     return -output.log_probs.sum() / num_labels
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(
         description="Plan a recipe. Further options are those of training/sft.py.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -153,7 +152,13 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="devices that FSDP2 shards the model over")
     parser.add_argument("--rows", type=int, default=558_128, help="rows of the data, unless the recipe has max_steps")
     parser.add_argument("--tflops", type=float, default=396.0, help="TFLOP/s of a device: 0.4 of an H100's 989")
-    options, given = parser.parse_known_args()
+    return parser
+
+
+@command()
+def main() -> None:
+    """Run the command line."""
+    options, given = build_parser().parse_known_args()
     run_args, args = parse_arguments(given)
     config, packed = load_config(str(run_args.model_name_or_path), run_args.model_revision), run_args.packed_length
     samples = args.per_device_train_batch_size if packed is None else max(packed // options.tokens, 1)

@@ -6,6 +6,7 @@ gains.png, which README shows first, has what each arm gains over its own contro
 the norm that image embeddings are tested at.
 """
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -117,8 +118,14 @@ def draw_norms(runs: pd.DataFrame) -> Figure:
     return figure
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options: none but `--help`."""
+    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Draw both figures again."""
+    build_parser().parse_args(argv)
     runs = read_runs()
     save(draw_gains(runs), GAINS)
     save(draw_norms(runs), NORMS)

@@ -20,7 +20,7 @@ SECTIONS = dict(re.findall(r"^## (Add .*?)$(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
 
 def blocks(section: str, language: str) -> list[str]:
     """The code blocks of a section in a language."""
-    return [code for found, code in fences(SECTIONS[section]) if found == language]
+    return [code for block_language, code in fences(SECTIONS[section]) if block_language == language]
 
 
 @pytest.fixture(scope="module")

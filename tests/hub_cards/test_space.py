@@ -37,9 +37,9 @@ def start(patch: pytest.MonkeyPatch, model: Path, made: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def space(staged: Path) -> Iterator[ModuleType]:
+def space(release: Path) -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        yield start(patch, staged, staged.with_name("stage-space"))
+        yield start(patch, release, release.with_name("release-space"))
 
 
 def test_its_numbers_are_those_of_the_diagnostics(
@@ -73,9 +73,9 @@ def test_without_the_norm_visual_tokens_are_as_long_as_before_it(space: ModuleTy
 
 
 def test_a_model_without_a_norm_is_served_too(
-    composed: Callable[..., Path], staged: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
+    composed: Callable[..., Path], release: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = start(monkeypatch, composed(projector_norm="none"), staged.with_name("stage-space"))
+    app = start(monkeypatch, composed(projector_norm="none"), release.with_name("release-space"))
     assert len(app.answer(picture, "what is it?")[1].axes[0].lines) == 2
 
 

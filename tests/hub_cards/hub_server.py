@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -204,8 +203,9 @@ def serve_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         thread.join()
 
 
-def read_tree(stage: Path) -> Tree:
-    return {path.relative_to(stage).as_posix(): path.read_bytes() for path in stage.rglob("*") if path.is_file()}
+def read_tree(folder: Path) -> Tree:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def place(hub: HubServer, files: Tree, private: bool = False) -> Repository:
@@ -220,7 +220,6 @@ def published(hub: HubServer) -> Tree:
     return {path: content for path, content in hub.repository.at("v1.0")[1].items() if path != ".gitattributes"}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def run(*words: object) -> None:
     """The command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["hub_cards", *arguments])
-    main()
+    main([str(word) for word in words])

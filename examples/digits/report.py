@@ -26,7 +26,7 @@ from diagnostics.answers import Prompt, answer
 from diagnostics.answers import ask as ask_about
 from diagnostics.loading import load_model
 from diagnostics.parts import THIRDS
-from diagnostics.plots import draw_overview, save
+from diagnostics.plots import draw_overview, save_figure
 from diagnostics.table import Summary
 from examples.results import draw_answers, record_scores
 
@@ -179,7 +179,7 @@ def main() -> None:
     record_scores(run_dir / "stage2", COMMAND, rows)
     draw_some(questions, answers, run_dir / "answers.png")
     drawn = {label: summary for label, summary in measured.items() if label != "after stage 1"}
-    save(draw_overview(drawn), run_dir / "norms.png")
+    save_figure(draw_overview(drawn), run_dir / "norms.png")
     norms = {label: summary.rows for label, summary in measured.items()}
     report = {"questions": len(questions), "accuracy": scores, "norms": norms}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")

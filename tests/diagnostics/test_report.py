@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from diagnostics.plots import FIGURES, draw_figures, save
+from diagnostics.plots import FIGURES, draw_figures, save_figure
 from diagnostics.report import (
     DIFFERENCE,
     ModelReport,
@@ -70,7 +70,7 @@ def model_of(rows: pd.DataFrame) -> ModelReport:
 
 
 def test_turning_is_said_by_third_of_the_layers() -> None:
-    """A mean over all layers would say that visual tokens turn faster."""
+    """A mean over all layers would say that image tokens turn faster."""
     text = sentences(model_of(make_rows_of_a_model()))[1]
     assert re.search(r"more slowly in the first third, .*faster in the middle third, .*no clear difference in", text)
 
@@ -124,7 +124,7 @@ def test_the_page_needs_nothing_else_and_text_is_only_text(tmp_path: Path) -> No
     assert {*figures, "sweep"} == set(FIGURES)
     assert plt.get_fignums() == []  # else a notebook would show all of them below every cell
     for name, figure in figures.items():
-        save(figure, tmp_path / f"{name}.png")
+        save_figure(figure, tmp_path / f"{name}.png")
     rows = pd.concat([rows.assign(model=name) for name, rows in named])
     page = render_html(report, rows, tmp_path)
     assert "<script" not in page

@@ -16,6 +16,7 @@ from diagnostics.report import (
     DIFFERENCE,
     ModelReport,
     Report,
+    compare_turning,
     make_tables,
     measured_on,
     render_html,
@@ -73,6 +74,20 @@ def test_turning_is_said_by_third_of_the_layers() -> None:
     """A mean over all layers would say that image tokens turn faster."""
     text = sentences(model_of(make_rows_of_a_model()))[1]
     assert re.search(r"more slowly in the first third, .*faster in the middle third, .*no clear difference in", text)
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"),
+    [
+        ((0.0, 0.2), "no clear difference"),
+        ((0.001, 0.2), "more slowly"),
+        ((-0.2, 0.0), "no clear difference"),
+        ((-0.2, -0.001), "faster"),
+        ((), "no clear difference"),
+    ],
+)
+def test_turning_differs_where_its_whole_interval_does(interval: tuple[float, ...], said: str) -> None:
+    assert compare_turning(Estimate(0.1, *interval)) == said
 
 
 def test_one_picture_has_no_spread(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from diagnostics.answers import Prompt, answer
 from diagnostics.answers import ask as ask_model
 from diagnostics.loading import load_model
 from diagnostics.parts import THIRDS
-from diagnostics.plots import draw_overview, save
+from diagnostics.plots import draw_overview, save_figure
 from diagnostics.table import Summary
 from examples.results import draw_answers, record_scores
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     record_shares(run_dir / "stage2", shares, len(questions))
     draw_some(questions, answers, run_dir / "answers.png")
     drawn = {label: summary for label, summary in summaries.items() if label != "after stage 1"}
-    save(draw_overview(drawn), run_dir / "norms.png")
+    save_figure(draw_overview(drawn), run_dir / "norms.png")
     norms = {label: summary.rows for label, summary in summaries.items()}
     report = {"questions": len(questions), "accuracy": shares, "norms": norms}
     (run_dir / "report.json").write_text(json.dumps(report, indent=1), encoding="utf-8")

@@ -16,7 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from diagnostics.plots import FAINT, INK, MODELS, WIDTH, draw_curve, save, styled
+from diagnostics.plots import FAINT, INK, MODELS, WIDTH, draw_curve, save_figure, styled
 
 
 RECORDS = Path(__file__).with_name("trial.jsonl")
@@ -127,8 +127,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Draw both figures again."""
     build_parser().parse_args(argv)
     runs = read_runs()
-    save(draw_gains(runs), GAINS)
-    save(draw_norms(runs), NORMS)
+    save_figure(draw_gains(runs), GAINS)
+    save_figure(draw_norms(runs), NORMS)
 
 
 if __name__ == "__main__":

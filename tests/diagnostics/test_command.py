@@ -13,8 +13,8 @@ from PIL import Image
 
 from common.records import read_record
 from diagnostics.__main__ import main
-from diagnostics.comparison import record_questions
 from diagnostics.loading import load_model, load_questions
+from diagnostics.recording import record_questions
 from diagnostics.report import Report
 from modeling_normllava import NormLlavaForConditionalGeneration
 

@@ -11,10 +11,10 @@ from PIL import ExifTags, Image
 from transformers import PreTrainedModel
 
 from diagnostics import compare, measure
-from diagnostics.comparison import prepare, record_questions
-from diagnostics.loading import Question, ask_about, load_model, load_questions
+from diagnostics.loading import Question, load_model, load_questions, questions_about
 from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
+from diagnostics.recording import prepare, record_questions
 from diagnostics.table import COLUMNS
 
 
@@ -45,7 +45,7 @@ def test_a_model_in_memory_stays_as_it_is(
     assert needed == [False] * 4
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert "mine: Over 4 pictures, visual tokens enter the decoder" in str(measured)
+    assert "mine: Over 4 pictures, image tokens enter the decoder" in str(measured)
 
     mine = tmp_path / "figures" / "photo.png"
     mine.parent.mkdir(parents=True)
@@ -94,7 +94,7 @@ def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], t
     pictures[0].resize((48, 32)).save(tmp_path / "a.png", exif=exif)
     pictures[1].convert("RGBA").save(tmp_path / "b.png")
     opened = [Image.open(tmp_path / f"{name}.png") for name in ("a", "a", "b")]
-    in_memory = ask_about([*opened, pictures[2]], "What?", 2).questions
+    in_memory = questions_about([*opened, pictures[2]], "What?", 2).questions
     in_folder = load_questions(tmp_path, 2, "What?").questions
     assert [question.picture for question in in_memory] == [question.picture for question in in_folder]
     assert [question.prompt for question in in_memory] == [question.prompt for question in in_folder]
@@ -102,7 +102,7 @@ def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], t
 
 def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], composed: Composed) -> None:
     """As Llama 3 ships them: special, and named by nothing."""
-    questions = ask_about(pictures, "what is it?", 1).questions
+    questions = questions_about(pictures, "what is it?", 1).questions
     model, processor = load_model(str(composed()))
     before = record(model, processor, questions)
     processor.tokenizer._extra_special_tokens = []
@@ -112,7 +112,7 @@ def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], com
 
 
 def test_a_processor_without_a_chat_template(pictures: list[Image.Image], composed: Composed) -> None:
-    questions = ask_about(pictures, "what is it?", 1).questions
+    questions = questions_about(pictures, "what is it?", 1).questions
     model, processor = load_model(str(composed()))
     processor.chat_template = None
     text = processor.tokenizer.decode(record(model, processor, questions).input_ids)

@@ -53,7 +53,7 @@ def test_the_notebook_measures_models(
     assert "../runs/digits/report" in last.source
     last.source = last.source.replace("../runs/digits/report", str(tmp_path / "report"))
     shown = execute(notebook, tmp_path, monkeypatch)
-    assert "visual tokens enter the decoder" in shown
+    assert "image tokens enter the decoder" in shown
     assert shown.count("image/png") == 2
     assert (tmp_path / "report" / "report.html").exists()
 

@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_args, args = parse_arguments(recipe_options)
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
 
-    batch = describe_batch(run_args, args, options.tokens, options.supervised)
+    batch = make_batch(run_args, args, options.tokens, options.supervised)
     plan = plan_step(config, run_args, args, batch, options.devices)
 
     num_rows = count_rows(run_args, args, batch, options.devices, options.rows)
@@ -124,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def describe_batch(run_args: RunArguments, args: TrainingConfig, tokens: int, supervised: int) -> Batch:
+def make_batch(run_args: RunArguments, args: TrainingConfig, tokens: int, supervised: int) -> Batch:
     """The batch of a recipe, of samples with so many tokens and supervised tokens."""
     samples = args.per_device_train_batch_size
     if run_args.packed_length is not None:

@@ -29,7 +29,7 @@ from training.data import BAD_ROWS_FILE
 STREAM_FILE = "stream.json"
 # Key of a batch's place.
 PLACE = "place"
-# A reader stops after this many bad rows in a row, since a stream of bad rows alone would never end.
+# A reader stops after so many, since a stream of bad rows alone would never end.
 MAX_CONSECUTIVE_BAD_ROWS = 1000
 
 
@@ -107,7 +107,7 @@ class StreamBatches(IterableDataset):
         """The good rows of a share with their tokens; bad ones are listed.
 
         Raises:
-            BadRowError: at a bad row that is not to be left out, or at too many in a row.
+            BadRowError: at a bad row that is not to be left out, or after too many of them.
         """
         num_bad = 0
         # In batches of one: iterating itself would split the share among a data loader's workers again.

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
 
 from common.console import command, parse
@@ -103,7 +104,8 @@ def run_push(args: argparse.Namespace) -> None:
     if not args.dry_run:
         with hub_errors("The push stopped; push again to go on from there"):
             plan = push_release(folder, HfApi(), args.public)
-        logger.info("%s\nPublished.", plan)
+        logger.info("%s", plan)
+        logger.info("Published. Try it: python -m hub_cards verify %s --revision %s", plan.repo_id, plan.tag)
         return
 
     if token is None:
@@ -129,10 +131,13 @@ def run_verify(args: argparse.Namespace) -> None:
 
 @contextmanager
 def hub_errors(what_stopped: str) -> Iterator[None]:
-    """Turn what the Hub's client raises into a `UserError`; a `RuntimeError` is an upload that failed."""
+    """Turn what the Hub's client raises into a `UserError`.
+
+    A `RuntimeError` is an upload that failed, an `HFValidationError` a name that no repository can have.
+    """
     try:
         yield
-    except (httpx.HTTPError, ConnectionError, RuntimeError) as error:
+    except (httpx.HTTPError, ConnectionError, RuntimeError, HFValidationError) as error:
         raise UserError(f"{what_stopped}: {error}") from error
 
 

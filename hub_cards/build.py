@@ -68,9 +68,9 @@ class BuildOptions:
 
 
 def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
-    """Build the release folder of a run, or take the one that is there, as long as it is this run's release.
+    """Make sure that there is a release folder of a run.
 
-    So what was looked at after a dry run, and perhaps edited, is what the push after it takes.
+    One that is there is taken as it is: what was looked at after a dry run, and perhaps edited, is what is pushed.
 
     Raises:
         UserError: as [`build_release`], or if the folder holds something else.
@@ -106,7 +106,8 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     facts = collect_facts(run, options.text_model, options.vision_model)
     prose = read_prose(options.prose or find_prose(run), facts)
     licence = choose_licence(facts.text_model, facts.vision_model, options.license)
-    licence_text = read_licence_text(licence, options)
+    check_licensed_name(licence, options.repo_id)
+    licence_text = read_licence_text(licence, options.base_licence_file)
     faults = find_model_faults(run, facts.weights)
     if faults:
         raise UserError("\n  ".join([f"The model in {run} can't be published:", *faults]))
@@ -166,21 +167,24 @@ def find_prose(run: Path) -> Path:
     return prose
 
 
-def read_licence_text(licence: Licence, options: BuildOptions) -> str:
-    """The text of `LICENSE`.
-
-    Raises:
-        UserError: if it is not given, or the model's name is not one that the licence allows.
-    """
-    name = options.repo_id.split("/")[1]
+def check_licensed_name(licence: Licence, repo_id: str) -> None:
+    """Raises `UserError` if the licence asks for another name."""
+    name = repo_id.split("/")[1]
     if not name.startswith(licence.name_prefix):
         raise UserError(f"The {licence.title} asks for another name than {name}: {licence.name_prefix}-{name}.")
 
+
+def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
+    """The text of `LICENSE`.
+
+    Raises:
+        UserError: if it is not given.
+    """
     if licence is APACHE:
         return APACHE_TEXT.read_text(encoding="utf-8")
-    if options.base_licence_file is None:
+    if base_licence_file is None:
         raise UserError(f"A copy of the licence ({licence.title}) is needed: give its text as --base_licence_file.")
-    return options.base_licence_file.read_text(encoding="utf-8")
+    return base_licence_file.read_text(encoding="utf-8")
 
 
 def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:

@@ -7,6 +7,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from common.errors import UserError
+from hub_cards.contents import CARD
 from hub_cards.release import read_release
 
 
@@ -92,7 +93,17 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
     try:
         info = api.repo_info(repo_id)
     except RepositoryNotFoundError:
-        return Plan(repo_id, tag, "new", None, False, added=local, changed=[], deleted=[], unchanged=[])
+        return Plan(
+            repo_id=repo_id,
+            tag=tag,
+            visibility="new",
+            head=None,
+            is_tagged=False,
+            added=local,
+            changed=[],
+            deleted=[],
+            unchanged=[],
+        )
 
     refs = api.list_repo_refs(repo_id)
     if tag in {branch.name for branch in refs.branches}:
@@ -110,8 +121,8 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
             "another --revision."
         )
     return Plan(
-        repo_id,
-        tag,
+        repo_id=repo_id,
+        tag=tag,
         visibility="private" if info.private else "public",
         head=info.sha,
         is_tagged=is_tagged,
@@ -123,7 +134,11 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
 
 
 def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
-    """Make the commit that a plan asks for, if it changes anything. Returns the head after it."""
+    """Make the commit that a plan asks for, if it changes anything. Returns the head after it.
+
+    Raises:
+        UserError: if the Hub refuses the card.
+    """
     operations: list[CommitOperationAdd | CommitOperationDelete] = []
     for path in [*plan.added, *plan.changed]:
         operations.append(CommitOperationAdd(path, folder / path))
@@ -132,5 +147,9 @@ def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
     if not operations:
         return plan.head
 
-    commit = api.create_commit(plan.repo_id, operations, commit_message=f"Release {plan.tag}", parent_commit=plan.head)
+    message = f"Release {plan.tag}"
+    try:
+        commit = api.create_commit(plan.repo_id, operations, commit_message=message, parent_commit=plan.head)
+    except ValueError as error:  # how the client reports metadata that the Hub doesn't take
+        raise UserError(f"The Hub refuses the card {folder / CARD}: {error}") from error
     return commit.oid

@@ -18,9 +18,8 @@ from hub_cards.card import Prose
 from hub_cards.check import find_faults
 from hub_cards.facts import HUB_ID, collect_facts
 from hub_cards.licences import KNOWN, Licence
-from hub_server import NAME
-from hub_server import run as command
-from plants import WEIGHTS, put, shard, tensors, write
+from hub_server import NAME, run_command
+from plants import WEIGHTS, change_weights, set_fields, split_weights, write_file
 
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +51,7 @@ def build_card(prose: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 def name_parts(run: Path, text: str | None, vision: str | None) -> None:
-    put("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
+    set_fields("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
 
 
 def test_a_build_deletes_nothing_beside_the_release(
@@ -169,8 +168,8 @@ def test_what_is_not_there_is_not_made_up(run: Path, build_card: Callable[..., s
 
 
 def test_the_card_of_a_model_without_a_norm(run: Path, build_card: Callable[..., str]) -> None:
-    put("config.json", projector_norm="none", projector_norm_target=None, projector_scaled=True)(run)
-    tensors(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
+    set_fields("config.json", projector_norm="none", projector_norm_target=None, projector_scaled=True)(run)
+    change_weights(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
     (run / "evaluation.json").unlink()  # of other weights now
     text = " ".join(build_card(run, **OWN).split())
     assert "no norm after the projector. Its projector was scaled before training" in text
@@ -196,7 +195,7 @@ def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
 
 
 def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
-    shard(run)
+    split_weights(run)
     (run / "evaluation.json").unlink()  # of other files
     build_card(run, **OWN)
     assert len([*(tmp_path / "release").glob("*.safetensors*")]) == 3
@@ -206,7 +205,7 @@ def test_class_files_are_this_versions(
     run: Path, build_card: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    write("modeling_normllava.py", "# before an upgrade\n")(run)
+    write_file("modeling_normllava.py", "# before an upgrade\n")(run)
     build_card(run, **OWN)
     assert "modeling_normllava.py is another version's" in caplog.text
     ours = ROOT / "modeling_normllava" / "modeling_normllava.py"
@@ -247,19 +246,19 @@ def test_the_card_shows_what_was_measured(measured: Path, build_card: Callable[.
 @pytest.mark.parametrize("change", [{"weights": "other"}, {"weights": None}, {"dtype": "float32, quantized"}])
 def test_a_report_is_of_these_weights(change: dict[str, Any], measured: Path) -> None:
     (model,) = json.loads((measured / "diagnostics" / "report.json").read_text())["models"]
-    put("diagnostics/report.json", models=[model | change])(measured)
+    set_fields("diagnostics/report.json", models=[model | change])(measured)
     with pytest.raises(ValueError, match=r"report.json is of other weights. Run python -m diagnostics on this model"):
         collect_facts(measured)
 
 
 def test_a_report_of_two_models_or_another_version_is_refused(measured: Path) -> None:
     (model,) = json.loads((measured / "diagnostics" / "report.json").read_text())["models"]
-    put("diagnostics/report.json", models=[model, model])(measured)
+    set_fields("diagnostics/report.json", models=[model, model])(measured)
     with pytest.raises(ValueError, match="Run python -m diagnostics on this model alone"):
         collect_facts(measured)
 
     del model["summary"]
-    put("diagnostics/report.json", models=[model])(measured)
+    set_fields("diagnostics/report.json", models=[model])(measured)
     with pytest.raises(ValueError, match=r"report.json: another version wrote it .* Run python -m diagnostics"):
         collect_facts(measured)
 
@@ -289,8 +288,8 @@ def test_earlier_stages_and_their_data_are_found(run: Path, build_card: Callable
         "fingerprint": "a" * 64,
     }
     other = {"path": "owner/rows", "name": "large", "split": "dev", "is_local": False, "good_rows": 990, "weight": 2.5}
-    put("run.json", arguments__stage="align")(first)
-    put("run.json", arguments__model_name_or_path=str(first), sources=[local, local | other])(run)
+    set_fields("run.json", arguments__stage="align")(first)
+    set_fields("run.json", arguments__model_name_or_path=str(first), sources=[local, local | other])(run)
     text = build_card(run, **OWN)
     assert text.index("### Stage: align") < text.index("### Stage: instruct")
     assert "Training before" not in text
@@ -299,7 +298,7 @@ def test_earlier_stages_and_their_data_are_found(run: Path, build_card: Callable
     assert f"| data | {link}: 990 rows (of 1,000; the rest are bad), weight 2.5, 1,000 per epoch; content a" in text
     assert "someone" not in text
 
-    put("config.json", projector_aligned=True)(run)  # which was training too
+    set_fields("config.json", projector_aligned=True)(run)  # which was training too
     assert "Training before the stage that follows: not recorded." in build_card(run, **OWN)
 
 
@@ -312,15 +311,19 @@ def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
         "data_seed": None,
         "norm_learning_rate": 1e-4,  # the log has no rate of a norm
     }
-    put("run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused}, environment__resumed=True)(run)
+    set_fields(
+        "run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused}, environment__resumed=True
+    )(run)
     (stage,) = collect_facts(run).stages
     assert stage.arguments == {"learning_rate": 1e-5}
     assert stage.seconds is None  # what is recorded is the time of a part of it
 
-    put("run.json", arguments={"stage": "adapt", "lora_r": 16, "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(run)
+    set_fields("run.json", arguments={"stage": "adapt", "lora_r": 16, "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(
+        run
+    )
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"learning_rate/multi_modal_projector.norm": 0.0001}\n')
-    put("run.json", arguments__norm_learning_rate=1e-4)(run)
+    set_fields("run.json", arguments__norm_learning_rate=1e-4)(run)
     (stage,) = collect_facts(run).stages
     assert stage.arguments == {
         "lora_r": 16,
@@ -342,14 +345,14 @@ def test_a_push_finds_what_training_and_diagnostics_left(
 ) -> None:
     monkeypatch.setattr("hub_cards.__main__.get_token", lambda: None)
     push = ["push", run, "--repo_id", "me/Mine", "--license", "apache-2.0", "--dry_run"]
-    put("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
+    set_fields("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
     with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing. Give .* --prose; training/recipes/\*/card"):
-        command(*push)
+        run_command(*push)
 
     (tmp_path / "recipes").mkdir()
     shutil.copy(prose, tmp_path / "recipes" / "card.yaml")
     shutil.copytree(report, run / "diagnostics")
-    command(*push)
+    run_command(*push)
     assert "| pictures | 2 |" in (run / "release" / "README.md").read_text()
     assert (run / "release" / "diagnostics" / "overview.png").stat().st_size > 10_000
 
@@ -391,7 +394,7 @@ def test_parts_from_folders_and_converted_llavas_are_named(run: Path, build_card
     assert f"Made from {QWEN}. Made from {SIGLIP}." in text
     assert ModelCard(text).data.base_model == [QWEN, SIGLIP]
 
-    put("config.json", llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
+    set_fields("config.json", llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
     facts = collect_facts(run)
     assert facts.base_models == ["llava-hf/llava-1.5-7b-hf"]
     assert not facts.earlier_is_recorded

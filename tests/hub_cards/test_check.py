@@ -10,7 +10,7 @@ import pytest
 from hub_cards.build import BuildOptions, build_release
 from hub_cards.check import TOKEN, find_faults, find_model_faults
 from hub_cards.weights import read_weights
-from plants import CONFIG, Plant, append, delete, put, shard, tensors, write
+from plants import CONFIG, Plant, append_text, change_weights, delete_file, set_fields, split_weights, write_file
 
 
 README = "README.md"
@@ -27,34 +27,49 @@ def link(folder: Path) -> None:
 
 
 def without_a_shard(folder: Path) -> None:
-    shard(folder)
+    split_weights(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
 def fill(name: str, value: float) -> Plant:
-    return tensors(lambda weights: weights[name].view(-1)[:1].fill_(value))
+    return change_weights(lambda weights: weights[name].view(-1)[:1].fill_(value))
 
 
 # What is planted, and what the fault says.
 FAULTS: dict[str, tuple[Plant, str]] = {
-    "no card": (delete(README), "README.md: is missing"),
-    "an earlier version's": (delete("release.json"), "no release.json: it is no release, or an earlier version"),
-    "token": (append(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
-    "path in a config": (put(CONFIG, note=f"{HOME}/run"), f"config.json: holds a path of your home folder, {HOME}/"),
-    "pickle": (write("training_args.bin", b"x"), "training_args.bin: is not on the list"),
+    "no card": (delete_file(README), "README.md: is missing"),
+    "an earlier version's": (delete_file("release.json"), "no release.json: it is no release, or an earlier version"),
+    "token": (append_text(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
+    "path in a config": (
+        set_fields(CONFIG, note=f"{HOME}/run"),
+        f"config.json: holds a path of your home folder, {HOME}/",
+    ),
+    "pickle": (write_file("training_args.bin", b"x"), "training_args.bin: is not on the list"),
     "symlink": (link, "images/example9.png: is a symlink"),
     "a shard lost": (without_a_shard, "model-00002-of-00002.safetensors: the folder's weight files are not those of"),
-    "no head": (tensors(lambda w: w.pop("lm_head.weight")), "lm_head.weight"),
-    "another shape": (tensors(lambda w: w.update({VISION: w[VISION].T.contiguous()})), VISION),
-    "no norm in the config": (put(CONFIG, projector_norm="none"), f"unexpected_keys .*{NORM}"),
+    "no head": (change_weights(lambda w: w.pop("lm_head.weight")), "lm_head.weight"),
+    "another shape": (change_weights(lambda w: w.update({VISION: w[VISION].T.contiguous()})), VISION),
+    "no norm in the config": (set_fields(CONFIG, projector_norm="none"), f"unexpected_keys .*{NORM}"),
     "NaN": (fill(VISION, float("nan")), f"{VISION}: NaN or infinite values"),
-    "no tokenizer": (delete("tokenizer.json"), "tokenizer.json: missing"),
-    "not JSON": (write("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
-    "a config's field": (put(CONFIG, projector_norm_eps="small"), "config.json can't be read: .*projector_norm_eps"),
-    "another class file": (append(MODELING, "\n"), "modeling_normllava.py: is not this version's file"),
-    "another repository's class": (put(CONFIG, auto_map__AutoModel=OTHER_CODE), "config.json: its auto_map is not"),
-    "code of a part": (put(CONFIG, text_config__auto_map={"A": OTHER_CODE}), 'config.json: holds an "auto_map"'),
-    "code of a tokenizer": (put("tokenizer_config.json", auto_map={"A": OTHER_CODE}), 'json: holds an "auto_map"'),
+    "no tokenizer": (delete_file("tokenizer.json"), "tokenizer.json: missing"),
+    "not JSON": (write_file("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
+    "a config's field": (
+        set_fields(CONFIG, projector_norm_eps="small"),
+        "config.json can't be read: .*projector_norm_eps",
+    ),
+    "another class file": (append_text(MODELING, "\n"), "modeling_normllava.py: is not this version's file"),
+    "another repository's class": (
+        set_fields(CONFIG, auto_map__AutoModel=OTHER_CODE),
+        "config.json: its auto_map is not",
+    ),
+    "code of a part": (
+        set_fields(CONFIG, text_config__auto_map={"A": OTHER_CODE}),
+        'config.json: holds an "auto_map"',
+    ),
+    "code of a tokenizer": (
+        set_fields("tokenizer_config.json", auto_map={"A": OTHER_CODE}),
+        'json: holds an "auto_map"',
+    ),
 }
 
 

@@ -12,7 +12,7 @@ from hub_cards.check import find_faults
 from hub_cards.facts import collect_facts
 from modeling_normllava import NormLlavaForConditionalGeneration
 from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted
-from plants import put
+from plants import set_fields
 from training.add_key_adapters import add_key_adapters, main
 
 
@@ -30,7 +30,7 @@ def adapted(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         layer.self_attn.k_proj.key_adapter.up.data.normal_()
     model.save_pretrained(run)
     (run / "evaluation.json").unlink()  # of the model before
-    put("run.json", arguments={"stage": "adapt", "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(run)
+    set_fields("run.json", arguments={"stage": "adapt", "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(run)
     return run
 
 
@@ -56,6 +56,6 @@ def test_training_before_the_adapters_were_added_is_recorded(
     arguments = ["--model", trained, "--rank", RANK, "--output_dir", keys]
     monkeypatch.setattr(sys, "argv", ["add_key_adapters", *map(str, arguments)])
     main()
-    put("run.json", arguments={"stage": "adapt", "model_name_or_path": str(keys)})(run)
+    set_fields("run.json", arguments={"stage": "adapt", "model_name_or_path": str(keys)})(run)
     facts = collect_facts(run)
     assert [stage.stage for stage in facts.stages] == ["instruct", "adapt"]

@@ -163,10 +163,7 @@ class NormLlavaKeyAdapterForConditionalGeneration(NormLlavaForConditionalGenerat
     """[`NormLlavaForConditionalGeneration`] with key adapters."""
 
     config: NormLlavaKeyAdapterConfig
-
-    def __init__(self, config: NormLlavaKeyAdapterConfig, *parts: nn.Module | None) -> None:
-        super().__init__(config, *parts)
-        wrap_key_projections(self.model, config)
+    _model_class = NormLlavaKeyAdapterModel
 
 
 NormLlavaKeyAdapterConfig.register_for_auto_class()

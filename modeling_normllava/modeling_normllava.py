@@ -219,11 +219,14 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
 class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForConditionalGeneration, GenerationMixin):
     """NormLlava with the language-modelling head; forward and generation are Llava's."""
 
+    # Of `model`, the part without the head.
+    _model_class: type[NormLlavaModel] = NormLlavaModel
+
     def __init__(
         self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None, lm_head: Any = None
     ) -> None:
         super(LlavaForConditionalGeneration, self).__init__(config)  # skips Llava's, which builds the parts itself
-        self.model = NormLlavaModel(config, vision_tower, language_model)
+        self.model = self._model_class(config, vision_tower, language_model)
         self.lm_head = lm_head or nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
 

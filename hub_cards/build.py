@@ -13,7 +13,7 @@ from common.errors import UserError
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
-from diagnostics.answers import answer, ask
+from diagnostics.answers import answer_prompts, make_prompt
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
 from hub_cards.contents import ASSETS, CARD, OTHERS, PIXELS, PLOT, SERVING, SETTINGS, SPACE, class_files
@@ -143,7 +143,9 @@ def make_widgets(stage: Path, data: Path) -> list[Widget]:
         (picture,) = open_images(row)
         name = f"images/example{len(widgets) + 1}.png"
         save_picture(picture, stage / name)
-        (reply,) = answer(model, processor, [ask(question, picture)], f"Example {len(widgets) + 1}", 64)
+        (reply,) = answer_prompts(
+            model, processor, [make_prompt(question, picture)], f"Example {len(widgets) + 1}", 64
+        )
         content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": question}]
         widgets.append({"messages": [{"role": "user", "content": content}], "output": {"text": reply}})
         if len(widgets) == MAX_WIDGETS:

@@ -22,8 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from common.console import command, parse
 from diagnostics import measure
-from diagnostics.answers import Prompt, answer
-from diagnostics.answers import ask as ask_about
+from diagnostics.answers import Prompt, answer_prompts, make_prompt
 from diagnostics.loading import load_model
 from diagnostics.parts import THIRDS
 from diagnostics.plots import draw_overview, save_figure
@@ -73,12 +72,12 @@ def accuracy(questions: list[SceneQuestion], answers: list[str]) -> dict[str, fl
 def with_image(question: SceneQuestion) -> Prompt:
     """The question about the picture, as a conversation."""
     with Image.open(question.image) as file:  # else all pictures' files stay open until they are read
-        return ask_about(question.question, file.convert("RGB"))
+        return make_prompt(question.question, file.convert("RGB"))
 
 
 def with_text(question: SceneQuestion) -> Prompt:
     """The question about the description, as a conversation."""
-    return ask_about(f"{question.description}\n{question.question}")
+    return make_prompt(f"{question.description}\n{question.question}")
 
 
 def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[str, dict[str, float]], list[str]]:
@@ -91,9 +90,9 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
 
     image_prompts = [with_image(question) for question in questions]
     text_prompts = [with_text(question) for question in questions]
-    image_answers = answer(model, processor, image_prompts, "Answering about pictures")
-    text_answers = answer(model, processor, text_prompts, "Answering about descriptions")
-    ceiling_answers = answer(language_model, tokenizer, text_prompts, "The language model alone")
+    image_answers = answer_prompts(model, processor, image_prompts, "Answering about pictures")
+    text_answers = answer_prompts(model, processor, text_prompts, "Answering about descriptions")
+    ceiling_answers = answer_prompts(language_model, tokenizer, text_prompts, "The language model alone")
     chance: dict[str, float] = {**CHANCE, "all": sum(CHANCE[question.kind] for question in questions) / len(questions)}
     return {
         "image questions": accuracy(questions, image_answers),

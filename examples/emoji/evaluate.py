@@ -31,7 +31,7 @@ from transformers import (
     AutoTokenizer,
 )
 
-from diagnostics.answers import answer, ask, encode, likeliest, read
+from diagnostics.answers import answer_prompts, encode_prompts, likeliest, make_prompt, read_prompt
 from examples.emoji.parts import RUN
 from examples.emoji.pictures import GROUP, HELD_OUT, NAME, THERE, Record
 from examples.results import draw_answers, record_scores
@@ -53,8 +53,8 @@ def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: 
     """The likeliest of all names for each picture, by its log-probability up to the end token."""
     tokenizer = processor.tokenizer
     answers = tokenizer([f"{name}{tokenizer.eos_token}" for name in names], add_special_tokens=False).input_ids
-    prompts = tqdm([ask(NAME, image) for image in images], desc="Naming")
-    read_ones = (read(model, encode(processor, [prompt]).to(model.device)) for prompt in prompts)
+    prompts = tqdm([make_prompt(NAME, image) for image in images], desc="Naming")
+    read_ones = (read_prompt(model, encode_prompts(processor, [prompt]).to(model.device)) for prompt in prompts)
     return [names[likeliest(model, prompt, answers)] for prompt in read_ones]
 
 
@@ -74,8 +74,12 @@ def ask_about(model: Any, processor: Any, records: list[Record], names: list[str
     others = [(number + draw.randrange(1, len(records))) % len(records) for number in range(len(records))]
     given = {
         ("likeliest of all names", "name"): name_pictures(model, processor, with_blank, names),
-        ("free answer, exact", "name"): answer(model, processor, [ask(NAME, image) for image in with_blank], "free"),
-        ("group", "group"): answer(model, processor, [ask(GROUP, image) for image in with_blank], "group"),
+        ("free answer, exact", "name"): answer_prompts(
+            model, processor, [make_prompt(NAME, image) for image in with_blank], "free"
+        ),
+        ("group", "group"): answer_prompts(
+            model, processor, [make_prompt(GROUP, image) for image in with_blank], "group"
+        ),
     }
     results = []
     for (question, field), (*answers, of_blank) in given.items():
@@ -89,9 +93,9 @@ def ask_about(model: Any, processor: Any, records: list[Record], names: list[str
         record["name"] if number % 2 else draw.choice([name for name in names if name != record["name"]])
         for number, record in enumerate(records)
     ]
-    asked = [ask(THERE.format(name), image) for name, image in zip(shown, images, strict=True)]
+    asked = [make_prompt(THERE.format(name), image) for name, image in zip(shown, images, strict=True)]
     right = ["yes" if number % 2 else "no" for number in range(len(records))]
-    said = answer(model, processor, asked, "is it there?")
+    said = answer_prompts(model, processor, asked, "is it there?")
     results.append(score(artist, "is it there? (for half)", "the drawing", said, right))
     return results, given["free answer, exact", "name"][:-1]
 
@@ -130,12 +134,12 @@ def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
     before = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")
     questions = Path(__file__).with_name("questions.txt").read_text(encoding="utf-8").splitlines()
-    prompts = [ask(question) for question in questions]
+    prompts = [make_prompt(question) for question in questions]
     return {
         "perplexity": {"before": perplexity(before, tokenizer), "after": perplexity(model, tokenizer)},
         "questions": questions,
-        "before": answer(before, tokenizer, prompts, "before", 24),
-        "after": answer(model, processor, prompts, "after", 24),
+        "before": answer_prompts(before, tokenizer, prompts, "before", 24),
+        "after": answer_prompts(model, processor, prompts, "after", 24),
     }
 
 

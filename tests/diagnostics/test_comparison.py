@@ -14,7 +14,7 @@ from diagnostics import compare, measure
 from diagnostics.loading import Question, load_model, load_questions, questions_about
 from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
-from diagnostics.recording import prepare, record_questions
+from diagnostics.recording import prepare_inputs, record_questions
 from diagnostics.table import COLUMNS
 
 
@@ -118,4 +118,4 @@ def test_a_processor_without_a_chat_template(pictures: list[Image.Image], compos
     text = processor.tokenizer.decode(record(model, processor, questions).input_ids)
     assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
     made = dict.fromkeys(("input_ids", "labels"), torch.ones(1, 2))
-    assert [*prepare(model, lambda **given: made, questions[0].prompt)] == ["input_ids"]  # as PaliGemma's
+    assert [*prepare_inputs(model, lambda **given: made, questions[0].prompt)] == ["input_ids"]  # as PaliGemma's

@@ -22,14 +22,14 @@ GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_rep
 CHUNK = 8
 
 
-def ask(question: str, image: Image.Image | None = None) -> Prompt:
+def make_prompt(question: str, image: Image.Image | None = None) -> Prompt:
     """One question as a conversation, about a picture if there is one."""
     if image is None:
         return [{"role": "user", "content": question}]
     return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
 
 
-def encode(processor: Any, prompts: list[Prompt]) -> Any:
+def encode_prompts(processor: Any, prompts: list[Prompt]) -> Any:
     """A padded batch of prompts, each up to where the answer begins."""
     # A tokenizer takes its options as they are, a processor in a dictionary.
     padding: dict[str, Any] = {"padding": True}
@@ -47,13 +47,13 @@ def encode(processor: Any, prompts: list[Prompt]) -> Any:
 
 
 @torch.no_grad()
-def answer(
+def answer_prompts(
     model: PreTrainedModel, processor: Any, prompts: list[Prompt], title: str, max_new_tokens: int = 6
 ) -> list[str]:
     """Greedy answers. `processor` may be a tokenizer, for text alone; `title` is what the progress bar says."""
     answers: list[str] = []
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
-        inputs = encode(processor, prompts[start : start + BATCH_SIZE]).to(model.device)
+        inputs = encode_prompts(processor, prompts[start : start + BATCH_SIZE]).to(model.device)
         generated = model.generate(**inputs, **GREEDY, max_new_tokens=max_new_tokens)
         prompt_length = inputs["input_ids"].shape[1]
         answers += processor.batch_decode(generated[:, prompt_length:], skip_special_tokens=True)
@@ -107,8 +107,8 @@ class ReadPrompt(NamedTuple):
 
 
 @torch.no_grad()
-def read(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
-    """Read a prompt of one row, as [`encode`] returns it."""
+def read_prompt(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
+    """Read a prompt of one row, as [`encode_prompts`] returns it."""
     cache = DynamicCache(config=model.config.get_text_config())
     logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
     return ReadPrompt(cache, logits[0, -1].float().log_softmax(dim=-1))

@@ -15,14 +15,14 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read
+from diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read_prompt
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.loading import Message, Question
 from diagnostics.measures import mean_of_each, measure_attention, measure_drift, measure_layers
 from diagnostics.norms import token_norms
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id, spread_layers
 from diagnostics.probe import Record
-from diagnostics.recording import prepare, record_questions
+from diagnostics.recording import prepare_inputs, record_questions
 from diagnostics.scaling import ANOTHERS, AS_IT_IS, BLANK, DOSES, OWN, scaled
 from diagnostics.table import COLUMNS, make_rows
 
@@ -169,10 +169,10 @@ def ask_questions(
     measured: list[Measured] = []
     for number in tqdm(range(len(questions)), desc=f"{name}: answers", unit="picture"):
         measured += ask_question(model, processor, questions, number, doses)
-    return tabulate(measured)
+    return tabulate_measured(measured)
 
 
-def tabulate(measured: Sequence[Measured]) -> pd.DataFrame:
+def tabulate_measured(measured: Sequence[Measured]) -> pd.DataFrame:
     """Numbers of pictures as rows, without a modality or a layer."""
     return pd.DataFrame(measured, columns=Measured._fields).assign(modality="", layer=pd.NA)
 
@@ -236,17 +236,17 @@ def ask_own_picture(
     the greedy answer is another. With a right answer, `loss` is its mean loss, and with other answers, too, `named`
     whether the model finds it likelier than all of them.
     """
-    inputs = prepare(model, processor, question.prompt)
+    inputs = prepare_inputs(model, processor, question.prompt)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
 
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
     greedy = generated[0, len(is_image_token) :].tolist()
-    (as_it_is,) = distributions(model, read(model, inputs), [greedy])  # [num_tokens, vocab_size]
+    (as_it_is,) = distributions(model, read_prompt(model, inputs), [greedy])  # [num_tokens, vocab_size]
 
     scores_by_dose = []
     for dose in doses:
         with scaled(model, is_image_token, dose):
-            prompt = read(model, inputs)
+            prompt = read_prompt(model, inputs)
 
         # Both in one pass; without a right answer the greedy one stands in for it.
         scaled_greedy, scaled_right = distributions(model, prompt, [greedy, choices.right or greedy])
@@ -265,17 +265,17 @@ def ask_own_picture(
 
 
 def ask_other_picture(
-    model: PreTrainedModel, processor: Any, prompt: list[Message], choices: Choices, doses: Sequence[float]
+    model: PreTrainedModel, processor: Any, messages: list[Message], choices: Choices, doses: Sequence[float]
 ) -> list[Scores]:
-    """Loss of the right answer where the prompt shows a picture that says nothing of it, at each dose."""
-    inputs = prepare(model, processor, prompt)
+    """Loss of the right answer where the messages show a picture that says nothing of it, at each dose."""
+    inputs = prepare_inputs(model, processor, messages)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
 
     scores_by_dose = []
     for dose in doses:
         with scaled(model, is_image_token, dose):
-            read_prompt = read(model, inputs)
-        (log_probabilities,) = distributions(model, read_prompt, [choices.right])
+            prompt = read_prompt(model, inputs)
+        (log_probabilities,) = distributions(model, prompt, [choices.right])
         scores_by_dose.append({"loss": mean_loss(log_probabilities, choices.right)})
     return scores_by_dose
 
@@ -312,4 +312,4 @@ def measure_turning(
     is_first = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
     first = by_layer[is_first].assign(measure="turning, layer 1", layer=pd.NA)
     rows = pd.concat([by_layer, first, measure_attention(records)]).assign(dose=dose, control=OWN)
-    return pd.concat([rows, tabulate(drifts)])
+    return pd.concat([rows, tabulate_measured(drifts)])

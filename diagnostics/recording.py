@@ -50,7 +50,7 @@ def record_question(
     num_kept: int,
 ) -> Record:
     """A record of one question, with the keys and values of at most `num_kept` image and `num_kept` text tokens."""
-    inputs = prepare(model, processor, question.prompt)
+    inputs = prepare_inputs(model, processor, question.prompt)
     tokens = classify_sample(inputs, ids)
     key_positions = draw_positions(tokens, question.picture, num_kept)
     with Probe(model, inputs, tokens, layers, key_positions) as probe:
@@ -70,7 +70,7 @@ def eval_mode(model: PreTrainedModel) -> Iterator[None]:
             module.training = True
 
 
-def prepare(model: PreTrainedModel, processor: Any, messages: list[Message]) -> Inputs:
+def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Message]) -> Inputs:
     """What a model is given for chat messages.
 
     Raises:

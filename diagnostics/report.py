@@ -12,7 +12,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 
 from diagnostics import keys
 from diagnostics.parts import layer_groups
-from diagnostics.table import Estimate, Summary, subtract, summaries_by_dose, summarize, with_means
+from diagnostics.table import Estimate, Summary, subtract_rows, summaries_by_dose, summarize_rows, with_means
 from diagnostics.tokens import SINK_FACTOR
 from diagnostics.verdict import LARGER, SMALLER, SMALLEST, judge_sweep
 
@@ -198,13 +198,13 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
 
 
 def paired_difference(first: str, second: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """The second model less the first, as [`summarize`] returns it, where it has an interval.
+    """The second model less the first, as [`summarize_rows`] returns it, where it has an interval.
 
     Keys and values of two models share no scale, so have none.
     """
     rows_of_first = with_means(rows[rows["model"] == first])
     rows_of_second = with_means(rows[rows["model"] == second])
-    difference = summarize(subtract(rows_of_second, rows_of_first))
+    difference = summarize_rows(subtract_rows(rows_of_second, rows_of_first))
     has_scale = ~difference["measure"].str.startswith(CHAPTERS[KEYS_AND_VALUES].measures)
     return difference[difference["low"].notna() & has_scale]
 

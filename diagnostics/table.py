@@ -35,14 +35,14 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What [`summarize`] returns for one model, as JSON holds it: a row for each number."""
+    """What [`summarize_rows`] returns for one model, as JSON holds it: a row for each number."""
 
     rows: list[dict[str, Any]]
 
     @classmethod
     def of(cls, rows: pd.DataFrame) -> "Summary":
         """The summary of a model's rows, with means over layers."""
-        frame = summarize(with_means(rows))
+        frame = summarize_rows(with_means(rows))
         with_none = frame.astype(object).where(frame.notna(), None)
         return cls(with_none.to_dict("records"))
 
@@ -160,7 +160,7 @@ def with_means(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def summarize(rows: pd.DataFrame) -> pd.DataFrame:
+def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """Means over pictures: instead of `picture` and `value` columns `mean`, `low`, `high` (NaN for a single picture)
     and `n`, the number of pictures with a value."""
     keys = [name for name in rows.columns if name not in ("picture", "value")]
@@ -179,7 +179,7 @@ def summarize(rows: pd.DataFrame) -> pd.DataFrame:
     return over_pictures[keys].assign(mean=mean, low=mean - half_width, high=mean + half_width, n=n.astype("Int64"))
 
 
-def subtract(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
+def subtract_rows(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
     """Rows of the second model minus those of the first, paired: both are of the same pictures in the same order."""
     keys = COLUMNS[:-1]
     pairs = first.merge(second, on=keys, suffixes=("_first", "_second"))

@@ -82,7 +82,7 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
     as_it_is = own[AS_IT_IS]
     right = as_it_is.look("named")
     loss = as_it_is.look("loss")
-    image_norm = look(as_it_is, "length")
+    image_norm = get_estimate(as_it_is, "length")  # sweep.csv's name for this norm
     attention_norm = as_it_is.look("attention_update")
     mlp_norm = as_it_is.look("mlp_update")
 
@@ -96,7 +96,7 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
         worse = doses_above_zero(own, "loss_change")
 
     return Verdict(
-        advice=None if loss is None else advise(better, worse),
+        advice=None if loss is None else choose_advice(better, worse),
         better=better,
         worse=worse,
         num_tried=len(own) - 1,
@@ -112,11 +112,11 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
         attention_norm=attention_norm,
         mlp_norm=mlp_norm,
         place=place_norm(image_norm, attention_norm, mlp_norm),
-        kept_by_eps=kept_by_eps(image_norm.mean, look(as_it_is, "eps").mean),
+        kept_by_eps=kept_by_eps(image_norm.mean, get_estimate(as_it_is, "eps").mean),
     )
 
 
-def advise(better: list[float], worse: list[float]) -> Advice:
+def choose_advice(better: list[float], worse: list[float]) -> Advice:
     """One dose that is clearly better is worth a try, whatever the others do."""
     if better:
         return Advice.MAY_HELP
@@ -127,25 +127,25 @@ def advise(better: list[float], worse: list[float]) -> Advice:
 
 def doses_above_zero(own: Mapping[float, Summary], measure: str) -> list[float]:
     """Doses at which a change is clearly above 0: its whole interval is."""
-    return [dose for dose in tried(own) if look(own[dose], measure).low > 0]
+    return [dose for dose in doses_tried(own) if get_estimate(own[dose], measure).low > 0]
 
 
 def doses_below_zero(own: Mapping[float, Summary], measure: str) -> list[float]:
     """Doses at which a change is clearly below 0: its whole interval is."""
-    return [dose for dose in tried(own) if look(own[dose], measure).high < 0]
+    return [dose for dose in doses_tried(own) if get_estimate(own[dose], measure).high < 0]
 
 
-def tried(own: Mapping[float, Summary]) -> list[float]:
+def doses_tried(own: Mapping[float, Summary]) -> list[float]:
     """All doses but the model as it is, in order."""
     return sorted(dose for dose in own if dose != AS_IT_IS)
 
 
 def changes_told(own: Mapping[float, Summary], measure: str) -> list[Estimate]:
     """A measure at the two doses that are told."""
-    return [look(own[SMALLER], measure), look(own[LARGER], measure)]
+    return [get_estimate(own[SMALLER], measure), get_estimate(own[LARGER], measure)]
 
 
-def look(summary: Summary, measure: str) -> Estimate:
+def get_estimate(summary: Summary, measure: str) -> Estimate:
     """A number that every sweep has."""
     estimate = summary.look(measure)
     assert estimate is not None, measure

@@ -18,13 +18,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
-from scenes import CHANCE, ask
+from scenes import CHANCE
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from common.console import command, parse
 from diagnostics import measure
-from diagnostics.answers import Prompt, answer
-from diagnostics.answers import ask as ask_model
+from diagnostics.answers import Prompt, answer_prompts, make_prompt
 from diagnostics.loading import load_model
 from diagnostics.parts import THIRDS
 from diagnostics.plots import draw_overview, save_figure
@@ -119,9 +118,9 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
 
     image_prompts = [with_image(question) for question in questions]
     text_prompts = [with_text(question) for question in questions]
-    image_answers = answer(model, processor, image_prompts, "Answering about pictures")
-    text_answers = answer(model, processor, text_prompts, "Answering about descriptions")
-    ceiling_answers = answer(language_model, tokenizer, text_prompts, "The language model alone")
+    image_answers = answer_prompts(model, processor, image_prompts, "Answering about pictures")
+    text_answers = answer_prompts(model, processor, text_prompts, "Answering about descriptions")
+    ceiling_answers = answer_prompts(language_model, tokenizer, text_prompts, "The language model alone")
 
     chance = sum(CHANCE[question.kind] for question in questions) / len(questions)
     shares = {
@@ -136,12 +135,12 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
 def with_image(question: SceneQuestion) -> Prompt:
     """The question about the picture, as a conversation."""
     with Image.open(question.image) as file:  # else all pictures' files stay open until they are read
-        return ask_model(question.question, file.convert("RGB"))
+        return make_prompt(question.question, file.convert("RGB"))
 
 
 def with_text(question: SceneQuestion) -> Prompt:
     """The question about the description, as a conversation."""
-    return ask_model(f"{question.description}\n{question.question}")
+    return make_prompt(f"{question.description}\n{question.question}")
 
 
 def share_right(questions: list[SceneQuestion], answers: list[str]) -> Shares:
@@ -202,7 +201,7 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
     rows = []
     for image in sorted(first_questions)[:PROBE_SIZE]:
         question = first_questions[image]
-        turns = ask(question.question, question.answer)
+        turns = make_prompt(question.question, question.answer)
         rows.append({"image": str(image.relative_to(path.parent)), "conversations": turns})
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

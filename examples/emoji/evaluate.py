@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from common.console import command, parse
-from diagnostics.answers import answer, ask, encode, likeliest, read
+from diagnostics.answers import answer_prompts, encode_prompts, likeliest, make_prompt, read_prompt
 from examples.emoji.parts import RUN
 from examples.emoji.pictures import GROUP, HELD_OUT, NAME, THERE, Record
 from examples.results import draw_answers, record_scores
@@ -128,8 +128,8 @@ def ask_about(model: Any, processor: Any, records: list[Record], names: list[str
     with_blank = [*images, Image.new("RGB", images[0].size, "white")]
 
     likeliest_names = name_pictures(model, processor, with_blank, names)
-    free_answers = answer(model, processor, [ask(NAME, image) for image in with_blank], "free")
-    groups = answer(model, processor, [ask(GROUP, image) for image in with_blank], "group")
+    free_answers = answer_prompts(model, processor, [make_prompt(NAME, image) for image in with_blank], "free")
+    groups = answer_prompts(model, processor, [make_prompt(GROUP, image) for image in with_blank], "group")
 
     results = []
     for question, field, answers in (
@@ -157,7 +157,7 @@ def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: 
 
     chosen = []
     for image in tqdm(images, desc="Naming"):
-        prompt = read(model, encode(processor, [ask(NAME, image)]).to(model.device))
+        prompt = read_prompt(model, encode_prompts(processor, [make_prompt(NAME, image)]).to(model.device))
         chosen.append(names[likeliest(model, prompt, answers)])
     return chosen
 
@@ -176,9 +176,9 @@ def ask_whether_there(
     for number, (record, image) in enumerate(zip(records, images, strict=True)):
         is_there = number % 2 == 1
         thing = record["name"] if is_there else draw.choice([name for name in names if name != record["name"]])
-        prompts.append(ask(THERE.format(thing), image))
+        prompts.append(make_prompt(THERE.format(thing), image))
         right.append("yes" if is_there else "no")
-    answers = answer(model, processor, prompts, "is it there?")
+    answers = answer_prompts(model, processor, prompts, "is it there?")
     return score(records[0]["set"], "is it there? (for half)", OWN_DRAWING, answers, right)
 
 
@@ -240,12 +240,12 @@ def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
     before = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")
     questions = QUESTIONS.read_text(encoding="utf-8").splitlines()
-    prompts = [ask(question) for question in questions]
+    prompts = [make_prompt(question) for question in questions]
     return {
         "perplexity": {"before": perplexity(before, tokenizer), "after": perplexity(model, tokenizer)},
         "questions": questions,
-        "before": answer(before, tokenizer, prompts, "before", 24),
-        "after": answer(model, processor, prompts, "after", 24),
+        "before": answer_prompts(before, tokenizer, prompts, "before", 24),
+        "after": answer_prompts(model, processor, prompts, "after", 24),
     }
 
 

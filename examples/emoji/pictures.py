@@ -32,7 +32,7 @@ from common.console import command, parse
 from common.errors import UserError
 from conversations.chat_template import chat_template
 from conversations.rows import IMAGE_MARK
-from diagnostics.answers import ask, encode
+from diagnostics.answers import encode_prompts, make_prompt
 from examples.emoji.parts import IMAGE_SIZE, RUN
 
 
@@ -267,7 +267,7 @@ def answer_texts(questions: list[str]) -> list[Record]:
     rows = []
     for start in tqdm(range(0, len(questions), TEXT_BATCH), desc="The language model answers"):
         batch = questions[start : start + TEXT_BATCH]
-        inputs = encode(tokenizer, [ask(question) for question in batch])
+        inputs = encode_prompts(tokenizer, [make_prompt(question) for question in batch])
         generated = model.generate(**inputs, max_new_tokens=TEXT_TOKENS, do_sample=False)
         answers = generated[:, inputs["input_ids"].shape[1] :]
         for question, answer in zip(batch, answers, strict=True):

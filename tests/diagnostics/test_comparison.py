@@ -14,7 +14,7 @@ from diagnostics import compare, measure
 from diagnostics.loading import Question, load_model, load_questions, questions_about
 from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
-from diagnostics.recording import prepare, record_questions
+from diagnostics.recording import prepare_inputs, record_questions
 from diagnostics.table import COLUMNS
 
 
@@ -39,10 +39,12 @@ def test_a_model_in_memory_stays_as_it_is(
     model.model.vision_tower.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
-    needed: list[bool] = []
-    model.get_decoder().layers[-1].register_forward_hook(lambda *of: needed.append(of[-1].requires_grad))
+    needs_gradient: list[bool] = []
+    model.get_decoder().layers[-1].register_forward_hook(
+        lambda layer, args, output: needs_gradient.append(output.requires_grad)
+    )
     measured = measure(model, processor, pictures, question="what is it?", name="mine")
-    assert needed == [False] * 4
+    assert needs_gradient == [False] * 4
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert "mine: Over 4 pictures, image tokens enter the decoder" in str(measured)
@@ -74,8 +76,10 @@ def test_rows_and_their_summary(composed: Composed, pictures: list[Image.Image])
     # Neither another model nor the order changes what is found.
     turned = compare(dict(reversed(models.items())), pictures, num_samples=3).rows
     for name in models:
-        of = [rows[rows["model"] == name].reset_index(drop=True) for rows in (measured.rows, turned)]
-        pd.testing.assert_frame_equal(*of)
+        in_order, reversed_order = (
+            rows[rows["model"] == name].reset_index(drop=True) for rows in (measured.rows, turned)
+        )
+        pd.testing.assert_frame_equal(in_order, reversed_order)
 
 
 def test_what_is_wrong_is_named(composed: Composed, pictures: list[Image.Image]) -> None:
@@ -118,4 +122,4 @@ def test_a_processor_without_a_chat_template(pictures: list[Image.Image], compos
     text = processor.tokenizer.decode(record(model, processor, questions).input_ids)
     assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
     made = dict.fromkeys(("input_ids", "labels"), torch.ones(1, 2))
-    assert [*prepare(model, lambda **given: made, questions[0].prompt)] == ["input_ids"]  # as PaliGemma's
+    assert [*prepare_inputs(model, lambda **given: made, questions[0].prompt)] == ["input_ids"]  # as PaliGemma's

@@ -17,7 +17,7 @@ from transformers import AutoProcessor, PreTrainedModel
 import families
 from diagnostics import hooks, sweep
 from diagnostics.__main__ import main
-from diagnostics.answers import ask, distributions, encode, read
+from diagnostics.answers import distributions, encode_prompts, make_prompt, read_prompt
 from diagnostics.loading import load_model, load_questions
 from diagnostics.norm_sweep import ask_question
 from diagnostics.parts import DiagnosticsError, find_decoder
@@ -64,7 +64,7 @@ def test_answers_are_scored_as_in_one_pass(name: str) -> None:
     prompt_length = sample["input_ids"].shape[1]
     model.lm_head.weight *= 20  # so that positions tell
     for answer in ([5, 6, 7], [8, 9]):
-        (_, scores) = distributions(model, read(model, sample), [[8, 9, 8, 9], answer])
+        (_, scores) = distributions(model, read_prompt(model, sample), [[8, 9, 8, 9], answer])
 
         longer = {}
         for key, value in sample.items():
@@ -127,7 +127,7 @@ def test_losses_of_a_sweep_are_those_of_passes_by_hand(
     own, blank = own_picture(data), Image.new("RGB", (40, 30), "white")
     dog = processor.tokenizer("dog<|im_end|>", add_special_tokens=False).input_ids
     for control, image, dose in (("", own, 1.0), ("", own, 10.0), ("blank", blank, 10.0)):
-        inputs = encode(processor, [ask("what is it?", image)])
+        inputs = encode_prompts(processor, [make_prompt("what is it?", image)])
         expected = loss_by_hand(sharp_model, inputs, dog, dose)
         assert rows["loss", control, dose, 1].item() == pytest.approx(expected, abs=1e-4)
 
@@ -154,7 +154,7 @@ def test_keys_and_values_turn_as_their_projections_do(model: PreTrainedModel, pr
 
     for name in projected:
         getattr(last, name).register_forward_hook(partial(see, name))
-    inputs = encode(processor, [ask("what is it?", own_picture(data))])
+    inputs = encode_prompts(processor, [make_prompt("what is it?", own_picture(data))])
     is_image_token = inputs["input_ids"][0] == model.config.image_token_id
     for dose in (1.0, 10.0):
         with by_hand(model, is_image_token, dose):
@@ -174,7 +174,7 @@ def test_what_layer_1_adds_is_what_its_two_parts_return(model: PreTrainedModel, 
     layer.self_attn.register_forward_hook(lambda _, args, output: seen.update(attention=output[0]))
     layer.mlp.register_forward_hook(lambda _, args, output: seen.update(mlp=output))
     layer.register_forward_pre_hook(lambda _, args: seen.update(entered=args[0]))
-    inputs = encode(processor, [ask("what is it?", own_picture(data))])
+    inputs = encode_prompts(processor, [make_prompt("what is it?", own_picture(data))])
     model(**inputs)
 
     is_image_token = inputs["input_ids"][0] == model.config.image_token_id
@@ -202,7 +202,7 @@ def test_all_pictures_of_a_row_are_asked_about(model: PreTrainedModel, processor
     measured = ask_question(model, processor, questions, 0, [1.0])
     (loss,) = [row.value for row in measured if row.measure == "loss" and row.control == ""]
     right = processor.tokenizer("A<|im_end|>", add_special_tokens=False).input_ids
-    expected = loss_by_hand(model, encode(processor, [questions[0].prompt]), right, 1.0)
+    expected = loss_by_hand(model, encode_prompts(processor, [questions[0].prompt]), right, 1.0)
     assert loss == pytest.approx(expected, abs=1e-5)
 
 

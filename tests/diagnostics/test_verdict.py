@@ -14,8 +14,8 @@ from diagnostics.verdict import (
     SMALLEST,
     Advice,
     Place,
-    advise,
     as_share,
+    choose_advice,
     doses_above_zero,
     doses_below_zero,
     judge_sweep,
@@ -88,9 +88,9 @@ def test_advice_follows_what_is_clear(
 
 
 def test_a_dose_that_helps_counts_more_than_those_that_harm() -> None:
-    assert advise(better=[3.0], worse=[0.03, 0.1, 0.3]) == Advice.MAY_HELP
-    assert advise(better=[], worse=[0.03]) == Advice.HARMS
-    assert advise(better=[], worse=[]) == Advice.UNCLEAR
+    assert choose_advice(better=[3.0], worse=[0.03, 0.1, 0.3]) == Advice.MAY_HELP
+    assert choose_advice(better=[], worse=[0.03]) == Advice.HARMS
+    assert choose_advice(better=[], worse=[]) == Advice.UNCLEAR
 
 
 def test_an_interval_that_ends_at_zero_is_not_clear() -> None:

@@ -16,7 +16,7 @@ from common.files import fingerprint, fresh_folder, weights_fingerprint
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
-from diagnostics.answers import answer, ask
+from diagnostics.answers import answer_prompts, make_prompt
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
 from hub_cards.contents import (
@@ -254,7 +254,7 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
 
         (picture,) = open_images(row)
         title = f"Example {len(widgets) + 1}"
-        (reply,) = answer(model, processor, [ask(question, picture)], title, MAX_WIDGET_TOKENS)
+        (reply,) = answer_prompts(model, processor, [make_prompt(question, picture)], title, MAX_WIDGET_TOKENS)
         name = f"images/example{len(widgets) + 1}.png"
         save_picture(picture, folder / name)
         content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": question}]

@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
-from scenes import CHANCE
+from scenes import CHANCE, ask
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from common.console import command, parse
@@ -201,7 +201,7 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
     rows = []
     for image in sorted(first_questions)[:PROBE_SIZE]:
         question = first_questions[image]
-        turns = make_prompt(question.question, question.answer)
+        turns = ask(question.question, question.answer)
         rows.append({"image": str(image.relative_to(path.parent)), "conversations": turns})
     path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 

@@ -17,7 +17,8 @@ def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -
 
     TRL puts the pictures before the text by itself.
     """
-    images, messages = [], []
+    images = []
+    messages = []
     for number in shuffled(len(rows), seed):
         row = rows[number]
         images.append([str(image_folder / row["image"])] if row.get("image") else [])

@@ -1,1 +1,1 @@
-"""What every package uses: the error for a user, commands, files, and records that are read back."""
+"""What every package uses: the error that a user can mend, commands, files and records."""

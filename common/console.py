@@ -1,4 +1,4 @@
-"""What all commands have in common: they print plain lines, and end with one where the user can mend what is wrong."""
+"""What all commands have in common: plain lines of output, and one line for an error that the user can mend."""
 
 import argparse
 import logging
@@ -14,10 +14,11 @@ from transformers.utils import logging as transformers_logging
 from common.errors import UserError
 
 
-# They tell of every request, every table of a font, kernels that a CPU hasn't (at import), and rows repeated in the
-# last batch, which are none here.
-for library in ("accelerate.accelerator", "bitsandbytes", "fontTools", "httpx", "httpx2", "matplotlib"):
-    logging.getLogger(library).setLevel(logging.ERROR)
+# Libraries that report what no user needs: each request, each table of a font, kernels that a CPU lacks, and rows that
+# are repeated in the last batch, which doesn't happen here.
+TALKATIVE = ("accelerate.accelerator", "bitsandbytes", "fontTools", "httpx", "httpx2", "matplotlib")
+for library in TALKATIVE:
+    logging.getLogger(library).setLevel(logging.ERROR)  # now, as some report at import
 
 
 @contextmanager
@@ -30,7 +31,7 @@ def command() -> Iterator[None]:
     logging.basicConfig(format="%(message)s")
     logging.getLogger().setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # what libraries tell each other
+    warnings.filterwarnings("ignore", category=FutureWarning)  # for authors of libraries
 
     try:
         yield
@@ -43,10 +44,11 @@ def command() -> Iterator[None]:
 
 
 def describe_system_error(error: OSError) -> str:
-    """An error of the system as a sentence. Libraries raise `OSError` too, with a text of several lines."""
+    """An error of the system in one line. Libraries raise `OSError` too, with a text of several lines or none."""
     if error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
-    return str(error).strip().splitlines()[0]
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
 
 
 def new_folder(path: str) -> Path:
@@ -69,13 +71,14 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, wh
         UserError: if an option is unknown.
     """
     args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        name = unknown[0].split("=")[0]
-        options = chosen_parser(parser, args)._option_string_actions
-        closest = get_close_matches(name, options, n=1, cutoff=0.8)
-        hint = f", did you mean {closest[0]}?" if closest else "."
-        raise UserError(f"{where}{name} is unknown{hint}")
-    return args
+    if not unknown:
+        return args
+
+    name = unknown[0].split("=")[0]
+    options = chosen_parser(parser, args)._option_string_actions
+    closest = get_close_matches(name, options, n=1, cutoff=0.8)
+    hint = f", did you mean {closest[0]}?" if closest else "."
+    raise UserError(f"{where}{name} is unknown{hint}")
 
 
 def chosen_parser(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""The error that is told to a user."""
+"""The error that a command prints in one line."""
 
 
 class UserError(ValueError):

@@ -1,4 +1,4 @@
-"""Files: write them whole, hash them, empty a folder."""
+"""Files and folders: written whole, emptied, looked for, hashed."""
 
 import hashlib
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 from common.errors import UserError
 
 
-# Files of a model's weights, whose fingerprint says which weights a figure is of.
+# Files of a model's weights. Their fingerprint tells which weights a figure belongs to.
 WEIGHT_FILES = "model*.safetensors"
 
 
@@ -20,14 +20,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def fresh_folder(path: Path) -> Path:
-    """Create an empty folder; what was there is deleted."""
+    """Create an empty folder, in place of one that is there."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
 
 
 def folder_or_id(name: str) -> str:
-    """A model's name, which is a folder's or one on the Hub.
+    """The name of a model, in a folder or on the Hub.
 
     Raises:
         UserError: for a missing folder, which `from_pretrained` would look for on the Hub.

@@ -9,7 +9,11 @@ from common.errors import UserError
 
 
 def read_record(kind: Any, path: Path) -> Any:
-    """Read a JSON file as a dataclass or a list of them. Fields that it doesn't have are left out.
+    """Read a JSON file as a dataclass or a list of them. Fields that the dataclass doesn't have are left out.
+
+    Args:
+        kind: The dataclass, or another type that pydantic reads.
+        path: The file.
 
     Raises:
         UserError: if the file can't be read or doesn't fit; the message names the file and the field.

@@ -37,8 +37,15 @@ def _by_role(
     name: str, start: str, end: str, separator: str = "", assistant: str = "assistant", has_system: bool = True
 ) -> ChatFormat:
     """A format whose turns all begin with `start`, which names the role, and end alike."""
-    system = start.format("system") if has_system else None
-    return ChatFormat(name, system, start.format("user"), end + separator, start.format(assistant), end, separator)
+    return ChatFormat(
+        name=name,
+        system=start.format("system") if has_system else None,
+        user=start.format("user"),
+        turn_end=end + separator,
+        assistant=start.format(assistant),
+        end_of_turn=end,
+        separator=separator,
+    )
 
 
 FORMATS = (
@@ -84,6 +91,12 @@ _CHAT_TEMPLATE = """\
 {{- @assistant@ if add_generation_prompt else "" -}}
 """
 
+# A system message that has a turn of its own, and one that the next user turn begins with.
+_SYSTEM_TURN = '{{- @system@ + render(message["content"]) + @turn_end@ -}}'
+_SYSTEM_BEFORE_USER = (
+    '{%- set ns.system = (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) -%}'
+)
+
 # LLaVA's stage 1: the pictures, the caption, a line break. The human's text has no content there and is left out.
 _PLAIN_TEMPLATE = """\
 {{- @bos@ -}}
@@ -101,6 +114,16 @@ _PLAIN_TEMPLATE = """\
 """
 
 
+def chat_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
+    """Jinja template of the tokenizer's own chat format, for messages with text and `{"type": "image"}` parts."""
+    return _write_template(chat_format(tokenizer), tokenizer, image_token)
+
+
+def plain_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
+    """Jinja template of LLaVA's stage 1 ("plain"): images, caption, line break."""
+    return _fill(_PLAIN_TEMPLATE, tokenizer, {"image": image_token})
+
+
 def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
     """The tokenizer's chat format: a known one by its end-of-turn token, else the one that its own chat template shows
     (`"the language model's own"`), else LLaVA-1.5's (`"Vicuna"`).
@@ -112,16 +135,24 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
     for known in FORMATS:
         if known.end_of_turn in vocabulary:
             return known
+
     if tokenizer.eos_token is None:
         raise UserError(
             "The tokenizer has no `eos_token`, so answers have no end token. Set it in tokenizer_config.json."
         )
-    return read_format(tokenizer) or ChatFormat(
-        "Vicuna", "", "USER: ", " ", "ASSISTANT:", tokenizer.eos_token, answer_start=" "
+    vicuna = ChatFormat(
+        name="Vicuna",
+        system="",
+        user="USER: ",
+        turn_end=" ",
+        assistant="ASSISTANT:",
+        answer_start=" ",
+        end_of_turn=tokenizer.eos_token,
     )
+    return _read_format(tokenizer) or vicuna
 
 
-def read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
+def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
     """The format that a tokenizer's own chat template shows, if a [`ChatFormat`] can say it; else `None`."""
     if not tokenizer.chat_template:
         return None
@@ -129,48 +160,32 @@ def read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
         question = _render(tokenizer, ["Q1"])
         asked = _render(tokenizer, ["Q1"], add_generation_prompt=True)
         answered = _render(tokenizer, ["Q1", "A1"])
-    except Exception:  # a template may raise what it likes
+    except Exception:  # a model's Jinja template may raise anything
         return None
     instructed = _render_system(tokenizer, ["Q1"], "S1")
 
     user, _, turn_end = question.partition("Q1")
     answer_start, _, after_answer = answered.removeprefix(asked).partition("A1")
-    has_system_turn = instructed is not None and instructed.endswith(f"S1{turn_end}{question}")
+    system = None
+    if instructed is not None and instructed.endswith(f"S1{turn_end}{question}"):
+        system = instructed.partition("S1")[0]
     candidate = ChatFormat(
         name="the language model's own",
-        system=str(instructed).partition("S1")[0] if has_system_turn else None,
+        system=system,
         user=user,
         turn_end=turn_end,
         assistant=asked.removeprefix(question),
+        answer_start=answer_start,
         end_of_turn=tokenizer.eos_token,
         separator=after_answer.removeprefix(tokenizer.eos_token),
-        answer_start=answer_start,
     )
     return candidate if _writes_the_same(tokenizer, candidate) else None
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | None = None, **options: Any) -> str:
-    """Questions and answers in turn, as the tokenizer's chat template writes them, less what begins every text."""
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    for number, text in enumerate(texts):
-        messages.append({"role": ("user", "assistant")[number % 2], "content": text})
-    written = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-    return written.removeprefix(tokenizer.bos_token or "")
-
-
-def _render_system(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str) -> str | None:
-    """As `_render`, with a system message; `None` where the tokenizer's own template refuses it or drops it."""
-    try:
-        written = _render(tokenizer, texts, system)
-    except Exception:  # a template may raise what it likes
-        return None
-    return written if system in written else None
 
 
 def _writes_the_same(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) -> bool:
     """Whether a format writes what the tokenizer's own template does, of several turns, and with a system message
     where that has a place for it."""
-    template = _render_format(candidate, tokenizer, image_token=IMAGE_MARK)
+    template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)
     for texts in (["One?"], ["One?", "Two."], ["One?", "Two.", "Three?", "Four."]):
         if _render(tokenizer, texts, chat_template=template) != _render(tokenizer, texts):
             return False
@@ -180,28 +195,40 @@ def _writes_the_same(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) 
     return True
 
 
-def chat_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
-    """Jinja template of the tokenizer's own chat format, for messages with text and `{"type": "image"}` parts."""
-    return _render_format(chat_format(tokenizer), tokenizer, image_token)
+def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | None = None, **options: Any) -> str:
+    """Questions and answers in turn, as the tokenizer's chat template writes them, less what begins every text."""
+    messages = []
+    if system is not None:
+        messages.append({"role": "system", "content": system})
+    for number, text in enumerate(texts):
+        role = "user" if number % 2 == 0 else "assistant"
+        messages.append({"role": role, "content": text})
+
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    return rendered.removeprefix(tokenizer.bos_token or "")
 
 
-def _render_format(style: ChatFormat, tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
+def _render_system(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str) -> str | None:
+    """As `_render`, with a system message; `None` where the tokenizer's own template refuses it or drops it."""
+    try:
+        rendered = _render(tokenizer, texts, system)
+    except Exception:  # a model's Jinja template may raise anything
+        return None
+    return rendered if system in rendered else None
+
+
+def _write_template(chat_format: ChatFormat, tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
     """Jinja template of a format."""
-    system = '{{- @system@ + render(message["content"]) + @turn_end@ -}}'
-    if style.system is None:
-        system = '{%- set ns.system = (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) -%}'
-    return _fill(_CHAT_TEMPLATE.replace("@SYSTEM_TURN@", system), tokenizer, image_token, asdict(style))
+    system_turn = _SYSTEM_BEFORE_USER if chat_format.system is None else _SYSTEM_TURN
+    template = _CHAT_TEMPLATE.replace("@SYSTEM_TURN@", system_turn)
+    return _fill(template, tokenizer, {"image": image_token, **asdict(chat_format)})
 
 
-def plain_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
-    """Jinja template of LLaVA's stage 1 ("plain"): images, caption, line break."""
-    return _fill(_PLAIN_TEMPLATE, tokenizer, image_token, {})
-
-
-def _fill(template: str, tokenizer: PreTrainedTokenizerBase, image_token: str, texts: dict[str, str | None]) -> str:
+def _fill(template: str, tokenizer: PreTrainedTokenizerBase, texts: dict[str, str | None]) -> str:
+    """A template with texts, as Jinja strings, in place of their `@names@`."""
     # A tokenizer that starts every text with BOS expects it here too; processors then don't add it a second time.
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     template = template.replace("@bos@", "bos_token" if adds_bos else '""')
-    for name, text in {"image": image_token, **texts}.items():
+    for name, text in texts.items():
         template = template.replace(f"@{name}@", json.dumps(text))
     return template

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from common.errors import UserError
-from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ_COLUMNS, READERS, Row, read_row
+from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ_COLUMNS, Row, read_row
 from conversations.sources import Source
 
 
@@ -30,27 +30,60 @@ READ_FEATURES = datasets.Features(
     }
 )
 PICTURES = datasets.List(datasets.Image(decode=False))
-# Stands for a picture that isn't loaded.
+# Stands for a picture in a column of its own, which isn't loaded.
 _BESIDE = object()
 
 
 def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Counter[str]]:
-    """A dataset's pictures and turns, and the number of rows by name of what nothing reads."""
-    require_turns(dataset.features)
+    """A dataset's pictures and turns, as datasets to be put side by side.
+
+    Returns:
+        These datasets, and the number of rows by name of a field that has content and that nothing reads.
+    """
     features = undecoded_features(dataset.features)
     unread = _count_unread_columns(dataset)
-    beside = datasets.Features({name: features[name] for name in PICTURE_COLUMNS if name in features})
-    if _is_llava(features):
-        llava = datasets.Features({**beside, "conversations": features["conversations"]})
-        return [_select(dataset, llava)], unread
+    picture_features = {name: features[name] for name in PICTURE_COLUMNS if name in features}
+    if _has_llava_turns(features):
+        read = datasets.Features({**picture_features, "conversations": features["conversations"]})
+        return [_select(dataset, read)], unread
 
-    pictures = _select(dataset, beside)
-    counts = {name: _count_pictures(pictures.data[name]) for name in beside}
+    pictures = _select(dataset, datasets.Features(picture_features))
+    counts = {name: _count_pictures(pictures.data[name]) for name in picture_features}
     has_pictures = any(any(column) for column in counts.values())
     turns = _read_turns(dataset, features, counts if has_pictures else {})
     unread += count_names(turns)
+
     turns = turns.remove_columns("unread")
     return ([pictures, turns] if has_pictures else [turns]), unread
+
+
+def count_names(rows: datasets.Dataset) -> Counter[str]:
+    """The number of rows by name in their `unread`."""
+    names = pc.list_flatten(rows.data["unread"])
+    return Counter({count["values"]: count["counts"] for count in names.value_counts().to_pylist()})
+
+
+def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
+    """The number of rows with content by column that no reader uses."""
+    counts: Counter[str] = Counter()
+    for name in dataset.column_names:
+        if name in READ_COLUMNS or name in IDENTIFYING:
+            continue
+        num_rows = sum(int(_content_mask(chunk).sum()) for chunk in dataset.data[name].chunks)
+        if num_rows:
+            counts[name] = num_rows
+    return counts
+
+
+def _has_llava_turns(features: datasets.Features) -> bool:
+    """Whether the turns of a dataset stand as LLaVA's do, so that there is nothing to read."""
+    columns = READ_COLUMNS & features.keys()
+    if columns - set(PICTURE_COLUMNS) != {"conversations"}:
+        return False
+    turns = features["conversations"]
+    if not isinstance(turns, (datasets.List, datasets.LargeList)) or not isinstance(turns.feature, dict):
+        return False
+    return set(turns.feature) == {"from", "value"}
 
 
 def _read_turns(
@@ -59,18 +92,22 @@ def _read_turns(
     """The turns of a dataset in another layout than LLaVA's, with its pictures if they are inside the messages.
 
     Args:
+        dataset: Has a column of turns.
         features: The dataset's, with pictures undecoded.
         counts: The number of pictures in each row of the columns that hold some. These stand for the pictures, which
             needn't be loaded. If there are none, pictures inside the messages are copied into datasets' cache folder.
     """
     texts = [name for name in features if name in READ_COLUMNS and name not in PICTURE_COLUMNS]
     table = _select(dataset, datasets.Features({name: features[name] for name in texts}))
+    read_features = READ_FEATURES
     if counts:
         table = datasets.concatenate_datasets([table, datasets.Dataset.from_dict(counts)], axis=1)
+    else:
+        read_features = datasets.Features({"images": PICTURES, **READ_FEATURES})
     return table.map(
         partial(_read_fields, counted=list(counts)),
         remove_columns=table.column_names,
-        features=READ_FEATURES if counts else datasets.Features({"images": PICTURES, **READ_FEATURES}),
+        features=read_features,
         desc="Reading the turns",
     )
 
@@ -79,6 +116,7 @@ def _read_fields(fields: Row, counted: list[str]) -> Row:
     """A row of a dataset, in which the pictures beside the turns stand as their number."""
     for name in counted:
         fields[name] = [_BESIDE] * fields[name]
+
     row = read_row(fields)
     # Malformed turns stay as they are, and may hold what JSON can't.
     row["conversations"] = json.dumps(row["conversations"], default=lambda value: str(value)[:80])
@@ -93,75 +131,40 @@ def _count_pictures(column: pa.ChunkedArray) -> list[int]:
     """The number of pictures in each row of a column of pictures, or of lists of pictures."""
     counts: list[int] = []
     for chunk in column.chunks:
-        if not _is_list(chunk.type):
-            counts += np.array(_content_mask(chunk), dtype=int).tolist()
-            continue
-        parents = np.array(pc.list_parent_indices(chunk), dtype=int)
-        is_picture = np.array(_content_mask(chunk.flatten()), dtype=bool)
-        counts += np.bincount(parents[is_picture], minlength=len(chunk)).tolist()
+        if _is_list(chunk.type):
+            counts += _count_in_lists(chunk).tolist()
+        else:
+            counts += _content_mask(chunk).astype(int).tolist()
     return counts
 
 
-def _content_mask(array: pa.Array) -> pa.Array:
+def _count_in_lists(array: pa.Array) -> np.ndarray:
+    """The number of entries with content in each list of an array of lists."""
+    list_of_entry = np.array(pc.list_parent_indices(array), dtype=int)
+    has_content = _content_mask(array.flatten())
+    return np.bincount(list_of_entry[has_content], minlength=len(array))
+
+
+def _content_mask(array: pa.Array) -> np.ndarray:
     """Which entries of an array have content, as `has_content` says of the values, without loading them."""
     kind = array.type
     if pa.types.is_null(kind):
-        return pa.array([False] * len(array))
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        has_text = pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(array)), 0)
-        return pc.fill_null(has_text, False)
-    if pa.types.is_boolean(kind):
-        return pc.fill_null(array, False)
-    if pa.types.is_floating(kind):
-        return pc.fill_null(pc.invert(pc.is_nan(array)), False)
+        return np.zeros(len(array), dtype=bool)
     if _is_list(kind):
-        parents = np.array(pc.list_parent_indices(array), dtype=int)
-        filled = np.array(_content_mask(array.flatten()), dtype=bool)
-        return pa.array(np.bincount(parents[filled], minlength=len(array)) > 0)
+        return _count_in_lists(array) > 0
     if pa.types.is_struct(kind):
-        masks = [np.array(_content_mask(field), dtype=bool) for field in array.flatten()]
-        return pa.array(np.any(masks, axis=0) if masks else [False] * len(array))
-    return pc.is_valid(array)
+        masks = [_content_mask(field) for field in array.flatten()]
+        return np.logical_or.reduce(masks) if masks else np.zeros(len(array), dtype=bool)
 
-
-def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
-    """The number of rows with content by column that no reader uses."""
-    counts: Counter[str] = Counter()
-    for name in dataset.column_names:
-        if name not in READ_COLUMNS and name not in IDENTIFYING:
-            for chunk in dataset.data[name].chunks:
-                counts[name] += pc.sum(_content_mask(chunk)).as_py() or 0
-    return +counts
-
-
-def count_names(rows: datasets.Dataset) -> Counter[str]:
-    """The number of rows by name in their `unread`."""
-    names = pc.list_flatten(rows.data["unread"])
-    return Counter({count["values"]: count["counts"] for count in names.value_counts().to_pylist()})
-
-
-def require_turns(features: datasets.Features) -> None:
-    """Refuse a dataset that has no column of turns.
-
-    Raises:
-        UserError: if it has none; names its columns.
-    """
-    if not READERS.keys() & features.keys():
-        raise UserError(
-            f"no turns: the columns are {', '.join(features)}, and turns are read from {', '.join(READERS)}. Write "
-            "one of these from your own; docs/data.md has an example of each."
-        )
-
-
-def _is_llava(features: datasets.Features) -> bool:
-    """Whether the turns of a dataset stand as LLaVA's do, so that there is nothing to read."""
-    columns = READ_COLUMNS & features.keys()
-    if columns - set(PICTURE_COLUMNS) != {"conversations"}:
-        return False
-    turns = features["conversations"]
-    if not isinstance(turns, (datasets.List, datasets.LargeList)) or not isinstance(turns.feature, dict):
-        return False
-    return set(turns.feature) == {"from", "value"}
+    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+        mask = pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(array)), 0)
+    elif pa.types.is_boolean(kind):
+        mask = array
+    elif pa.types.is_floating(kind):
+        mask = pc.invert(pc.is_nan(array))
+    else:
+        mask = pc.is_valid(array)
+    return np.array(pc.fill_null(mask, False), dtype=bool)
 
 
 def undecoded_features(features: datasets.Features) -> datasets.Features:
@@ -195,33 +198,50 @@ def _select(dataset: datasets.Dataset, features: datasets.Features) -> datasets.
     return datasets.Dataset(dataset.data.cast(features.arrow_schema), info=info, split=dataset.split)
 
 
+class _TypesDifferError(Exception):
+    """Two files have types in a column that no one type fits."""
+
+
 def common_features(source: Source) -> datasets.Features | None:
     """Features that fit all parquet files of a source, where their types differ; else `None`.
 
     `datasets` takes the first file's types. What is all null or empty there, such as the pictures of a shard without
     any, has no type in that file, and the next one would not fit.
+
+    Raises:
+        UserError: if a file is no parquet file.
     """
-    files = source.files or sorted(Path(source.name).rglob("*.parquet"))
     types: dict[str, pa.DataType] = {}
-    is_alike = True
-    for file in files:
-        for field in pq.read_schema(file):
-            before = types.get(field.name, field.type)
+    do_differ = False
+    for file in source.files or sorted(Path(source.name).rglob("*.parquet")):
+        for field in _read_schema(file):
+            known = types.setdefault(field.name, field.type)
+            if field.type == known:
+                continue
+            do_differ = True
             try:
-                types[field.name] = _merge_types(before, field.type)
-            except TypeError:  # of another configuration or split: `datasets` says it if they are read together
+                types[field.name] = _merge_types(known, field.type)
+            except _TypesDifferError:
+                # Files of different configurations or splits; if they are read together, `datasets` reports it.
                 return None
-            is_alike = is_alike and types[field.name] == before == field.type
-    if is_alike:
+
+    if not do_differ:
         return None
     return datasets.Features.from_arrow_schema(pa.schema(list(types.items())))
+
+
+def _read_schema(file: Path) -> pa.Schema:
+    try:
+        return pq.read_schema(file)
+    except pa.ArrowException as error:
+        raise UserError(f"{file}: {error}") from error
 
 
 def _merge_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
     """The type that holds values of both: null fits all, and structs have the fields of both.
 
     Raises:
-        TypeError: if there is none.
+        _TypesDifferError: if there is none.
     """
     if one == other or pa.types.is_null(other):
         return one
@@ -234,8 +254,8 @@ def _merge_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
         for field in other:
             fields[field.name] = _merge_types(fields.get(field.name, field.type), field.type)
         return pa.struct(list(fields.items()))
-    raise TypeError(f"{one} and {other}")
+    raise _TypesDifferError
 
 
-def _is_list(type_: pa.DataType) -> bool:
-    return pa.types.is_list(type_) or pa.types.is_large_list(type_)
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)

@@ -29,10 +29,11 @@ PICTURE_COLUMNS = ("images", "image")
 # LLaVA's names of the roles, by those that rows use.
 ROLE_NAMES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
 # Fields that say where a row comes from or how large its picture is: they hold nothing to learn.
-IDENTIFYING = frozenset(
-    {"id", "idx", "index", "uid", "uuid", "key", "source", "data_source", "dataset", "license", "model", "lang"}
-    | {"language", "height", "width", "hash", "split", "__index_level_0__"}
-)
+IDENTIFYING = frozenset({
+    "id", "idx", "index", "uid", "uuid", "key", "hash", "__index_level_0__",
+    "source", "data_source", "dataset", "split", "license", "model", "lang", "language",
+    "height", "width",
+})  # fmt: skip
 # Fields of a turn by which other trainers weigh an answer in the loss, or leave it out.
 LOSS_FIELDS = ("weight", "loss", "train")
 # What is read of a turn, of a message's parts, and of the_cauldron's pairs.
@@ -46,18 +47,6 @@ class LayoutError(UserError):
     """A row that has content in a layout that can't be read as it stands."""
 
 
-def has_content(value: Any) -> bool:
-    """Whether a field holds something: no null or NaN, empty text, empty list or `False`."""
-    if isinstance(value, str):
-        return bool(value.strip())
-    if isinstance(value, list | tuple):
-        return any(has_content(entry) for entry in value)
-    if isinstance(value, dict):
-        return any(has_content(entry) for entry in value.values())
-    is_nan = isinstance(value, float) and math.isnan(value)
-    return value is not None and value is not False and not is_nan
-
-
 def read_row(row: Row) -> Row:
     """A row of any layout as `images`, `conversations`, `problem` and `unread`.
 
@@ -66,7 +55,7 @@ def read_row(row: Row) -> Row:
         can't be read as it stands (`None` if it can), and `unread` names the fields that have content which no reader
         uses, as `field` or `messages[].field`.
     """
-    unread = [name for name in row if name not in READ_COLUMNS and name not in IDENTIFYING and has_content(row[name])]
+    unread = _unread_fields(row, READ_COLUMNS)
     try:
         layout = _find_layout(row)
         reader = _Reader(layout)
@@ -77,7 +66,18 @@ def read_row(row: Row) -> Row:
             turns = _mark_pictures(turns, len(images))
     except LayoutError as error:
         return {"images": [], "conversations": None, "problem": str(error), "unread": unread}
-    return {"images": images, "conversations": turns, "problem": None, "unread": unread + sorted(reader.unread)}
+
+    unread += sorted(reader.unread)
+    return {"images": images, "conversations": turns, "problem": None, "unread": unread}
+
+
+def _unread_fields(fields: dict[str, Any], read: frozenset[str]) -> list[str]:
+    """The names of the fields that have content, are not among those that are read, and don't only identify."""
+    names = []
+    for name, value in fields.items():
+        if name not in read and name not in IDENTIFYING and has_content(value):
+            names.append(name)
+    return names
 
 
 def beside_pictures(row: Row) -> list[Any]:
@@ -96,6 +96,19 @@ def beside_pictures(row: Row) -> list[Any]:
     return [entry for entry in entries if has_content(entry)]
 
 
+def has_content(value: Any) -> bool:
+    """Whether a field holds something: no null or NaN, empty text, empty list or `False`."""
+    if isinstance(value, str):
+        return bool(value.strip())
+    if isinstance(value, list | tuple):
+        return any(has_content(entry) for entry in value)
+    if isinstance(value, dict):
+        return any(has_content(entry) for entry in value.values())
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    return value is not None and value is not False
+
+
 def unpack_list(entries: Any) -> Any:
     """A list of turns or parts, where it is stored otherwise.
 
@@ -104,18 +117,26 @@ def unpack_list(entries: Any) -> Any:
     Raises:
         LayoutError: if such lists differ in length.
     """
-    if isinstance(entries, str) and entries.lstrip().startswith("["):
-        try:
-            decoded = json.loads(entries)
-        except ValueError:
-            return entries
-        return decoded if all(isinstance(entry, dict) for entry in decoded) else entries
+    if isinstance(entries, str):
+        return _decode_list(entries)
     if not isinstance(entries, dict) or not all(isinstance(column, list) for column in entries.values()):
         return entries
+
     lengths = {name: len(column) for name, column in entries.items()}
     if len(set(lengths.values())) > 1:
         raise LayoutError(f"turns are stored as lists of different lengths: {lengths}")
     return [dict(zip(entries, entry, strict=True)) for entry in zip(*entries.values(), strict=True)]
+
+
+def _decode_list(text: str) -> Any:
+    """The list of mappings that a text holds as JSON; the text itself if it is no such list."""
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        decoded = json.loads(text)
+    except ValueError:  # a text that begins with a bracket
+        return text
+    return decoded if all(isinstance(entry, dict) for entry in decoded) else text
 
 
 class _Reader:
@@ -144,29 +165,16 @@ class _Reader:
             return turn
 
         role = ROLE_NAMES[role]
-        self._refuse_what_changes_training(turn, role)
+        _refuse_what_changes_training(turn, role)
         self.note_unread(turn, TURN_FIELDS)
-        if not isinstance(content, str):
-            parts = unpack_list(content)
-            content = self._join_parts(parts, role) if isinstance(parts, list) else content
+        parts = None if isinstance(content, str) else unpack_list(content)
+        if isinstance(parts, list):
+            content = self._join_parts(parts, role)
         return {"from": role, "value": content}
 
     def note_unread(self, fields: dict[str, Any], read: frozenset[str]) -> None:
-        """Keep the names of the fields that have content and aren't among those that are read."""
-        if fields.keys() <= read:
-            return
-        for name, value in fields.items():
-            if name not in read and name not in IDENTIFYING and has_content(value):
-                self.unread.add(f"{self.column}[].{name}")
-
-    def _refuse_what_changes_training(self, turn: Turn, role: str) -> None:
-        if has_content(turn.get("tool_calls")):
-            raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
-        for name in LOSS_FIELDS:
-            if role == "gpt" and turn.get(name) not in (None, True):  # 1 equals True
-                raise LayoutError(
-                    f"an answer has `{name}`: {turn[name]!r}, but all are trained alike; remove the turn"
-                )
+        """Keep the names of the fields that have content and that nothing reads."""
+        self.unread.update(f"{self.column}[].{name}" for name in _unread_fields(fields, read))
 
     def _join_parts(self, parts: list[Any], role: str) -> str:
         """The text of a message's parts as one, with a mark for each picture."""
@@ -174,16 +182,10 @@ class _Reader:
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind == "text" and isinstance(part.get("text"), str):
-                if any(has_content(part.get(name)) for name in PAYLOAD_FIELDS):
-                    raise LayoutError("a part of text holds a picture too; make them two parts")
-                if IMAGE_MARK in part["text"]:
-                    raise LayoutError(f"a part of text contains {IMAGE_MARK}, where parts mark the pictures")
+                _check_text_part(part)
                 pieces.append(part["text"])
             elif kind in ("image", "image_url"):
-                if role == "gpt":
-                    raise LayoutError("an assistant's message holds a picture")
-                if has_content(part.get("text")):
-                    raise LayoutError("a picture's part holds text too; make them two parts")
+                _check_picture_part(part, role)
                 self._take_picture(part)
                 pieces.append(f"{IMAGE_MARK}\n")
             else:
@@ -193,25 +195,56 @@ class _Reader:
 
     def _take_picture(self, part: dict[str, Any]) -> None:
         """Keep the part's picture. A part without one stands for the next of the row's own."""
-        payloads = []
-        for name in PAYLOAD_FIELDS:
-            payload = part.get(name)
-            if name == "image_url" and isinstance(payload, dict):
-                payload = payload.get("url")
-            if isinstance(payload, bytes):
-                payload = {"bytes": payload, "path": None}
-            if has_content(payload):
-                payloads.append(payload)
-
+        payloads = _picture_payloads(part)
         if len(payloads) > 1:
             raise LayoutError("a part names its picture twice")
         if payloads:
             self.pictures.append(payloads[0])
             return
+
         index = part.get("index")
         if index is not None and index != self._placeholders:
             raise LayoutError(f"a part stands for picture {index} where picture {self._placeholders} would come")
         self._placeholders += 1
+
+
+def _refuse_what_changes_training(turn: Turn, role: str) -> None:
+    """Refuse a turn that would have to be trained otherwise than all are."""
+    if has_content(turn.get("tool_calls")):
+        raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
+    if role != "gpt":
+        return
+    for name in LOSS_FIELDS:
+        if turn.get(name) not in (None, True):  # 1 equals True
+            raise LayoutError(f"an answer has `{name}`: {turn[name]!r}, but all are trained alike; remove the turn")
+
+
+def _check_text_part(part: dict[str, Any]) -> None:
+    if any(has_content(part.get(name)) for name in PAYLOAD_FIELDS):
+        raise LayoutError("a part of text holds a picture too; make them two parts")
+    if IMAGE_MARK in part["text"]:
+        raise LayoutError(f"a part of text contains {IMAGE_MARK}, where parts mark the pictures")
+
+
+def _check_picture_part(part: dict[str, Any], role: str) -> None:
+    if role == "gpt":
+        raise LayoutError("an assistant's message holds a picture")
+    if has_content(part.get("text")):
+        raise LayoutError("a picture's part holds text too; make them two parts")
+
+
+def _picture_payloads(part: dict[str, Any]) -> list[Any]:
+    """The undecoded pictures that a part names: a path, or a mapping with a path or bytes."""
+    payloads = []
+    for name in PAYLOAD_FIELDS:
+        payload = part.get(name)
+        if name == "image_url" and isinstance(payload, dict):
+            payload = payload.get("url")
+        if isinstance(payload, bytes):
+            payload = {"bytes": payload, "path": None}
+        if has_content(payload):
+            payloads.append(payload)
+    return payloads
 
 
 def _filled_one(turn: dict[str, Any], name: str, other: str) -> Any:
@@ -227,27 +260,37 @@ def _filled_one(turn: dict[str, Any], name: str, other: str) -> Any:
 
 def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
     """The turns of a prompt and its completion, each a text or messages; only the completion is trained."""
-    turns: list[Turn] = []
-    for column, role in (("prompt", "user"), ("completion", "assistant")):
-        content = row.get(column)
-        is_text = isinstance(content, str) and not isinstance(unpack_list(content), list)
-        read = reader.turns([{"role": role, "content": content}] if is_text else content)
-        if not isinstance(read, list):
-            raise LayoutError(f"`{column}` is neither a text nor a list of messages")
-        if column == "prompt" and any(isinstance(turn, dict) and turn.get("from") == "gpt" for turn in read):
-            raise LayoutError("`prompt` holds an answer, which would be trained too; give such rows as `messages`")
-        turns += read
+    prompt = _read_text_or_messages(row, "prompt", "user", reader)
+    if any(isinstance(turn, dict) and turn.get("from") == "gpt" for turn in prompt):
+        raise LayoutError("`prompt` holds an answer, which would be trained too; give such rows as `messages`")
+    return prompt + _read_text_or_messages(row, "completion", "assistant", reader)
+
+
+def _read_text_or_messages(row: Row, column: str, role: str, reader: _Reader) -> list[Turn]:
+    """The turns of a column: a text is one turn with this role."""
+    content = row.get(column)
+    is_text = isinstance(content, str) and not isinstance(unpack_list(content), list)
+    if is_text:
+        content = [{"role": role, "content": content}]
+
+    turns = reader.turns(content)
+    if not isinstance(turns, list):
+        raise LayoutError(f"`{column}` is neither a text nor a list of messages")
     return turns
 
 
 def _read_texts(row: Row, reader: _Reader) -> list[Turn]:
     """The turns of questions and answers as the_cauldron stores them."""
     pairs = unpack_list(row["texts"])
+    if not isinstance(pairs, list):
+        return []  # no turns, which the row's check reports
+
     turns: list[Turn] = []
-    for pair in pairs if isinstance(pairs, list) else []:
+    for pair in pairs:
         if not isinstance(pair, dict) or "user" not in pair or "assistant" not in pair:
             raise LayoutError(f'an entry of `texts` is not {{"user": ..., "assistant": ...}}: {str(pair)[:100]}')
-        turns += [reader.turn({"role": role, "content": pair[role]}) for role in ("user", "assistant")]
+        turns.append(reader.turn({"role": "user", "content": pair["user"]}))
+        turns.append(reader.turn({"role": "assistant", "content": pair["assistant"]}))
         reader.note_unread(pair, PAIR_FIELDS)
     return turns
 
@@ -280,11 +323,13 @@ def _find_layout(row: Row) -> str:
 
 
 def _is_first_text(prompt: Any, messages: Any) -> bool:
+    """Whether a prompt only repeats the first message."""
     first = messages[0] if isinstance(messages, list) else None
     return isinstance(first, dict) and first.get("content") == prompt
 
 
 def _choose_pictures(row: Row, pictures_inside: list[Any]) -> list[Any]:
+    """The row's pictures, which are either in its columns or inside its messages."""
     beside = beside_pictures(row)
     if beside and pictures_inside:
         raise LayoutError("there are pictures both in the messages and beside them; keep one of these")

@@ -8,6 +8,8 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ from pyarrow import ArrowException
 
 from common.errors import UserError
 from common.files import sha256
-from conversations.columns import common_features, count_names, read_columns, require_turns, undecoded_features
+from conversations.columns import common_features, count_names, read_columns, undecoded_features
 from conversations.json_files import read_json_files
-from conversations.layouts import Row, read_row
+from conversations.layouts import READERS, Row, read_row
 from conversations.sources import Source, find_source
 
 
@@ -47,48 +49,71 @@ def load_rows(
         UserError: if these are not rows, there are none, or there is no such file, folder, split or configuration.
     """
     source = find_source(name)
-    if image_folder is not None:
-        image_folder = os.path.expanduser(image_folder)
-        if not Path(image_folder).is_dir():
-            raise UserError(f"The image folder {image_folder} does not exist.")
-    folder = os.path.abspath(image_folder or source.folder)
+    folder = _absolute_folder(source, image_folder)
+    if streaming and source.kind in ("parquet", "dataset"):
+        return _stream(source, folder, config, split)
 
-    try:
-        if streaming and source.kind in ("parquet", "dataset"):
-            rows = _stream(source, folder, config, split)
-        else:
-            rows = _standardise(_open(source, config, split), source, folder)
-        if next(iter(rows), None) is None:
-            raise UserError("there are no rows.")
-    except (ArrowException, DatasetGenerationError, IndexError, TypeError, ValueError) as error:
-        raise UserError(f"{name}: {error.__cause__ or error}") from error
-    if streaming and isinstance(rows, datasets.Dataset):
+    rows = _standardise(_open(source, config, split), source, folder)
+    if len(rows) == 0:
+        raise UserError(f"{source.name}: there are no rows.")
+    if streaming:
         return rows.to_iterable_dataset(num_shards=min(NUM_SHARDS, len(rows)))
     return rows
 
 
-def has_splits(name: str) -> bool:
-    """Whether a dataset may have named splits; files or a single saved dataset only have "train"."""
-    source = find_source(name)
-    return source.kind == "dataset" or Path(source.name, "dataset_dict.json").exists()
+def _absolute_folder(source: Source, image_folder: str | None) -> str:
+    """The folder that paths of pictures are relative to."""
+    if image_folder is None:
+        return source.folder
+
+    folder = os.path.abspath(os.path.expanduser(image_folder))
+    if not Path(folder).is_dir():
+        raise UserError(f"The image folder {image_folder} does not exist.")
+    return folder
 
 
 def _open(source: Source, config: str | None, split: str) -> datasets.Dataset:
     """The rows as they are stored."""
     if source.kind == "dataset":
-        return datasets.load_dataset(source.name, config, split=split, features=common_features(source))
-    if source.kind == "saved":
-        rows = datasets.load_from_disk(source.name)
-    elif source.kind == "parquet":
-        files = [str(file) for file in source.files]
-        rows = datasets.load_dataset("parquet", data_files=files, split="train", features=common_features(source))
-    else:
+        return _load_dataset(source, config, split)
+
+    if source.kind == "json":
         rows = read_json_files(source)
+    elif source.kind == "parquet":
+        rows = _load_dataset(source)
+    else:
+        with _naming(source):
+            rows = datasets.load_from_disk(source.name)
 
     splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
     if config is not None or split not in splits:
-        raise UserError(f"it has the splits {', '.join(splits)} and no configurations, so no {config or split!r}.")
+        known = f"it has the splits {', '.join(splits)} and no configurations"
+        raise UserError(f"{source.name}: {known}, so no {config or split!r}.")
     return splits[split]
+
+
+def _load_dataset(
+    source: Source, config: str | None = None, split: str = "train", streaming: bool = False
+) -> datasets.Dataset | datasets.IterableDataset:
+    """What `load_dataset` reads: parquet files, which have one split and no configurations, a folder or a Hub id."""
+    options: dict[str, Any] = {"features": common_features(source), "streaming": streaming}
+    with _naming(source):
+        if source.kind == "parquet":
+            files = [str(file) for file in source.files]
+            return datasets.load_dataset("parquet", data_files=files, split="train", **options)
+        return datasets.load_dataset(source.name, config, split=split, **options)
+
+
+@contextmanager
+def _naming(source: Source) -> Iterator[None]:
+    """Only `datasets` and Arrow may run in this: what they raise becomes a `UserError` that names the source.
+
+    They raise errors of many types for data that they can't read, and for an unknown split or configuration.
+    """
+    try:
+        yield
+    except (ArrowException, DatasetGenerationError, TypeError, ValueError) as error:
+        raise UserError(f"{source.name}: {error.__cause__ or error}") from error
 
 
 def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -> datasets.Dataset:
@@ -97,61 +122,91 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
         unread = count_names(dataset)
         columns = [dataset.remove_columns("unread")]
     else:
-        columns, unread = read_columns(dataset)
+        _require_turns(source, dataset.features)
+        try:
+            columns, unread = read_columns(dataset)
+        except ArrowException as error:  # a column, such as numbers in place of pictures, that it can't cast
+            raise UserError(f"{source.name}: {error}") from error
     for field, count in unread.items():
         message = "%s: nothing reads `%s`, which has content in %d of %d rows"
         logger.warning(message, source.name, field, count, len(dataset))
 
-    sources = [f"{source.name}, row {number}" for number in range(len(dataset))]
-    names = datasets.Dataset.from_dict({"image_folder": [image_folder] * len(sources), "source": sources})
-    return datasets.concatenate_datasets([*columns, names], axis=1)
+    places = datasets.Dataset.from_dict({
+        "image_folder": [image_folder] * len(dataset),
+        "source": [f"{source.name}, row {number}" for number in range(len(dataset))],
+    })  # fmt: skip
+    return datasets.concatenate_datasets([*columns, places], axis=1)
+
+
+def _require_turns(source: Source, features: datasets.Features) -> None:
+    """Refuse a dataset that has no column of turns."""
+    if not READERS.keys() & features.keys():
+        raise UserError(
+            f"{source.name}: no turns: the columns are {', '.join(features)}, and turns are read from "
+            f"{', '.join(READERS)}. Write one of these from your own; docs/data.md has an example of each."
+        )
 
 
 def _stream(source: Source, image_folder: str, config: str | None, split: str) -> datasets.IterableDataset:
     """A stream of a dataset's rows with our columns, pictures undecoded."""
-    options: dict[str, Any] = {"streaming": True, "features": common_features(source)}
-    if source.kind == "parquet":
-        files = [str(file) for file in source.files]
-        rows = datasets.load_dataset("parquet", data_files=files, split="train", **options)
-    else:
-        rows = datasets.load_dataset(source.name, config, split=split, **options)
-    stored = rows.features or rows._resolve_features().features
-    require_turns(stored)
+    rows: Any = _load_dataset(source, config, split, streaming=True)
+    with _naming(source):
+        stored = rows.features or rows._resolve_features().features
+    _require_turns(source, stored)
+
+    rows = rows.cast(undecoded_features(stored))
+    with _naming(source):
+        first = next(iter(rows), None)
+    if first is None:
+        raise UserError(f"{source.name}: there are no rows.")
+
     read = partial(_read_streamed, name=source.name, image_folder=image_folder)
-    return rows.cast(undecoded_features(stored)).map(read, remove_columns=list(stored))
+    return rows.map(read, remove_columns=list(stored))
 
 
 def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
-    """A streamed row in our layout. A stream doesn't number its rows, so the source is the `id` or the beginning of
-    the text."""
+    """A streamed row in our layout.
+
+    A stream doesn't number its rows, so the source is the row's `id` or the beginning of its text.
+    """
     row = read_row(fields)
     for field in row.pop("unread"):
-        _say_unread(name, field)
+        _warn_once(name, field)
     place = fields.get("id") or str(row["conversations"] or fields)[:80]
     return {**row, "image_folder": image_folder, "source": f"{name}, row {place}"}
 
 
 @cache
-def _say_unread(name: str, field: str) -> None:
-    """Say it once in each process, since a stream's rows can't be counted before they are read."""
+def _warn_once(name: str, field: str) -> None:
+    """Name what nothing reads, once in each process: a stream's rows can't be counted before they are read."""
     logger.warning("%s: nothing reads `%s`, which has content", name, field)
 
 
-def stream_fingerprint(name: str, config: str | None, split: str) -> str:
-    """A fingerprint of what a stream reads: the content of JSON files, or names and sizes of other local files, or the
-    commit on the Hub; with the configuration and the split."""
+def has_splits(name: str) -> bool:
+    """Whether a dataset may have named splits; files or a single saved dataset only have "train"."""
     source = find_source(name)
+    return source.kind == "dataset" or Path(source.name, "dataset_dict.json").exists()
+
+
+def stream_fingerprint(name: str, config: str | None, split: str) -> str:
+    """A fingerprint of what a stream reads, with the configuration and the split."""
+    content = _describe_content(find_source(name), config)
+    return hashlib.sha256(json.dumps([config, split, content]).encode()).hexdigest()
+
+
+def _describe_content(source: Source, config: str | None) -> Any:
+    """The hashes of JSON files, the names and sizes of other local files, or the commit on the Hub.
+
+    A checkpoint holds what is made of this, so its form must stay: a single hash for one JSON file.
+    """
+    if source.kind == "json":
+        hashes = [sha256(file) for file in source.files]
+        return hashes[0] if len(hashes) == 1 else hashes
+    if source.files:
+        return [(str(file), file.stat().st_size) for file in source.files]
+
     path = Path(source.name)
-    read: Any
-    if source.kind == "json" and len(source.files) == 1:
-        read = sha256(source.files[0])
-    elif source.kind == "json":
-        read = [sha256(file) for file in source.files]
-    elif source.files:
-        read = [(str(file), file.stat().st_size) for file in source.files]
-    elif path.is_dir():
+    if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file())
-        read = [(str(file.relative_to(path)), file.stat().st_size) for file in files]
-    else:
-        read = datasets.load_dataset_builder(source.name, config).hash
-    return hashlib.sha256(json.dumps([config, split, read]).encode()).hexdigest()
+        return [(str(file.relative_to(path)), file.stat().st_size) for file in files]
+    return datasets.load_dataset_builder(source.name, config).hash

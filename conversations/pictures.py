@@ -20,21 +20,22 @@ def open_images(row: Row) -> list[PILImage.Image]:
     return [_open_image(image, row, number) for number, image in enumerate(row_images(row), 1)]
 
 
-def fingerprint(images: Iterable[PILImage.Image]) -> str:
-    """Hash of the pixels of pictures in RGB."""
-    seen = hashlib.sha256()
-    for image in images:
-        seen.update(repr(image.size).encode() + image.tobytes())
-    return seen.hexdigest()[:16]
-
-
 def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
     path = picture_path(row, image)
     try:
-        # Opened here, since Pillow maps an uncompressed file that is given by its path, and does not turn a TIFF then.
+        # The file is opened here: Pillow maps an uncompressed one that it opens itself, and then turns no TIFF.
         with BytesIO(image["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
             return to_rgb(opened)
-    except Exception as error:  # Pillow's decoders raise errors of many types on broken files
+    except Exception as error:  # Pillow's decoders raise errors of any type on broken files
         name = image["path"] if isinstance(image, dict) else path
         problem = f"image {shortened(name or str(number))} can't be read ({error})"
         raise BadRowError(row["source"], problem) from error
+
+
+def fingerprint(images: Iterable[PILImage.Image]) -> str:
+    """Hash of the pixels of pictures in RGB."""
+    pixels = hashlib.sha256()
+    for image in images:
+        pixels.update(repr(image.size).encode())
+        pixels.update(image.tobytes())
+    return pixels.hexdigest()[:16]

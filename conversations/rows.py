@@ -24,20 +24,30 @@ LONGEST_PATH = 200
 
 
 class BadRowError(UserError):
-    """A row that can't be trained on: its `source` (file or dataset, and number) and its `problem`, without a stop."""
+    """A row that can't be trained on.
 
-    def __init__(self, source: str, problem: str = "") -> None:  # a data loader raises it anew with its message alone
+    Attributes:
+        source: File or dataset, and number of the row.
+        problem: What is wrong, without a full stop. A data loader raises a worker's error anew with its message as
+            the only argument; then it is empty.
+    """
+
+    def __init__(self, source: str, problem: str = "") -> None:
         super().__init__(source, problem)
         self.source = source
         self.problem = problem
 
     def __str__(self) -> str:
-        return f"{self.source}: {self.problem}." if self.problem else self.source
+        if not self.problem:
+            return self.source
+        return f"{self.source}: {self.problem}."
 
 
 def shortened(path: str) -> str:
     """A path for a message: one of a megabyte is no path."""
-    return path if len(path) <= LONGEST_PATH else f"{path[:LONGEST_PATH]}... ({len(path)} characters)"
+    if len(path) <= LONGEST_PATH:
+        return path
+    return f"{path[:LONGEST_PATH]}... ({len(path)} characters)"
 
 
 def row_images(row: Row) -> list[Any]:
@@ -53,22 +63,32 @@ def row_images(row: Row) -> list[Any]:
 
 
 def picture_path(row: Row, image: Any) -> str | None:
-    """Path of a row's picture; `None` if it is embedded in the row. Links are followed.
+    """Path of a row's picture; `None` if it is embedded in the row.
 
-    Raises `BadRowError` if it has no path, or one out of the row's folder: downloaded rows must not name any file.
+    Raises:
+        BadRowError: if it has no path, or one out of the row's folder: downloaded rows must not name any file.
     """
     if isinstance(image, dict) and image["bytes"] is not None:
         return None
-    name = image["path"] if isinstance(image, dict) else image
+
+    name = _picture_name(image)
     if name is None:
         raise BadRowError(row["source"], "an image has neither bytes nor a path")
     if "image_folder" not in row:
         return name
-    path = os.path.normpath(os.path.join(row["image_folder"], name))
-    if not path.startswith(os.path.join(row["image_folder"], "")):
-        problem = f"image {shortened(name)} is outside the image folder {row['image_folder']}; set one that holds all"
+
+    # Compared as text, without resolving links: a link to another disk may lie in the folder.
+    folder = row["image_folder"]
+    path = os.path.normpath(os.path.join(folder, name))
+    if not path.startswith(os.path.join(folder, "")):
+        problem = f"image {shortened(name)} is outside the image folder {folder}; set one that holds all"
         raise BadRowError(row["source"], problem)
     return path
+
+
+def _picture_name(image: Any) -> str | None:
+    """The path of an undecoded picture, as the row gives it."""
+    return image["path"] if isinstance(image, dict) else image
 
 
 def row_turns(row: Row) -> list[dict[str, str]]:
@@ -98,21 +118,33 @@ def to_messages(row: Row) -> list[dict[str, Any]]:
     """
     messages: list[dict[str, Any]] = []
     for turn in row_turns(row):
-        role, text = ROLES[turn["from"]], turn["value"].strip()
-        if role == "assistant":
-            messages.append({"role": role, "content": text})
-            continue
-        pieces = filter(None, (piece.strip("\n") for piece in re.split(f"({IMAGE_MARK})", text)))
-        parts = [{"type": "image"} if piece == IMAGE_MARK else {"type": "text", "text": piece} for piece in pieces]
-        messages.append({"role": role, "content": parts})
+        role = ROLES[turn["from"]]
+        text = turn["value"].strip()
+        content = text if role == "assistant" else _split_at_marks(text)
+        messages.append({"role": role, "content": content})
     return messages
+
+
+def _split_at_marks(text: str) -> list[dict[str, str]]:
+    """A text as the parts of a message: an image part for each `<image>` mark, and the texts between them."""
+    parts = []
+    for piece in re.split(f"({IMAGE_MARK})", text):
+        piece = piece.strip("\n")
+        if piece == IMAGE_MARK:
+            parts.append({"type": "image"})
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> re.Pattern[str]:
     """Texts that a tokenizer reads as control tokens: its special tokens and the image token."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = {*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""}
-    return re.compile("|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True)))
+
+    # A message names the first that matches: the whole token, where one begins with another.
+    longest_first = sorted(tokens, key=len, reverse=True)
+    return re.compile("|".join(re.escape(token) for token in longest_first))
 
 
 def check_row(row: Row, control_tokens: re.Pattern[str] | None = None, needs_answer: bool = True) -> None:
@@ -130,7 +162,7 @@ def _find_problem(row: Row, control_tokens: re.Pattern[str] | None, needs_answer
     """What is wrong with a row, if anything is."""
     try:
         turns = row_turns(row)
-    except ValueError:
+    except ValueError:  # of `json.loads`
         return "`conversations` is text that is not JSON"
     if not isinstance(turns, list) or not turns:
         return "`conversations` is empty or not a list of turns"
@@ -144,7 +176,11 @@ def _find_problem(row: Row, control_tokens: re.Pattern[str] | None, needs_answer
         return "no assistant turn (`gpt`) with text, so there is nothing to learn"
     if any(IMAGE_MARK in answer for answer in answers):
         return f"an assistant turn contains {IMAGE_MARK}"
+    return _find_image_problem(row, turns)
 
+
+def _find_image_problem(row: Row, turns: list[dict[str, str]]) -> str | None:
+    """What is wrong with the pictures of a row, their pixels aside."""
     images = row_images(row)
     marks = sum(turn["value"].count(IMAGE_MARK) for turn in turns)
     if marks != len(images):
@@ -173,7 +209,8 @@ def _find_turn_problem(turn: Any, control_tokens: re.Pattern[str] | None) -> str
 
 
 def _describe_missing(image: Any, path: str) -> str:
-    name = image["path"] if isinstance(image, dict) else image
+    """What is wrong with a picture that has a path but no file."""
+    name = str(_picture_name(image))
     if name.startswith("data:"):
         return f"an image is base64 text ({len(name)} characters): write it to a file, and give its path"
     return f"image file {shortened(path)} is missing, or not a regular file"

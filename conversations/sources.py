@@ -16,6 +16,8 @@ DATASET_SUFFIXES = (".parquet", ".arrow", ".tar")
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 # Files that come with a saved dataset or a repository, and hold no rows.
 NO_ROWS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
+# By which a folder is known as one that `save_to_disk` wrote: a dataset of several splits, or of one.
+SAVED_FILES = ("dataset_dict.json", "state.json")
 
 
 @dataclass(frozen=True)
@@ -66,27 +68,23 @@ def find_source(name: str) -> Source:
     """
     name = os.path.expanduser(name)
     if glob.has_magic(name) and not os.path.exists(name):
-        return _of_files(name, sorted(Path(match) for match in glob.glob(name, recursive=True)))
+        matches = sorted(Path(match) for match in glob.glob(name, recursive=True))
+        if not matches:
+            raise UserError(f"{name}: no file matches.")
+        return _source_of_files(name, matches)
 
     path = Path(name)
     if path.is_file() or path.suffix.lower() in (*JSON_SUFFIXES, ".parquet"):
-        return _of_files(name, [path])
-    if any((path / file).exists() for file in ("dataset_dict.json", "state.json")):
+        return _source_of_files(name, [path])
+    if any((path / file).exists() for file in SAVED_FILES):
         return Source(name, "saved")
-    files = find_json_files(path) if path.is_dir() else []
-    if len(files) > 1 or (files and files[0].parent != path):
-        names = ", ".join(str(file.relative_to(path)) for file in files[:4])
-        more = " and more" if len(files) > 4 else ""
-        raise UserError(
-            f"{name} holds the JSON files {names}{more}: name the one with the rows, or a pattern for several, and "
-            "the image_folder of their pictures."
-        )
-    return Source(name, "json", files) if files else Source(name, "dataset")
+    if not path.is_dir():
+        return Source(name, "dataset")
+    return _source_of_folder(name, path)
 
 
-def _of_files(name: str, files: list[Path]) -> Source:
-    if not files:
-        raise UserError(f"{name}: no file matches.")
+def _source_of_files(name: str, files: list[Path]) -> Source:
+    """Files of rows, all of one kind."""
     for file in files:
         if not file.is_file():
             raise UserError(f"{file}: there is no such file.")
@@ -100,15 +98,32 @@ def _of_files(name: str, files: list[Path]) -> Source:
     raise UserError(f"{name}: rows are read from files that end with {readable}, all of one kind.")
 
 
-def find_json_files(folder: Path) -> list[Path]:
+def _source_of_folder(name: str, folder: Path) -> Source:
+    """The one JSON file in a folder, or else a dataset."""
+    files = _find_json_files(folder)
+    if not files:
+        return Source(name, "dataset")
+    if len(files) == 1 and files[0].parent == folder:
+        return Source(name, "json", files)
+
+    names = ", ".join(str(file.relative_to(folder)) for file in files[:4])
+    more = " and more" if len(files) > 4 else ""
+    raise UserError(
+        f"{name} holds the JSON files {names}{more}: name the one with the rows, or a pattern for several, and the "
+        "image_folder of their pictures."
+    )
+
+
+def _find_json_files(folder: Path) -> list[Path]:
     """The JSON files in a folder; none if it has a dataset, or pictures with metadata, which `load_dataset` reads."""
-    found = []
+    json_files = []
     for file in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
         if is_hidden or file.name in NO_ROWS:
             continue
-        if file.suffix.lower() in DATASET_SUFFIXES or file.name in METADATA_FILES:
+        suffix = file.suffix.lower()
+        if suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:
             return []
-        if file.suffix.lower() in JSON_SUFFIXES:
-            found.append(file)
-    return found
+        if suffix in JSON_SUFFIXES:
+            json_files.append(file)
+    return json_files

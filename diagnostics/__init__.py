@@ -10,7 +10,8 @@ __all__ = ["Comparison", "compare", "measure", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    """Lazy imports: training uses this package without the extra "diagnostics"."""
+    """Import the names above when they are first used: training needs parts of this package, and none of what a report
+    needs (matplotlib, scikit-learn), which takes seconds to import."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from diagnostics import comparison

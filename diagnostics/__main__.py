@@ -10,26 +10,53 @@ import argparse
 import logging
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
-from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.console import command, parse
 from common.errors import UserError
 from common.files import folder_or_id, weights_fingerprint
-from diagnostics.comparison import measure_models
-from diagnostics.loading import add_arguments, load_model, model_options, read_questions
+from diagnostics.comparison import Comparison, measure_models
+from diagnostics.loading import add_arguments, load_model, load_processor, model_options, read_questions
 
 
 logger = logging.getLogger(__name__)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+@command()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    plt.switch_backend("agg")
+    parser = build_parser()
+    args = parse(parser, argv)
+    names = choose_names(parser, args)
+    given = sys.argv[1:] if argv is None else argv
+
+    questions = read_questions(args)
+    check_processors(args)
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+
+    comparisons = measure_models(
+        load_models(args, names),
+        questions,
+        data=Path(args.data).name,
+        layers=args.layers,
+        command="python -m diagnostics " + shlex.join(given),
+        sweep=args.sweep,
+    )
+    for comparison in comparisons:
+        # After each model, so that what is measured is kept if the next one fails.
+        with_weights(comparison, args.model).save(args.output_dir)
+    logger.info("\n%s\n\nReport: %s", comparison, args.output_dir / "report.html")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(
         prog="python -m diagnostics", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -39,40 +66,41 @@ def parse_arguments() -> argparse.Namespace:
     add("--names", nargs="+", help="their names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
-    add("--sweep", action="store_true", help="also test how answers change with visual tokens x 0.03 to 30")
-    args = parse(parser)
-    args.names = args.names or args.model
-    if len(args.names) != len(args.model):
-        parser.error(f"--names gives {len(args.names)} names for {len(args.model)} models")
-    if len(set(args.names)) < len(args.names):
-        parser.error(f"two models have the same name, set --names: {' '.join(args.names)}")
-    return args
+    add("--sweep", action="store_true", help="also test how answers change with image tokens x 0.03 to 30")
+    return parser
 
 
-def load_models(args: argparse.Namespace) -> Iterator[tuple[str, PreTrainedModel, Any]]:
-    """Name, model and processor, one after the other; no reference is kept here."""
-    for path in args.model:  # before hours of measuring the first one
-        processor = AutoProcessor.from_pretrained(folder_or_id(path), trust_remote_code=args.trust_remote_code)
+def choose_names(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
+    """The models' names in the report; different ones, or the parser ends the command."""
+    names = args.names or args.model
+    if len(names) != len(args.model):
+        parser.error(f"--names gives {len(names)} names for {len(args.model)} models")
+    if len(set(names)) < len(names):
+        parser.error(f"two models have the same name, set --names: {' '.join(names)}")
+    return names
+
+
+def check_processors(args: argparse.Namespace) -> None:
+    """Raise `UserError` for a model that takes no pictures, before the first one is measured for hours."""
+    for path in args.model:
+        processor = load_processor(folder_or_id(path), args.trust_remote_code)
         if isinstance(processor, PreTrainedTokenizerBase):
             raise UserError(f"{path} takes no pictures, it has only a tokenizer: give a vision-language model.")
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for path, name in zip(args.model, args.names, strict=True):
+
+
+def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, Any]]:
+    """Name, model and processor, one after the other; no reference is kept here."""
+    for path, name in zip(args.model, names, strict=True):
         logger.info("Loading %s ...", path)
         yield name, *load_model(path, **model_options(args))
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
-    plt.switch_backend("agg")
-    args = parse_arguments()
-    given = "python -m diagnostics " + shlex.join(sys.argv[1:])
-    models, questions, data = load_models(args), read_questions(args), Path(args.data).name
-    for measured in measure_models(models, questions, data, args.layers, given, args.sweep):
-        sources = zip(measured.report.models, args.model, strict=False)
-        reports = [replace(model, weights=weights_fingerprint(Path(source))) for model, source in sources]
-        replace(measured, report=replace(measured.report, models=reports)).save(args.output_dir)
-    logger.info("\n%s\n\nReport: %s", measured, args.output_dir / "report.html")
+def with_weights(comparison: Comparison, paths: Sequence[str]) -> Comparison:
+    """The comparison so far, with the fingerprint of the weights of each model that was measured."""
+    models = []
+    for model, path in zip(comparison.report.models, paths, strict=False):
+        models.append(replace(model, weights=weights_fingerprint(Path(path))))
+    return replace(comparison, report=replace(comparison.report, models=models))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,9 @@ KEYS_MODULES = ("k_norm", "k_layernorm", "k_proj")
 class AttentionCalls(ExitStack):
     """Records the attention calls of a decoder's layers until it is left or closed.
 
+    transformers' layers look their attention up by name, `"sdpa"`, at every call: while this is open, they find a
+    function that records what it is given, and then calls the usual one.
+
     Attributes:
         attention: By layer, probabilities of the queries, `(num_heads, num_queries, S)`.
         visible: By layer, which keys the mask lets each query see, `(num_queries, S)`.
@@ -45,39 +48,50 @@ class AttentionCalls(ExitStack):
         self.visible: dict[int, torch.Tensor] = {}
         self.keys: dict[int, torch.Tensor] = {}
         self.values: dict[int, torch.Tensor] = {}
-        self._layers, self._queries, self._key_positions, self._length = layers, queries, key_positions, length
+        self._layers = layers
+        self._queries = queries
+        self._key_positions = key_positions
+        self._length = length
+        # The layer's number of each module in it, and what the keys module of an attention module returned.
         self._numbers = {module: number for number, layer in layers.items() for module in layer.modules()}
-        self._projected: dict[nn.Module, torch.Tensor] = {}  # what the keys module of an attention module returned
+        self._projected: dict[nn.Module, torch.Tensor] = {}
+
         self._implementation = decoder.config._attn_implementation
-        if self._implementation != "sdpa":
-            return
-        for module in self._numbers:
-            found = (getattr(module, name, None) for name in KEYS_MODULES)
-            source = next((part for part in found if part is not None), None)
-            if source is not None:
-                self.callback(source.register_forward_hook(partial(self._see_keys, module)).remove)
-        self._sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attend
-        self.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, "sdpa", self._sdpa)
+        if self._implementation == "sdpa":
+            self._watch_keys()
+            self._replace_attention()
 
     def notes(self) -> list[str]:
         """What was not recorded, and why."""
-        missed = ", ".join(str(number) for number in self._layers if number not in self.keys)
+        missed = [str(number) for number in self._layers if number not in self.keys]
         if not missed:
             return []
         if self._implementation != "sdpa":
             return [f"attention, keys: not recorded, the decoder runs with {self._implementation}, not with sdpa"]
         return [
-            f"keys of layer {missed}: not recorded, there is no attention over the sample, or none of its "
+            f"keys of layer {', '.join(missed)}: not recorded, there is no attention over the sample, or none of its "
             f"{', '.join(KEYS_MODULES)} returns the keys that are rotated"
         ]
+
+    def _watch_keys(self) -> None:
+        for module in self._numbers:
+            keys_module = find_keys_module(module)
+            if keys_module is not None:
+                handle = keys_module.register_forward_hook(partial(self._see_keys, module))
+                self.callback(handle.remove)
 
     def _see_keys(self, attention: nn.Module, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         self._projected[attention] = output.detach()[0]
 
+    def _replace_attention(self) -> None:
+        self._sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = self._attend
+        self.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, "sdpa", self._sdpa)
+
     def _attend(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """transformers' sdpa, which is told to the recorder first."""
-        if module in self._numbers and query.shape[2] == key.shape[2] == self._length:
+        """transformers' sdpa, recorded where it attends from the whole sample to the whole sample."""
+        is_watched = module in self._numbers
+        if is_watched and query.shape[2] == self._length and key.shape[2] == self._length:
             self._record(module, query, key, *args, **kwargs)
         return self._sdpa(module, query, key, *args, **kwargs)
 
@@ -92,26 +106,52 @@ class AttentionCalls(ExitStack):
         scaling: float | None = None,
         **kwargs: Any,
     ) -> None:
-        number, positions = self._numbers[module], self._key_positions.to(key.device)
-        rows, visible = attention_rows(query, key, attention_mask, self._queries, scaling)
-        self.attention[number], self.visible[number] = rows.cpu(), visible.cpu()
+        number = self._numbers[module]
+        positions = self._key_positions.to(key.device)
+
+        probabilities, visible = attention_rows(query, key, attention_mask, self._queries, scaling)
+        self.attention[number] = probabilities.cpu()
+        self.visible[number] = visible.cpu()
         self.values[number] = value[0][:, positions].float().cpu()
+
         keys = before_rotation(self._projected.pop(module, None), key[0])
         if keys is not None:
             self.keys[number] = keys[:, positions].float().cpu()
 
 
+def find_keys_module(attention: nn.Module) -> nn.Module | None:
+    """The part of an attention module that returns its keys before rotation; `None` of a module without one."""
+    for name in KEYS_MODULES:
+        part = getattr(attention, name, None)
+        if part is not None:
+            return part
+    return None
+
+
 def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Keys before rotation, of what a module returned, tokens or heads first; `None` if they are not those that
-    attention rotates, which keeps their norms: `key`, which attention gets, is `(num_heads, S, head_dim)` too."""
-    heads, length, size = key.shape
+    """Keys before rotation, `(num_heads, S, head_dim)`.
+
+    Args:
+        projected: What the keys module returned, with tokens or heads first; `None` if it wasn't called.
+        key: What attention gets, after rotation, `(num_heads, S, head_dim)`.
+
+    Returns:
+        `None` if `projected` isn't what was rotated: rotation keeps norms.
+    """
     if projected is None or projected.numel() != key.numel():
         return None
-    is_heads_first = projected.shape == key.shape
-    keys = projected if is_heads_first else projected.reshape(length, heads, size).transpose(0, 1)
-    before, after = (torch.linalg.vector_norm(of, dim=-1, dtype=torch.float32) for of in (keys, key))
-    tolerance = max(8 * torch.finfo(key.dtype).eps, 1e-3)
-    is_rotation = ((before - after).abs() <= tolerance * (after + after.mean())).all()  # not where they overflow
+
+    num_heads, length, head_dim = key.shape
+    if projected.shape == key.shape:
+        keys = projected
+    else:
+        keys = projected.reshape(length, num_heads, head_dim).transpose(0, 1)
+
+    norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
+    norms_after = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
+    relative_tolerance = max(8 * torch.finfo(key.dtype).eps, 1e-3)
+    tolerance = relative_tolerance * (norms_after + norms_after.mean())
+    is_rotation = ((norms_before - norms_after).abs() <= tolerance).all()  # False where they overflow
     return keys if is_rotation else None
 
 
@@ -121,7 +161,8 @@ def attention_rows(
     """Attention probabilities of some queries in float32, as transformers' sdpa computes them, and their visible keys.
 
     Args:
-        query: `(1, num_heads, S, head_dim)`, `key` with `num_key_value_heads`.
+        query: `(1, num_heads, S, head_dim)`.
+        key: `(1, num_key_value_heads, S, head_dim)`.
         mask: `None` for a causal one, or boolean or additive, `(1, 1 or num_heads, S, S)`.
         rows: Positions of the queries, `(num_queries,)`.
         scaling: Of the products; 1/√head_dim by default.
@@ -130,14 +171,22 @@ def attention_rows(
         Probabilities `(num_heads, num_queries, S)`, and which keys the mask allows, `(num_queries, S)`.
     """
     rows = rows.to(query.device)
-    chosen, keys = query[0][:, rows].float(), key[0].float()
-    keys = keys.repeat_interleave(chosen.shape[0] // keys.shape[0], dim=0)
-    scores = chosen @ keys.transpose(1, 2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    queries = query[0][:, rows].float()  # [num_heads, num_queries, head_dim]
+    keys = key[0].float()
+    keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0)  # [num_heads, S, head_dim]
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
+    scores = queries @ keys.transpose(1, 2) * scaling  # [num_heads, num_queries, S]
+
     if mask is None:
-        allowed = (torch.arange(keys.shape[1], device=rows.device) <= rows[:, None])[None]
-    else:
+        positions = torch.arange(keys.shape[1], device=rows.device)
+        allowed = (positions <= rows[:, None])[None]  # [1, num_queries, S]
+    elif mask.dtype == torch.bool:
         allowed = mask[0][:, rows]
-        if mask.dtype != torch.bool:
-            scores = scores + allowed.float()
-            allowed = allowed > torch.finfo(mask.dtype).min / 2
-    return scores.masked_fill(~allowed, -torch.inf).softmax(-1), allowed[0]
+    else:
+        added = mask[0][:, rows]
+        scores = scores + added.float()
+        allowed = added > torch.finfo(mask.dtype).min / 2
+
+    probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
+    return probabilities, allowed[0]

@@ -52,11 +52,22 @@ class Question:
     image: Image.Image
     answer: str = ""
 
-    def about(self, image: Image.Image | None) -> list[Message]:
-        """The prompt about another picture, or about none."""
-        kept = [[part for part in of["content"] if image or part["type"] == "text"] for of in self.prompt]
-        shown = [[part if part["type"] == "text" else part | {"image": image} for part in parts] for parts in kept]
-        return [of | {"content": parts} for of, parts in zip(self.prompt, shown, strict=True)]
+    def about(self, image: Image.Image) -> list[Message]:
+        """The prompt with another picture in the place of each of its own."""
+        return [{**message, "content": _show(message["content"], image)} for message in self.prompt]
+
+    @property
+    def texts(self) -> list[tuple[str, list[str]]]:
+        """The prompt without its pictures: role and texts of each message."""
+        return [(message["role"], _texts(message["content"])) for message in self.prompt]
+
+
+def _show(content: list[dict[str, Any]], image: Image.Image) -> list[dict[str, Any]]:
+    return [{**part, "image": image} if part["type"] == "image" else part for part in content]
+
+
+def _texts(content: list[dict[str, Any]]) -> list[str]:
+    return [part["text"] for part in content if part["type"] == "text"]
 
 
 @dataclass(frozen=True)
@@ -80,21 +91,45 @@ def load_model(
     """A model in eval mode and its processor, from a folder or the Hub.
 
     Args:
+        name: The folder or Hub id.
         dtype: `"auto"` for the checkpoint's own, or torch's name of one.
         device_map: As in `from_pretrained`; `"auto"` spreads a model over the available devices.
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
 
     Raises:
-        DiagnosticsError: if the model has no visual tokens.
-        OSError, ValueError, ImportError: if it can't be loaded, or needs a package that is missing.
+        DiagnosticsError: if the model has no image tokens.
+        UserError: if the folder holds no model, not all of its weights, or needs a package that is missing.
+        OSError: if a file is missing, or there is no such model on the Hub.
     """
-    processor = AutoProcessor.from_pretrained(name, trust_remote_code=trust_remote_code)
-    model = AutoModelForImageTextToText.from_pretrained(
-        name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
+    processor = load_processor(name, trust_remote_code)
+    model = _from_pretrained(
+        AutoModelForImageTextToText, name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
+
+    # Raise here, before a model that can't be measured is asked anything.
     image_token_id(model)
     find_decoder(model)
+
     return model.eval(), processor
+
+
+def load_processor(name: str, trust_remote_code: bool = False) -> Any:
+    """A model's processor, from a folder or the Hub; its tokenizer, if it takes no pictures.
+
+    Raises:
+        UserError: if the folder holds none, or one that needs a package that is missing.
+        OSError: if there is no such model on the Hub.
+    """
+    return _from_pretrained(AutoProcessor, name, trust_remote_code=trust_remote_code)
+
+
+def _from_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
+    """`auto_class.from_pretrained`, whose errors about what the folder holds become one line that names the folder."""
+    try:
+        return auto_class.from_pretrained(name, **options)
+    except (ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{name} can't be loaded: {reason}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
@@ -112,17 +147,25 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
     """Options of [`load_model`] from the command line."""
-    return {name: getattr(args, name) for name in ("dtype", "device_map", "trust_remote_code")}
+    return {"dtype": args.dtype, "device_map": args.device_map, "trust_remote_code": args.trust_remote_code}
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
-    """[`load_questions`] with the command line's options. Raises `UserError` if there are none."""
+    """[`load_questions`] with the command line's options.
+
+    Raises:
+        UserError: if there are none, or `--question` has no use.
+    """
     if args.question is not None and find_pictures(Path(args.data)) is None:
         raise UserError(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
-    try:
-        return load_questions(args.data, args.num_samples, args.question or QUESTION, args.image_folder, args.split)
-    except (ValueError, OSError) as error:
-        raise UserError(f"--data: {error}") from error
+
+    return load_questions(
+        args.data,
+        num_samples=args.num_samples,
+        question=args.question or QUESTION,
+        image_folder=args.image_folder,
+        split=args.split,
+    )
 
 
 def load_questions(
@@ -132,15 +175,18 @@ def load_questions(
 
     `data` may be a picture, or a folder of them; those in subfolders count too, hidden files don't. Data on the Hub is
     read as far as needed.
+
+    Raises:
+        UserError: if there is no such data, or nothing in it can be asked about.
     """
     paths = find_pictures(Path(data))
+    rows: Iterable[Row]
     if paths is None:
-        on_the_hub = not find_source(str(data)).is_local
-        return take_questions(
-            load_rows(str(data), image_folder, split=split, streaming=on_the_hub), num_samples, str(data)
-        )
-    turns = [{"from": "human", "value": f"<image>\n{question}"}]
-    rows = ({"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths)
+        is_on_hub = not find_source(str(data)).is_local
+        rows = load_rows(str(data), image_folder, split=split, streaming=is_on_hub)
+    else:
+        turns = [{"from": "human", "value": f"<image>\n{question}"}]
+        rows = [{"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths]
     return take_questions(rows, num_samples, str(data))
 
 
@@ -151,73 +197,98 @@ def find_pictures(data: Path) -> list[Path] | None:
     """
     data = data.expanduser()
     if data.is_file():
-        return [data] if data.suffix.lower() in PICTURE_SUFFIXES else None
+        return [data] if is_picture(data) else None
     if not data.is_dir() or find_source(str(data)).kind != "dataset":
         return None
-    if any(file.suffix in DATASET_SUFFIXES or file.name in METADATA_FILES for file in data.rglob("*")):
-        return None
+    for file in data.rglob("*"):
+        if file.suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:
+            return None
 
-    visible = (data / name for name in iglob("**", root_dir=data, recursive=True))
-    return sorted(path for path in visible if path.suffix.lower() in PICTURE_SUFFIXES)
+    visible = [data / name for name in iglob("**", root_dir=data, recursive=True)]
+    return sorted(path for path in visible if is_picture(path))
+
+
+def is_picture(path: Path) -> bool:
+    """Whether a file's name is that of a picture."""
+    return path.suffix.lower() in PICTURE_SUFFIXES
 
 
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
     """The first rows that have a new picture before their first answer, at most `num_samples`.
 
-    Rows that can't be read, malformed or with a broken or missing picture, are skipped with a warning. Raises
-    `DiagnosticsError`, which names the rows as `data`, if none is left.
+    Rows that can't be read, malformed or with a broken or missing picture, are skipped with a warning.
+
+    Raises:
+        DiagnosticsError: if none is left; the message names the rows as `data`.
     """
     taken: dict[str, Question] = {}  # by fingerprint of the picture
     unreadable: list[str] = []
     passed_over = 0
     for row in rows:
-        if len(taken) == num_samples or (not taken and len(unreadable) == MAX_UNREADABLE):
+        if len(taken) == num_samples:
             break
+        if not taken and len(unreadable) == MAX_UNREADABLE:
+            break
+
         try:
             check_row(row, needs_answer=False)
-            question = _to_question(row)
+            question = to_question(row)
         except BadRowError as error:
             logger.warning("skipped: %s", error)
             unreadable.append(str(error))
             continue
+
         if question is None:
             passed_over += 1
         else:
             taken.setdefault(question.picture, question)
+
     if not taken:
         reason = f" None can be read; the first: {unreadable[0]}" if unreadable else ""
         raise DiagnosticsError(
             f"{data} has no pictures to ask about ({passed_over} rows without one before the first answer). Give "
             f"rows with `image` or `images` and `conversations`, or a folder of pictures.{reason}"
         )
-    return Questions([*taken.values()], passed_over, unreadable)
+    return Questions(list(taken.values()), passed_over, unreadable)
 
 
-def ask_about(pictures: Iterable[Image.Image], question: str, num_samples: int) -> Questions:
-    """The same question about each of the first different pictures in memory, turned as their EXIF says."""
-    taken: dict[str, Question] = {}
+def to_question(row: Row) -> Question | None:
+    """A row up to its first answer; `None` if there is no picture before it."""
+    turns = row_turns(row)
+    asked = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", turns))
+    answer = turns[len(asked)]["value"].strip() if len(asked) < len(turns) else ""
+
+    prompt = to_messages({**row, "conversations": asked})
+    places = [part for message in prompt for part in message["content"] if part["type"] == "image"]
+    images = open_images(row)[: len(places)]
+    if not images:
+        return None
+
+    for place, image in zip(places, images, strict=True):
+        place["image"] = image
+    return Question(row["source"], fingerprint(images), prompt, images[0], answer)
+
+
+def questions_about(pictures: Iterable[Image.Image], question: str, num_samples: int) -> Questions:
+    """The same question about each of the first different pictures in memory, turned as their EXIF says.
+
+    Raises:
+        TypeError: if one is no picture.
+        DiagnosticsError: if there are none.
+    """
+    taken: dict[str, Question] = {}  # by fingerprint of the picture
     for number, picture in enumerate(pictures):
         if len(taken) == num_samples:
             break
         if not isinstance(picture, Image.Image):
             raise TypeError(f"entry {number} is no PIL picture: {type(picture).__name__}. Rows are given as a path.")
+
         image = to_rgb(picture)
         content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
-        asked = Question(f"picture {number}", fingerprint([image]), [{"role": "user", "content": content}], image)
+        prompt = [{"role": "user", "content": content}]
+        asked = Question(f"picture {number}", fingerprint([image]), prompt, image)
         taken.setdefault(asked.picture, asked)
+
     if not taken:
         raise DiagnosticsError("There are no pictures to ask about.")
-    return Questions([*taken.values()], 0, [])
-
-
-def _to_question(row: Row) -> Question | None:
-    """`None` if there is no picture before the first answer."""
-    turns = row_turns(row)
-    before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", turns))
-    messages = to_messages({**row, "conversations": before_answer})
-    parts = [part for message in messages for part in message["content"] if part["type"] == "image"]
-    images = open_images(row)[: len(parts)]
-    for part, image in zip(parts, images, strict=True):
-        part["image"] = image
-    answer = "".join(turn["value"].strip() for turn in turns[len(before_answer) :][:1])
-    return Question(row["source"], fingerprint(images), messages, images[0], answer) if images else None
+    return Questions(list(taken.values()), passed_over=0, unreadable=[])

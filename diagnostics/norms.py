@@ -9,6 +9,10 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 
 
+# Ids that are embedded at a time, which bounds the memory.
+CHUNK = 8192
+
+
 def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
     """L2 norm of each token: `(..., hidden_size)` in, `(...)` out, float32 whatever the input's dtype."""
     return torch.linalg.vector_norm(hidden_states, dim=-1, dtype=torch.float32)
@@ -22,10 +26,12 @@ def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
     """
     embeddings = model.get_input_embeddings()
     device = next(embeddings.parameters()).device
-    if device.type == "meta":  # offloaded: accelerate takes ids from anywhere
+    if device.type == "meta":  # Offloaded: accelerate takes ids from any device.
         device = torch.device("cpu")
-    chunks = torch.arange(embeddings.num_embeddings, device=device).split(8192)  # bounds the memory
-    return torch.cat([token_norms(embeddings(ids[None])[0]).cpu() for ids in chunks])
+
+    ids = torch.arange(embeddings.num_embeddings, device=device)
+    norms = [token_norms(embeddings(chunk[None])[0]).cpu() for chunk in ids.split(CHUNK)]
+    return torch.cat(norms)
 
 
 def text_norm_target(norms: torch.Tensor) -> float:

@@ -24,19 +24,10 @@ from diagnostics.tokens import Inputs, Tokens, find_newlines, find_sinks
 
 # Maximum number of attention rows kept per sample.
 MAX_QUERIES = 16
-
-
-def turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """What a layer does to each token, from the hidden states around it, `(S, hidden_size)` each, float32.
-
-    Returns:
-        `(5, S)`: norm before and after, their cosine, norm of the residual update over that before, and its cosine.
-    """
-    update = after - before
-    norms, update_norms, norms_after = (torch.linalg.vector_norm(x, dim=-1) for x in (before, update, after))
-    cosines = (before * after).sum(-1) / (norms * norms_after).clamp(min=1e-30)
-    update_cosines = (before * update).sum(-1) / (norms * update_norms).clamp(min=1e-30)
-    return torch.stack([norms, norms_after, cosines, update_norms / norms.clamp(min=1e-30), update_cosines])
+# Places of the hooks whose norms a record has, as far as the model has the place.
+BEFORE_DECODER = ("encoder_output", "projector_input", "norm_input", "projector_output")
+# What norms are divided by at least.
+TINY = 1e-30
 
 
 @dataclass
@@ -100,23 +91,32 @@ class Probe:
         layers: Collection[int] | None = None,
         key_positions: torch.Tensor | None = None,
     ) -> None:
-        self._model, self._inputs, self._tokens = model, inputs, tokens
-        self._layers, self._queries = layers, choose_queries(tokens)
-        self._key_positions = torch.arange(len(tokens.text)) if key_positions is None else key_positions
+        self._model = model
+        self._inputs = inputs
+        self._tokens = tokens
+        self._length = len(tokens.text)
+        self._layers = layers
+        self._queries = choose_queries(tokens)
+        self._key_positions = torch.arange(self._length) if key_positions is None else key_positions
         self._hooks = ExitStack()
         self._interface: dict[str, torch.Tensor] = {}
-        self._turns: dict[int, torch.Tensor] = {}
+        self._turns: dict[int, torch.Tensor] = {}  # By layer, what `describe_turn` returns.
 
     def __enter__(self) -> Self:
         decoder = find_decoder(self._model)
-        self._notes = self._hooks.enter_context(InterfaceHooks(self._model, self._see_interface)).notes
+
+        interface_hooks = InterfaceHooks(self._model, self._see_interface)
+        self._notes = self._hooks.enter_context(interface_hooks).notes
+
+        watched = {}
         for number, layer in enumerate(decoder.layers):
             handle = layer.register_forward_hook(partial(self._see_layer, number), with_kwargs=True)
             self._hooks.callback(handle.remove)
-        watched = {n: layer for n, layer in enumerate(decoder.layers) if self._layers is None or n in self._layers}
-        length = len(self._tokens.text)
-        calls = AttentionCalls(decoder, watched, self._queries, self._key_positions, length)
-        self._calls = self._hooks.enter_context(calls)
+            if self._layers is None or number in self._layers:
+                watched[number] = layer
+
+        attention_calls = AttentionCalls(decoder, watched, self._queries, self._key_positions, self._length)
+        self._calls = self._hooks.enter_context(attention_calls)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -127,50 +127,65 @@ class Probe:
         if place == "decoder":
             self._check_entrance(features)
             self._tokens = find_newlines(self._model, features[0], self._tokens)
-        elif not place.endswith("_mlp"):
-            real = self._inputs.get("pixel_attention_mask")
-            if place == "encoder_output" and real is not None and real.shape == features.shape[:-1]:
-                features = features[real.bool().to(features.device)]  # without the patches that pad a tile (LFM2-VL)
-            # Several calls where tiles or views pass one by one.
+        elif place in BEFORE_DECODER:
+            if place == "encoder_output":
+                features = self._without_padding(features)
+            # A place is passed several times where tiles or views pass one by one.
             before = self._interface.get(place, torch.empty(0))
             self._interface[place] = torch.cat([before, token_norms(features).flatten().cpu()])
 
+    def _without_padding(self, features: torch.Tensor) -> torch.Tensor:
+        """The encoder's features without those of the patches that pad a tile (LFM2-VL)."""
+        is_real = self._inputs.get("pixel_attention_mask")
+        if is_real is None or is_real.shape != features.shape[:-1]:
+            return features
+        return features[is_real.bool().to(features.device)]
+
     def _check_entrance(self, embeddings: torch.Tensor) -> None:
-        """Check that the decoder's input has one hidden state per token, `(1, S, hidden_size)`, and visual ones."""
-        if embeddings.shape[:-1] != (1, len(self._tokens.text)):
+        """Check that the decoder's input has one hidden state per token, `(1, S, hidden_size)`, and image tokens."""
+        name = type(self._model).__name__
+        if embeddings.shape[:-1] != (1, self._length):
             raise DiagnosticsError(
-                f"{type(self._model).__name__} can't be measured: the input of its decoder's first layer has shape "
-                f"{tuple(embeddings.shape)}, not one hidden state for each of {len(self._tokens.text)} tokens."
+                f"{name} can't be measured: the input of its decoder's first layer has shape "
+                f"{tuple(embeddings.shape)}, not one hidden state for each of {self._length} tokens."
             )
-        token = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
-        placeholder = self._model.get_input_embeddings()(token)[0].to(embeddings)
-        visual = embeddings[0, self._tokens.visual]
-        if torch.equal(visual, placeholder.expand(len(visual), -1)):
+
+        image_token = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
+        placeholder = self._model.get_input_embeddings()(image_token)[0].to(embeddings)  # [1, hidden_size]
+        at_picture = embeddings[0, self._tokens.visual]
+        if torch.equal(at_picture, placeholder.expand(len(at_picture), -1)):
             raise DiagnosticsError(
-                f"{type(self._model).__name__} has no visual tokens: at a picture's positions its decoder gets "
-                "the embedding of a placeholder, so pictures reach it another way, such as cross-attention."
+                f"{name} has no image tokens: at a picture's positions its decoder gets the embedding of a "
+                "placeholder, so pictures reach it another way, such as cross-attention."
             )
 
     @torch.no_grad()
     def _see_layer(self, number: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        after = output if isinstance(output, torch.Tensor) else output[0]
         before = args[0] if args else kwargs["hidden_states"]
-        before, after = before[0].to(after.device, torch.float32), after[0].float()  # [S, hidden_size]
-        self._turns[number] = turn(before, after).cpu()  # a single transfer
+        after = output if isinstance(output, torch.Tensor) else output[0]
+        turn = describe_turn(before[0].to(after.device, torch.float32), after[0].float())
+        self._turns[number] = turn.cpu()  # a single transfer
 
     def record(self) -> Record:
-        """The record of the forward pass. Raises `DiagnosticsError` if the hidden states overflowed."""
+        """The record of the forward pass.
+
+        Raises:
+            DiagnosticsError: if the hidden states overflowed.
+        """
         turns = torch.stack([self._turns[number] for number in sorted(self._turns)], dim=1)  # [5, L, S]
-        entering, leaving, cosines, update_ratios, update_cosines = turns
-        layer_norms, tokens = torch.cat([entering, leaving[-1:]]), self._tokens
-        if not layer_norms[:, tokens.visual | tokens.text].isfinite().all():
+        norms_before, norms_after, cosines, update_ratios, update_cosines = turns
+        layer_norms = torch.cat([norms_before, norms_after[-1:]])  # [L + 1, S]
+
+        with_sinks = self._tokens
+        if not layer_norms[:, with_sinks.visual | with_sinks.text].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
             )
+
         return Record(
             input_ids=self._inputs["input_ids"][0].cpu(),
-            tokens=tokens.without("sink", find_sinks(layer_norms, tokens)),
-            with_sinks=tokens,
+            tokens=with_sinks.without("sink", find_sinks(layer_norms, with_sinks)),
+            with_sinks=with_sinks,
             interface=self._interface,
             layer_norms=layer_norms,
             cosines=cosines,
@@ -186,9 +201,29 @@ class Probe:
         )
 
 
+def describe_turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """What a layer does to each token, from the hidden states around it, `(S, hidden_size)` each, float32.
+
+    Returns:
+        `(5, S)`: norm before and after, their cosine, norm of the residual update over that before, and its cosine.
+    """
+    update = after - before
+    norms_before = token_norms(before)
+    norms_after = token_norms(after)
+    update_norms = token_norms(update)
+
+    cosines = (before * after).sum(dim=-1) / (norms_before * norms_after).clamp(min=TINY)
+    update_ratios = update_norms / norms_before.clamp(min=TINY)
+    update_cosines = (before * update).sum(dim=-1) / (norms_before * update_norms).clamp(min=TINY)
+    return torch.stack([norms_before, norms_after, cosines, update_ratios, update_cosines])
+
+
 def choose_queries(tokens: Tokens) -> torch.Tensor:
     """The last ordinary text tokens after the last picture, and the position that the answer begins from, `(n,)`."""
     attended = (~tokens.excluded["padding"]).nonzero()[:, 0]
-    past = attended > tokens.visual.nonzero()[-1, 0]
-    queries = attended[past & tokens.text[attended]][-MAX_QUERIES + 1 :]
-    return torch.unique(torch.cat([queries, attended[-1:]]))
+    last_image_token = tokens.visual.nonzero()[-1, 0]
+    is_question = (attended > last_image_token) & tokens.text[attended]
+
+    of_question = attended[is_question][-(MAX_QUERIES - 1) :]
+    answer_begins_from = attended[-1:]
+    return torch.unique(torch.cat([of_question, answer_begins_from]))

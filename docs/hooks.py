@@ -13,24 +13,33 @@ from mkdocs.structure.pages import Page
 
 
 ROOT = Path(__file__).resolve().parents[1]
-HOME = ("README.md", "index.md")  # in the repository, on the site
+# The first page, in the repository and on the site.
+README = "README.md"
+INDEX = "index.md"
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the README, and every file of the repository that a page links to."""
-    waiting = [HOME[0], *(f"docs/{file.src_uri}" for file in files.documentation_pages())]
+    pages = [f"docs/{file.src_uri}" for file in files.documentation_pages()]
+    waiting = [README, *pages]
     seen = set(waiting)
     while waiting:
         path = waiting.pop()
         if not path.startswith("docs/"):
             files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
         if path.endswith(".md"):
-            targets = {resolve(path, target) for target in LINK.findall((ROOT / path).read_text(encoding="utf-8"))}
-            found = {target for target in targets if (ROOT / target).is_file()} - seen
-            waiting += sorted(found)
-            seen |= found
+            new = linked_files(path) - seen
+            waiting += sorted(new)
+            seen |= new
     return files
+
+
+def linked_files(page: str) -> set[str]:
+    """The repository's files that a page links to."""
+    links = LINK.findall((ROOT / page).read_text(encoding="utf-8"))
+    paths = {resolve(page, link) for link in links}
+    return {path for path in paths if (ROOT / path).is_file()}
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -38,17 +47,17 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     source = Path(str(page.file.abs_src_path)).relative_to(ROOT).as_posix()
     folder = posixpath.dirname(page.file.src_uri) or "."
 
-    def on_site(match: re.Match[str]) -> str:
+    def link_on_site(match: re.Match[str]) -> str:
         return posixpath.relpath(site_path(resolve(source, match[0])), folder)
 
-    return LINK.sub(on_site, markdown)
+    return LINK.sub(link_on_site, markdown)
 
 
-def resolve(page: str, target: str) -> str:
+def resolve(page: str, link: str) -> str:
     """A link's target, as a path in the repository."""
-    return posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
 
 
 def site_path(path: str) -> str:
     """Where a file of the repository is on the site."""
-    return HOME[1] if path == HOME[0] else path.removeprefix("docs/")
+    return INDEX if path == README else path.removeprefix("docs/")

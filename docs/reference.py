@@ -1,15 +1,16 @@
-"""Write `docs/reference.md`: the options of three commands, read from the parsers that the commands themselves make.
+"""Write `docs/reference.md`: the options of three commands, as their parsers have them.
 
-python docs/reference.py
+    python docs/reference.py
+
+The other commands have few options, which `--help` prints.
 """
 
 import argparse
 import dataclasses
 import importlib
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,81 +21,117 @@ from training.arguments import RunArguments, TrainingConfig
 
 
 PAGE = Path(__file__).with_name("reference.md")
-# Heading, how the command is started, its module. The others have few options, which `--help` prints.
-COMMANDS = (
-    ("compose", "python training/compose.py", "training.compose"),
-    ("sft", "accelerate launch -q training/sft.py --config recipe.yaml", "training.sft"),
-    ("diagnostics", "python -m diagnostics", "diagnostics.__main__"),
+INTRODUCTION = "# Options\n\n`--help` prints these. Defaults stand in brackets. Made by `python docs/reference.py`.\n"
+RECIPE_FIELDS = (
+    "Fields of a recipe, beside those of TRL's [`SFTConfig`](https://huggingface.co/docs/trl/sft_trainer) and "
+    "`ModelConfig`. The command line takes them too."
 )
+CHANGED_FIELDS = "Fields of TRL with another default or effect:"
+# By name. Of several options that set the same value, such as `--x` and `--no_x`, the first.
+Options = dict[str, argparse.Action]
 
 
-class Asked(Exception):
-    """Raised where a command would read its arguments; holds its parser."""
+class Command(NamedTuple):
+    """A command of the page: its heading, how a reader starts it, and its module."""
+
+    heading: str
+    start: str
+    module: str
 
 
-def parser_of(module: str) -> argparse.ArgumentParser:
-    """The parser that a command makes: its `main` is stopped where it would read its arguments."""
-    read, argv = argparse.ArgumentParser.parse_known_args, sys.argv
-
-    def ask(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
-        if any(action.dest == "config" for action in self._actions):  # a first look at the recipe's path
-            return read(self, *args, **kwargs)
-        raise Asked(self)
-
-    argparse.ArgumentParser.parse_known_args, sys.argv = ask, [module]  # type: ignore[method-assign]
-    try:
-        importlib.import_module(module).main()
-    except Asked as asked:
-        return asked.args[0]
-    finally:
-        argparse.ArgumentParser.parse_known_args, sys.argv = read, argv  # type: ignore[method-assign]
-    raise RuntimeError(f"{module} has not read any arguments.")
-
-
-def option_line(action: argparse.Action, default: str = "") -> str:
-    """An option as an item of a list: its name, what it is, its default and its choices."""
-    text = ((action.help or "") % {"default": action.default}).replace("|", "\\|")
-    shown = action.default not in (None, argparse.SUPPRESS) and action.default is not False and "default" not in text
-    default = default or (f"`{getattr(action.default, 'value', action.default)}`" if shown else "")
-    default = "required" if action.required else default
-    choices = f"One of {', '.join(f'`{choice}`' for choice in action.choices)}." if action.choices else ""
-    text = " ".join(text.split()) + ("." if text and not text.endswith(".") else "")
-    name = f"`{action.option_strings[0]}`" + (f" ({default})" if default else "")
-    return f"- {name}: " + " ".join(filter(None, [text, choices]))
-
-
-def render_sft(options: Iterable[argparse.Action]) -> str:
-    """The fields of a recipe that are this project's, and those of TRL with another default or effect."""
-    actions = {action.dest: action for action in options if not isinstance(action, argparse._StoreFalseAction)}
-    here, there = (
-        {field.name: field.default for field in dataclasses.fields(config)} for config in (TrainingConfig, SFTConfig)
-    )
-    changed = []
-    for name in TrainingConfig.__annotations__:
-        if name in actions:
-            default = f"`{here[name]}`"
-            if here[name] != there[name]:
-                default += f", in TRL `{there[name]}`"
-            changed.append(option_line(actions[name], default))
-    return "\n\n".join([
-        "Fields of a recipe, beside those of TRL's [`SFTConfig`](https://huggingface.co/docs/trl/sft_trainer) and "
-        "`ModelConfig`. The command line takes them too.",
-        "\n".join(option_line(actions[name]) for name in RunArguments.__annotations__ if name in actions),
-        "Fields of TRL with another default or effect:",
-        "\n".join(changed),
-    ])  # fmt: skip
+COMMANDS = (
+    Command("compose", "python training/compose.py", "training.compose"),
+    Command("sft", "accelerate launch -q training/sft.py --config recipe.yaml", "training.sft"),
+    Command("diagnostics", "python -m diagnostics", "diagnostics.__main__"),
+)
 
 
 def render() -> str:
     """The whole page."""
-    parts = ["# Options\n\n`--help` prints these. Defaults stand in brackets. Made by `python docs/reference.py`.\n"]
-    for heading, command, module in COMMANDS:
-        parts.append(f"## {heading}\n\n`{command}`\n")
-        # argparse's own --help is told above.
-        actions = [action for action in parser_of(module)._actions if not isinstance(action, argparse._HelpAction)]
-        listed = "\n".join(map(option_line, actions))
-        parts.append((render_sft(actions) if module == "training.sft" else listed) + "\n")
-    return "\n".join(parts)
+    sections = [INTRODUCTION]
+    for command in COMMANDS:
+        options = read_options(command.module)
+        if command.module == "training.sft":
+            described = describe_recipe(options)
+        else:
+            described = "\n".join(describe_option(option) for option in options.values())
+        sections.append(f"## {command.heading}\n\n`{command.start}`\n\n{described}\n")
+    return "\n".join(sections)
+
+
+def build_parser(module: str) -> argparse.ArgumentParser:
+    """The parser of the command in a module."""
+    return importlib.import_module(module).build_parser()
+
+
+def read_options(module: str) -> Options:
+    """The options of the command in a module, but for `--help`."""
+    options: Options = {}
+    for option in build_parser(module)._actions:
+        if option.dest != "help":
+            options.setdefault(option.dest, option)
+    return options
+
+
+def describe_recipe(options: Options) -> str:
+    """The fields of a recipe that are this project's, then those of TRL with another default or effect."""
+    own_lines = [describe_option(options[name]) for name in RunArguments.__annotations__ if name in options]
+
+    defaults = field_defaults(TrainingConfig)
+    trl_defaults = field_defaults(SFTConfig)
+    changed_lines = []
+    for name in TrainingConfig.__annotations__:
+        if name not in options:
+            continue
+        default = f"`{defaults[name]}`"
+        if defaults[name] != trl_defaults[name]:
+            default += f", in TRL `{trl_defaults[name]}`"
+        changed_lines.append(describe_option(options[name], default))
+
+    return "\n\n".join([RECIPE_FIELDS, "\n".join(own_lines), CHANGED_FIELDS, "\n".join(changed_lines)])
+
+
+def field_defaults(config: type) -> dict[str, Any]:
+    """The default of each field of a dataclass."""
+    return {field.name: field.default for field in dataclasses.fields(config)}
+
+
+def describe_option(option: argparse.Action, default: str | None = None) -> str:
+    """An option as an item of a list: its name, its default, what it is, and its choices.
+
+    Args:
+        option: The option.
+        default: What to say of its default; by default what the option itself has.
+    """
+    name = f"`{option.option_strings[0]}`"
+    default = describe_default(option) if default is None else default
+    if default:
+        name += f" ({default})"
+
+    text = help_of(option)
+    if text and not text.endswith("."):
+        text += "."
+    if option.choices:
+        choices = ", ".join(f"`{choice}`" for choice in option.choices)
+        text += f" One of {choices}."
+    return f"- {name}: {text}"
+
+
+def describe_default(option: argparse.Action) -> str:
+    """An option's default in code; nothing where there is none, or its help tells it."""
+    if option.required:
+        return "required"
+    if option.default is None or option.default is False or option.default == argparse.SUPPRESS:
+        return ""
+    if "default" in help_of(option):
+        return ""
+    return f"`{getattr(option.default, 'value', option.default)}`"  # an enum's value
+
+
+def help_of(option: argparse.Action) -> str:
+    """What `--help` says of an option, in one line."""
+    text = (option.help or "") % {"default": option.default}
+    return " ".join(text.split())
 
 
 if __name__ == "__main__":

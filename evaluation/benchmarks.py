@@ -1,55 +1,111 @@
 """The nine benchmarks of the paper's Table 4 (arXiv 2512.08374), and what was chosen where it says nothing.
 
-The paper names neither harness, shots, split nor POPE's metric. Every choice is printed next to its number.
+The paper names neither harness, shots, split nor POPE's metric. Every choice is printed next to its score.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 
-@dataclass(frozen=True)
+# What a harness logs of a row: its score; or the model's answer beside the right one; or, in MMBench, the latter for
+# each of several rows that ask the same question with its options in another order.
+RowLog = Literal["score", "answer", "answer in each order"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Benchmark:
     """One task of a harness.
 
     Attributes:
+        title: Its name in tables.
         harness: The one that scores it.
         task: Its name there.
-        title: Its name in tables.
-        metric: The harness's name of the figure to report.
+        metric: The harness's name of the score to report.
         scale: The metric's largest value.
         choice: What was chosen where the paper leaves it open.
+        row_log: What the harness logs of a row.
     """
 
+    title: str
     harness: Literal["lmms-eval", "lm-eval"]
     task: str
-    title: str
     metric: str
-    scale: float
+    scale: float = 1.0
     choice: str = ""
+    row_log: RowLog = "score"
 
 
 PAPER = (
     Benchmark(
-        "lmms-eval", "mmbench_en_dev_static", "MMBench-EN", "gpt_eval_score", 100.0,
-        "letters read by rules; the judged variant asks a paid model, and guesses where that fails",
+        title="MMBench-EN",
+        harness="lmms-eval",
+        task="mmbench_en_dev_static",
+        metric="gpt_eval_score",
+        scale=100.0,
+        choice="letters read by rules; the judged variant asks a paid model, and guesses where that fails",
+        row_log="answer in each order",
     ),
-    Benchmark("lmms-eval", "mmstar", "MM-Star", "average", 1.0, "mean over the finer categories"),
-    Benchmark("lmms-eval", "pope", "POPE", "pope_accuracy", 1.0, "accuracy, not F1"),
     Benchmark(
-        "lmms-eval", "seedbench_2_plus", "SEED-Bench-2-Plus", "seedbench_2_plus_all", 1.0, "the answer's first letter"
+        title="MM-Star",
+        harness="lmms-eval",
+        task="mmstar",
+        metric="average",
+        choice="mean over the finer categories",
     ),
-    Benchmark("lmms-eval", "ocrbench", "OCRBench", "ocrbench_accuracy", 1.0, "right of 1000, under --limit too"),
     Benchmark(
-        "lmms-eval", "scienceqa_img", "ScienceQA", "exact_match", 1.0,
-        "questions with a picture; the paper doesn't say which",
+        title="POPE",
+        harness="lmms-eval",
+        task="pope",
+        metric="pope_accuracy",
+        choice="accuracy, not F1",
     ),
-    Benchmark("lmms-eval", "ai2d", "AI2D", "exact_match", 1.0, "letters"),
-    Benchmark("lm-eval", "hellaswag", "HellaSwag", "acc_norm", 1.0, "likelihood by length, no chat format"),
-    Benchmark("lm-eval", "mmlu", "MMLU", "acc", 1.0, "likelihood of letters, no chat format"),
-)  # fmt: skip
-# Which lm-eval, too, asks in the model's chat format.
+    Benchmark(
+        title="SEED-Bench-2-Plus",
+        harness="lmms-eval",
+        task="seedbench_2_plus",
+        metric="seedbench_2_plus_all",
+        choice="the answer's first letter",
+        row_log="answer",
+    ),
+    Benchmark(
+        title="OCRBench",
+        harness="lmms-eval",
+        task="ocrbench",
+        metric="ocrbench_accuracy",
+        choice="right of 1000, under --limit too",
+    ),
+    Benchmark(
+        title="ScienceQA",
+        harness="lmms-eval",
+        task="scienceqa_img",
+        metric="exact_match",
+        choice="questions with a picture; the paper doesn't say which",
+    ),
+    Benchmark(
+        title="AI2D",
+        harness="lmms-eval",
+        task="ai2d",
+        metric="exact_match",
+        choice="letters",
+    ),
+    Benchmark(
+        title="HellaSwag",
+        harness="lm-eval",
+        task="hellaswag",
+        metric="acc_norm",
+        choice="likelihood by length, no chat format",
+    ),
+    Benchmark(
+        title="MMLU",
+        harness="lm-eval",
+        task="mmlu",
+        metric="acc",
+        choice="likelihood of letters, no chat format",
+    ),
+)
+# Here lm-eval asks in the model's chat format too.
 OURS = (
-    Benchmark("lmms-eval", "digits", "digits", "exact_match", 1.0),
-    Benchmark("lm-eval", "digits_lm_eval", "digits, lm-eval", "exact_match", 1.0),
-    Benchmark("lmms-eval", "emoji", "emoji", "exact_match", 1.0),
+    Benchmark(title="digits", harness="lmms-eval", task="digits", metric="exact_match"),
+    Benchmark(title="digits, lm-eval", harness="lm-eval", task="digits_lm_eval", metric="exact_match"),
+    Benchmark(title="emoji", harness="lmms-eval", task="emoji", metric="exact_match"),
 )

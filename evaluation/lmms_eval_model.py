@@ -31,7 +31,8 @@ class ImageTextToText(lmms):
     def __init__(self, pretrained: str, dtype: str = "auto", batch_size: int = 1) -> None:
         super().__init__()
         self.accelerator = Accelerator()
-        self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
+        self._rank = self.accelerator.process_index
+        self._world_size = self.accelerator.num_processes
         self.device = self.accelerator.device
         self.batch_size = int(batch_size)
         self._processor = AutoProcessor.from_pretrained(pretrained, trust_remote_code=True)
@@ -41,10 +42,17 @@ class ImageTextToText(lmms):
         ).eval()
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answers in the order of the requests. Raises `UserError` if a task asks for sampled answers."""
+        """Answers in the order of the requests.
+
+        Raises:
+            UserError: if a task asks for sampled answers.
+        """
         # Rows of a batch share the settings of their task, and are of about the same length.
         collator = Collator(
-            [request.args for request in requests], lambda args: -len(args[0]), lambda args: args[2], True
+            [request.args for request in requests],
+            sort_fn=lambda args: -len(args[0]),
+            group_fn=lambda args: args[2],
+            grouping=True,
         )
         answers: list[str] = []
         with tqdm(total=len(requests), desc="Answering", disable=self.rank > 0) as bar:
@@ -55,13 +63,16 @@ class ImageTextToText(lmms):
 
     @torch.inference_mode()
     def _answer(self, batch: list[tuple[Any, ...]]) -> list[str]:
+        """Greedy answers to a batch, whose rows share the settings of their task."""
         settings: dict[str, Any] = batch[0][2]
         if settings.get("do_sample", bool(settings.get("temperature"))):
             raise UserError(f"{batch[0][4]} asks for sampled answers; this model only answers greedily.")
+
         chats = []
         for _, to_messages, _, document, task, split in batch:
             messages = to_messages(self.task_dict[task][split][document])
             chats.append(ChatMessages(messages=messages).to_hf_messages())
+
         inputs = self._processor.apply_chat_template(
             chats,
             add_generation_prompt=True,
@@ -70,6 +81,7 @@ class ImageTextToText(lmms):
             return_tensors="pt",
             processor_kwargs={"padding": True, "padding_side": "left"},
         ).to(self.device, self._model.dtype)
+
         generated = self._model.generate(
             **inputs,
             max_new_tokens=settings.get("max_new_tokens", 1024),
@@ -78,7 +90,8 @@ class ImageTextToText(lmms):
             repetition_penalty=1.0,  # whatever the checkpoint's generation config says
             no_repeat_ngram_size=0,
         )
-        texts = self._processor.batch_decode(generated[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers = generated[:, inputs["input_ids"].shape[1] :]
+        texts = self._processor.batch_decode(answers, skip_special_tokens=True)
         return [cut(text, settings.get("until") or []) for text in texts]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
@@ -92,8 +105,10 @@ class ImageTextToText(lmms):
 
 def cut(text: str, until: list[str] | str) -> str:
     """A text up to the first stop string."""
-    for end in [until] if isinstance(until, str) else until:
-        text = text.split(end)[0] if end else text
+    stop_strings = [until] if isinstance(until, str) else until
+    for stop_string in stop_strings:
+        if stop_string:
+            text = text.split(stop_string)[0]
     return text.strip()
 
 

@@ -43,16 +43,22 @@ class Evaluation:
     baseline_name: str | None = None
 
 
-def write_evaluations(folder: Path, rows: Sequence[Evaluation]) -> None:
-    """Write results into a model's `evaluation.json`. Earlier ones of the same metric on the same rows, and those of
-    other weights, are removed."""
+def write_evaluations(folder: Path, evaluations: Sequence[Evaluation]) -> None:
+    """Write results into a model's `evaluation.json`.
+
+    Earlier ones of the same metric on the same rows, and those of other weights, are removed.
+    """
     path = folder / EVALUATION_FILE
-    new = [asdict(row) for row in rows]
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    measured, weights = [_key(row) for row in new], {None, *(row.weights for row in rows)}
-    kept = [row for row in before if _key(row) not in measured and row.get("weights") in weights]
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    new = [asdict(evaluation) for evaluation in evaluations]
+
+    measured_again = [measured(row) for row in new]
+    # A user's own rows may not say which weights they are of.
+    weights = {None, *(evaluation.weights for evaluation in evaluations)}
+    kept = [row for row in earlier if measured(row) not in measured_again and row.get("weights") in weights]
     write_whole(path, json.dumps([*kept, *new], indent=1) + "\n")
 
 
-def _key(row: dict[str, Any]) -> list[Any]:
+def measured(row: dict[str, Any]) -> list[Any]:
+    """What a row is a measurement of: a metric on some rows."""
     return [row.get(field) for field in ("task", "dataset", "split", "metric")]

@@ -1,105 +1,144 @@
-"""Publish a trained model.
+"""Publish a trained model, try what was published, and serve it.
 
-python -m hub_cards build <run folder> --repo_id me/Llama-NormLlava-3B
-python -m hub_cards check <run folder>/release
-python -m hub_cards push <run folder>/release --dry_run
-python -m hub_cards verify me/Llama-NormLlava-3B --revision v1.0 --stage <run folder>/release
+python -m hub_cards push <run folder> --repo_id me/Llama-NormLlava-3B --dry_run
+python -m hub_cards push <run folder> --repo_id me/Llama-NormLlava-3B --public
+python -m hub_cards verify me/Llama-NormLlava-3B --revision v1.0
 python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0
 """
 
 import argparse
 import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
 
 from common.console import command, parse
-from hub_cards.build import build
-from hub_cards.check import check
-from hub_cards.push import ReleaseError, plan_push, push
-from hub_cards.serve import serve
-from hub_cards.verify import verify
+from common.errors import UserError
+from hub_cards.build import BuildOptions, build_or_take
+from hub_cards.check import require_no_faults
+from hub_cards.push import plan_push, push_release
+from hub_cards.serve import serve_model
+from hub_cards.verify import verify_release
 
 
 logger = logging.getLogger(__name__)
 
+# Commands of earlier versions that are steps of `push` now.
+FORMER_COMMANDS = ("build", "check")
 
-def parse_arguments() -> argparse.Namespace:
+
+def build_parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m hub_cards", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    add = commands.add_parser("build", help="stage folder and card").add_argument
-    add("run", type=Path, help="output folder of the last stage")
-    add("--repo_id", required=True, help="owner/name that the repository will have")
-    add("--output_dir", type=Path, help="stage folder to make (default: release in the run folder)")
-    add("--prose", type=Path, help="YAML with the card's prose (default: card.yaml next to the run's recipe)")
-    add("--revision", default="v1.0", help="tag that the card pins, not a branch (default: v1.0)")
-    add("--widget_data", type=Path, help="LLaVA JSON whose first pictures become examples, with the model's answers")
-    add("--text_model", help="Hub id of the language model, if it was loaded from a folder")
-    add("--vision_model", help="Hub id of the vision encoder, if it was loaded from a folder")
-    add("--license", help="licence of parts that were trained from scratch")
-    add("--base_licence_file", type=Path, help="the base model's licence text, if a copy is needed")
-    add = commands.add_parser("check", help="list all findings").add_argument
-    add("stage", type=Path, help="stage folder")
-    add = commands.add_parser("push", help="one commit and a tag; private unless --public").add_argument
-    add("stage", type=Path, help="stage folder without findings")
-    add("--public", action="store_true", help="make the repository public once everything is there")
-    add("--dry_run", action="store_true", help="show what would change and stop")
-    add = commands.add_parser("verify", help="fresh download, as any user would load it").add_argument
-    add("repo_id", help="owner/name")
-    add("--revision", required=True, help="tag to verify")
-    add("--stage", type=Path, help="stage folder that was pushed, to compare with")
-    add = commands.add_parser("serve", help="transformers' server, on the loopback alone").add_argument
-    add("model", help="folder or Hub id; its code is run")
-    add("--revision", default="main", help="revision of a repository on the Hub (default: main)")
-    add("--port", type=int, default=8000, help="loopback port (default: 8000)")
-    return parse(parser)
 
+    push = commands.add_parser("push", help="build a run's release folder, check it and push it; private by default")
+    push.add_argument("run", type=Path, help="output folder of the last stage")
+    push.add_argument("--repo_id", required=True, help="owner/name of the repository")
+    push.add_argument("--revision", default="v1.0", help="tag that the card pins, not a branch (default: v1.0)")
+    push.add_argument("--public", action="store_true", help="make the repository public once everything is there")
+    push.add_argument("--dry_run", action="store_true", help="build the folder, show what would change, and stop")
+    push.add_argument("--output_dir", type=Path, help="release folder (default: release in the run folder)")
+    push.add_argument("--prose", type=Path, help="YAML with the card's prose (default: card.yaml by the run's recipe)")
+    push.add_argument("--widget_data", type=Path, help="rows whose first pictures become examples, with answers")
+    push.add_argument("--text_model", help="Hub id of the language model, if it was loaded from a folder")
+    push.add_argument("--vision_model", help="Hub id of the vision encoder, if it was loaded from a folder")
+    push.add_argument("--license", help="the model's licence, where that of a part is not known")
+    push.add_argument("--base_licence_file", type=Path, help="the licence's text, if it isn't Apache's")
 
-def run_push(stage: Path, public: bool, dry_run: bool) -> None:
-    """Push, or in a dry run say what would change."""
-    if get_token() is None:
-        raise ReleaseError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
-    try:
-        plan = plan_push(stage, HfApi()) if dry_run else push(stage, HfApi(), public)
-    except (httpx.HTTPError, ConnectionError, RuntimeError) as error:  # as the client raises them
-        stopped = "The Hub can't be asked" if dry_run else "The push stopped; push again to go on from there"
-        raise ReleaseError(f"{stopped}: {error}") from error
-    logger.info("%s\n%s", plan, "Dry run: nothing was changed." if dry_run else "Published.")
+    verify = commands.add_parser("verify", help="fresh download, as any user would load it")
+    verify.add_argument("repo_id", help="owner/name")
+    verify.add_argument("--revision", required=True, help="tag to verify")
+    verify.add_argument("--stage", type=Path, help="release folder that was pushed, to compare with")
 
-
-def run(command: str, options: dict[str, Any]) -> None:
-    """One of the five commands. Raises `UserError` with all that was found wrong."""
-    if command == "build":
-        logger.info("Staged. Next: python -m hub_cards check %s", build(**options))
-    elif command == "push":
-        run_push(**options)
-    elif command == "serve":
-        serve(**options)
-    elif command == "check":
-        if findings := check(**options):
-            raise ReleaseError("\n".join([*findings, f"{len(findings)} findings: nothing to publish yet."]))
-        logger.info("No findings: now python -m hub_cards push %s", options["stage"])
-    else:
-        files, printed, problems = verify(**options)
-        logger.info("%d files downloaded into an empty cache; the card's snippet printed: %s", files, printed)
-        if problems:
-            raise ReleaseError("\n".join([*problems, f"NOT verified: {options['repo_id']}"]))
-        logger.info("Verified: %s at %s", options["repo_id"], options["revision"])
+    serve = commands.add_parser("serve", help="transformers' server, on the loopback alone")
+    serve.add_argument("model", help="folder or Hub id; its code is run")
+    serve.add_argument("--revision", default="main", help="revision of a repository on the Hub (default: main)")
+    serve.add_argument("--port", type=int, default=8000, help="loopback port (default: 8000)")
+    return parser
 
 
 @command()
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    options = vars(parse_arguments())
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in FORMER_COMMANDS:
+        raise UserError(f"{words[0]} is part of push now: python -m hub_cards push <run> --repo_id <id> --dry_run")
+
+    args = parse(build_parser(), argv)
+    if args.command == "push":
+        run_push(args)
+    elif args.command == "verify":
+        run_verify(args)
+    else:
+        serve_model(args.model, args.revision, args.port)
+
+
+def run_push(args: argparse.Namespace) -> None:
+    """Build the release folder or take the one that is there, check it, and push it, or say what that would change."""
+    token = get_token()
+    if token is None and not args.dry_run:
+        raise UserError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
+
+    options = BuildOptions(
+        repo_id=args.repo_id,
+        revision=args.revision,
+        prose=args.prose,
+        widget_data=args.widget_data,
+        text_model=args.text_model,
+        vision_model=args.vision_model,
+        license=args.license,
+        base_licence_file=args.base_licence_file,
+    )
+    folder = args.output_dir or args.run / "release"
+    build_or_take(args.run, folder, options)
+    require_no_faults(folder)
+
+    if not args.dry_run:
+        with hub_errors("The push stopped; push again to go on from there"):
+            plan = push_release(folder, HfApi(), args.public)
+        logger.info("%s", plan)
+        logger.info("Published. Try it: python -m hub_cards verify %s --revision %s", plan.repo_id, plan.tag)
+        return
+
+    if token is None:
+        logger.info("There is no token, so the Hub was not asked what it holds.")
+    else:
+        with hub_errors("The Hub can't be asked"):
+            plan = plan_push(folder, HfApi())
+        logger.info("%s", plan)
+    logger.info("Dry run: nothing was pushed. Look at %s; the same command without --dry_run pushes it.", folder)
+
+
+def run_verify(args: argparse.Namespace) -> None:
+    """Try what was published."""
+    with hub_errors("The release can't be downloaded"):
+        verdict = verify_release(args.repo_id, args.revision, args.stage)
+
+    logger.info("%d files downloaded into an empty cache.", verdict.num_files)
+    logger.info("The card's snippet printed: %s", verdict.printed)
+    if verdict.problems:
+        raise UserError("\n".join([*verdict.problems, f"NOT verified: {args.repo_id}"]))
+    logger.info("Verified: %s at %s", args.repo_id, args.revision)
+
+
+@contextmanager
+def hub_errors(what_stopped: str) -> Iterator[None]:
+    """Turn what the Hub's client raises into a `UserError`.
+
+    A `RuntimeError` is an upload that failed, an `HFValidationError` a name that no repository can have.
+    """
     try:
-        run(options.pop("command"), options)
-    except (ValueError, httpx.HTTPError) as error:  # of the Hub's client too
-        raise ReleaseError(str(error)) from error
+        yield
+    except (httpx.HTTPError, ConnectionError, RuntimeError, HFValidationError) as error:
+        raise UserError(f"{what_stopped}: {error}") from error
 
 
 if __name__ == "__main__":

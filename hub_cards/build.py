@@ -1,159 +1,293 @@
-"""Stage a trained folder for the Hub: only listed files are copied."""
+"""Build a release folder from a trained run: the model, its class files, its card, and what serves it."""
 
 import json
+import logging
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from common.errors import UserError
+from common.files import fingerprint, fresh_folder, weights_fingerprint
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import IMAGE_MARK, row_images, row_turns
-from diagnostics.answers import answer, ask
+from diagnostics.answers import answer_prompts, make_prompt
 from hub_cards.card import Widget, read_prose, render_card
 from hub_cards.check import find_model_faults
-from hub_cards.contents import ASSETS, CARD, OTHERS, PIXELS, PLOT, SERVING, SETTINGS, SPACE, class_files
-from hub_cards.facts import Facts, collect_facts, hub_id, read_json
-from hub_cards.licences import APACHE, Licence, licence_of
+from hub_cards.contents import (
+    APACHE_TEXT,
+    CARD,
+    COPIED,
+    PIXELS,
+    PLOT,
+    SERVING,
+    SETTINGS,
+    SPACE,
+    class_files,
+    read_json,
+)
+from hub_cards.facts import Facts, collect_facts, hub_id, load_config
+from hub_cards.licences import APACHE, Licence, choose_licence
+from hub_cards.release import Release, read_release
 
 
-APACHE_TEXT = ASSETS / "LICENSE-APACHE"
-# Tags that git and the Hub accept and that are not like a branch or a commit, which pins nothing.
-TAG = re.compile(r"(?!.*(?:\.\.|\.$|\.lock$)|(?i:main|master|head|[0-9a-f]{7,64})$)[A-Za-z0-9][\w.+-]*")
+logger = logging.getLogger(__name__)
+
 MAX_WIDGETS = 3
+MAX_WIDGET_TOKENS = 64
 
 
-def build(
-    run: Path, repo_id: str, output_dir: Path | None = None, prose: Path | None = None, revision: str = "v1.0",
-    widget_data: Path | None = None, text_model: str | None = None, vision_model: str | None = None,
-    license: str | None = None, base_licence_file: Path | None = None,
-) -> Path:  # fmt: skip
-    """Make the stage folder, its card last. It appears only when it is complete. Arguments are the command's. Raises
-    `UserError` if a fact or file is missing, the name breaks a licence, or the model has faults, and lists them."""
-    if hub_id(repo_id) is None:
-        raise UserError(f"--repo_id {repo_id!r} is not owner/name.")
-    if not TAG.fullmatch(revision):
-        raise UserError(f"--revision {revision!r} is not a tag that pins code. Give one such as v1.0.")
-    output_dir = output_dir or run / "release"
-    if output_dir.exists() and any(output_dir.iterdir()):
-        raise UserError(f"{output_dir} is not empty. Choose another folder, or empty it first.")
-    facts = collect_facts(run, text_model=text_model, vision_model=vision_model)
-    licence = licence_of({"text_model": facts.text_model, "vision_model": facts.vision_model}, license)
-    name = repo_id.split("/")[1]
-    if not name.startswith(licence.name_prefix):
-        raise UserError(f"The {licence.title} asks for another name than {name}: {licence.name_prefix}-{name}.")
-    text = licence_text(licence, base_licence_file)
-    said = read_prose(prose or find_prose(run), facts)
-    if faults := [*find_model_faults(run, facts.weights, facts.steps)]:
-        raise UserError("\n  ".join([f"The model in {run} can't be published:", *faults]))
-    stage = output_dir.with_name(f"{output_dir.name}.partial")
-    shutil.rmtree(stage, ignore_errors=True)  # from an interrupted build
-    stage.mkdir(parents=True)
-    code = copy_model(run, stage, facts)
-    (stage / "LICENSE").write_text(text, encoding="utf-8")
-    if licence.notice is not None:
-        (stage / "NOTICE").write_text(licence.notice, encoding="utf-8")
-    if licence is not APACHE:
-        shutil.copy(APACHE_TEXT, stage)  # of the class files and the vision encoder; its section 4a requires a copy
-    for name in SERVING:
-        shutil.copy(ASSETS / name, stage)
-    shutil.copy(PIXELS, stage)
-    build_space(output_dir.with_name(f"{output_dir.name}-space"))
-    if facts.diagnostics:
-        with Image.open(run / "diagnostics" / "figures" / Path(PLOT).name) as picture:
-            save_picture(picture, stage / PLOT)
-    widgets = make_widgets(stage, widget_data) if widget_data is not None else []
-    card = render_card(facts, licence, said, repo_id, revision, widgets, code)
-    (stage / CARD).write_text(card, encoding="utf-8")
-    return stage.rename(output_dir)  # an empty folder gives way
+@dataclass(frozen=True, kw_only=True)
+class BuildOptions:
+    """What a user says about a release.
 
-
-def build_space(folder: Path) -> None:
-    """Write the Space's files, beside the release: the page, and the rule for a picture's pixels.
-
-    What else is in the folder stays.
+    Attributes:
+        repo_id: The repository on the Hub, owner/name.
+        revision: The tag that the card pins.
+        prose: YAML file with the card's prose; by default `card.yaml` beside the run's recipe.
+        widget_data: Rows whose first pictures become examples on the card, with the model's answers.
+        text_model: Hub id of the language model, if it was loaded from a folder.
+        vision_model: Hub id of the vision encoder, if it was loaded from a folder.
+        license: Identifier of the licence, where that of a part is not known.
+        base_licence_file: The licence's text, if it isn't Apache's.
     """
-    shutil.copytree(SPACE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    shutil.copy(PIXELS, folder)
+
+    repo_id: str
+    revision: str = "v1.0"
+    prose: Path | None = None
+    widget_data: Path | None = None
+    text_model: str | None = None
+    vision_model: str | None = None
+    license: str | None = None
+    base_licence_file: Path | None = None
+
+
+def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
+    """Make sure that there is a release folder of a run.
+
+    One that is there is taken as it is: what was looked at after a dry run, and perhaps edited, is what is pushed.
+
+    Raises:
+        UserError: as [`build_release`], or if the folder holds something else.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        build_release(run, folder, options)
+        logger.info("Built %s.", folder)
+        return
+
+    release = read_release(folder)
+    if (release.repo_id, release.revision) != (options.repo_id, options.revision):
+        raise UserError(
+            f"{folder} was built for {release.repo_id}, {release.revision}. Delete it, or choose another --output_dir."
+        )
+    if release.weights != weights_fingerprint(run):
+        raise UserError(f"{folder} was built from other weights than {run} holds now. Delete it to build it again.")
+    logger.info("Taking %s as it is; to build it again, delete it first.", folder)
+
+
+def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
+    """Build a release folder, and beside it that of the Space. It appears only once it is complete.
+
+    Args:
+        run: Output folder of the last stage of training.
+        folder: Folder to make, missing or empty.
+        options: What the user says about the release.
+
+    Raises:
+        UserError: if a fact or a file is missing, the name breaks the licence, or the model has faults, which are
+            listed.
+    """
+    check_names(run, options)
+    facts = collect_facts(run, options.text_model, options.vision_model)
+    prose = read_prose(options.prose or find_prose(run), facts)
+    licence = choose_licence(facts.text_model, facts.vision_model, options.license)
+    check_licensed_name(licence, options.repo_id)
+    licence_text = read_licence_text(licence, options.base_licence_file)
+    faults = find_model_faults(run, facts.weights)
+    if faults:
+        raise UserError("\n  ".join([f"The model in {run} can't be published:", *faults]))
+
+    # An earlier build that was interrupted may have left this folder.
+    partial = fresh_folder(folder.with_name(f"{folder.name}.partial"))
+    copy_checkpoint(run, partial, facts)
+    line_counts = copy_class_files(run, partial)
+    write_licence(partial, licence, licence_text)
+    for path in SERVING:
+        shutil.copy(path, partial)
+    if facts.diagnostics:
+        save_pixels(run / "diagnostics" / "figures" / Path(PLOT).name, partial / PLOT)
+
+    widgets = []
+    if options.widget_data is not None:
+        widgets = make_widgets(partial, options.widget_data)
+    release = Release(options.repo_id, options.revision, fingerprint(facts.weights.sha256))
+    release.write(partial)
+    card = render_card(facts, licence, prose, release, widgets, line_counts)
+    (partial / CARD).write_text(card, encoding="utf-8")
+
+    build_space(folder.with_name(f"{folder.name}-space"))
+    partial.rename(folder)  # an empty folder gives way
+
+
+def check_names(run: Path, options: BuildOptions) -> None:
+    """Raises `UserError` if the repository or the tag can't have this name, or the run is a release itself."""
+    # All releases hold this file, those of earlier versions too.
+    if (run / "handler.py").exists():
+        raise UserError(f"{run} is a release: give the run that it was built from, and its folder as --output_dir.")
+    if hub_id(options.repo_id) is None:
+        raise UserError(f"--repo_id {options.repo_id!r} is not owner/name.")
+
+    tag = options.revision
+    is_branch = tag in ("main", "master")
+    is_commit = re.fullmatch(r"[0-9a-f]{7,64}", tag) is not None
+    if is_branch or is_commit or not re.fullmatch(r"\w[\w.+-]*", tag):
+        raise UserError(f"--revision {tag!r} is not a tag that pins code. Give one such as v1.0.")
 
 
 def find_prose(run: Path) -> Path:
-    """The prose next to the recipe that a run was started with. Raises `UserError` if there is none."""
+    """The prose beside the recipe that a run was started with.
+
+    Raises:
+        UserError: if there is none.
+    """
+    advice = "Give the card's prose with --prose; training/recipes/*/card.yaml are examples."
     record = run / "run.json"
     recipe = read_json(record).get("recipe") if record.exists() else None
-    prose = Path(recipe).with_name("card.yaml") if recipe else None
-    if prose is None or not prose.exists():
-        lacks = f"{prose} is missing" if prose else f"{record} names no recipe"
-        raise UserError(f"{lacks}: give the card's prose with --prose. training/recipes/*/card.yaml are examples.")
+    if recipe is None:
+        raise UserError(f"{record} names no recipe. {advice}")
+
+    prose = Path(recipe).with_name("card.yaml")
+    if not prose.exists():
+        raise UserError(f"{prose} is missing. {advice}")
     return prose
 
 
-def copy_model(run: Path, stage: Path, facts: Facts) -> dict[str, int]:
-    """Copy weights, class files and settings, these without names of this machine. Returns lines by class file."""
-    for name in [*facts.weights.sha256, *OTHERS]:
-        if (run / name).exists():
-            shutil.copy(run / name, stage)
-    for name in SETTINGS:
-        if (run / name).exists():
-            text = json.dumps(without_local_names(read_json(run / name)), indent=2, ensure_ascii=False)
-            (stage / name).write_text(text + "\n", encoding="utf-8")
-    files = class_files(AutoConfig.from_pretrained(run))
-    for path in files:
-        shutil.copy(path, stage)
-    return {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+def check_licensed_name(licence: Licence, repo_id: str) -> None:
+    """Raises `UserError` if the licence asks for another name."""
+    name = repo_id.split("/")[1]
+    if not name.startswith(licence.name_prefix):
+        raise UserError(f"The {licence.title} asks for another name than {name}: {licence.name_prefix}-{name}.")
 
 
-def without_local_names(value: Any) -> Any:
-    """The same value without `_name_or_path` fields that don't name a Hub repository."""
-    if isinstance(value, dict):
-        return {
-            key: without_local_names(entry)
-            for key, entry in value.items()
-            if not key.endswith("name_or_path") or hub_id(str(entry))
-        }
-    return [without_local_names(entry) for entry in value] if isinstance(value, list) else value
+def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
+    """The text of `LICENSE`.
 
-
-def licence_text(licence: Licence, base_licence_file: Path | None) -> str:
-    """Text of `LICENSE`. Raises `UserError` if it is missing, or of another licence."""
+    Raises:
+        UserError: if it is not given.
+    """
     if licence is APACHE:
         return APACHE_TEXT.read_text(encoding="utf-8")
     if base_licence_file is None:
-        raise UserError(f"The {licence.title} requires a copy of it: --base_licence_file, the base's LICENSE.txt.")
-    text = base_licence_file.read_text(encoding="utf-8")
-    if licence.title.split(" License")[0].lower() not in " ".join(text.lower().split()):
-        raise UserError(f"{base_licence_file} does not read like the {licence.title}.")
-    return text
+        raise UserError(f"A copy of the licence ({licence.title}) is needed: give its text as --base_licence_file.")
+    return base_licence_file.read_text(encoding="utf-8")
 
 
-def make_widgets(stage: Path, data: Path) -> list[Widget]:
-    """The data's first pictures, saved, with the model's own greedy answers to their first questions."""
-    model = AutoModelForImageTextToText.from_pretrained(stage).eval()
-    processor = AutoProcessor.from_pretrained(stage)
+def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
+    """Copy weights, tokenizer and settings; these without names of this machine's folders."""
+    for name in (*facts.weights.sha256, *COPIED):
+        if (run / name).exists():
+            shutil.copy(run / name, folder)
+
+    for name in SETTINGS:
+        if (run / name).exists():
+            settings = without_local_names(read_json(run / name))
+            text = json.dumps(settings, indent=2, ensure_ascii=False)
+            (folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+def without_local_names(value: Any) -> Any:
+    """The same JSON value without `_name_or_path` fields that don't name a Hub repository."""
+    if isinstance(value, list):
+        return [without_local_names(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+
+    kept = {}
+    for key, entry in value.items():
+        is_local_name = key.endswith("name_or_path") and hub_id(str(entry)) is None
+        if not is_local_name:
+            kept[key] = without_local_names(entry)
+    return kept
+
+
+def copy_class_files(run: Path, folder: Path) -> dict[str, int]:
+    """Copy this version's class files, with which the model was checked. Returns their numbers of lines."""
+    line_counts = {}
+    for path in class_files(load_config(run)):
+        shutil.copy(path, folder)
+        text = path.read_text(encoding="utf-8")
+        line_counts[path.name] = len(text.splitlines())
+
+        before = run / path.name
+        if before.exists() and before.read_text(encoding="utf-8") != text:
+            logger.info("%s is another version's. The release gets this version's.", before)
+    return line_counts
+
+
+def write_licence(folder: Path, licence: Licence, text: str) -> None:
+    """Write the licence, and what goes with it."""
+    (folder / "LICENSE").write_text(text, encoding="utf-8")
+    if licence.notice is not None:
+        (folder / "NOTICE").write_text(licence.notice, encoding="utf-8")
+    if licence is not APACHE:
+        shutil.copy(APACHE_TEXT, folder)  # of the class files; section 4a requires a copy
+
+
+def make_widgets(folder: Path, data: Path) -> list[Widget]:
+    """The data's first pictures, saved into the folder, with the model's greedy answers to their first questions.
+
+    Raises:
+        UserError: if no row has one picture and a question.
+    """
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    processor = AutoProcessor.from_pretrained(folder)
     widgets: list[Widget] = []
     for row in load_rows(str(data)):
-        questions = [turn["value"] for turn in row_turns(row) or [] if turn.get("from") == "human"]
-        if len(row_images(row)) != 1 or not questions:
+        question = first_question(row)
+        if question is None or len(row_images(row)) != 1:
             continue
-        question = questions[0].replace(IMAGE_MARK, "").strip()
+
         (picture,) = open_images(row)
+        title = f"Example {len(widgets) + 1}"
+        (reply,) = answer_prompts(model, processor, [make_prompt(question, picture)], title, MAX_WIDGET_TOKENS)
         name = f"images/example{len(widgets) + 1}.png"
-        save_picture(picture, stage / name)
-        (reply,) = answer(model, processor, [ask(question, picture)], f"Example {len(widgets) + 1}", 64)
+        save_picture(picture, folder / name)
         content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": question}]
         widgets.append({"messages": [{"role": "user", "content": content}], "output": {"text": reply}})
         if len(widgets) == MAX_WIDGETS:
             break
+
     if not widgets:
         raise UserError(f"{data} has no row with one picture and a question for an example.")
     return widgets
+
+
+def first_question(row: dict[str, Any]) -> str | None:
+    """The first thing that a row's user says; `None` if it has no such turn."""
+    for turn in row_turns(row) or []:
+        if turn.get("from") == "human":
+            return turn["value"].replace(IMAGE_MARK, "").strip()
+    return None
+
+
+def save_pixels(source: Path, path: Path) -> None:
+    """Copy a picture without what else its file says."""
+    with Image.open(source) as picture:
+        save_picture(picture, path)
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
     """Save only the pixels: no EXIF, text or colour profile, all of which can name places and people."""
     path.parent.mkdir(exist_ok=True)
     Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(path)
+
+
+def build_space(folder: Path) -> None:
+    """Write the Space's files: the page, and the rule for a picture's pixels. What else is in the folder stays."""
+    shutil.copytree(SPACE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    shutil.copy(PIXELS, folder)

@@ -1,5 +1,6 @@
-"""What a release holds: the one list that build copies by and check allows."""
+"""What a release folder holds: the list by which it is built, checked and pushed."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -7,40 +8,82 @@ from typing import Any
 from transformers.dynamic_module_utils import get_relative_import_files
 
 import modeling_normllava
+from common.errors import UserError
 from conversations import pixels
+from hub_cards.release import RELEASE_FILE
 
+
+CARD = "README.md"
+WEIGHTS_INDEX = "model.safetensors.index.json"
+PLOT = "diagnostics/overview.png"
+
+# Files of a checkpoint that are copied without the names of this machine's folders.
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    WEIGHTS_INDEX,
+)
+
+# Files of a checkpoint that are copied as they are.
+COPIED = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
+
+# Files without which a model can't answer.
+NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
 
 ASSETS = Path(__file__).with_name("assets")
-CLASS_FOLDER = Path(str(modeling_normllava.__file__)).parent
-CARD, INDEX = "README.md", "model.safetensors.index.json"
-# Of a checkpoint: copied without the names of this machine.
-SETTINGS = (
-    "config.json", "generation_config.json", "processor_config.json", "preprocessor_config.json",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", INDEX,
-)  # fmt: skip
-# Of a checkpoint: copied as they are.
-OTHERS = ("tokenizer.json", "chat_template.jinja", "evaluation.json")
-# A checkpoint without these can't answer.
-NEEDED = ("config.json", "generation_config.json", "processor_config.json", "tokenizer.json", "tokenizer_config.json")
-# What serves a model, and the rule for a picture's pixels, which an endpoint and a Space share with training.
-SERVING = ("handler.py", "requirements.txt")
 SPACE = ASSETS / "space"
+APACHE_TEXT = ASSETS / "LICENSE-APACHE"
+CLASS_FOLDER = Path(str(modeling_normllava.__file__)).parent
+
+# The rule for a picture's pixels, which an endpoint and a Space share with training.
 PIXELS = Path(str(pixels.__file__))
-PLOT = "diagnostics/overview.png"
+
+# What an endpoint needs beside the model.
+SERVING = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS)
+
 LISTED = {
-    *SETTINGS, *OTHERS, *SERVING, PIXELS.name, CARD, PLOT, "LICENSE", "LICENSE-APACHE", "NOTICE",
+    CARD,
+    RELEASE_FILE,
+    PLOT,
+    "LICENSE",
+    "LICENSE-APACHE",
+    "NOTICE",
+    *SETTINGS,
+    *COPIED,
+    *(path.name for path in SERVING),
     *(path.name for path in CLASS_FOLDER.glob("[!_]*.py")),
-}  # fmt: skip
-PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")
+}
+LISTED_PATTERN = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|images/example\d+\.png")
 
 
 def is_listed(name: str) -> bool:
     """Whether a file with this path inside the folder may be published."""
-    return name in LISTED or PATTERN.fullmatch(name) is not None
+    return name in LISTED or LISTED_PATTERN.fullmatch(name) is not None
 
 
 def class_files(config: Any) -> list[Path]:
     """This version's class files for a model with this config: those that `auto_map` names, and what they import."""
-    named = {CLASS_FOLDER / f"{value.split('.')[0]}.py" for value in config.auto_map.values()}
-    imported = (Path(file) for path in named for file in get_relative_import_files(path))
-    return sorted({*named, *imported})
+    files = set()
+    for reference in config.auto_map.values():
+        module = reference.split(".")[0]
+        file = CLASS_FOLDER / f"{module}.py"
+        files.add(file)
+        files.update(Path(imported) for imported in get_relative_import_files(file))
+    return sorted(files)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        UserError: if it is no valid JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}).") from error

@@ -1,58 +1,123 @@
-"""Verify a release by loading it as any user would: from an empty cache, by the card's own snippet."""
+"""Verify a release by loading it as any user would: from an empty cache, by the card's own snippets."""
 
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import HfApi, get_token, snapshot_download
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
+from common.errors import UserError
 from hub_cards.contents import CARD
-from hub_cards.push import KEPT, ReleaseError
+from hub_cards.push import HUB_FILES
+from hub_cards.release import read_release
 
 
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# Variables that give the Hub's client and transformers a token, a cache or a mode; the snippet gets only two.
+# Variables that give the Hub's client and transformers a token, a cache or a mode; the snippets get only two.
 HIDDEN = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
-PASSED_ON = {"HF_ENDPOINT", "HF_HUB_DISABLE_XET"}
+PASSED_ON = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")
 
 
-def verify(repo_id: str, revision: str, stage: Path | None) -> tuple[int, str, list[str]]:
-    """Download into an empty cache, compare all files and the pushed folder with the Hub's hashes, run the snippets.
+@dataclass(frozen=True)
+class Verdict:
+    """What a download showed.
 
-    A token is used only if the repository can't be read without one. Returns how many files were compared, what the
-    snippets printed, and all problems. Raises `ReleaseError` if nothing can be downloaded.
+    Attributes:
+        num_files: Number of files that were compared with the Hub's hashes.
+        printed: What the card's snippets printed.
+        problems: All that is wrong.
     """
+
+    num_files: int
+    printed: str
+    problems: list[str]
+
+
+def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> Verdict:
+    """Download a release into an empty cache, compare its hashes, and run the card's snippets.
+
+    Args:
+        repo_id: The repository, owner/name.
+        revision: Its tag.
+        folder: The release folder that was pushed, to compare with.
+
+    Raises:
+        UserError: if the repository can't be read, or the folder was built for another.
+    """
+    if folder is not None:
+        require_same_release(folder, repo_id, revision)
+
     with tempfile.TemporaryDirectory() as home:
         cache = Path(home) / "hub"
-        token: str | bool = False
-        try:
-            folder = snapshot_download(repo_id, revision=revision, cache_dir=cache, token=False)
-        except (GatedRepoError, RepositoryNotFoundError) as error:
-            token = get_token() or False
-            if not token:
-                raise ReleaseError(
-                    f"{repo_id} does not exist, or is private or gated and needs a token: hf auth login."
-                ) from error
-            folder = snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token)
+        downloaded, token = download(repo_id, revision, cache)
         api = HfApi(token=token)
-        seen = api.verify_repo_checksums(repo_id, revision=revision, cache_dir=cache)
-        problems = [f"{entry['path']}: was downloaded with another hash" for entry in seen.mismatches]
-        if stage is not None:
-            pushed = api.verify_repo_checksums(repo_id, revision=revision, local_dir=stage)
-            problems += [f"{entry['path']}: differs from the stage folder's" for entry in pushed.mismatches]
-            problems += [f"{path}: is missing" for path in pushed.extra_paths]
-            problems += [f"{path}: was not staged" for path in sorted(set(pushed.missing_paths) - KEPT)]
-        snippets = SNIPPET.findall((Path(folder) / CARD).read_text(encoding="utf-8"))
-        environment = {k: v for k, v in os.environ.items() if k in PASSED_ON or not k.startswith(HIDDEN)}
-        environment |= {"HF_HOME": home} | ({"HF_TOKEN": str(token)} if token else {})
-        # -I: without this repository's modules.
-        command = [sys.executable, "-I", "-c", "\n".join(snippets)]
-        done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
-        if not snippets or done.returncode:
-            last = (done.stderr.strip().splitlines() or ["there is none"])[-1]
-            problems.append(f"the card's snippet fails: {last}")
-        return seen.checked_count, done.stdout.strip(), problems
+        compared = api.verify_repo_checksums(repo_id, revision=revision, cache_dir=cache)
+        problems = [f"{entry['path']}: was downloaded with another hash" for entry in compared.mismatches]
+        if folder is not None:
+            problems += compare_with_folder(repo_id, revision, folder, api)
+
+        ran = run_snippets(downloaded / CARD, Path(home), token)
+        if ran.returncode != 0:
+            problems.append(f"the card's snippet fails: {ran.stderr.strip().splitlines()[-1]}")
+        return Verdict(compared.checked_count, ran.stdout.strip(), problems)
+
+
+def require_same_release(folder: Path, repo_id: str, revision: str) -> None:
+    """Raises `UserError` if a release folder was built for another repository or tag."""
+    release = read_release(folder)
+    if (release.repo_id, release.revision) != (repo_id, revision):
+        raise UserError(f"{folder} was built for {release.repo_id}, {release.revision}, not {repo_id}, {revision}.")
+
+
+def download(repo_id: str, revision: str, cache: Path) -> tuple[Path, str | bool]:
+    """Download a repository. Returns its folder, and the token, which is `False` if it can be read without.
+
+    Raises:
+        UserError: if it can't be read.
+    """
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=False)), False
+    except (GatedRepoError, RepositoryNotFoundError) as error:
+        token = get_token()
+        if token is None:
+            raise UserError(
+                f"{repo_id} does not exist, or is private or gated and needs a token: hf auth login."
+            ) from error
+    return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=token)), token
+
+
+def compare_with_folder(repo_id: str, revision: str, folder: Path, api: HfApi) -> list[str]:
+    """Where the repository is not what the release folder holds."""
+    compared = api.verify_repo_checksums(repo_id, revision=revision, local_dir=folder)
+    problems = [f"{entry['path']}: differs from the release folder's" for entry in compared.mismatches]
+    problems += [f"{path}: is missing" for path in compared.extra_paths]
+    problems += [f"{path}: is not in the release folder" for path in sorted(set(compared.missing_paths) - HUB_FILES)]
+    return problems
+
+
+def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.CompletedProcess[str]:
+    """Run a card's snippets, one after the other, in a process that sees the empty cache alone.
+
+    Raises:
+        UserError: if the card has none.
+    """
+    snippets = SNIPPET.findall(card.read_text(encoding="utf-8"))
+    if not snippets:
+        raise UserError(f"{CARD} of the repository has no Python snippet to run.")
+
+    environment = {}
+    for name, value in os.environ.items():
+        if name in PASSED_ON or not name.startswith(HIDDEN):
+            environment[name] = value
+    environment["HF_HOME"] = str(home)
+    if token:
+        environment["HF_TOKEN"] = str(token)
+
+    # -I: without this repository's modules.
+    command = [sys.executable, "-I", "-c", "\n".join(snippets)]
+    return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)

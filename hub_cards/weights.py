@@ -1,80 +1,83 @@
-"""The weights of a folder, read once: how many they are, whether they are finite, and which were never trained."""
+"""The weights of a model folder, read once: how many there are in each part, and whether they are finite."""
 
-import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from common.errors import UserError
 from common.files import WEIGHT_FILES, hash_files
-from hub_cards.contents import INDEX
+from hub_cards.contents import WEIGHTS_INDEX, read_json
 
 
-NORM = "model.multi_modal_projector.norm."
+NORM_PREFIX = "model.multi_modal_projector.norm."
 KEY_ADAPTER = ".key_adapter."
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What a folder's weight files hold: hashes by file, numbers of weights by part of the model and by dtype.
+    """What the weight files of a folder hold.
 
-    `not_finite` names tensors with NaN or infinite values; `constant` has the values of the norm's and the key
-    adapters' tensors that hold one value only.
+    Attributes:
+        sha256: Hash of each file, by its name.
+        counts: Number of weights in each part of the model.
+        dtypes: Number of weights of each dtype.
+        not_finite: Names of tensors with NaN or infinite values.
     """
 
     sha256: dict[str, str]
-    parts: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
     not_finite: list[str] = field(default_factory=list)
-    constant: dict[str, float] = field(default_factory=dict)
 
-    def find_faults(self, steps: int) -> Iterator[str]:
-        """Values that `steps` steps of training can't leave; 0 if their number is not known."""
-        if self.not_finite:
-            yield f"weights: {listed(self.not_finite)}: NaN or infinite values. Train again."
-        if steps and f"{NORM}weight" in self.constant and self.constant.get(f"{NORM}bias") == 0:
-            yield f"weights: the norm is untrained after {steps} steps. Stage the folder that training wrote."
-        untrained = sorted(name for name, value in self.constant.items() if KEY_ADAPTER in name and value == 0)
-        if untrained and steps:
-            yield f"weights: {listed(untrained)}: untrained after {steps} steps. Train the key adapters, or take none."
-
-
-def part_of(name: str) -> str:
-    """The part of the model that a tensor belongs to."""
-    if name.startswith(NORM):
-        return "multi_modal_projector.norm"
-    return "language_model.key_adapter" if KEY_ADAPTER in name else name.removeprefix("model.").split(".")[0]
-
-
-def listed(names: list[str]) -> str:
-    """The first name, and how many more there are: all tensors of a model can have the same fault."""
-    return names[0] + (f" (and {len(names) - 1} more)" if names[1:] else "")
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Count one tensor."""
+        self.counts[name_part(name)] += tensor.numel()
+        self.dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            self.not_finite.append(name)
 
 
 def read_weights(folder: Path) -> Weights:
-    """Read every weight file. Raises `UserError` if there is none, one is torn, or the index names others."""
-    weights = Weights(hash_files(folder, WEIGHT_FILES))
+    """Read every weight file of a folder.
+
+    Raises:
+        UserError: if there is none, one can't be read, or the index names other files.
+    """
+    weights = Weights(sha256=hash_files(folder, WEIGHT_FILES))
     if not weights.sha256:
         raise UserError(f"{folder / 'model.safetensors'} is missing: the folder holds no complete model.")
-    if (folder / INDEX).exists():
-        indexed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-        if wrong := sorted({*indexed} ^ weights.sha256.keys()):
-            raise UserError(f"{folder / wrong[0]}: the folder's weight files are not those of its index.")
-    for path in (folder / name for name in weights.sha256):
+    require_indexed_files(folder, set(weights.sha256))
+
+    for name in weights.sha256:
+        path = folder / name
         try:
             with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dict
-                    tensor = file.get_tensor(name)
-                    weights.parts[part_of(name)] += tensor.numel()
-                    weights.dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
-                    if tensor.is_floating_point() and not tensor.isfinite().all():
-                        weights.not_finite.append(name)
-                    is_watched = name.startswith(NORM) or name.endswith(f"{KEY_ADAPTER}up")
-                    if is_watched and (tensor == (first := tensor.flatten()[0])).all():
-                        weights.constant[name] = first.item()
+                for tensor_name in file.keys():  # noqa: SIM118 - not a dict
+                    weights.add(tensor_name, file.get_tensor(tensor_name))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} can't be read ({error}).") from error
     return weights
+
+
+def require_indexed_files(folder: Path, present: set[str]) -> None:
+    """Raises `UserError` if the index of a sharded model names other files than are there."""
+    path = folder / WEIGHTS_INDEX
+    if not path.exists():
+        return
+
+    indexed = set(read_json(path)["weight_map"].values())
+    different = sorted(indexed ^ present)
+    if different:
+        raise UserError(f"{folder / different[0]}: the folder's weight files are not those of its index.")
+
+
+def name_part(tensor_name: str) -> str:
+    """The part of the model that a tensor belongs to."""
+    if tensor_name.startswith(NORM_PREFIX):
+        return "norm"
+    if KEY_ADAPTER in tensor_name:
+        return "key_adapter"
+    return tensor_name.removeprefix("model.").split(".")[0]

@@ -1,6 +1,14 @@
 """The NormLlava model class. Importing it registers the classes, so `trust_remote_code` is not needed here."""
 
-import transformers
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoProcessor,
+    LlavaProcessor,
+)
 
 from .configuration_normllava import NormLlavaConfig
 from .key_adapters import (
@@ -11,19 +19,22 @@ from .key_adapters import (
 from .modeling_normllava import GlobalWeightCompensatedLayerNorm, NormLlavaForConditionalGeneration, NormLlavaModel
 
 
-for config, base, whole in (
-    (NormLlavaConfig, NormLlavaModel, NormLlavaForConditionalGeneration),
-    (NormLlavaKeyAdapterConfig, NormLlavaKeyAdapterModel, NormLlavaKeyAdapterForConditionalGeneration),
-):
-    transformers.AutoConfig.register(config.model_type, config)
-    transformers.AutoModel.register(config, base)
-    for auto_class in (
-        transformers.AutoModelForCausalLM,  # for text-only tools
-        transformers.AutoModelForImageTextToText,
-        transformers.AutoModelForMultimodalLM,
-    ):
-        auto_class.register(config, whole)
-    transformers.AutoProcessor.register(config, transformers.LlavaProcessor)
+def _register(
+    config: type[NormLlavaConfig],
+    model: type[NormLlavaModel],
+    model_with_head: type[NormLlavaForConditionalGeneration],
+) -> None:
+    """Let transformers' auto classes find a model type."""
+    AutoConfig.register(config.model_type, config)
+    AutoProcessor.register(config, LlavaProcessor)
+    AutoModel.register(config, model)
+    AutoModelForCausalLM.register(config, model_with_head)  # for text-only tools
+    AutoModelForImageTextToText.register(config, model_with_head)
+    AutoModelForMultimodalLM.register(config, model_with_head)
+
+
+_register(NormLlavaConfig, NormLlavaModel, NormLlavaForConditionalGeneration)
+_register(NormLlavaKeyAdapterConfig, NormLlavaKeyAdapterModel, NormLlavaKeyAdapterForConditionalGeneration)
 
 __all__ = [
     "GlobalWeightCompensatedLayerNorm",

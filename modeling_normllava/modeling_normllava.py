@@ -1,4 +1,4 @@
-"""NormLlava: Llava with one LayerNorm after the projector that starts visual tokens at the norm of text tokens.
+"""NormLlava: Llava with one LayerNorm after the projector that starts image tokens at the norm of text tokens.
 
 "The Unseen Bias" (arXiv 2512.08374) describes the method; equation numbers below are that paper's. Saving a model
 copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
@@ -26,6 +26,8 @@ MIN_MEAN_GAIN = 1e-3
 # Checkpoint weights that may stay unused: the head (by the base model) and the norm (where it is switched off).
 # Not in the class's `_keys_to_ignore_on_load_unexpected`: vLLM drops such weights from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
+# Weights that an adapter's folder must have. Others are the base's, or a quantized weight's state.
+ADAPTER_WEIGHT = re.compile(r"\.lora_|\.modules_to_save\..*\.(weight|bias)$")
 # A part that is built from the config where none is given.
 Part = nn.Module | None
 
@@ -69,7 +71,9 @@ class Float32LayerNorm(nn.LayerNorm):
     def _apply(self, fn: Any, recurse: bool = True) -> "Float32LayerNorm":
         def keep_float32(tensor: torch.Tensor) -> torch.Tensor:
             applied = fn(tensor)
-            return tensor.to(applied.device) if applied.dtype in (torch.float16, torch.bfloat16) else applied
+            if applied.dtype in (torch.float16, torch.bfloat16):
+                return tensor.to(applied.device)
+            return applied
 
         return super()._apply(keep_float32, recurse)
 
@@ -173,39 +177,68 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """`PreTrainedModel.from_pretrained`, but raises `ValueError` where weights are missing or would be dropped."""
+        """`PreTrainedModel.from_pretrained`, but refuses a checkpoint that doesn't fit.
+
+        Raises:
+            ValueError: if weights are missing or would be dropped.
+        """
         load = super().from_pretrained
         model, report = load(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+
         base_report = report
         if hasattr(model, "peft_config"):
-            # The report is the adapter's. Loading without a look for adapters gives the base's, mostly without data.
-            kwargs |= {"adapter_kwargs": {"subfolder": "none"}}
-            quantizer = getattr(model, "hf_quantizer", None)
-            # A checkpoint that was saved quantized can't be loaded without data.
-            if quantizer is None or not quantizer.pre_quantized:
-                kwargs["device_map"] = "meta"
-                kwargs.pop("quantization_config", None)  # quantizing doesn't change which weights a checkpoint has
-            _, base_report = load(model.name_or_path, *args, output_loading_info=True, **kwargs)
-        unexpected = [key for key in base_report["unexpected_keys"] if not MAY_STAY_UNUSED.search(key)]
-        for problem, found in (("missing", base_report["missing_keys"]), ("unexpected", unexpected)):
-            if found:
-                parts = sorted({key.removeprefix("model.").partition(".")[0] for key in found})
-                raise ValueError(
-                    f"The checkpoint {model.name_or_path!r} does not fit {cls.__name__}. Weights {problem}: "
-                    f"{len(found)} of {', '.join(parts)}, first {min(found)!r}. Load what was composed or trained; "
-                    "convert a Llava first: python training/compose.py --llava_model <folder> --output_dir <folder>"
-                )
+            # The folder is an adapter's, and its report speaks of the adapter alone.
+            _, base_report = load(model.name_or_path, *args, output_loading_info=True, **base_options(model, kwargs))
+
+        misfit = describe_misfit(base_report)
+        if misfit is not None:
+            raise ValueError(
+                f"The checkpoint {model.name_or_path!r} does not fit {cls.__name__}. {misfit}. Load what was composed "
+                "or trained; convert a Llava first: python training/compose.py --llava_model <folder> --output_dir "
+                "<folder>"
+            )
         return (model, report) if output_loading_info else model
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """`PreTrainedModel.load_adapter`, but raises `ValueError` where a weight of the adapter is missing."""
+        """`PreTrainedModel.load_adapter`, but refuses an adapter that doesn't fit.
+
+        Raises:
+            ValueError: if a weight of the adapter is missing.
+        """
         report = super().load_adapter(*args, **kwargs)
-        # Of what is trained in full, quantized weights have a state that an adapter does not hold.
-        of_adapter = re.compile(r"\.lora_|\.modules_to_save\..*\.(weight|bias)$")
-        missing = [key for key in report.missing_keys if of_adapter.search(key)]
+        missing = [key for key in report.missing_keys if ADAPTER_WEIGHT.search(key)]
         if missing:
             raise ValueError(f"The adapter does not fit. Weights missing: {len(missing)}, first {min(missing)!r}.")
         return report
+
+
+def base_options(adapted_model: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """With which `from_pretrained` loads an adapted model's base again, for its report and mostly without data.
+
+    Args:
+        adapted_model: A model whose adapter has been loaded.
+        options: With which that was done.
+    """
+    no_adapter = {"adapter_kwargs": {"subfolder": "none"}}  # else the base is searched for one
+    quantizer = getattr(adapted_model, "hf_quantizer", None)
+    if quantizer is not None and quantizer.pre_quantized:
+        # A checkpoint that was saved quantized can't be loaded without data.
+        return options | no_adapter
+
+    # Quantizing doesn't change which weights a checkpoint has.
+    unquantized = {name: value for name, value in options.items() if name != "quantization_config"}
+    return unquantized | no_adapter | {"device_map": "meta"}
+
+
+def describe_misfit(report: dict[str, Any]) -> str | None:
+    """Which weights of a checkpoint are missing or would be dropped, by a loading report; `None` if it fits."""
+    missing = report["missing_keys"]
+    unexpected = [key for key in report["unexpected_keys"] if not MAY_STAY_UNUSED.search(key)]
+    for problem, keys in (("missing", missing), ("unexpected", unexpected)):
+        if keys:
+            parts = sorted({key.removeprefix("model.").partition(".")[0] for key in keys})
+            return f"Weights {problem}: {len(keys)} of {', '.join(parts)}, first {min(keys)!r}"
+    return None
 
 
 class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
@@ -222,11 +255,14 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
 class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForConditionalGeneration, GenerationMixin):
     """NormLlava with the language-modelling head; forward and generation are Llava's."""
 
+    # Of `model`, the part without the head.
+    _model_class: type[NormLlavaModel] = NormLlavaModel
+
     def __init__(
         self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None, lm_head: Any = None
     ) -> None:
         super(LlavaForConditionalGeneration, self).__init__(config)  # skips Llava's, which builds the parts itself
-        self.model = NormLlavaModel(config, vision_tower, language_model)
+        self.model = self._model_class(config, vision_tower, language_model)
         self.lm_head = lm_head or nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
 

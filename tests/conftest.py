@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -66,42 +67,90 @@ VISION_SIZES = {
     "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
 }  # fmt: skip
-# Config and model class, tokens that begin and end a text, and the other special tokens.
-TEXT_FAMILIES: dict[str, tuple[type, type, str | None, str, list[str]]] = {
-    "llama": (LlamaConfig, LlamaForCausalLM, "<|begin_of_text|>", "<|eot_id|>",
-              ["<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_0|>"]),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, None, "<|im_end|>", ["<|im_start|>", "<|endoftext|>", "<|image_pad|>"]),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, None, "<|im_end|>", ["<|im_start|>", "<|endoftext|>", "<|image_pad|>"]),
-    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, "<bos>", "<end_of_turn>",
-               ["<start_of_turn>", "<pad>", "<unused0>"]),
+
+
+@dataclass(frozen=True)
+class TextFamily:
+    """A family of language models, with the tokens that its tokenizers have beside bytes."""
+
+    config_class: type
+    model_class: type
+    bos_token: str | None
+    eos_token: str
+    other_tokens: tuple[str, ...] = ()
+    pad_token: str | None = None
+
+
+QWEN_TOKENS = ("<|im_start|>", "<|endoftext|>", "<|image_pad|>")
+TEXT_FAMILIES = {
+    "llama": TextFamily(
+        LlamaConfig,
+        LlamaForCausalLM,
+        bos_token="<|begin_of_text|>",
+        eos_token="<|eot_id|>",
+        other_tokens=("<|start_header_id|>", "<|end_header_id|>", "<|reserved_special_token_0|>"),
+    ),
+    "qwen2": TextFamily(
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        other_tokens=QWEN_TOKENS,
+        pad_token="<|endoftext|>",
+    ),
+    "qwen3": TextFamily(
+        Qwen3Config,
+        Qwen3ForCausalLM,
+        bos_token=None,
+        eos_token="<|im_end|>",
+        other_tokens=QWEN_TOKENS,
+        pad_token="<|endoftext|>",
+    ),
+    "gemma3": TextFamily(
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        bos_token="<bos>",
+        eos_token="<end_of_turn>",
+        other_tokens=("<start_of_turn>", "<pad>", "<unused0>"),
+        pad_token="<pad>",
+    ),
     # No chat tokens at all, as in Llama 2 and Vicuna: one more token for pictures is needed.
-    "vicuna": (LlamaConfig, LlamaForCausalLM, "<s>", "</s>", []),
-}  # fmt: skip
+    "vicuna": TextFamily(LlamaConfig, LlamaForCausalLM, bos_token="<s>", eos_token="</s>"),
+}
 VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")
 
 
 def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
     """A tokenizer with a token for each byte and the family's special tokens: any text comes back as it was."""
-    _, _, bos, eos, others = TEXT_FAMILIES[family]
-    special_tokens = [*filter(None, (bos, eos)), *others]
+    tokens = TEXT_FAMILIES[family]
+    special_tokens = [tokens.eos_token, *tokens.other_tokens]
+    if tokens.bos_token is not None:
+        special_tokens.insert(0, tokens.bos_token)
+
     vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special_tokens)
-    if bos is not None:
-        bos_id = backend.token_to_id(bos)
-        backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, bos_id)])
-    pad = "<|endoftext|>" if "<|endoftext|>" in special_tokens else "<pad>" if "<pad>" in special_tokens else None
+    if tokens.bos_token is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"{tokens.bos_token} $A",
+            special_tokens=[(tokens.bos_token, backend.token_to_id(tokens.bos_token))],
+        )
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=bos, eos_token=eos, pad_token=pad, additional_special_tokens=special_tokens
+        tokenizer_object=backend,
+        bos_token=tokens.bos_token,
+        eos_token=tokens.eos_token,
+        pad_token=tokens.pad_token,
+        additional_special_tokens=special_tokens,
     )
 
 
 def text_model(family: str, **overrides: object) -> PreTrainedModel:
     """A small random language model of a family."""
-    config_class, model_class, *_ = TEXT_FAMILIES[family]
-    return model_class(config_class(**{**TEXT_SIZES, "tie_word_embeddings": family == "gemma3", **overrides}))
+    classes = TEXT_FAMILIES[family]
+    fields = {**TEXT_SIZES, "tie_word_embeddings": family == "gemma3", **overrides}
+    return classes.model_class(classes.config_class(**fields))
 
 
 def vision_model(family: str) -> tuple[PreTrainedModel, object]:
@@ -110,16 +159,23 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
     if family == "clip":
         processor = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
         return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
+
     if family == "dinov2":  # the Hub's processor crops to less than it was trained at
         processor = BitImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 14, "width": 14})
         return Dinov2Model(Dinov2Config(**VISION_SIZES)), processor
+
     processor = SiglipImageProcessor(size={"height": size, "width": size})
     if family == "siglip":
         return SiglipVisionModel(SiglipVisionConfig(**VISION_SIZES)), processor
+
     # The fixed-resolution SigLIP2 checkpoints are whole SigLIP models, text encoder included.
-    text_config = {key: TEXT_SIZES[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
-    config = SiglipConfig(vision_config=VISION_SIZES, text_config={**text_config, "num_hidden_layers": 1})
-    return SiglipModel(config), processor
+    text_config = {
+        "hidden_size": TEXT_SIZES["hidden_size"],
+        "intermediate_size": TEXT_SIZES["intermediate_size"],
+        "num_attention_heads": TEXT_SIZES["num_attention_heads"],
+        "num_hidden_layers": 1,
+    }
+    return SiglipModel(SiglipConfig(vision_config=VISION_SIZES, text_config=text_config)), processor
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -137,16 +193,19 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def folder(family: str) -> Path:
         path = root / family
-        if not path.exists():
-            set_seed(0)
-            if family in VISION_FAMILIES:
-                model, processor = vision_model(family)
-            else:
-                model, processor = text_model(family), byte_tokenizer(family)
-            model.save_pretrained(path)
-            processor.save_pretrained(path)
-            if family == "vicuna":  # its own, which transformers reads and doesn't write
-                (path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+        if path.exists():
+            return path
+
+        set_seed(0)
+        if family in VISION_FAMILIES:
+            model, processor = vision_model(family)
+        else:
+            model = text_model(family)
+            processor = byte_tokenizer(family)
+        model.save_pretrained(path)
+        processor.save_pretrained(path)
+        if family == "vicuna":  # its own, which transformers reads and doesn't write
+            (path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
         return path
 
     return folder
@@ -158,15 +217,26 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     root = tmp_path_factory.mktemp("composed")
 
     def folder(
-        vision: str = "siglip", text: str = "qwen2", projector_norm: str = "gwc", key_adapter_rank: int = 0
+        vision: str = "siglip",
+        text: str = "qwen2",
+        projector_norm: str = "gwc",
+        key_adapter_rank: int = 0,
+        spatial_merge_size: int = 1,
     ) -> Path:
-        path = root / f"{vision}-{text}-{projector_norm}-{key_adapter_rank}"
-        if not path.exists():
-            model, processor = compose(str(backbones(vision)), str(backbones(text)), projector_norm)
-            if key_adapter_rank:
-                model = add_key_adapters(model, key_adapter_rank, alpha=2 * key_adapter_rank, dropout=0.05)
-            model.save_pretrained(path)
-            processor.save_pretrained(path)
+        path = root / f"{vision}-{text}-{projector_norm}-{key_adapter_rank}-{spatial_merge_size}"
+        if path.exists():
+            return path
+
+        model, processor = compose(
+            str(backbones(vision)),
+            str(backbones(text)),
+            projector_norm=projector_norm,
+            spatial_merge_size=spatial_merge_size,
+        )
+        if key_adapter_rank:
+            model = add_key_adapters(model, key_adapter_rank, alpha=2 * key_adapter_rank, dropout=0.05)
+        model.save_pretrained(path)
+        processor.save_pretrained(path)
         return path
 
     return folder
@@ -179,25 +249,37 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
     def folder(ends: bool = True) -> Path:
         path = root / ("ends" if ends else "goes_on")
-        if not path.exists():
-            model = NormLlavaForConditionalGeneration.from_pretrained(composed())
-            processor = AutoProcessor.from_pretrained(composed())
-            letter, comma, end = processor.tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
-            with torch.no_grad():
-                for layer in model.model.language_model.layers:
-                    layer.self_attn.o_proj.weight.zero_()
-                    layer.mlp.down_proj.weight.zero_()
-                embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-                embeddings.zero_()
-                embeddings[:, 0] = 1.0
-                embeddings[[letter, comma], 1] = 10.0
-                head.zero_()
-                head[letter, 0] = head[end if ends else comma, 1] = 1.0
-            model.save_pretrained(path)
-            processor.save_pretrained(path)
+        if path.exists():
+            return path
+
+        model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+        processor = AutoProcessor.from_pretrained(composed())
+        answer_always(model, processor.tokenizer, ends)
+        model.save_pretrained(path)
+        processor.save_pretrained(path)
         return path
 
     return folder
+
+
+@torch.no_grad()
+def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, ends: bool) -> None:
+    """Change a model's weights so that it answers "A", and then ends its turn or goes on with commas."""
+    letter, comma, end = tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
+    # Layers add nothing: logits depend on a token's embedding alone.
+    for layer in model.model.language_model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+
+    # The first unit is on for all tokens, and asks for the letter. The second asks for what follows it.
+    embeddings = model.get_input_embeddings().weight
+    embeddings.zero_()
+    embeddings[:, 0] = 1.0
+    embeddings[[letter, comma], 1] = 10.0
+    head = model.get_output_embeddings().weight
+    head.zero_()
+    head[letter, 0] = 1.0
+    head[end if ends else comma, 1] = 1.0
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ LEVELS = (
 )
 LEVEL = {package: level for level, packages in enumerate(LEVELS) for package in packages}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-# By extra, "" for the core: whose imports it serves.
+# The packages whose imports an extra serves; "" is what pip installs without any extra.
 SERVED = {
     "": ("modeling_normllava",),
     "diagnostics": ("common", "conversations", "diagnostics"),
@@ -43,32 +43,47 @@ INDIRECT = {"": {"pillow"}, "train": {"bitsandbytes"}, "evaluation": {"filelock"
 @cache
 def imports(package: str) -> dict[str, set[str]]:
     """By module of a package, the modules and names that it imports, in functions too."""
-    found = {}
+    by_module = {}
     for path in (ROOT / package).rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-        for node in nodes:
-            if isinstance(node, ast.ImportFrom):
-                module = ".".join(filter(None, [package if node.level else "", node.module]))
-                names |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
-        found[".".join(path.relative_to(ROOT).with_suffix("").parts)] = names
-    return found
+        names: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names |= imported_names(node, package)
+        by_module[".".join(path.relative_to(ROOT).with_suffix("").parts)] = names
+    return by_module
+
+
+def imported_names(node: ast.AST, package: str) -> set[str]:
+    """What a statement in a module of a package imports: modules, and names in them."""
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if not isinstance(node, ast.ImportFrom):
+        return set()
+
+    module = node.module or ""
+    if node.level:  # relative: no package has another inside
+        module = f"{package}.{module}".rstrip(".")
+    return {module, *(f"{module}.{alias.name}" for alias in node.names)}
 
 
 def imported_packages(package: str) -> set[str]:
-    return {name.split(".")[0] for names in imports(package).values() for name in names} - {package, ""}
+    """The other packages, ours and others', that a package imports."""
+    packages = set()
+    for names in imports(package).values():
+        packages |= {name.split(".")[0] for name in names}
+    return packages - {package}
 
 
 def test_packages_import_those_below() -> None:
-    upwards = {
-        f"{package} imports {other}"
-        for package in LEVEL
-        for other in imported_packages(package) & LEVEL.keys()
-        if LEVEL[other] >= LEVEL[package]
-    }
-    assert upwards == set()
+    upwards = []
+    for package, level in LEVEL.items():
+        for other in imported_packages(package) & LEVEL.keys():
+            if LEVEL[other] >= level:
+                upwards.append(f"{package} imports {other}")
+    assert upwards == []
+
     tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert {path.split("/")[0] for path in tracked.splitlines()} - LEVEL.keys() == {"tests"}
+    folders = {path.split("/")[0] for path in tracked.splitlines()}
+    assert folders == {*LEVEL, "tests"}
 
 
 @pytest.mark.parametrize("package", LEVEL)
@@ -85,23 +100,27 @@ def stated(extra: str) -> set[str]:
 
 def brought(extra: str) -> set[str]:
     """All that an extra installs of what pyproject.toml names."""
-    lines = map(Requirement, PROJECT["optional-dependencies"][extra]) if extra else ()
-    included = {name for line in lines if line.name == PROJECT["name"] for name in line.extras}
-    return stated("") | stated(extra) | {name for other in included for name in brought(other)}
+    names = stated("") | stated(extra)
+    for line in PROJECT["optional-dependencies"].get(extra, []):
+        requirement = Requirement(line)
+        if requirement.name == PROJECT["name"]:
+            for included in requirement.extras:
+                names |= brought(included)
+    return names
 
 
 @pytest.mark.parametrize("extra", SERVED)
 def test_what_is_imported_is_stated_and_nothing_else(extra: str) -> None:
+    names = set()
+    for package in SERVED[extra]:
+        for module, imported in imports(package).items():
+            if not module.startswith("hub_cards.assets"):  # the Space and the handler have requirements of their own
+                names |= {name.split(".")[0] for name in imported}
+
     distributions = packages_distributions()
-    names = {
-        name.split(".")[0]
-        for package in SERVED[extra]
-        for module, imported in imports(package).items()
-        if not module.startswith("hub_cards.assets")  # the Space and the handler have requirements of their own
-        for name in imported
-    }
-    others = names - LEVEL.keys() - sys.stdlib_module_names
-    needed = {canonicalize_name(distributions.get(name, [name])[0]) for name in others}
+    needed = set()
+    for name in names - LEVEL.keys() - sys.stdlib_module_names:
+        needed.add(canonicalize_name(distributions.get(name, [name])[0]))
     assert needed - brought(extra) == set()
     assert stated(extra) - needed - INDIRECT.get(extra, set()) == set()
 
@@ -110,7 +129,8 @@ def test_the_wheel_holds_the_class_and_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+
     (wheel,) = tmp_path.glob("*.whl")
-    names = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    packed = {Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     code = {path.relative_to(ROOT) for path in (ROOT / "modeling_normllava").glob("*.py")}
-    assert {name for name in names if not name.parts[0].endswith(".dist-info")} == code
+    assert {path for path in packed if not path.parts[0].endswith(".dist-info")} == code

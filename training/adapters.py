@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import BitsAndBytesConfig
 
-from modeling_normllava import NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAdapterForConditionalGeneration
 
 
 def quantization_config(
@@ -38,20 +38,30 @@ def add_adapters(
 ) -> PeftModel:
     """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
 
-    If the model has key adapters, they are trained in full, and the `k_proj` inside them gets no LoRA. Rank, alpha,
-    dropout and options are PEFT's; `revision` is the model's on the Hub, which merging loads again.
+    If the model has key adapters, they are trained in full, and the `k_proj` inside them gets no LoRA.
+
+    Args:
+        model: The model to adapt, in place.
+        rank, alpha, dropout, options: As for PEFT's `LoraConfig`.
+        revision: The model's on the Hub, which merging loads again.
     """
     decoder_layers: Any = model.model.language_model.layers
-    modules = dict(decoder_layers.named_modules())
-    linear = {name.rsplit(".", 1)[-1] for name, module in modules.items() if isinstance(module, nn.Linear)}
-    has_key_adapters = any(name.endswith(".key_adapter") for name in modules)
+    linear_names = set()
+    for name, module in decoder_layers.named_modules():
+        if isinstance(module, nn.Linear):
+            linear_names.add(name.rsplit(".", 1)[-1])
+    trained_in_full = ["multi_modal_projector"]
+
+    if isinstance(model, NormLlavaKeyAdapterForConditionalGeneration):
+        linear_names.discard("base")  # the `k_proj` inside
+        trained_in_full.append("key_adapter")
+
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        # `base` is the projection inside key adapters.
-        target_modules=rf"model\.language_model\.layers\..*\.({'|'.join(sorted(linear - {'base'}))})",
-        modules_to_save=["multi_modal_projector", *["key_adapter"] * has_key_adapters],
+        target_modules=rf"model\.language_model\.layers\..*\.({'|'.join(sorted(linear_names))})",
+        modules_to_save=trained_in_full,
         task_type="CAUSAL_LM",
         **options,
     )

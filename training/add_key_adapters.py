@@ -6,10 +6,10 @@ They are MaLoRA-style; docs/key_alignment.md says what they are and how they are
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoProcessor
 
 from common.console import command, new_folder, parse
 from modeling_normllava import (
@@ -18,30 +18,35 @@ from modeling_normllava import (
     NormLlavaKeyAdapterForConditionalGeneration,
 )
 from training.checkpoints import copy_record
-from training.loading import load_config
+from training.loading import errors_named_after, load_config, load_processor
 
 
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
-    """The same model with key adapters; its parts are reused. Raises `UserError` if its decoder can't have any, or
-    has them already."""
-    fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
-    config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | fields)
+    """The same model with key adapters; its parts are reused.
+
+    Raises:
+        ValueError: if its decoder can't have any, or has them already.
+    """
+    adapter_fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
+    config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | adapter_fields)
     config._attn_implementation = model.config._attn_implementation
+
     torch.manual_seed(seed)
     parts = (model.model.vision_tower, model.model.language_model, model.lm_head)
     adapted = NormLlavaKeyAdapterForConditionalGeneration(config, *parts)
     adapted.model.multi_modal_projector = model.model.multi_modal_projector
     adapted.generation_config = model.generation_config
-    with torch.no_grad():  # fails if the decoder doesn't pass on what its adapters need
+
+    # A pass fails if the decoder doesn't hand on what its adapters need.
+    with torch.no_grad():
         adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
     return adapted
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(
         description="Add key adapters to a NormLlava.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -51,12 +56,20 @@ def main() -> None:
     parser.add_argument("--alpha", type=float, default=32, help="they are scaled by alpha / rank")
     parser.add_argument("--dropout", type=float, default=0.05, help="dropout in front of them, in training")
     parser.add_argument("--seed", type=int, default=42, help="seed of the new weights")
-    args = parse(parser)
-    load_config(args.model)
-    model = NormLlavaForConditionalGeneration.from_pretrained(args.model, dtype="auto")
-    add_key_adapters(model, args.rank, args.alpha, args.dropout, args.seed).save_pretrained(args.output_dir)
-    AutoProcessor.from_pretrained(args.model).save_pretrained(args.output_dir)
-    copy_record(Path(args.model), args.output_dir)
+    return parser
+
+
+@command()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    options = parse(build_parser(), argv)
+    load_config(options.model)
+    with errors_named_after(options.model):
+        model = NormLlavaForConditionalGeneration.from_pretrained(options.model, dtype="auto")
+        adapted = add_key_adapters(model, options.rank, options.alpha, options.dropout, options.seed)
+    adapted.save_pretrained(options.output_dir)
+    load_processor(options.model).save_pretrained(options.output_dir)
+    copy_record(Path(options.model), options.output_dir)
 
 
 if __name__ == "__main__":

@@ -239,12 +239,17 @@ def default_attention(config: PreTrainedConfig, packed: bool, device: torch.devi
         packed: Whether rows are packed.
         device: What the run trains on.
     """
-    # Before compute capability 8.0, Ampere's, GPUs lack the kernel.
-    on_cpu = device.type == "cpu"
-    has_kernel = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     # Other decoders call their attention themselves.
     is_pluggable = MODEL_MAPPING[type(config)]._supports_attention_backend
-    return "varlen" if packed and is_pluggable and (on_cpu or has_kernel) else "sdpa"
+    if not packed or not is_pluggable:
+        return "sdpa"
+
+    if device.type == "cpu":
+        return "varlen"
+    # Before compute capability 8.0, Ampere's, GPUs lack the kernel.
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return "varlen"
+    return "sdpa"
 
 
 AttentionInterface.register("varlen", varlen_attention_forward)

@@ -1,6 +1,8 @@
 """Loads what a NormLlava is composed of, and refuses what would answer otherwise in it."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,12 +20,28 @@ from transformers import (
 
 from common.errors import UserError
 from common.files import folder_or_id
-from modeling_normllava import NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 
 
 # Tokens that language models have but never use in text: with one of them the embeddings need no new row.
 IMAGE_TOKEN_CANDIDATES = ("<image>", "<|image_pad|>", "<|reserved_special_token_0|>", "<unused0>")
+# Fields of configs with a mixture of experts.
 EXPERT_FIELDS = ("output_router_logits", "n_routed_experts", "moe_num_experts")
+# Fields of a vision encoder for pictures of one fixed size.
+ENCODER_FIELDS = ("image_size", "patch_size", "hidden_size", "num_hidden_layers")
+
+
+@contextmanager
+def named_in_errors(path: str) -> Iterator[None]:
+    """A block that loads something from `path` by a library, whose errors then name it.
+
+    Raises:
+        UserError: for a `ValueError` of the library, as for a model type that it doesn't know.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{path} can't be loaded: {error}") from error
 
 
 def plain_name(name: str) -> str:
@@ -32,34 +50,92 @@ def plain_name(name: str) -> str:
 
 
 def read_config(path: str) -> Any:
-    """The config of a checkpoint. Raises `UserError` if it is quantized: its quantizer would take hold of all parts
-    of the new model."""
-    config = AutoConfig.from_pretrained(folder_or_id(path))
+    """The config of a checkpoint.
+
+    Raises:
+        UserError: if it is quantized, since its quantizer would take hold of all parts of the new model, or can't be
+            read.
+    """
+    name = folder_or_id(path)
+    with named_in_errors(path):
+        config = AutoConfig.from_pretrained(name)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{path} is quantized: start from the weights before; load_in_4bit quantizes them to train.")
     return config
 
 
 def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The vision encoder at `path`, without the text encoder that CLIP and SigLIP checkpoints also hold. Raises
-    `UserError` if it is none for pictures of one size, or is quantized."""
+    """The vision encoder at `path`, without the text encoder that CLIP and SigLIP checkpoints also hold.
+
+    Raises:
+        UserError: if it is none for pictures of one size, or is quantized.
+    """
     config = read_config(path)
     config = getattr(config, "vision_config", config)
-    if type(config) not in MODEL_MAPPING or not isinstance(getattr(config, "image_size", None), int):
+    has_fixed_size = all(isinstance(getattr(config, name, None), int) for name in ENCODER_FIELDS)
+    if type(config) not in MODEL_MAPPING or not has_fixed_size:
         raise UserError(
             f"{path}: {config.model_type!r} is no vision encoder for pictures of one fixed size. Of SigLIP2, take a "
             "checkpoint with a resolution in its name, not a NaFlex one."
         )
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # SigLIP's pooling, which Llava doesn't read and vLLM on CPU can't run
-    return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
+    with named_in_errors(path):
+        return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
+
+
+def load_text_model(path: str) -> PreTrainedModel:
+    """The causal language model at `path`, in its checkpoint's dtype.
+
+    Raises:
+        UserError: if it is no decoder, mixes experts, or is quantized.
+    """
+    config = read_config(path)
+    mixes_experts = any(hasattr(config, name) for name in EXPERT_FIELDS)
+    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
+    if hasattr(config, "vision_config") or not is_decoder or mixes_experts:
+        raise UserError(
+            f"{path}: {config.model_type!r} is no language model with a decoder alone, or mixes experts, which Llava "
+            "can't train: it returns no router logits, which balance them, and adapters don't reach their weights."
+        )
+    with named_in_errors(path):
+        return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+
+
+def require_hidden_state(vision_model: PreTrainedModel, vision_feature_layer: int) -> None:
+    """Refuse a hidden state that the encoder doesn't have.
+
+    Raises:
+        UserError: if it has none of this number.
+    """
+    depth = vision_model.config.num_hidden_layers
+    if not -depth - 1 <= vision_feature_layer <= depth:
+        raise UserError(f"vision_feature_layer {vision_feature_layer}: the encoder's are {-depth - 1} to {depth}.")
+
+
+def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int) -> None:
+    """Refuse to merge patches where squares of them don't fill the picture.
+
+    Raises:
+        UserError: if the number of patches a side can't be divided; it names the numbers that divide it.
+    """
+    num_patches = vision_model.config.image_size // vision_model.config.patch_size
+    if spatial_merge_size < 1 or num_patches % spatial_merge_size != 0:
+        divisors = [str(size) for size in range(1, num_patches + 1) if num_patches % size == 0]
+        raise UserError(
+            f"spatial_merge_size {spatial_merge_size} doesn't divide the encoder's {num_patches} x {num_patches} "
+            f"patches: take one of {', '.join(divisors)}, or an encoder of another size."
+        )
 
 
 def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bool) -> None:
-    """Let an image processor give pictures of the encoder's `size`, and tell LlavaProcessor, which counts tokens by
-    `crop_size`: SigLIP's has none, and the Hub's DINOv2 crops to 224 of 518.
+    """Let an image processor give pictures of the encoder's size.
+
+    LlavaProcessor counts tokens by `crop_size`: SigLIP's has none, and the Hub's DINOv2 crops to 224 of 518.
 
     Args:
+        image_processor: The encoder's, changed in place.
+        size: Pixels of a side.
         keeps_crop: Whether a processor that crops pictures to their central square goes on to do so. Otherwise they
             are squashed, so that all of a wide picture is seen, as the paper does it (arXiv 2512.08374, App. E).
     """
@@ -85,26 +161,13 @@ def describe_shapes(image_processor: BaseImageProcessor) -> str:
 
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
     """Number of patches of a picture, and of tokens before them: 1 for an encoder with a CLS token."""
-    config = vision_model.config
     pixel_values = image_processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
     with torch.no_grad():
-        length = vision_model(pixel_values.to(vision_model.dtype)).last_hidden_state.shape[1]
+        num_tokens = vision_model(pixel_values.to(vision_model.dtype)).last_hidden_state.shape[1]
+
+    config = vision_model.config
     num_patches = (config.image_size // config.patch_size) ** 2
-    return num_patches, length - num_patches
-
-
-def load_text_model(path: str) -> PreTrainedModel:
-    """The causal language model at `path`, in its checkpoint's dtype. Raises `UserError` if it is no decoder, mixes
-    experts, or is quantized."""
-    config = read_config(path)
-    mixes_experts = any(hasattr(config, name) for name in EXPERT_FIELDS)
-    is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
-    if hasattr(config, "vision_config") or not is_decoder or mixes_experts:
-        raise UserError(
-            f"{path}: {config.model_type!r} is no language model with a decoder alone, or mixes experts, which Llava "
-            "can't train: it returns no router logits, which balance them, and adapters don't reach their weights."
-        )
-    return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    return num_patches, num_tokens - num_patches
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -117,13 +180,40 @@ def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
     return "<image>"
 
 
+def join_parts(
+    config: NormLlavaConfig, vision_model: PreTrainedModel, text_model: PreTrainedModel, text_model_path: str
+) -> NormLlavaForConditionalGeneration:
+    """The model of these parts, with a new projector.
+
+    Raises:
+        UserError: if Llava would not rebuild the language model from the config, and so not find its weights again.
+    """
+    decoder = text_model.get_decoder()
+    head = text_model.get_output_embeddings()
+    try:
+        model = NormLlavaForConditionalGeneration(config, vision_model, decoder, head)
+        with torch.device("meta"):
+            rebuilt = NormLlavaForConditionalGeneration(config)
+        rebuilt.load_state_dict(model.state_dict(), assign=True)
+    except (AttributeError, RuntimeError) as error:
+        # Transformers finds no embeddings where it ties them, or torch other weights than there are.
+        raise UserError(f"{text_model_path}: Llava can't rebuild this language model: {error}") from error
+    return model
+
+
 @torch.no_grad()
 def require_same_answers(model: NormLlavaForConditionalGeneration, text_model: PreTrainedModel) -> None:
-    """Raise `UserError` if the model answers text otherwise than the language model that it is made of."""
+    """Refuse a model that answers text otherwise than the language model that it is made of.
+
+    Raises:
+        UserError: if a logit differs.
+    """
     input_ids = torch.arange(8)[None]
-    found, expected = model.eval()(input_ids=input_ids).logits, text_model.eval()(input_ids=input_ids).logits
-    if not torch.equal(found, expected):
+    logits = model.eval()(input_ids=input_ids).logits
+    expected = text_model.eval()(input_ids=input_ids).logits
+    if not torch.equal(logits, expected):
         raise UserError(
-            f"The language model's logits change by up to {(found - expected).abs().max():.3g} in a Llava, whose head "
-            "is a linear layer and nothing else: look in config.json for a softcap, scale or multiplier of the logits."
+            f"The language model's logits change by up to {(logits - expected).abs().max():.3g} in a Llava, whose "
+            "head is a linear layer and nothing else: look in config.json for a softcap, scale or multiplier of the "
+            "logits."
         )

@@ -36,24 +36,56 @@ class VisionLanguageCollator:
     packed: bool = False
 
     def __call__(self, rows: list[Row]) -> Inputs:
-        """Collate `rows`. Raises `BadRowError` if one has an unreadable picture."""
-        expand, processor = self.tokenize.expand_pictures, self.tokenize.processor
-        image_id, pad_id = processor.image_token_id, processor.tokenizer.pad_token_id
-        samples = [{"input_ids": expand(r["input_ids"]), "labels": expand(r["input_ids"], r["labels"])} for r in rows]
+        """Collate `rows`.
+
+        Raises:
+            BadRowError: if one has an unreadable picture.
+        """
+        samples = [self._expand(row) for row in rows]
         images = [image for row in rows for image in open_images(row)]
-        num_blank = 0 if images else self.tokenize.tokens_per_image
-        if self.packed:  # each blank token is a separate sample, which tells it from a real picture and costs nothing
-            samples += [{"input_ids": [image_id], "labels": [IGNORED]}] * num_blank
-        elif not samples:  # attention needs at least one token to attend to
-            samples = [{"input_ids": [pad_id], "labels": [IGNORED]}]
-        batch = DataCollatorForLanguageModeling(pad_id, padding_free=self.packed)(samples)
-        batch.pop("seq_idx", None)  # of linear attention, which packing refuses
-        if num_blank and not self.packed:
-            for name, value in (("input_ids", pad_id), ("labels", IGNORED), ("attention_mask", 0)):
-                batch[name] = pad(batch[name], (0, num_blank), value=value)
-            batch["input_ids"][0, -num_blank:] = image_id
+        if self.packed:
+            batch = self._pack(samples, has_images=bool(images))
+        else:
+            batch = self._pad(samples, has_images=bool(images))
         batch["pixel_values"] = self.pixels(images)
         return batch
+
+    def _expand(self, row: Row) -> dict[str, list[int]]:
+        """A row's tokens and labels, with as many image tokens for each picture as it has features."""
+        input_ids = self.tokenize.expand_pictures(row["input_ids"])
+        labels = self.tokenize.repeat_at_pictures(row["labels"], row["input_ids"])
+        return {"input_ids": input_ids, "labels": labels}
+
+    def _pack(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
+        """Join samples into one row."""
+        if not has_images:
+            # Each token of the blank picture is a sample, which tells it from a real picture and costs nothing.
+            image_id = self.tokenize.processor.image_token_id
+            blank_token = {"input_ids": [image_id], "labels": [IGNORED]}
+            samples = samples + [blank_token] * self.tokenize.tokens_per_image
+
+        batch = DataCollatorForLanguageModeling(self._pad_id, padding_free=True)(samples)
+        batch.pop("seq_idx", None)  # of linear attention, which packing refuses
+        return batch
+
+    def _pad(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
+        """Pad samples to the longest; a blank picture comes after the padding."""
+        if not samples:
+            # Attention needs at least one token to attend to.
+            samples = [{"input_ids": [self._pad_id], "labels": [IGNORED]}]
+        batch = DataCollatorForLanguageModeling(self._pad_id)(samples)
+
+        if not has_images:
+            num_blank = self.tokenize.tokens_per_image
+            batch["input_ids"] = pad(batch["input_ids"], (0, num_blank), value=self._pad_id)
+            batch["labels"] = pad(batch["labels"], (0, num_blank), value=IGNORED)
+            batch["attention_mask"] = pad(batch["attention_mask"], (0, num_blank), value=0)
+            batch["input_ids"][0, -num_blank:] = self.tokenize.processor.image_token_id
+        return batch
+
+    @property
+    def _pad_id(self) -> int:
+        return self.tokenize.processor.tokenizer.pad_token_id
 
     def pixels(self, images: list[Image.Image]) -> torch.Tensor:
         """`pixel_values` of pictures, or of a blank one where there are none."""

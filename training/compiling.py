@@ -1,4 +1,8 @@
-"""Compiles the decoder's layers one by one: as a whole, the model would break into dozens of graphs."""
+"""Compiles the decoder's layers one by one: as a whole, the model would break into dozens of graphs.
+
+On a CPU, attention "varlen" isn't compiled (training/attention.py). It parts a layer's graph, and of a checkpointed
+layer torch then compiles nothing, since the break lies within the checkpoint.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -28,6 +32,7 @@ def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
 
 
 def _compile_layer(layer: nn.Module, backend: str) -> None:
+    """Replace a layer's `forward`."""
     as_it_is = layer.forward
     # Not layer.compile(), which compiles the layer's hooks too. `dynamic`, or each length would get a graph.
     compiled = torch.compile(as_it_is, dynamic=True, backend=backend)

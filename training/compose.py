@@ -10,6 +10,7 @@ interface before and after the norm, and write a complete checkpoint folder.
 
 import argparse
 import logging
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -38,11 +39,15 @@ from training.backbones import (
     choose_image_token,
     describe_shapes,
     fit_processor,
+    join_parts,
     load_text_model,
     load_vision_model,
+    named_in_errors,
     plain_name,
     read_config,
+    require_hidden_state,
     require_same_answers,
+    require_whole_squares,
     vision_tokens,
 )
 
@@ -54,30 +59,48 @@ def compose(
     vision_model_path: str,
     text_model_path: str,
     projector_norm: str = "gwc",
+    *,
     align_norm: bool = True,
     vision_feature_layer: int = -2,
     seed: int = 42,
     scale_projector: bool = False,
     norm_target_ratio: float = 1.0,
     center_crop: bool = False,
+    spatial_merge_size: int = 1,
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava from a vision encoder and a language model, with a new projector. Arguments as on the command line.
+    """A NormLlava from a vision encoder and a language model, with a new projector.
+
+    Args:
+        vision_model_path, text_model_path: Folders or Hub ids of the parts.
+        projector_norm: As in [`NormLlavaConfig`].
+        align_norm: Start the norm at the text's norm T, not at gain 1.
+        vision_feature_layer: Hidden state of the encoder to read.
+        seed: Of new weights.
+        scale_projector: Without a norm, scale the projector so that image tokens start at T.
+        norm_target_ratio: A multiple of T at which the norm starts.
+        center_crop: Crop as the encoder's own processor does; otherwise pictures are squashed.
+        spatial_merge_size: Join squares of so many patches a side into one image token.
 
     Raises:
-        ValueError, RuntimeError, AttributeError: if the parts don't fit, naming the field or weight.
+        UserError: if the parts don't fit, naming the field or weight.
     """
     if scale_projector and projector_norm != "none":
         raise UserError("scale_projector scales a projector without a norm; with one the gain sets the start.")
+
+    # The parts.
     text_model = load_text_model(plain_name(text_model_path))
     vision_model = load_vision_model(plain_name(vision_model_path), text_model.dtype)
-    image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
+    require_hidden_state(vision_model, vision_feature_layer)
+    require_whole_squares(vision_model, spatial_merge_size)
+    with named_in_errors(vision_model_path):
+        image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
+    with named_in_errors(text_model_path):
+        # Padded on the left, for batches in `generate`.
+        tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")
+
+    # What the model is told of them.
     fit_processor(image_processor, vision_model.config.image_size, keeps_crop=center_crop)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
-    depth = vision_model.config.num_hidden_layers
-    if not -depth - 1 <= vision_feature_layer <= depth:
-        raise UserError(f"vision_feature_layer {vision_feature_layer}: the encoder's are {-depth - 1} to {depth}.")
-
-    tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")  # for batches in `generate`
     target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
     image_token = choose_image_token(tokenizer)
     torch.manual_seed(seed)
@@ -88,43 +111,39 @@ def compose(
         vision_config=vision_model.config,
         text_config=text_model.config,
         image_token_index=tokenizer.convert_tokens_to_ids(image_token),
-        image_seq_length=num_patches,
+        image_seq_length=num_patches // spatial_merge_size**2,
         vision_feature_select_strategy="default" if num_additional else "full",
         vision_feature_layer=vision_feature_layer,
+        spatial_merge_size=spatial_merge_size,
         projector_norm=projector_norm,
         projector_norm_target=target if align_norm and projector_norm != "none" else None,
         dtype=text_model.dtype,
         # A new config would reset the attention implementation of its parts, which are built already.
         attn_implementation=text_model.config._attn_implementation,
     )
-    model = NormLlavaForConditionalGeneration(
-        config, vision_model, text_model.get_decoder(), text_model.get_output_embeddings()
-    )
-    with torch.device("meta"):
-        rebuilt = NormLlavaForConditionalGeneration(config)
-    rebuilt.load_state_dict(model.state_dict(), assign=True)  # fails if loading would not find these very weights
+    model = join_parts(config, vision_model, text_model, text_model_path)
+
+    # The new weights.
     projector = model.model.multi_modal_projector
     for linear in (projector.linear_1, projector.linear_2):
         linear.reset_parameters()  # as LLaVA does; transformers' fixed std of 0.02 is too small in narrow models
     projector.to(text_model.dtype)
+
     require_same_answers(model, text_model)
     model.generation_config = text_model.generation_config
     processor = complete(model, image_processor, tokenizer, image_token, num_additional)
     if scale_projector:
-        norms = interface_norms(model, processor)
-        with torch.no_grad():
-            for parameter in projector.linear_2.parameters():
-                parameter *= norms["text"] / norms["projector_output"]
-        config.projector_scaled = True
+        scale_to_text(model, processor)
     return model, processor
 
 
 def convert_llava(
-    llava_model_path: str, projector_norm: str = "gwc", align_norm: bool = True, norm_target_ratio: float = 1.0
+    llava_model_path: str, projector_norm: str = "gwc", *, align_norm: bool = True, norm_target_ratio: float = 1.0
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava from a Llava checkpoint: all weights are kept, only the norm is new.
 
-    The native class does the loading, so that checkpoints with legacy keys come out right.
+    The native class does the loading, so that checkpoints with legacy keys come out right. Arguments are those of
+    [`compose`].
 
     Raises:
         UserError: if it is no Llava (a NormLlava has a norm already), if its encoder doesn't take pictures of one
@@ -133,26 +152,34 @@ def convert_llava(
     model_type = read_config(llava_model_path).model_type
     if model_type != "llava":
         raise UserError(f"{llava_model_path} has model_type {model_type!r}, a Llava is needed.")
-    llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
-    vision_model, language_model = llava.model.vision_tower, llava.model.language_model
-    old_processor = AutoProcessor.from_pretrained(llava_model_path)
-    fit_processor(old_processor.image_processor, vision_model.config.image_size, keeps_crop=True)
-    num_patches, num_additional = vision_tokens(vision_model, old_processor.image_processor)
+    with named_in_errors(llava_model_path):
+        llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
+        old_processor = AutoProcessor.from_pretrained(llava_model_path)
+        tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")
+    vision_model = llava.model.vision_tower
+    language_model = llava.model.language_model
+
+    image_processor = old_processor.image_processor
+    fit_processor(image_processor, vision_model.config.image_size, keeps_crop=True)
+    num_patches, num_additional = vision_tokens(vision_model, image_processor)
+    num_features = num_patches + num_additional
+    if llava.config.vision_feature_select_strategy == "default":
+        num_features -= 1
     target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
+
     fields: dict[str, Any] = llava.config.to_dict() | {
         "model_type": NormLlavaConfig.model_type,
-        "image_seq_length": num_patches + num_additional - (llava.config.vision_feature_select_strategy == "default"),
+        "image_seq_length": num_features,
         "projector_norm": projector_norm,
         "projector_norm_target": target if align_norm and projector_norm != "none" else None,
         "llava_name_or_path": plain_name(llava_model_path),
     }
     config = NormLlavaConfig.from_dict(fields, attn_implementation=llava.config._attn_implementation)
     model = NormLlavaForConditionalGeneration(config, vision_model, language_model, llava.lm_head)
-    projector, old_projector = model.model.multi_modal_projector, llava.model.multi_modal_projector
-    projector.linear_1, projector.linear_2 = old_projector.linear_1, old_projector.linear_2
+    model.model.multi_modal_projector.linear_1 = llava.model.multi_modal_projector.linear_1
+    model.model.multi_modal_projector.linear_2 = llava.model.multi_modal_projector.linear_2
     model.generation_config = llava.generation_config
-    tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")
-    return model, complete(model, old_processor.image_processor, tokenizer, old_processor.image_token, num_additional)
+    return model, complete(model, image_processor, tokenizer, old_processor.image_token, num_additional)
 
 
 def complete(
@@ -162,28 +189,27 @@ def complete(
     image_token: str,
     num_additional: int,
 ) -> LlavaProcessor:
-    """Complete a model's generation config, and return its processor, with a chat template in the language model's
-    format, if it is known.
+    """Complete a model's generation config, and return its processor.
 
-    `num_additional` is the number of tokens that the encoder puts before a picture's patches. Raises `UserError` if
-    a picture doesn't become as many tokens as features.
+    Args:
+        model: The model, whose parts are in place.
+        image_processor: Gives pictures of the encoder's size.
+        tokenizer: The language model's; its chat format is kept where it is known.
+        image_token: The token that stands for a picture's features.
+        num_additional: Tokens that the encoder puts before a picture's patches.
+
+    Raises:
+        UserError: if a picture doesn't become as many tokens as features.
     """
-    config, generation = model.config, model.generation_config
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    end_of_turn = tokenizer.convert_tokens_to_ids(chat_format(tokenizer).end_of_turn)
-    ends = generation.eos_token_id
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    generation.eos_token_id = list(dict.fromkeys([end_of_turn, *ends]))
-    generation.pad_token_id = tokenizer.pad_token_id
-    if not generation.do_sample:  # Vicuna's sets these all the same, and transformers refuses to save that
-        generation.temperature = generation.top_p = None
-    # If the image token were generated, the next pass would look for a picture's features.
-    generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), config.image_token_id})
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    complete_generation(model, tokenizer)
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
-        patch_size=config.vision_config.patch_size,
-        vision_feature_select_strategy=config.vision_feature_select_strategy,
+        # It counts a picture's image tokens by this.
+        patch_size=model.config.vision_config.patch_size * model.config.spatial_merge_size,
+        vision_feature_select_strategy=model.config.vision_feature_select_strategy,
         num_additional_image_tokens=num_additional,
         image_token=image_token,
         chat_template=chat_template(tokenizer, image_token),
@@ -192,23 +218,63 @@ def complete(
     return processor
 
 
+def complete_generation(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let generation end with an answer, and never write an image token."""
+    generation = model.generation_config
+
+    ends = generation.eos_token_id
+    if ends is None:
+        ends = []
+    elif isinstance(ends, int):
+        ends = [ends]
+    end_of_turn = tokenizer.convert_tokens_to_ids(chat_format(tokenizer).end_of_turn)
+    generation.eos_token_id = list(dict.fromkeys([end_of_turn, *ends]))
+    generation.pad_token_id = tokenizer.pad_token_id
+
+    if not generation.do_sample:  # Vicuna's sets these all the same, and transformers refuses to save that
+        generation.temperature = None
+        generation.top_p = None
+
+    # If the image token were generated, the next pass would look for a picture's features.
+    suppressed = set(generation.suppress_tokens or ())
+    generation.suppress_tokens = sorted({*suppressed, model.config.image_token_id})
+
+
 @torch.no_grad()
 def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
-    """Pass a picture through processor and model. Raises `UserError` if tokens and features differ in number."""
-    inputs = processor(images=Image.new("RGB", (64, 48)), text=f"{processor.image_token}\n", return_tensors="pt")
+    """Pass a picture through processor and model.
+
+    Raises:
+        UserError: if image tokens and features differ in number, or logits are not finite.
+    """
+    picture = Image.new("RGB", (64, 48))
+    inputs = processor(images=picture, text=f"{processor.image_token}\n", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     (features,) = model.model.get_image_features(inputs["pixel_values"]).pooler_output
-    written = int((inputs["input_ids"] == model.config.image_token_id).sum())
-    (counted,) = processor._get_num_multimodal_tokens(image_sizes=[(48, 64)]).num_image_tokens  # by vLLM and training
-    expected = model.config.image_seq_length
-    if not written == counted == len(features) == expected:
+
+    num_written = int((inputs["input_ids"] == model.config.image_token_id).sum())
+    # vLLM and training count by this method.
+    (num_counted,) = processor._get_num_multimodal_tokens(image_sizes=[(48, 64)]).num_image_tokens
+    num_expected = model.config.image_seq_length
+    if not num_written == num_counted == len(features) == num_expected:
         raise UserError(
-            f"A picture should be {expected} tokens, but the processor writes {written} and counts {counted}, and the "
-            f"encoder gives {len(features)}: set size and crop_size in preprocessor_config.json to vision_config."
-            "image_size. An encoder may give one token more than patches, and takes pictures of one size."
+            f"A picture should be {num_expected} tokens, but the processor writes {num_written} and counts "
+            f"{num_counted}, and the encoder gives {len(features)}: set size and crop_size in "
+            "preprocessor_config.json to vision_config.image_size. An encoder may give one token more than patches, "
+            "and takes pictures of one size."
         )
+
     if not model.eval()(**inputs).logits.isfinite().all():
         raise UserError("The composed model's logits are not finite: look at the parts' weights and dtypes.")
+
+
+@torch.no_grad()
+def scale_to_text(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
+    """Scale a projector without a norm, so that image tokens start at the text's norm T."""
+    norms = interface_norms(model, processor)
+    for parameter in model.model.multi_modal_projector.linear_2.parameters():
+        parameter *= norms["text"] / norms["projector_output"]
+    model.config.projector_scaled = True
 
 
 @torch.no_grad()
@@ -222,35 +288,44 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
     noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
     pictures = [Image.fromarray(pixels) for pixels in noise]
     pixel_values = processor.image_processor(pictures, return_tensors="pt")["pixel_values"].to(model.dtype)
+
     norms = {"text": text_norm_target(vocabulary_norms(model))}
-    with InterfaceHooks(model, lambda place, features: norms.update({place: token_norms(features).mean().item()})):
+
+    def measure(place: str, features: torch.Tensor) -> None:
+        norms[place] = token_norms(features).mean().item()
+
+    with InterfaceHooks(model, measure):
         model.model.get_image_features(pixel_values)
-    return {"norm_input": norms["projector_output"]} | norms
+    norms.setdefault("norm_input", norms["projector_output"])
+    return norms
 
 
 def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
     """The table that composing prints: mean norms, their ratio to text, and what was chosen."""
-    norms, config = interface_norms(model, processor), model.config
+    norms = interface_norms(model, processor)
     labels = {
         "text": "text embeddings (T)",
         "projector_input": "vision encoder output",
-        "norm_input": "visual tokens before the norm",
-        "projector_output": "visual tokens that enter the decoder",
+        "norm_input": "image tokens before the norm",
+        "projector_output": "image tokens that enter the decoder",
     }
     lines = [f"{'':38}{'mean L2 norm':>12}{'of text':>10}"]
-    lines += [f"{label:38}{norms[key]:12.4f}{norms[key] / norms['text']:9.2f}x" for key, label in labels.items()]
-    lines += [
-        "(visual norms on 8 pictures of noise)",
+    for place, label in labels.items():
+        ratio = norms[place] / norms["text"]
+        lines.append(f"{label:38}{norms[place]:12.4f}{ratio:9.2f}x")
+    lines.append("(norms of image tokens on 8 pictures of noise)")
+
+    config = model.config
+    lines.append(
         f"projector norm: {config.projector_norm}, image token: {processor.image_token} ({config.image_token_id}), "
-        f"{config.image_seq_length} tokens a picture, chat format: {chat_format(processor.tokenizer).name}",
-        describe_shapes(processor.image_processor),
-    ]
+        f"{config.image_seq_length} tokens a picture, chat format: {chat_format(processor.tokenizer).name}"
+    )
+    lines.append(describe_shapes(processor.image_processor))
     return "\n".join(lines)
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The options of the command."""
     parser = argparse.ArgumentParser(
         description="Compose a NormLlava.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -260,7 +335,9 @@ def main() -> None:
     parser.add_argument("--llava_model", help="Llava checkpoint to convert instead: folder or Hub id")
     parser.add_argument("--projector_norm", choices=get_args(ProjectorNorm), default="gwc", help="none: plain Llava")
     parser.add_argument("--no_align_norm", action="store_true", help="start the norm at gain 1, not at text's norm")
-    parser.add_argument("--norm_target_ratio", type=float, default=1, help="initial visual norm, a multiple of text's")
+    parser.add_argument(
+        "--norm_target_ratio", type=float, default=1, help="initial norm of image tokens, a multiple of text's"
+    )
     parser.add_argument("--scale_projector", action="store_true", help="without a norm: scale to start at text's norm")
     parser.add_argument("--captions", help="rows of stage 1 to align a new projector on, see training/align.py")
     parser.add_argument("--image_folder", help="prefix of the image paths in --captions")
@@ -269,36 +346,78 @@ def main() -> None:
         action="store_true",
         help="crop as the encoder's own processor does; else pictures are squashed",
     )
+    parser.add_argument(
+        "--spatial_merge_size", type=int, default=1, help="join squares of so many patches a side into an image token"
+    )
     parser.add_argument("--vision_feature_layer", type=int, default=-2, help="hidden state of the encoder to read")
     parser.add_argument("--seed", type=int, default=42, help="seed of new weights")
-    args = parse(parser)
-    if {args.vision_model is None, args.text_model is None} != {args.llava_model is not None}:
+    return parser
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, or `argv`; options that don't go together end the command."""
+    parser = build_parser()
+    options = parse(parser, argv)
+
+    gives_a_part = options.vision_model is not None or options.text_model is not None
+    gives_both_parts = options.vision_model is not None and options.text_model is not None
+    converts = options.llava_model is not None
+    if converts and gives_a_part:
         parser.error("give either --vision_model and --text_model, or only --llava_model")
-    if args.llava_model and (args.scale_projector or args.captions or args.vision_feature_layer != -2):
+    if not converts and not gives_both_parts:
+        parser.error("give either --vision_model and --text_model, or only --llava_model")
+
+    if converts and (options.scale_projector or options.captions or options.vision_feature_layer != -2):
         parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")
-    if args.llava_model and args.center_crop:
+    if converts and options.spatial_merge_size != 1:
+        parser.error("--spatial_merge_size is for a new projector; a converted Llava keeps its own")
+    if converts and options.center_crop:
         parser.error("--center_crop is for a new model; a converted Llava keeps its image processor")
-    aligns = args.projector_norm != "none" and not args.no_align_norm
-    if args.norm_target_ratio <= 0 or (args.norm_target_ratio != 1 and not aligns):
+
+    starts_at_text = options.projector_norm != "none" and not options.no_align_norm
+    has_ratio = options.norm_target_ratio != 1
+    if options.norm_target_ratio <= 0 or (has_ratio and not starts_at_text):
         parser.error("--norm_target_ratio is a number above 0, for a norm that starts at the text's norm")
-    arm = (args.projector_norm, not args.no_align_norm)
-    if args.llava_model is not None:
-        model, processor = convert_llava(args.llava_model, *arm, args.norm_target_ratio)
+    return options
+
+
+@command()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line, or `argv`."""
+    options = parse_options(argv)
+    if options.llava_model is not None:
+        model, processor = convert_llava(
+            options.llava_model,
+            projector_norm=options.projector_norm,
+            align_norm=not options.no_align_norm,
+            norm_target_ratio=options.norm_target_ratio,
+        )
     else:
-        options = (args.vision_feature_layer, args.seed, args.scale_projector, args.norm_target_ratio)
-        model, processor = compose(args.vision_model, args.text_model, *arm, *options, center_crop=args.center_crop)
-        if args.captions is not None:
-            rows: Any = load_rows(args.captions, args.image_folder)
-            align(model, processor, rows, args.seed)
+        model, processor = compose(
+            options.vision_model,
+            options.text_model,
+            projector_norm=options.projector_norm,
+            align_norm=not options.no_align_norm,
+            vision_feature_layer=options.vision_feature_layer,
+            seed=options.seed,
+            scale_projector=options.scale_projector,
+            norm_target_ratio=options.norm_target_ratio,
+            center_crop=options.center_crop,
+            spatial_merge_size=options.spatial_merge_size,
+        )
+    if options.captions is not None:
+        rows: Any = load_rows(options.captions, options.image_folder)
+        align(model, processor, rows, options.seed)
+
     logger.info("%s", describe(model, processor))
     if chat_format(processor.tokenizer).name == "Vicuna":
         logger.warning(
             "Chat format Vicuna: the language model has no chat template, or one that can't be written with pictures "
             "and marked answers. If it has learned another format, it begins by answering worse."
         )
-    model.save_pretrained(args.output_dir)
-    processor.save_pretrained(args.output_dir)
-    logger.info("Saved to %s", args.output_dir)
+    model.save_pretrained(options.output_dir)
+    processor.save_pretrained(options.output_dir)
+    logger.info("Saved to %s", options.output_dir)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,50 @@
 """Loads the model of a run, and prepares it for its stage."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor, LlavaProcessor
 
 import training.attention  # noqa: F401 - registers "varlen"
 from common.errors import UserError
 from common.files import folder_or_id
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from training.adapters import add_adapters, quantization_config
 from training.arguments import RunArguments, TrainingConfig
 from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
 
 
+@contextmanager
+def errors_named_after(name: str | Path) -> Iterator[None]:
+    """Within the block, what is wrong with a model's files is told with its name.
+
+    Raises:
+        UserError: for a `ValueError`, by which transformers, PEFT and the model class tell of wrong files.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
+
+
 def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
-    """The config of the NormLlava at `name`, a folder or Hub id. Raises `UserError` if that is something else."""
+    """The config of the NormLlava at `name`, a folder or Hub id.
+
+    Raises:
+        UserError: if that is something else.
+    """
     if Path(name, "adapter_config.json").exists():
         raise UserError(
             f"{name} is an adapter, not a whole model. Merge it into its base first: python training/merge.py "
             f"--adapter {name} --output_dir <folder>"
         )
-    config = AutoConfig.from_pretrained(folder_or_id(name), revision=revision)
+    with errors_named_after(name):
+        config = AutoConfig.from_pretrained(folder_or_id(name), revision=revision)
     if not isinstance(config, NormLlavaConfig):
         raise UserError(
             f"{name} has model_type {config.model_type!r}, a NormLlava is needed. Make one of it: python "
@@ -30,22 +53,42 @@ def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
     return config
 
 
+def load_processor(name: str, revision: str | None = None) -> LlavaProcessor:
+    """The processor of the NormLlava at `name`.
+
+    Raises:
+        UserError: if its files are no processor's.
+    """
+    with errors_named_after(name):
+        return AutoProcessor.from_pretrained(name, revision=revision)
+
+
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model to start from, in float32 except for a 4-bit language model."""
-    name, revision = str(run_args.model_name_or_path), run_args.model_revision
-    config = load_config(name, revision)
-    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    """The model to start from, in float32 except for a 4-bit language model.
+
+    Raises:
+        UserError: if its weights don't fit its config.
+    """
+    name = str(run_args.model_name_or_path)
+    config = load_config(name, run_args.model_revision)
     # Packing concerns only the language model.
     attention = {"text_config": run_args.attn_implementation, "vision_config": "sdpa"}
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
     if run_args.load_in_4bit:
-        from training.adapters import quantization_config  # needs the extra "train"
+        options["quantization_config"] = quantization_config(
+            compute_dtype=torch.bfloat16 if args.bf16 else torch.float32,
+            quant_type=run_args.bnb_4bit_quant_type,
+            double_quant=run_args.use_bnb_nested_quant,
+        )
+        options["dtype"] = args.frozen_dtype
+        options["device_map"] = {"": args.device}
 
-        compute_dtype = torch.bfloat16 if args.bf16 else torch.float32
-        quantization = quantization_config(compute_dtype, run_args.bnb_4bit_quant_type, run_args.use_bnb_nested_quant)
-        options |= {"dtype": args.frozen_dtype, "quantization_config": quantization, "device_map": {"": args.device}}
-    model = model_class.from_pretrained(name, revision=revision, **options)
-    model.get_input_embeddings().padding_idx = None  # it may also end turns, and torch leaves its row untrained
+    model_class: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    with errors_named_after(name):
+        model = model_class.from_pretrained(name, revision=run_args.model_revision, **options)
+
+    # The padding token may also end turns, and torch would leave its row untrained.
+    model.get_input_embeddings().padding_idx = None
     for module in model.modules():
         # On a CPU bitsandbytes would rewrite 4-bit weights, and round their scales, when they run in eval mode.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -59,21 +102,30 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
 def prepare_model(
     model: NormLlavaForConditionalGeneration, run_args: RunArguments, args: TrainingConfig, frozen_dtype: torch.dtype
 ) -> tuple[Any, list[ModuleGroup]]:
-    """Prepare a loaded model, in place, for the stage of the run: what Trainer trains (the model or the `PeftModel`
-    around it), and its parts."""
-    trained: Any = model
-    stage = Stage(str(run_args.stage))
-    if stage is Stage.ADAPT:
-        from training.adapters import add_adapters  # needs the extra "train"
+    """Prepare a loaded model, in place, for the stage of the run.
 
+    Returns:
+        What Trainer trains, which is the model or the `PeftModel` around it, and the model's parts.
+    """
+    stage = Stage(str(run_args.stage))
+    trained: Any = model
+    if stage is Stage.ADAPT:
         torch.manual_seed(args.seed)
-        options = {"use_rslora": run_args.use_rslora, "use_dora": run_args.use_dora}
-        sizes = (run_args.lora_r, run_args.lora_alpha, run_args.lora_dropout)
-        trained = add_adapters(model, *sizes, revision=run_args.model_revision, **options)
+        trained = add_adapters(
+            model,
+            rank=run_args.lora_r,
+            alpha=run_args.lora_alpha,
+            dropout=run_args.lora_dropout,
+            revision=run_args.model_revision,
+            use_rslora=run_args.use_rslora,
+            use_dora=run_args.use_dora,
+        )
+
+    norm_rate = run_args.norm_learning_rate
     rates = LearningRates(
         common=args.learning_rate,
         vision=run_args.vision_learning_rate or 0.0,
-        norm=args.learning_rate if run_args.norm_learning_rate is None else run_args.norm_learning_rate,
+        norm=args.learning_rate if norm_rate is None else norm_rate,
         projector=run_args.projector_learning_rate,
     )
     return trained, prepare_stage(model, stage, rates, frozen_dtype)

@@ -6,48 +6,67 @@ Merging into 4-bit weights would round the result to 4 bits again.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
 from common.console import command, new_folder, parse
 from common.errors import UserError
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.checkpoints import check_weights, copy_record
-from training.loading import load_config
+from training.loading import errors_named_after, load_config, load_processor
 
 
 def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGeneration:
-    """The base model with the adapter in a folder merged in, in float32, and then in the base's dtype.
+    """The base model with an adapter merged in.
 
-    `base` is the folder or Hub id of the base model, if it is no longer where it was in training. Raises `UserError`
-    if the adapter lacks weights or is another model's.
+    Args:
+        adapter: The adapter's folder.
+        base: Folder or Hub id of the base model, if it is no longer where it was in training.
+
+    Returns:
+        The model in the base's dtype; it was merged in float32.
+
+    Raises:
+        UserError: if the adapter lacks weights or is another model's.
     """
     if not (adapter / "adapter_config.json").exists():
         raise UserError(f"{adapter} holds no adapter: give the output folder of a run of stage 'adapt'.")
-    peft_config: Any = PeftConfig.from_pretrained(str(adapter))
-    name, revision = base or peft_config.base_model_name_or_path, peft_config.revision
+    with errors_named_after(adapter):
+        peft_config: Any = PeftConfig.from_pretrained(str(adapter))
+
+    name = base or peft_config.base_model_name_or_path
+    revision = peft_config.revision
     config = load_config(name, revision)
-    model = AutoModelForImageTextToText.from_pretrained(name, revision=revision, dtype=torch.float32)
-    adapted = PeftModel.from_pretrained(model, str(adapter))
+    with errors_named_after(name):
+        model = AutoModelForImageTextToText.from_pretrained(name, revision=revision, dtype=torch.float32)
+    with errors_named_after(adapter):
+        adapted = PeftModel.from_pretrained(model, str(adapter))
     check_weights(adapter, adapted)
     return adapted.merge_and_unload().to(config.dtype or torch.float32)
 
 
-@command()
-def main() -> None:
-    """Run the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description="Merge an adapter into its base model.")
     parser.add_argument("--adapter", required=True, type=Path, help="folder of the adapter")
     parser.add_argument("--output_dir", required=True, type=new_folder, help="folder to write")
     parser.add_argument("--base", help="the base model, if it is no longer where it was in training")
-    args = parse(parser)
-    merge(args.adapter, args.base).save_pretrained(args.output_dir)
-    AutoProcessor.from_pretrained(args.adapter).save_pretrained(args.output_dir)
-    copy_record(args.adapter, args.output_dir)
+    return parser
+
+
+@command()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    options = parse(build_parser(), argv)
+    model = merge(options.adapter, options.base)
+    model.save_pretrained(options.output_dir)
+    load_processor(options.adapter).save_pretrained(options.output_dir)
+    copy_record(options.adapter, options.output_dir)
 
 
 if __name__ == "__main__":

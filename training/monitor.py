@@ -1,11 +1,9 @@
-"""What training measures and reports: norms at the modality interface, a file of all that is logged, and a table."""
+"""What training measures and reports: norms of the decoder's input, a file of all that is logged, and a table."""
 
 import json
-import re
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,11 +21,12 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 class InterfaceMonitor(TrainerCallback):
-    """Measures the step that is about to be logged, through hooks that stay idle on every other step. They sit on the
-    model and on its first layer, not inside that layer, which may be compiled.
+    """Measures the step that is about to be logged, through hooks that stay idle on every other step.
 
-    `norm/visual` and `norm/text` are mean L2 norms of the tokens that enter the decoder's first layer. Tokens are
-    classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded here.
+    They sit on the model and on its first layer, not inside that layer, which may be compiled.
+
+    `norm/visual` and `norm/text` are mean L2 norms of the image and the text tokens that enter the decoder's first
+    layer. Tokens are classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded.
 
     Args:
         model: The model that is trained, with adapters and without wrappers.
@@ -37,44 +36,56 @@ class InterfaceMonitor(TrainerCallback):
     def __init__(self, model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
         self.active = False
         self._ids = token_ids(model, processor)
-        self._sums: defaultdict[str, torch.Tensor] = defaultdict(lambda: torch.zeros(2))  # sum of norms, tokens
         self._tokens: Tokens | None = None
-        model.model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)
-        find_decoder(model).layers[0].register_forward_pre_hook(self._see_entrance, with_kwargs=True)
+        self._sums = torch.zeros(2, 2)  # [(image, text), (sum of norms, number of tokens)]
+        model.model.register_forward_pre_hook(self._classify_tokens, with_kwargs=True)
+        find_decoder(model).layers[0].register_forward_pre_hook(self._add_norms, with_kwargs=True)
 
     @override
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Become active for a step that will be logged."""
         step = state.global_step + 1
-        self.active = step % state.logging_steps == 0 or (step == 1 and args.logging_first_step)
+        is_first = step == 1 and args.logging_first_step
+        self.active = is_first or step % state.logging_steps == 0
 
-    def _see_inputs(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
+    def _classify_tokens(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
         if self.active and module.training:
             self._tokens = classify(kwargs, self._ids)
 
     @torch.no_grad()
-    def _see_entrance(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._tokens is not None:
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            norms = token_norms(hidden_states)  # [batch_size, sequence_length]
-            for name, mask in (("visual", self._tokens.visual), ("text", self._tokens.text)):
-                self._sums[name] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
-            self._tokens = None  # gradient checkpointing runs the layer again
+    def _add_norms(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._tokens is None:
+            return
+
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        norms = token_norms(hidden_states)  # [batch_size, sequence_length]
+        for place, mask in enumerate((self._tokens.visual, self._tokens.text)):
+            self._sums[place] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
+        # Gradient checkpointing runs the layer again.
+        self._tokens = None
 
     @torch.no_grad()
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """The measurements since the last call. `reduce` sums a tensor over processes; all must call this."""
-        sums = reduce(torch.stack([self._sums["visual"], self._sums["text"]]))  # [modality, (sum of norms, tokens)]
-        self._sums.clear()
-        if (sums[:, 1] == 0).any():  # a logged step may hold no picture
+        """The measurements since the last call; none where no picture was seen.
+
+        Args:
+            reduce: Sums a tensor over processes, all of which must call this.
+        """
+        sums = reduce(self._sums.clone())
+        self._sums.zero_()
+
+        has_both = (sums[:, 1] > 0).all()
+        if not has_both:
             return {}
-        visual, text = (sums[:, 0] / sums[:, 1]).tolist()
-        return {"norm/visual": visual, "norm/text": text, "norm/ratio": visual / text}
+        image_norm, text_norm = (sums[:, 0] / sums[:, 1]).tolist()
+        return {"norm/visual": image_norm, "norm/text": text_norm, "norm/ratio": image_norm / text_norm}
 
 
 class MetricsFile(TrainerCallback):
-    """All that is logged, as lines of JSON; names of held-out figures begin with `eval/`, as in trackers. A resumed
-    run's file begins with the lines of its checkpoint."""
+    """Writes all that is logged as lines of JSON; names of held-out figures begin with `eval/`, as in trackers.
+
+    A resumed run's file begins with the lines of its checkpoint.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +94,8 @@ class MetricsFile(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Write the lines up to the step that training begins with."""
         if state.is_world_process_zero:
-            write_whole(self._path, "".join(map(self._line, state.log_history)))
+            lines = [self._line(entry) for entry in state.log_history]
+            write_whole(self._path, "".join(lines))
 
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -94,7 +106,12 @@ class MetricsFile(TrainerCallback):
 
     @staticmethod
     def _line(entry: dict[str, float]) -> str:
-        return json.dumps({re.sub("^eval_", "eval/", name): value for name, value in entry.items()}) + "\n"
+        renamed = {}
+        for name, value in entry.items():
+            if name.startswith("eval_"):
+                name = "eval/" + name.removeprefix("eval_")
+            renamed[name] = value
+        return json.dumps(renamed) + "\n"
 
 
 class ConsoleTable(TrainerCallback):
@@ -106,24 +123,40 @@ class ConsoleTable(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Start the clock, also where a run is resumed, and print the header."""
         self._started = time.monotonic()
-        self._steps_before, self._tokens_before = state.global_step, state.num_input_tokens_seen
-        self._print(state, "", *self.COLUMNS)
+        self._first_step = state.global_step
+        self._first_token = state.num_input_tokens_seen
+        self._print(state, format_row(self.COLUMNS))
 
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a line."""
         if "eval_loss" in logs:
-            blank = f"with blank pictures {logs['eval_loss_blank']:.4f}"
-            self._print(state, f"    held out: loss {logs['eval_loss']:.4f}, {blank}")
+            loss, blank = logs["eval_loss"], logs["eval_loss_blank"]
+            self._print(state, f"    held out: loss {loss:.4f}, with blank pictures {blank:.4f}")
         if "loss" in logs:
-            seconds, steps = time.monotonic() - self._started, state.global_step - self._steps_before
-            left = round(seconds / steps * (state.max_steps - state.global_step))
-            ratio = f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture"
-            speed = f"{(state.num_input_tokens_seen - self._tokens_before) / seconds:,.0f}"
-            learned = (f"{state.global_step}/{state.max_steps}", f"{logs['loss']:.4f}", f"{logs['learning_rate']:.3g}")
-            self._print(state, "", *learned, ratio, speed, str(timedelta(seconds=left)))
+            self._print(state, format_row(self._cells(state, logs)))
+
+    def _cells(self, state: TrainerState, logs: dict[str, float]) -> list[str]:
+        """The columns of a training step, of which the last two are means since the start."""
+        seconds = time.monotonic() - self._started
+        num_tokens = state.num_input_tokens_seen - self._first_token
+        seconds_per_step = seconds / (state.global_step - self._first_step)
+        seconds_left = round(seconds_per_step * (state.max_steps - state.global_step))
+        return [
+            f"{state.global_step}/{state.max_steps}",
+            f"{logs['loss']:.4f}",
+            f"{logs['learning_rate']:.3g}",
+            f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture",
+            f"{num_tokens / seconds:,.0f}",
+            str(timedelta(seconds=seconds_left)),
+        ]
 
     @staticmethod
-    def _print(state: TrainerState, text: str, *cells: str) -> None:
+    def _print(state: TrainerState, line: str) -> None:
         if state.is_world_process_zero:
-            sys.stderr.write(text + "".join(f"{cell:>15}" for cell in cells) + "\n")
+            sys.stderr.write(line + "\n")
+
+
+def format_row(cells: Sequence[str]) -> str:
+    """The cells of a table's row, each in 15 columns at the right."""
+    return "".join(f"{cell:>15}" for cell in cells)

@@ -66,13 +66,17 @@ class Environment:
 
 @dataclass(frozen=True)
 class Run:
-    """A run's data (its fingerprint), arguments (of `SAME`), recipe, environment, and sources (of a stream none)."""
+    """What a run trained on, and how."""
 
     data: str
+    """Fingerprint of the rows."""
     arguments: dict[str, Any]
+    """Those of `SAME`, by name."""
     recipe: str | None
+    """Path of the recipe."""
     environment: Environment
     sources: tuple[Source, ...] = ()
+    """None for a stream."""
 
     def write(self, folder: Path) -> None:
         """Write `run.json` into a folder."""
@@ -80,7 +84,11 @@ class Run:
 
     @classmethod
     def read(cls, folder: Path) -> "Run":
-        """Read `run.json` from a folder. Raises `UserError` if it can't be read or lacks a field."""
+        """Read `run.json` from a folder.
+
+        Raises:
+            UserError: if it can't be read, or lacks a field.
+        """
         return read_record(cls, folder / RUN_FILE)
 
 
@@ -92,46 +100,72 @@ def describe_run(
     sources: Sequence[Source] = (),
 ) -> Run:
     """The record of a run that is about to start, from all of its arguments by name."""
-    kept = {name: arguments[name] for name in SAME if name in arguments}
-    as_read_back = json.loads(json.dumps(kept, default=str))
-    return Run(data, as_read_back, None if recipe is None else os.path.abspath(recipe), environment, tuple(sources))
+    recorded = {name: arguments[name] for name in SAME if name in arguments}
+    return Run(
+        data=data,
+        arguments=json.loads(json.dumps(recorded, default=str)),  # as they will be read back, to be compared
+        recipe=None if recipe is None else os.path.abspath(recipe),
+        environment=environment,
+        sources=tuple(sources),
+    )
 
 
 def check_same_run(checkpoint: Path, run: Run) -> None:
-    """Compare a run with the record in a checkpoint. Raises `UserError` that lists the differences."""
-    before, now = (
-        {"data": of.data, "num_processes": of.environment.num_processes, **of.arguments}
-        for of in (Run.read(checkpoint), run)
-    )
-    differences = [
-        f"  {name}: {before[name]!r} before, {now[name]!r} now\n"
-        for name in now
-        if name in before and before[name] != now[name]  # a later version may record more
-    ]
+    """Compare a run with the record in a checkpoint.
+
+    Raises:
+        UserError: if they differ; it lists the differences.
+    """
+    before = _compared_fields(Run.read(checkpoint))
+    now = _compared_fields(run)
+
+    differences = ""
+    for name in now:
+        # A field that only one of the two records was added by a later version.
+        if name in before and before[name] != now[name]:
+            differences += f"  {name}: {before[name]!r} before, {now[name]!r} now\n"
     if differences:
         raise UserError(
-            f"{checkpoint} belongs to a different run:\n{''.join(differences)}"
+            f"{checkpoint} belongs to a different run:\n{differences}"
             "Restore these, or resume anyway with --resume_changed true."
         )
 
 
+def _compared_fields(run: Run) -> dict[str, Any]:
+    return {"data": run.data, "num_processes": run.environment.num_processes, **run.arguments}
+
+
 def describe_environment(device_type: str, num_processes: int, resumed: bool) -> Environment:
-    """The environment at the start of a run: the commit may have changed by its end. `device_type` is as torch has it,
-    `"cuda"` or `"cpu"`; a run may leave a GPU unused."""
-    # An installed copy may lie in a folder of another project's repository, which doesn't track it.
-    tracked = _git("ls-files", "--error-unmatch", __file__) is not None
+    """The environment at the start of a run: the commit may have changed by its end.
+
+    Args:
+        device_type: What the run trains on, as torch has it, `"cuda"` or `"cpu"`; it may leave a GPU unused.
+        num_processes: Processes of the run.
+        resumed: Whether it goes on from a checkpoint.
+    """
     return Environment(
         device=torch.cuda.get_device_name() if device_type == "cuda" else platform.machine(),
         num_processes=num_processes,
         resumed=resumed,
-        commit=_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*") if tracked else None,
+        commit=_find_commit(),
         packages={name: version(name) for name in PACKAGES},
     )
 
 
-def _git(*arguments: str) -> str | None:
+def _find_commit() -> str | None:
+    """The commit of this code; `None` if no repository tracks it.
+
+    An installed copy may lie in a folder of another project's repository, which doesn't track it.
+    """
+    if _run_git("ls-files", "--error-unmatch", __file__) is None:
+        return None
+    return _run_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+
+
+def _run_git(*arguments: str) -> str | None:
+    """What git prints of this file's repository; `None` if it fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, check=True)
-        return done.stdout.decode().strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return done.stdout.decode().strip()

@@ -8,8 +8,6 @@ for stage "adapt" it is an adapter, which training/merge.py turns into one.
 
 import os
 
-from common.errors import UserError
-
 
 # Before torch is imported, whose OpenMP reads it then. Threads that spin while they wait make
 # training on a CPU many times slower as soon as another process is busy.
@@ -22,22 +20,34 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoProcessor
 
 from common.console import command
+from common.errors import UserError
 from conversations.chat_template import plain_template
 from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
-from training.arguments import RunArguments, TrainingConfig, check_devices, parse_arguments
+from modeling_normllava import NormLlavaConfig
+from training.arguments import RunArguments, TrainingConfig, read_resume
 from training.attention import default_attention
-from training.batches import deal_held_out, deal_rows, require_separate_samples
-from training.checkpoints import check_weights, checkpoints, find, lock, recorded_argument, restore, steps_done
+from training.batches import Batches, deal_held_out, deal_rows, require_separate_samples
+from training.checkpoints import (
+    check_weights,
+    find_checkpoint,
+    list_checkpoints,
+    lock_output_dir,
+    move_superseded,
+    recorded_arguments,
+    steps_done,
+)
 from training.collator import VisionLanguageCollator
+from training.command_line import build_parser, make_arguments, read_fields
 from training.data import read_held_out, read_rows, require_pictures
 from training.key_alignment import KeyAlignment
-from training.loading import load_base, load_config, prepare_model
+from training.loading import load_base, load_config, load_processor, prepare_model
+from training.refusals import check_devices
 from training.run import Run, check_same_run, describe_environment, describe_run
 from training.stages import Stage, describe_stage
 from training.streams import StreamBatches
@@ -47,87 +57,113 @@ from training.trainer import NormLlavaTrainer
 logger = logging.getLogger(__name__)
 
 
-def is_finished(run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, steps: int) -> bool:
-    """Whether a run has taken all of its steps, and its model is there. Raises `UserError` if the folder or the
-    checkpoint is of another run, or there is nothing to resume from."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = build_parser()
+    fields = take_recorded(read_fields(parser, argv))
+    run_args, args = make_arguments(parser, fields)
+    check_devices(args)
+
+    is_main_process = args.process_index == 0
+    logging.basicConfig(format="%(message)s")  # for notebooks; the command line has done so
+    logging.getLogger().setLevel(logging.INFO if is_main_process else logging.ERROR)
+
     output_dir = Path(args.output_dir)
-    # A checkpoint given by path is resumed from, whatever came after it.
-    done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
-    before = checkpoint or (output_dir if done else None)
-    if before is not None and not run_args.resume_changed:
-        check_same_run(before, run)
-    if done >= steps:
-        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, done)
-        return True
-    if done and checkpoint is None:
-        raise UserError(
-            f"{output_dir} holds a run of {done} steps, but no checkpoint to continue from to step {steps}. Start "
-            "from its model, with another output_dir."
-        )
-    return False
+    lock = lock_output_dir(output_dir) if is_main_process else nullcontext()
+    try:
+        with lock:
+            train(run_args, args)
+    except KeyboardInterrupt:
+        logger.info("\nStopped. %s", describe_way_on(output_dir))
+        sys.exit(128 + signal.SIGINT)
+
+
+def take_recorded(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, and where they name no arithmetic or attention, those that the resumed run recorded.
+
+    Both would otherwise be chosen for the machine, which may be another one now.
+    """
+    resume = read_resume(fields["resume_from_checkpoint"])
+    if resume is None or fields["output_dir"] is None:
+        return fields
+
+    recorded = recorded_arguments(Path(fields["output_dir"]), resume)
+    taken: dict[str, Any] = {}
+    if fields["bf16"] is None and not fields["fp16"]:
+        taken["bf16"] = recorded.get("bf16")
+    if fields["attn_implementation"] is None:
+        taken["attn_implementation"] = recorded.get("attn_implementation")
+    return fields | taken
 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Read the rows, deal them into batches, prepare the model, train, and publish the result; nothing for a finished
-    run."""
-    output_dir, stage = Path(args.output_dir), Stage(str(run_args.stage))
-    packed = run_args.packed_length is not None
-    config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
-    if packed:
-        require_separate_samples(config.text_config)
-    checkpoint = find(output_dir, args.resume_from_checkpoint)
-    if run_args.attn_implementation is None:
-        before = recorded_argument(output_dir, args.resume_from_checkpoint, "attn_implementation")
-        run_args.attn_implementation = before or default_attention(config.text_config, packed, args.device)
+    """Train a stage, and publish the result. A finished run is left as it is.
 
-    processor = AutoProcessor.from_pretrained(run_args.model_name_or_path, revision=run_args.model_revision)
-    plain = plain_template(processor.tokenizer, processor.image_token)
-    template = plain if stage is Stage.ALIGN else processor.chat_template
-    positions = getattr(config.text_config, "max_position_embeddings", None)
-    tokenize = RowTokenizer(processor, template, max_length=args.max_length, max_positions=positions)
+    Raises:
+        UserError: for data, a model or a checkpoint that doesn't fit, mostly before the weights are loaded.
+    """
+    output_dir = Path(args.output_dir)
+    stage = Stage(str(run_args.stage))
+    is_packed = run_args.packed_length is not None
+
+    # What is trained, and from where it goes on.
+    config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
+    if is_packed:
+        require_separate_samples(config.text_config)
+    if run_args.attn_implementation is None:
+        run_args.attn_implementation = default_attention(config.text_config, is_packed, args.device)
+    checkpoint = find_checkpoint(output_dir, args.resume_from_checkpoint)
+
+    # The rows.
     logger.info("Reading and checking the rows ...")
-    rows, data, sources = read_rows(run_args, args, tokenize)
+    tokenize = make_tokenizer(run_args, args, config)
+    rows, fingerprint, sources = read_rows(run_args, args, tokenize)
     if stage is Stage.ALIGN:
         require_pictures(rows)
     held_out = read_held_out(run_args, args, tokenize)
 
+    # Their batches.
+    collate = VisionLanguageCollator(tokenize, is_packed)
     sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
-    collate, stream, steps = VisionLanguageCollator(tokenize, packed), None, args.max_steps
+    stream = None
     if sampler is None:
-        stream = StreamBatches(rows, RowCheck(tokenize, run_args.open_pictures), collate, run_args.bad_rows, args)
-    elif steps <= 0:  # as Trainer counts them
-        steps = math.ceil(args.num_train_epochs * math.ceil(len(sampler) / args.gradient_accumulation_steps))
+        check = RowCheck(tokenize, run_args.open_pictures)
+        stream = StreamBatches(rows, check, collate, run_args.bad_rows, args)
+    eval_sampler = None if held_out is None else deal_held_out(args, len(held_out))
+
+    # The record, by which a resumed run must be the same.
     environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)
-    run = describe_run({**vars(run_args), **args.to_dict()}, data, environment, run_args.recipe, sources)
-    if is_finished(run_args, args, run, checkpoint, steps):
+    arguments = {**vars(run_args), **args.to_dict()}
+    run = describe_run(arguments, fingerprint, environment, run_args.recipe, sources)
+    if is_finished(run_args, args, run, checkpoint, num_steps=count_steps(args, sampler)):
         return
     if checkpoint is not None:
-        args.eval_on_start = False  # done at the first start
-        if stream is not None:
-            stream.go_on(checkpoint)
-        if args.process_index == 0:
-            restore(output_dir, checkpoint)
+        go_on_from(checkpoint, args, stream)
 
+    # The model.
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
     model = load_base(run_args, args)
     trained, groups = prepare_model(model, run_args, args, args.frozen_dtype)
     if checkpoint is not None:
         check_weights(checkpoint, trained)
-    weights = (run_args.key_mmd_weight, run_args.key_gram_weight)
-    key_alignment = KeyAlignment(model, processor, *weights) if any(weights) else None
+    key_alignment = None
+    if run_args.has_key_losses:
+        key_alignment = KeyAlignment(model, tokenize.processor, run_args.key_mmd_weight, run_args.key_gram_weight)
+
+    # Training.
     trainer = NormLlavaTrainer(
         trained,
         groups,
         run,
         sampler=sampler,
         stream=stream,
-        eval_sampler=None if held_out is None else deal_held_out(args, len(held_out)),
+        eval_sampler=eval_sampler,
         key_alignment=key_alignment,
         clip_by_module=run_args.clip_by_module,
         args=args,
         train_dataset=rows,
         eval_dataset=held_out,
-        processing_class=processor,
+        processing_class=tokenize.processor,
         data_collator=collate,
     )
     logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args))
@@ -137,32 +173,94 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     logger.info("Saved to %s", output_dir)
 
 
+def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLlavaConfig) -> RowTokenizer:
+    """Tokenizes rows in the format of the stage: "plain" in stage 1, in the chat template after it."""
+    processor = load_processor(str(run_args.model_name_or_path), run_args.model_revision)
+    template = processor.chat_template
+    if run_args.stage == Stage.ALIGN:
+        template = plain_template(processor.tokenizer, processor.image_token)
+    return RowTokenizer(
+        processor,
+        template,
+        max_length=args.max_length,
+        max_positions=getattr(config.text_config, "max_position_embeddings", None),
+    )
+
+
+def count_steps(args: TrainingConfig, sampler: Batches | None) -> int:
+    """Optimizer steps of the whole run, as Trainer counts them. A stream, which has no sampler, has `max_steps`."""
+    if sampler is None or args.max_steps > 0:
+        return args.max_steps
+    steps_per_epoch = math.ceil(len(sampler) / args.gradient_accumulation_steps)
+    return math.ceil(args.num_train_epochs * steps_per_epoch)
+
+
+def is_finished(
+    run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, num_steps: int
+) -> bool:
+    """Whether a run has taken all of its steps, and its model is there.
+
+    Raises:
+        UserError: if the folder or the checkpoint is of another run, or there is nothing to resume from.
+    """
+    output_dir = Path(args.output_dir)
+    # A checkpoint given by path is resumed from, whatever came after it.
+    num_done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
+
+    earlier = checkpoint
+    if checkpoint is None and num_done > 0:
+        earlier = output_dir
+    if earlier is not None and not run_args.resume_changed:
+        check_same_run(earlier, run)
+
+    if num_done >= num_steps:
+        logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, num_done)
+        return True
+    if num_done > 0 and checkpoint is None:
+        raise UserError(
+            f"{output_dir} holds a run of {num_done} steps, but no checkpoint to continue from to step {num_steps}. "
+            "Start from its model, with another output_dir."
+        )
+    return False
+
+
+def go_on_from(checkpoint: Path, args: TrainingConfig, stream: StreamBatches | None) -> None:
+    """Prepare to resume: the stream at its place, later checkpoints out of the way."""
+    args.eval_on_start = False  # done at the first start
+    if stream is not None:
+        stream.read_place(checkpoint)
+    if args.process_index == 0:
+        move_superseded(Path(args.output_dir), checkpoint)
+
+
 def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     """What training prints: how many rows a step takes on how many processes, and in which arithmetic."""
-    batch, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    samples = run_args.global_batch_size or batch * passes * args.world_size
-    shape = f"{batch} rows" if run_args.packed_length is None else f"1 row of up to {run_args.packed_length} tokens"
-    arithmetic = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
-    passes_of = f"{args.world_size} processes x {shape} x {passes} accumulation steps"
-    threads = f" by {torch.get_num_threads()} threads" if args.device.type == "cpu" else ""  # accelerate gives it 1
-    return f"{passes_of} = global batch {samples}; arithmetic in {arithmetic}{threads}"
+    num_rows = args.per_device_train_batch_size
+    num_passes = args.gradient_accumulation_steps
+    num_samples = run_args.global_batch_size or num_rows * num_passes * args.world_size
+
+    batch = f"{num_rows} rows"
+    if run_args.packed_length is not None:
+        batch = f"1 row of up to {run_args.packed_length} tokens"
+
+    arithmetic = "float32"
+    if args.bf16:
+        arithmetic = "bfloat16"
+    elif args.fp16:
+        arithmetic = "float16"
+    if args.device.type == "cpu":
+        arithmetic += f" by {torch.get_num_threads()} threads"  # accelerate launch gives it 1
+
+    step = f"{args.world_size} processes x {batch} x {num_passes} accumulation steps"
+    return f"{step} = global batch {num_samples}; arithmetic in {arithmetic}"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
-    run_args, args = parse_arguments(argv)
-    check_devices(args)
-    logging.basicConfig(format="%(message)s")  # for notebooks; the command line has done so
-    logging.getLogger().setLevel(logging.INFO if args.process_index == 0 else logging.ERROR)
-    output_dir = Path(args.output_dir)
-    try:
-        with lock(output_dir) if args.process_index == 0 else nullcontext():
-            train(run_args, args)
-    except KeyboardInterrupt:
-        last = checkpoints(output_dir)[:1]
-        way_on = "Resume with the same command and --resume_from_checkpoint true"
-        logger.info("\nStopped. %s", f"{way_on}, from {last[0].name}." if last else "There is no checkpoint yet.")
-        sys.exit(128 + signal.SIGINT)
+def describe_way_on(output_dir: Path) -> str:
+    """What to do after a run was stopped."""
+    checkpoints = list_checkpoints(output_dir)
+    if not checkpoints:
+        return "There is no checkpoint yet."
+    return f"Resume with the same command and --resume_from_checkpoint true, from {checkpoints[0].name}."
 
 
 if __name__ == "__main__":

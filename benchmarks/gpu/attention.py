@@ -21,7 +21,9 @@ from benchmarks.gpu.stopwatch import Stopwatch
 from training.attention import varlen_attention_forward
 
 
-NUM_HEADS, NUM_KEY_VALUE_HEADS, HEAD_DIM = 28, 4, 128
+NUM_HEADS = 28
+NUM_KEY_VALUE_HEADS = 4
+HEAD_DIM = 128
 # Lengths of the samples of a row of about 8192 tokens.
 CASES = {
     "8 long samples": [1011, 1540, 736, 1203, 903, 872, 1127, 800],
@@ -92,19 +94,19 @@ def make_states(num_tokens: int, device: torch.device, dtype: torch.dtype = torc
 
 def make_attention(kind: str, lengths: list[int], device: torch.device) -> Attention:
     """A function that attends within the samples of a row of these lengths."""
-    layer = AttentionLayer()
-    attend: Callable[..., Any] = varlen_attention_forward if kind == "varlen" else sdpa_attention_forward
+    layer: Any = AttentionLayer()
+    by_sample: Callable[..., Any] = varlen_attention_forward
     if kind == "varlen":
         ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
         options: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
-        return lambda states: attend(layer, *states, None, **options)[0]
+        return lambda states: by_sample(layer, *states, None, **options)[0]
 
     if kind == "sdpa, causal":
-        return lambda states: attend(layer, *states, None)[0]
+        return lambda states: sdpa_attention_forward(layer, *states, None)[0]
 
     samples = torch.repeat_interleave(torch.tensor(lengths, device=device))
     mask = (samples[:, None] == samples[None, :]).tril()[None, None]
-    return lambda states: attend(layer, *states, mask)[0]
+    return lambda states: sdpa_attention_forward(layer, *states, mask)[0]
 
 
 def attend_in_float32(states: States, lengths: list[int]) -> torch.Tensor:
@@ -134,7 +136,7 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
     stopwatch = Stopwatch(device)
     with cudnn_attention(cudnn):
         for _ in range(3):
-            found = forward_and_backward(attention, states, grad_output)
+            computed = forward_and_backward(attention, states, grad_output)
         stopwatch.mark()
         for _ in range(repeats):
             forward_and_backward(attention, states, grad_output)
@@ -142,16 +144,18 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
     figures: Figures = {"milliseconds": statistics.median(stopwatch.seconds()) * 1000}
 
     exact_states = [state.detach().float().requires_grad_() for state in states]
-    exact = partial(attend_in_float32, lengths=lengths)
-    expected = forward_and_backward(exact, exact_states, grad_output.float())
-    for name, actual, wanted in zip(("output", "query", "key", "value"), found, expected, strict=True):
-        figures[f"{name}_relative_error"] = ((actual.float() - wanted).norm() / wanted.norm()).item()
+    reference = partial(attend_in_float32, lengths=lengths)
+    expected = forward_and_backward(reference, exact_states, grad_output.float())
+    for name, actual, exact_value in zip(("output", "query", "key", "value"), computed, expected, strict=True):
+        error = (actual.float() - exact_value).norm() / exact_value.norm()
+        figures[f"{name}_relative_error"] = error.item()
     return figures
 
 
 def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: torch.device) -> Figures:
     """Time of the first call at each length, and of the second. The row holds two samples."""
-    firsts, seconds = [], []
+    first_calls = []
+    second_calls = []
     with cudnn_attention(cudnn):
         for row_length in row_lengths:
             lengths = [row_length // 3, row_length - row_length // 3]
@@ -165,12 +169,12 @@ def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: 
                 forward_and_backward(attention, states, grad_output)
                 stopwatch.mark()
             first, second = stopwatch.seconds()
-            firsts.append(first * 1000)
-            seconds.append(second * 1000)
+            first_calls.append(first * 1000)
+            second_calls.append(second * 1000)
 
     # The very first call also loads the kernels.
     return {
-        "first_call_ms": statistics.median(firsts[1:]),
-        "slowest_first_call_ms": max(firsts[1:]),
-        "second_call_ms": statistics.median(seconds[1:]),
+        "first_call_ms": statistics.median(first_calls[1:]),
+        "slowest_first_call_ms": max(first_calls[1:]),
+        "second_call_ms": statistics.median(second_calls[1:]),
     }

@@ -68,10 +68,12 @@ def model_flops(trained: Any, work: Work) -> Flops:
     num_positions = encoder_positions(model)
     encoder_is_trained = any(parameter.requires_grad for parameter in encoder.parameters())
 
+    # For a picture.
     encoding = weight_flops(encoder, gradients_pass=encoder_is_trained, unread=unread_weights(model)) * num_positions
     encoding += encoder_attention_flops(model, encoder_is_trained)
     projecting = weight_flops(model.model.multi_modal_projector, gradients_pass=True) * model.config.image_seq_length
 
+    # For all samples.
     layers = model.model.language_model.layers
     decoding = weight_flops(layers, gradients_pass=True) * work.num_tokens
     decoding += len(layers) * decoder_attention_flops(model, work.lengths)
@@ -114,7 +116,9 @@ def unread_weights(model: Any) -> frozenset[int]:
 
 def encoder_positions(model: Any) -> int:
     """Tokens of a picture in the encoder: its patches, and the CLS token, which the model leaves out afterwards."""
-    return model.config.image_seq_length + (model.config.vision_feature_select_strategy == "default")
+    num_patches = model.config.image_seq_length
+    has_cls_token = model.config.vision_feature_select_strategy == "default"
+    return num_patches + 1 if has_cls_token else num_patches
 
 
 def encoder_attention_flops(model: Any, gradients_pass: bool) -> int:
@@ -123,7 +127,7 @@ def encoder_attention_flops(model: Any, gradients_pass: bool) -> int:
     # `hidden_states` holds the embeddings too, at 0.
     num_layers = model.config.vision_feature_layer % (config.num_hidden_layers + 1)
     forward = 4 * encoder_positions(model) ** 2 * config.hidden_size * num_layers
-    return forward * (3 if gradients_pass else 1)
+    return 3 * forward if gradients_pass else forward
 
 
 def decoder_attention_flops(model: Any, lengths: list[int]) -> int:

@@ -42,7 +42,7 @@ TINY_VISION = {
 
 
 def small_config(tiny: bool) -> NormLlavaConfig:
-    """The emoji example's: SmolLM2-135M with a DINOv2-small on pictures of 84 x 84, 36 visual tokens."""
+    """The emoji example's: SmolLM2-135M with a DINOv2-small on pictures of 84 x 84, 36 image tokens."""
     text = LlamaConfig(
         hidden_size=576,
         intermediate_size=1536,
@@ -61,7 +61,7 @@ def small_config(tiny: bool) -> NormLlavaConfig:
 
 
 def large_config(tiny: bool, num_layers: int = 28) -> NormLlavaConfig:
-    """Qwen2.5-7B with SigLIP-SO400M-patch14-384, 729 visual tokens; as many decoder layers as asked for."""
+    """Qwen2.5-7B with SigLIP-SO400M-patch14-384, 729 image tokens; as many decoder layers as asked for."""
     text = Qwen2Config(
         hidden_size=3584,
         intermediate_size=18944,

@@ -11,7 +11,7 @@ import json
 import platform
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from modeling_normllava import GlobalWeightCompensatedLayerNorm
 from modeling_normllava.modeling_normllava import MIN_MEAN_GAIN
 
 
-NUM_TOKENS, HIDDEN_SIZE = 5832, 3584  # eight pictures of 729 tokens, Qwen2.5-7B
+NUM_TOKENS = 8 * 729  # eight pictures of SigLIP-SO400M-patch14-384
+HIDDEN_SIZE = 3584  # Qwen2.5-7B
 # 64 pictures: with eight a GPU's kernels end before the next ones are started, and Python would be timed.
 NUM_TOKENS_ON_GPU = 8 * NUM_TOKENS
 GAIN = 0.80 / HIDDEN_SIZE**0.5  # T of Qwen2.5-7B (Table 1) over the root of the width
@@ -100,7 +101,8 @@ def reference(
     """Output and gradient of the input in float64; `compensated` by a hook on the normalised input, as in the paper's
     equations 22 to 26."""
     x = x.detach().double().requires_grad_()
-    weight, bias = norm.weight.detach().double(), norm.bias.detach().double()
+    weight = norm.weight.detach().double()
+    bias = norm.bias.detach().double()
     centred = x - x.mean(-1, keepdim=True)
     x_hat = centred / (centred.square().mean(-1, keepdim=True) + norm.eps).sqrt()
     if compensated:
@@ -130,7 +132,8 @@ def float64_gradient_error() -> float:
 def time_ratios(repeats: int) -> list[float]:
     """GWC's time over LayerNorm's on a CPU, one for each repeat. They alternate, so that other load slows both."""
     device = torch.device("cpu")
-    ours, theirs = make_norm(GlobalWeightCompensatedLayerNorm, device), make_norm(nn.LayerNorm, device)
+    ours = make_norm(GlobalWeightCompensatedLayerNorm, device)
+    theirs = make_norm(nn.LayerNorm, device)
     x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, requires_grad=True)
     grad_output = torch.randn_like(x)
     for norm in (ours, theirs):
@@ -139,18 +142,25 @@ def time_ratios(repeats: int) -> list[float]:
     ratios = []
     for repeat in range(repeats):
         # Each goes first equally often: a machine that gets slower or faster must not favour one.
-        order = (ours, theirs) if repeat % 2 else (theirs, ours)
+        order = [ours, theirs]
+        if repeat % 2 == 0:
+            order.reverse()
         seconds = {norm: time_passes(norm, x, grad_output, passes=1) for norm in order}
         ratios.append(seconds[ours] / seconds[theirs])
     return ratios
 
 
-def main() -> None:
-    """Measure the norm on this CPU."""
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file of the figures")
     parser.add_argument("--repeats", type=int, default=60, help="how often each is timed")
-    args = parser.parse_args()
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure the norm on this CPU."""
+    args = build_parser().parse_args(argv)
 
     low, median, high = statistics.quantiles(time_ratios(args.repeats), n=4)
     result = {

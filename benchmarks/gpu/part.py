@@ -4,6 +4,7 @@ import argparse
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,8 +118,8 @@ def measure(arm: Arm) -> Outcome:
         return Outcome(error=f"{type(error).__name__}: {str(error)[:1000]}")
 
 
-def main() -> None:
-    """Run the command line."""
+def build_parser() -> argparse.ArgumentParser:
+    """What `python -m benchmarks.gpu` tells this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
@@ -126,9 +127,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--commit")
     parser.add_argument("--first_died", action="store_true")
-    args = parser.parse_args()
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    measure_part(args.part, torch.device(args.device), args.results, args.folder, args.commit, args.first_died)
+    args = build_parser().parse_args(argv)
+    measure_part(
+        args.part,
+        device=torch.device(args.device),
+        results=args.results,
+        folder=args.folder,
+        commit=args.commit,
+        first_died=args.first_died,
+    )
 
 
 if __name__ == "__main__":

@@ -37,6 +37,13 @@ class Pass:
         assert self.attention_mask is not None
         return self.attention_mask.sum(1).tolist()
 
+    def computed_tokens(self) -> int:
+        """Tokens of all samples, padding included."""
+        if self.sample_ends is not None:
+            return int(self.sample_ends[-1])
+        assert self.attention_mask is not None
+        return self.attention_mask.numel()
+
 
 class StepRecorder(TrainerCallback):
     """Measures all steps of a trainer but those of the warm-up.
@@ -116,13 +123,16 @@ class StepRecorder(TrainerCallback):
         """All that is known of the measured steps, by the definitions of definitions.py."""
         step_seconds = self.steps.seconds()[self.warmup :]
         seconds = sum(step_seconds)
-        measured = [one for one in self.passes if one.step >= self.warmup]
+        measured = [forward for forward in self.passes if forward.step >= self.warmup]
+        lengths: list[int] = []
+        for forward in measured:
+            lengths += forward.lengths()
         work = Work(
-            lengths=[length for one in measured for length in one.lengths()],
-            num_images=sum(one.num_images for one in measured),
-            num_supervised=sum(int(one.supervised.sum()) for one in measured),
+            lengths=lengths,
+            num_images=sum(forward.num_images for forward in measured),
+            num_supervised=sum(int(forward.supervised.sum()) for forward in measured),
         )
-        computed = sum(self._computed_tokens(one) for one in measured)
+        computed = sum(forward.computed_tokens() for forward in measured)
         flops = model_flops(self.trained, work)
         layers_seconds = self._layers_seconds()
 
@@ -141,20 +151,12 @@ class StepRecorder(TrainerCallback):
             "peak_memory_gib": peak_memory_gib(),
         }
 
-    @staticmethod
-    def _computed_tokens(one: Pass) -> int:
-        """Tokens of a pass, padding included."""
-        if one.sample_ends is not None:
-            return int(one.sample_ends[-1])
-        assert one.attention_mask is not None
-        return one.attention_mask.numel()
-
     def _layers_seconds(self) -> float:
         """The time in the decoder's layers, of the measured passes."""
         intervals = self.layers.seconds()
         total = 0.0
-        for number, one in enumerate(self.passes):
-            if one.step >= self.warmup:
+        for number, forward in enumerate(self.passes):
+            if forward.step >= self.warmup:
                 total += intervals[4 * number] + intervals[4 * number + 2]
         return total
 

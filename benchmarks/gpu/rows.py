@@ -8,6 +8,7 @@ A text is letters at random, each a token (see `byte_tokenizer`).
 """
 
 import json
+import math
 import string
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,9 @@ class Lengths:
     """No text is longer."""
 
 
-# Around 70 tokens a conversation with the template and 36 visual ones.
+# Around 70 tokens a conversation with the template and 36 image tokens.
 EMOJI_LIKE = Lengths(question=9, answer=5, caption=5, spread=0.6, longest=60)
-# Around 1000 tokens a conversation with the template and 729 visual ones, the longest rows above 2000.
+# Around 1000 tokens a conversation with the template and 729 image tokens, the longest rows above 2000.
 LLAVA_LIKE = Lengths(question=60, answer=120, caption=40, spread=0.9, longest=1400)
 # For rehearsals, with the spread of the others.
 TINY = Lengths(question=6, answer=6, caption=5, spread=0.6, longest=20)
@@ -43,7 +44,8 @@ TINY = Lengths(question=6, answer=6, caption=5, spread=0.6, longest=20)
 def write_rows(folder: Path, num_rows: int, picture_size: int, lengths: Lengths) -> None:
     """Write `captions.json`, `conversations.json`, and a picture for each row."""
     rng = np.random.default_rng(0)
-    captions, conversations = [], []
+    captions = []
+    conversations = []
     for number in range(num_rows):
         name = f"{number}.png"
         make_picture(rng, picture_size).save(folder / name, compress_level=1)
@@ -62,11 +64,12 @@ def write_rows(folder: Path, num_rows: int, picture_size: int, lengths: Lengths)
 
 def make_row(picture: str | None, question: str, answer: str) -> dict[str, Any]:
     """A row in LLaVA's layout."""
-    asked = question if picture is None else f"<image>\n{question}"
-    row: dict[str, Any] = {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]}
     if picture is not None:
-        row["image"] = picture
-    return row
+        question = f"<image>\n{question}"
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    if picture is None:
+        return {"conversations": turns}
+    return {"conversations": turns, "image": picture}
 
 
 def random_text(rng: np.random.Generator, median: int, lengths: Lengths) -> str:
@@ -78,6 +81,6 @@ def random_text(rng: np.random.Generator, median: int, lengths: Lengths) -> str:
 
 def make_picture(rng: np.random.Generator, size: int) -> Image.Image:
     """Coarse noise, so that a PNG of it neither vanishes nor explodes."""
-    cells = -(-size // 4)
+    cells = math.ceil(size / 4)
     pixels = rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
     return Image.fromarray(pixels.repeat(4, axis=0).repeat(4, axis=1)[:size, :size])

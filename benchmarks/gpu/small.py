@@ -21,10 +21,9 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     """Stage 2 in steps from the defaults to the best, then stage 1. Writes rows and config first."""
     on_gpu = device.type == "cuda"
     place = make_workplace(device, folder)
-    steps, warmup = (20, 3) if on_gpu else (3, 1)
 
     # Each change is made on top of those before it.
-    trl = Training("TRL", "instruct", steps, warmup)
+    trl = Training("TRL", "instruct", steps=20 if on_gpu else 3, warmup=3 if on_gpu else 1)
     trl_at_best = replace(trl, cudnn=False, workers=True, checkpointing=False)
     as_it_is = replace(trl, trainer="ours")
     no_cudnn = replace(as_it_is, cudnn=False)

@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.gpu.results import Line, read_lines
 
 
-# Heading, figure, factor and format of each column. "beside" columns are the quotient with the arm that a line names.
+# Heading, figure, factor and format.
 Column = tuple[str, str, float, str]
 TRAINING: list[Column] = [
     ("tokens/s", "tokens_per_second", 1, ",.0f"),
@@ -61,11 +61,11 @@ def render(path: Path) -> str:
     lines = read_lines(path)
     tables = []
     for device in dict.fromkeys(line.device for line in lines):
-        on_device = [line for line in lines if line.device == device]
-        product = best_product(on_device)
-        for part in dict.fromkeys(line.part for line in on_device):
-            of_part = [line for line in on_device if line.part == part]
-            tables.append(f"{part}, {device}\n\n{render_part(part, of_part, product)}")
+        device_lines = [line for line in lines if line.device == device]
+        product = best_product(device_lines)
+        for part in dict.fromkeys(line.part for line in device_lines):
+            part_lines = [line for line in device_lines if line.part == part]
+            tables.append(f"{part}, {device}\n\n{render_part(part, part_lines, product)}")
     return "\n".join(tables)
 
 
@@ -78,22 +78,23 @@ def best_product(lines: list[Line]) -> float | None:
 def render_part(part: str, lines: list[Line], product: float | None) -> str:
     """The table of a part."""
     columns = COLUMNS[part]
-    heads = [heading for heading, *_ in columns]
+    header = ["", *(heading for heading, *_ in columns)]
+    alignment = ["---", *["---:"] * len(columns)]
     if part in COMPARED:
-        heads += [COMPARED[part][0], ""]
-    text = f"| | {' | '.join(heads)} |\n|---{'|---:' * len(columns)}{'|---:|---' * (part in COMPARED)}|\n"
+        header += [COMPARED[part][0], ""]
+        alignment += ["---:", "---"]
+    rows = [header, alignment]
 
     figures = {line.arm: with_product(line.figures, product) for line in lines if line.figures is not None}
     for line in lines:
         if line.error is not None:
-            said = line.error.splitlines()[0][:150].replace("|", "/")
-            text += f"| {line.arm} | {said} |\n"
+            rows.append([line.arm, line.error.splitlines()[0][:150].replace("|", "/")])
             continue
         cells = [cell(figures[line.arm], column) for column in columns]
         if part in COMPARED:
             cells += compare(line, figures, COMPARED[part][1])
-        text += f"| {line.arm} | {' | '.join(cells)} |\n"
-    return text
+        rows.append([line.arm, *cells])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def with_product(figures: dict[str, Any], product: float | None) -> dict[str, Any]:

@@ -11,11 +11,13 @@ import json
 import logging
 import multiprocessing
 import random
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from scenes import CELL, COLOURS, draw_scene, render, split_digits
+from scenes import CELL, COLOURS, DIGITS, Row, draw_scene, render, split_digits
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
@@ -34,109 +36,228 @@ from transformers import (
 
 from conversations.chat_template import chat_template
 from conversations.rows import to_messages
+from conversations.tokens import IGNORED
 
 
 logger = logging.getLogger(__name__)
 
-VISION_STEPS, VISION_BATCH, VISION_RATE = 500, 128, 2e-3
-TEXT_STEPS, TEXT_BATCH, TEXT_RATE = 700, 16, 2e-3
-WIDTH = 128  # of the language model
+VISION_WIDTH = 96
+VISION_STEPS = 500
+VISION_BATCH = 128
+VISION_RATE = 2e-3
+TEST_SCENES = 500
+
+TEXT_WIDTH = 128
+TEXT_STEPS = 700
+TEXT_BATCH = 16
+TEXT_RATE = 2e-3
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data_dir", type=Path, required=True)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = build_parser().parse_args(argv)
+    rows = json.loads((args.data_dir / "text.json").read_text(encoding="utf-8"))
+
+    # Side by side, a thread each: so small a model is trained no faster by two threads.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        text = pool.submit(train_text, rows, args.output_dir / "text")
+        vision = pool.submit(train_vision, args.output_dir / "vision")
+        logger.info("%s\n%s", text.result(), vision.result())
+
+
+# The vision encoder
+
+
+class PatchClassifier(nn.Module):
+    """The encoder, with a head that names the digit behind each patch and one that names its colour."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = SiglipVisionConfig(
+            hidden_size=VISION_WIDTH,
+            intermediate_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            image_size=2 * CELL,
+            patch_size=CELL // 2,
+            vision_use_head=False,
+        )
+        self.encoder = SiglipVisionModel(config)
+        self.heads = nn.ModuleDict({
+            "digit": nn.Linear(VISION_WIDTH, len(DIGITS)),
+            "colour": nn.Linear(VISION_WIDTH, len(COLOURS)),
+        })  # fmt: skip
+
+    def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Scores of the classes by head, [size, num_patches, num_classes]."""
+        # The last hidden state before the final norm: Llava reads it there.
+        features = self.encoder(pixel_values, output_hidden_states=True).hidden_states[-1]
+        scores = {}
+        for name, head in self.heads.items():
+            scores[name] = head(nn.functional.layer_norm(features, (VISION_WIDTH,)))
+        return scores
+
+
+class PatchBatch(NamedTuple):
+    """Pictures, and by head the class behind each of their patches, [size, num_patches]."""
+
+    pixel_values: torch.Tensor
+    labels: dict[str, torch.Tensor]
+
+
+class PatchData:
+    """Draws random scenes of one split of the digits after the other."""
+
+    def __init__(self, processor: SiglipImageProcessor) -> None:
+        self.processor = processor
+        self.digits = load_digits()
+        self.sources = split_digits()
+        self.rng = random.Random(1)
+
+    def draw(self, split: str, size: int) -> PatchBatch:
+        """So many new scenes of digits of a split."""
+        scenes = [draw_scene(self.rng, self.sources[split], self.digits.target) for _ in range(size)]
+        pictures = [render(scene, self.digits.images, self.rng) for scene in scenes]
+        pixel_values = self.processor(pictures, return_tensors="pt")["pixel_values"]
+
+        colours = list(COLOURS)
+        digit_labels = [[cell.digit for cell in scene] for scene in scenes]
+        colour_labels = [[colours.index(cell.colour) for cell in scene] for scene in scenes]
+        return PatchBatch(pixel_values, {"digit": by_patch(digit_labels), "colour": by_patch(colour_labels)})
+
+
+def by_patch(labels: list[list[int]]) -> torch.Tensor:
+    """Labels of the patches, [size, 16], from those of the four cells: a cell is 2 x 2 patches."""
+    cells = torch.tensor(labels).unflatten(1, (2, 2))  # [size, 2, 2]
+    return cells.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
 
 
 def train_vision(output_dir: Path) -> str:
-    """Train the encoder to name the digit and the colour behind each patch; say how well it does on unseen digits."""
+    """Train the encoder and save it with its processor.
+
+    Returns:
+        How well it does on unseen digits, as a sentence.
+    """
     set_seed(0)
-    config = SiglipVisionConfig(
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        image_size=2 * CELL,
-        patch_size=CELL // 2,
-        vision_use_head=False,
-    )
-    encoder, processor = SiglipVisionModel(config), SiglipImageProcessor(size={"height": 2 * CELL, "width": 2 * CELL})
-    # On the last hidden state before the final norm: Llava reads it there.
-    heads = nn.ModuleDict({"digit": nn.Linear(96, 10), "colour": nn.Linear(96, len(COLOURS))})
-    sources, digits = split_digits(), load_digits()
-    rng = random.Random(1)
+    model = PatchClassifier()
+    processor = SiglipImageProcessor(size={"height": 2 * CELL, "width": 2 * CELL})
+    data = PatchData(processor)
 
-    def batch(split: str, size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        scenes = [draw_scene(rng, sources[split], digits.target) for _ in range(size)]
-        pictures = [render(scene, digits.images, rng) for scene in scenes]
-        cells = torch.tensor([[(cell.digit, list(COLOURS).index(cell.colour)) for cell in scene] for scene in scenes])
-        cells = cells.reshape(size, 2, 2, 2).repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1, 2)
-        pixel_values = processor(pictures, return_tensors="pt")["pixel_values"]
-        return pixel_values, {"digit": cells[..., 0], "colour": cells[..., 1]}  # labels: [size, num_patches]
-
-    def logits(pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        features = encoder(pixel_values, output_hidden_states=True).hidden_states[-1]
-        return {name: head(nn.functional.layer_norm(features, (96,))) for name, head in heads.items()}
-
-    parameters = [*encoder.parameters(), *heads.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=VISION_RATE, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=VISION_RATE, weight_decay=0.05)
     schedule = get_cosine_schedule_with_warmup(optimizer, 30, VISION_STEPS)
     for _ in range(VISION_STEPS):  # without a bar: the language model's is on the screen
-        pixel_values, labels = batch("train", VISION_BATCH)
-        scores = logits(pixel_values)
-        losses = [nn.functional.cross_entropy(scores[name].flatten(0, 1), labels[name].flatten()) for name in scores]
-        optimizer.zero_grad()
-        torch.stack(losses).sum().backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
+        batch = data.draw("train", VISION_BATCH)
+        scores = model(batch.pixel_values)
+        losses = []
+        for name, labels in batch.labels.items():
+            losses.append(nn.functional.cross_entropy(scores[name].flatten(0, 1), labels.flatten()))
+        take_step(model, optimizer, schedule, losses)
 
-    encoder.eval()
+    model.eval()
+    batch = data.draw("test", TEST_SCENES)
     with torch.no_grad():
-        pixel_values, labels = batch("test", 500)
-        scores = logits(pixel_values)
-        right = {name: (scores[name].argmax(-1) == labels[name]).float().mean() for name in scores}
-    encoder.save_pretrained(output_dir)
+        scores = model(batch.pixel_values)
+    right = {name: (scores[name].argmax(-1) == labels).float().mean() for name, labels in batch.labels.items()}
+
+    model.encoder.save_pretrained(output_dir)
     processor.save_pretrained(output_dir)
     return f"vision encoder: {right['digit']:.1%} of unseen digits and {right['colour']:.1%} of colours right"
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
+def take_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: torch.optim.lr_scheduler.LRScheduler,
+    losses: list[torch.Tensor],
+) -> None:
+    """Change the weights so that the sum of the losses falls."""
+    optimizer.zero_grad()
+    torch.stack(losses).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    schedule.step()
+
+
+# The language model
+
+
+class LabelledText(NamedTuple):
+    """Token ids of a text and their labels."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+def train_text(rows: list[Row], output_dir: Path) -> str:
+    """Train the language model on conversations and captions without pictures, and save it with its tokenizer.
+
+    Args:
+        rows: In LLaVA's layout, with `description` and `caption`.
+        output_dir: Folder to write.
+
+    Returns:
+        How far it came, as a sentence.
+    """
+    set_seed(0)
+    tokenizer = train_tokenizer(rows)
+    model = make_language_model(tokenizer)
+    chats = [encode_chat(row, tokenizer) for row in tqdm(rows, desc="Tokenising")]
+    captions = [encode_caption(row, tokenizer) for row in rows]
+
+    rng = random.Random(2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=TEXT_RATE, weight_decay=0.01, betas=(0.9, 0.98))
+    schedule = get_cosine_schedule_with_warmup(optimizer, 20, TEXT_STEPS)
+    for _ in tqdm(range(TEXT_STEPS), desc="Training the language model, and beside it the vision encoder"):
+        # Separate batches, since padding costs as much as words. Captions teach looking up a place, as answers do.
+        chosen_chats = rng.sample(chats, TEXT_BATCH)
+        chosen_captions = rng.sample(captions, TEXT_BATCH)
+        losses = []
+        for chosen in (chosen_chats, chosen_captions):
+            losses.append(model(**pad_batch(chosen, tokenizer.pad_token_id), use_cache=False).loss)
+        take_step(model, optimizer, schedule, losses)
+
+    model.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    return f"language model: a last loss of {losses[0]:.3f} on answers and {losses[1]:.3f} on captions"
+
+
+def train_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
     """Qwen2's byte-level BPE tokenizer with a small vocabulary, in which the words of the scenes are a token each."""
+    texts = []
+    for row in rows[:500]:
+        texts.append(row["caption"])
+        texts += [turn["value"] for turn in row["conversations"]]
+    texts += ["user assistant system"] * 100  # of the chat format
+
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(texts, 420, new_special_tokens=special, show_progress=False)
-    tokenizer.eos_token, tokenizer.pad_token = "<|im_end|>", "<|endoftext|>"
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.pad_token = "<|endoftext|>"
     tokenizer.chat_template = chat_template(tokenizer, "<|image_pad|>")
     return tokenizer
 
 
-def encode_row(row: dict, tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[int]]]:
-    """Token ids and labels of a row's conversation, and of its caption after its description, as stage 1 has it."""
-    masked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    chat = tokenizer.apply_chat_template(to_messages(row), **masked)
-    ids, mask = chat["input_ids"], chat["assistant_masks"]
-    labels = [token if trained else -100 for token, trained in zip(ids, mask, strict=True)]
-    description, caption = (tokenizer(text)["input_ids"] for text in (row["description"], row["caption"] + "\n"))
-    return [(ids, labels), (description + caption, [-100] * len(description) + caption)]
+def make_language_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
+    """A language model with random weights.
 
-
-def pad_batch(chosen: list[tuple[list[int], list[int]]], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """`input_ids` and `labels`, padded on the right, where causal attention needs no mask."""
-    ids, labels = ([torch.tensor(row) for row in rows] for rows in zip(*chosen, strict=True))
-    return {"input_ids": pad_sequence(ids, True, pad_token_id), "labels": pad_sequence(labels, True, -100)}
-
-
-def train_text(rows: list[dict], output_dir: Path) -> str:
-    """Train the language model on conversations and captions without pictures, and save it with its tokenizer; say how
-    far it came. Rows have LLaVA's layout, with `description` and `caption`."""
-    set_seed(0)
-    corpus = [
-        text for row in rows[:500] for text in (row["caption"], *(turn["value"] for turn in row["conversations"]))
-    ]
-    tokenizer = train_tokenizer([*corpus, *["user assistant system"] * 100])
-    # Qwen3 is Qwen2 with normalised queries and keys. Here it learns to look up a place within half a minute on every
-    # seed tried; Qwen2 of this size, with its default rotary base, got stuck on some.
+    Qwen3 is Qwen2 with normalised queries and keys. Here it learns to look up a place within half a minute on every
+    seed tried; Qwen2 of this size, with its default rotary base, got stuck on some.
+    """
     config = Qwen3Config(
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=3 * TEXT_WIDTH,
         num_hidden_layers=3,
-        num_attention_heads=WIDTH // 16,
-        num_key_value_heads=WIDTH // 16,
+        num_attention_heads=TEXT_WIDTH // 16,
+        num_key_value_heads=TEXT_WIDTH // 16,
         head_dim=16,
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
@@ -149,41 +270,34 @@ def train_text(rows: list[dict], output_dir: Path) -> str:
     )
     model = Qwen3ForCausalLM(config)
     nn.init.normal_(model.get_input_embeddings().weight, std=0.08)
-
-    encoded = [encode_row(row, tokenizer) for row in tqdm(rows, desc="Tokenising")]
-    chats, captions = zip(*encoded, strict=True)
-    rng = random.Random(2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=TEXT_RATE, weight_decay=0.01, betas=(0.9, 0.98))
-    schedule = get_cosine_schedule_with_warmup(optimizer, 20, TEXT_STEPS)
-    for _ in tqdm(range(TEXT_STEPS), desc="Training the language model, and beside it the vision encoder"):
-        # Separate batches, since padding costs as much as words. Captions teach looking up a place, as answers do.
-        losses = [
-            model(**pad_batch(chosen, tokenizer.pad_token_id), use_cache=False).loss
-            for chosen in (rng.sample(chats, TEXT_BATCH), rng.sample(captions, TEXT_BATCH))
-        ]
-        optimizer.zero_grad()
-        torch.stack(losses).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    model.save_pretrained(output_dir)
-    tokenizer.save_pretrained(output_dir)
-    return f"language model: a last loss of {losses[0]:.3f} on answers and {losses[1]:.3f} on captions"
+    return model
 
 
-def main() -> None:
-    """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", type=Path, required=True)
-    parser.add_argument("--output_dir", type=Path, required=True)
-    args = parser.parse_args()
-    rows = json.loads((args.data_dir / "text.json").read_text(encoding="utf-8"))
-    # Side by side, a thread each: so small a model is trained no faster by two threads.
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        text = pool.submit(train_text, rows, args.output_dir / "text")
-        vision = pool.submit(train_vision, args.output_dir / "vision")
-        logger.info("%s\n%s", text.result(), vision.result())
+def encode_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
+    """A row's conversation, of which the answers are trained."""
+    chat = tokenizer.apply_chat_template(
+        to_messages(row), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids = chat["input_ids"]
+    labels = [token if trained else IGNORED for token, trained in zip(ids, chat["assistant_masks"], strict=True)]
+    return LabelledText(ids, labels)
+
+
+def encode_caption(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
+    """A row's caption after its description, as stage 1 has it after a picture; the caption is trained."""
+    description = tokenizer(row["description"])["input_ids"]
+    caption = tokenizer(row["caption"] + "\n")["input_ids"]
+    return LabelledText(description + caption, [IGNORED] * len(description) + caption)
+
+
+def pad_batch(chosen: list[LabelledText], pad_token_id: int) -> dict[str, torch.Tensor]:
+    """`input_ids` and `labels`, padded on the right, where causal attention needs no mask."""
+    ids = [torch.tensor(text.ids) for text in chosen]
+    labels = [torch.tensor(text.labels) for text in chosen]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+    }
 
 
 if __name__ == "__main__":

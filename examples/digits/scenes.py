@@ -10,9 +10,10 @@ import argparse
 import json
 import logging
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -27,12 +28,16 @@ PLACES = ("northwest", "northeast", "southwest", "southeast")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 COLOURS = {"red": (255, 60, 60), "green": (60, 220, 60), "blue": (80, 110, 255), "yellow": (240, 220, 50)}
 CELL = 16  # pixels; a scene is two cells wide and high
+INK = CELL - 2  # pixels of a digit, which leaves room to move it
 SCENES = {"train": 4000, "test": 250}
 TEXT_ROWS = 6000
 QUESTIONS_PER_ROW = 3
 QUESTIONS_PER_TEST_SCENE = 4
+# How often guessing is right, by kind of question.
 CHANCE = {"digit": 1 / len(DIGITS), "colour": 1 / len(COLOURS), "both": 1 / (len(DIGITS) * len(COLOURS))}
 CAPTION_REQUEST = "Describe the picture."
+Row = dict[str, Any]
+Turns = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -44,130 +49,207 @@ class Cell:
     digit: int
     source: int
 
+    @property
+    def words(self) -> str:
+        """Colour and digit, such as "red seven"."""
+        return f"{self.colour} {DIGITS[self.digit]}"
+
 
 Scene = tuple[Cell, ...]
 
 
+class Question(NamedTuple):
+    """A question about a scene, its answer, and which of `CHANCE`'s kinds it is of."""
+
+    question: str
+    answer: str
+    kind: str
+
+
+def write_data(output_dir: Path) -> None:
+    """Write the pictures and all rows.
+
+    `stage1.json` has captions and `stage2.json` conversations; `text.json` is for the language model; `test.json` has
+    the test's scenes with their questions, `held_out.json` the same questions in LLaVA's layout.
+    """
+    # Every step draws from it: another order would give other data.
+    rng = random.Random(0)
+    train_scenes = draw_scenes("train", rng, output_dir)
+    test_scenes = draw_scenes("test", rng, output_dir)
+
+    captions = caption_rows(train_scenes)
+    conversations = conversation_rows(train_scenes, rng)
+    texts = text_rows(rng)
+    test = question_rows(test_scenes, rng)
+
+    files = {
+        "stage1": captions,
+        "stage2": conversations,
+        "text": texts,
+        "test": test,
+        "held_out": held_out_rows(test),
+    }
+    for name, rows in files.items():
+        path = output_dir / f"{name}.json"
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        logger.info("%s: %d rows", path, len(rows))
+
+
+def draw_scenes(split: str, rng: random.Random, output_dir: Path) -> list[Scene]:
+    """The scenes of a split, whose pictures are written."""
+    folder = output_dir / "images" / split
+    folder.mkdir(parents=True, exist_ok=True)
+    digits = load_digits()
+    sources = split_digits()[split]
+
+    scenes = [draw_scene(rng, sources, digits.target) for _ in range(SCENES[split])]
+    for number, scene in enumerate(tqdm(scenes, desc=f"Drawing {split} scenes")):
+        render(scene, digits.images, rng).save(output_dir / picture_path(split, number))
+    return scenes
+
+
+def picture_path(split: str, number: int) -> str:
+    """Where a scene's picture is, below the folder of the data."""
+    return f"images/{split}/{number:05}.png"
+
+
 def split_digits() -> dict[str, list[int]]:
     """Numbers of scikit-learn's pictures, four fifths for training and one for testing, stratified by digit."""
-    train, test = train_test_split(np.arange(1797), test_size=0.2, random_state=0, stratify=load_digits().target)
+    labels = load_digits().target
+    train, test = train_test_split(np.arange(len(labels)), test_size=0.2, random_state=0, stratify=labels)
     return {"train": train.tolist(), "test": test.tolist()}
 
 
 def draw_scene(rng: random.Random, sources: list[int], labels: np.ndarray) -> Scene:
     """Four random digits in random colours."""
     chosen = rng.choices(sources, k=len(PLACES))
-    return tuple(
-        Cell(place, rng.choice(list(COLOURS)), int(labels[source]), source)
-        for place, source in zip(PLACES, chosen, strict=True)
-    )
+    cells = []
+    for place, source in zip(PLACES, chosen, strict=True):
+        cells.append(Cell(place, rng.choice(list(COLOURS)), int(labels[source]), source))
+    return tuple(cells)
 
 
 def render(scene: Scene, digits: np.ndarray, rng: random.Random) -> Image.Image:
     """The picture of a scene, 32 x 32 pixels: each digit doubled in size, moved by up to two pixels, on black."""
     canvas = np.zeros((2 * CELL, 2 * CELL, 3), dtype=np.float32)
     for index, cell in enumerate(scene):
-        ink = Image.fromarray((digits[cell.source] / 16 * 255).astype(np.uint8)).resize((CELL - 2, CELL - 2))
-        top, left = CELL * (index // 2) + rng.randint(0, 2), CELL * (index % 2) + rng.randint(0, 2)
+        row, column = divmod(index, 2)
+        top = CELL * row + rng.randint(0, 2)
+        left = CELL * column + rng.randint(0, 2)
+
+        pixels = (digits[cell.source] / 16 * 255).astype(np.uint8)  # [8, 8]
+        ink = Image.fromarray(pixels).resize((INK, INK))
         shade = np.asarray(ink, dtype=np.float32)[..., None] / 255  # [14, 14, 1]
-        canvas[top : top + CELL - 2, left : left + CELL - 2] = shade * np.array(COLOURS[cell.colour])
+        canvas[top : top + INK, left : left + INK] = shade * np.array(COLOURS[cell.colour])
     return Image.fromarray(canvas.astype(np.uint8))
+
+
+def caption_rows(scenes: Sequence[Scene]) -> list[Row]:
+    """Rows of stage 1: each picture with its caption."""
+    rows = []
+    for number, scene in enumerate(scenes):
+        turns = ask(CAPTION_REQUEST, caption(scene))
+        rows.append({"id": f"caption-{number}", "image": picture_path("train", number), "conversations": turns})
+    return rows
+
+
+def conversation_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
+    """Rows of stage 2: questions about each picture, then questions about descriptions of some scenes."""
+    rows: list[Row] = []
+    for number, scene in enumerate(scenes):
+        turns = conversation("<image>", scene, rng)
+        rows.append({"id": f"image-{number}", "image": picture_path("train", number), "conversations": turns})
+
+    # LLaVA-NeXT's data mixes in rows without pictures; here they are a sixth.
+    for number, scene in enumerate(scenes[: len(scenes) // 5]):
+        turns = conversation(describe(scene, rng), scene, rng)
+        rows.append({"id": f"text-{number}", "conversations": turns})
+    return rows
+
+
+def text_rows(rng: random.Random) -> list[Row]:
+    """Rows for the language model, of scenes of their own: a description, a caption, questions and answers."""
+    labels = load_digits().target
+    sources = split_digits()["train"]
+    rows = []
+    for number in range(TEXT_ROWS):
+        scene = draw_scene(rng, sources, labels)
+        description = describe(scene, rng)
+        turns = conversation(description, scene, rng)
+        rows.append({"id": number, "description": description, "caption": caption(scene), "conversations": turns})
+    return rows
+
+
+def question_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
+    """The test: each scene as a picture and in words, with questions, answers and their kinds."""
+    rows = []
+    for number, scene in enumerate(scenes):
+        description = describe(scene, rng)
+        chosen = rng.sample(questions(scene), QUESTIONS_PER_TEST_SCENE)
+        rows.append({
+            "image": picture_path("test", number),
+            "description": description,
+            "questions": [question._asdict() for question in chosen],
+        })  # fmt: skip
+    return rows
+
+
+def held_out_rows(test: Sequence[Row]) -> list[Row]:
+    """The test's questions about pictures in LLaVA's layout, a row each."""
+    rows = []
+    for scene in test:
+        for question in scene["questions"]:
+            rows.append({"image": scene["image"], "conversations": ask(question["question"], question["answer"])})
+    return rows
 
 
 def describe(scene: Scene, rng: random.Random) -> str:
     """The scene in words, in random order: what the language model reads instead of a picture."""
     cells = rng.sample(scene, len(scene))
-    return "scene: " + ", ".join(f"{cell.place} {cell.colour} {DIGITS[cell.digit]}" for cell in cells) + "."
+    return "scene: " + ", ".join(f"{cell.place} {cell.words}" for cell in cells) + "."
 
 
 def caption(scene: Scene) -> str:
     """The scene as a caption, always in the same order."""
-    return "picture: " + ", ".join(f"{cell.place} {cell.colour} {DIGITS[cell.digit]}" for cell in scene)
+    return "picture: " + ", ".join(f"{cell.place} {cell.words}" for cell in scene)
 
 
-def questions(scene: Scene) -> list[tuple[str, str, str]]:
-    """The twelve questions that can be asked of a scene: question, answer, kind of answer."""
-    found = []
+def questions(scene: Scene) -> list[Question]:
+    """The twelve questions that can be asked of a scene."""
+    asked = []
     for cell in scene:
-        found.append((f"which digit is {cell.place}?", DIGITS[cell.digit], "digit"))
-        found.append((f"what colour is {cell.place}?", cell.colour, "colour"))
-        found.append((f"what is {cell.place}?", f"{cell.colour} {DIGITS[cell.digit]}", "both"))
-    return found
+        asked.append(Question(f"which digit is {cell.place}?", DIGITS[cell.digit], "digit"))
+        asked.append(Question(f"what colour is {cell.place}?", cell.colour, "colour"))
+        asked.append(Question(f"what is {cell.place}?", cell.words, "both"))
+    return asked
 
 
-def conversation(opening: str, scene: Scene, rng: random.Random) -> list[dict[str, str]]:
+def conversation(opening: str, scene: Scene, rng: random.Random) -> Turns:
     """Some questions and answers in LLaVA's turns; `opening` (a mark or a description) stands before the first."""
     turns = []
-    for question, answer, _ in rng.sample(questions(scene), QUESTIONS_PER_ROW):
-        turns += [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    for question in rng.sample(questions(scene), QUESTIONS_PER_ROW):
+        turns.append({"from": "human", "value": question.question})
+        turns.append({"from": "gpt", "value": question.answer})
     turns[0]["value"] = f"{opening}\n{turns[0]['value']}"
     return turns
 
 
-def ask(question: str, answer: str) -> list[dict[str, str]]:
+def ask(question: str, answer: str) -> Turns:
     """A question about a picture and its answer in LLaVA's turns."""
     return [{"from": "human", "value": f"<image>\n{question}"}, {"from": "gpt", "value": answer}]
 
 
-def write_data(output_dir: Path) -> None:
-    """Write pictures, `stage1.json`, `stage2.json`, `text.json` (for the language model), `test.json`, and the test's
-    questions about pictures in LLaVA's layout, `held_out.json`."""
-    rng = random.Random(0)
-    digits, sources = load_digits(), split_digits()
-    scenes: dict[str, list[Scene]] = {}
-    for split, count in SCENES.items():
-        folder = output_dir / "images" / split
-        folder.mkdir(parents=True, exist_ok=True)
-        scenes[split] = [draw_scene(rng, sources[split], digits.target) for _ in range(count)]
-        for number, scene in enumerate(tqdm(scenes[split], desc=f"Drawing {split} scenes")):
-            render(scene, digits.images, rng).save(folder / f"{number:05}.png")
-
-    image = [f"images/train/{number:05}.png" for number in range(SCENES["train"])]
-    stage1 = [
-        {"id": f"caption-{number}", "image": image[number], "conversations": ask(CAPTION_REQUEST, caption(scene))}
-        for number, scene in enumerate(scenes["train"])
-    ]
-    stage2: list[dict[str, Any]] = [
-        {"id": f"image-{number}", "image": image[number], "conversations": conversation("<image>", scene, rng)}
-        for number, scene in enumerate(scenes["train"])
-    ]
-    # LLaVA-NeXT's data mixes in rows without pictures; here they are a sixth.
-    for number, scene in enumerate(scenes["train"][: SCENES["train"] // 5]):
-        stage2.append({"id": f"text-{number}", "conversations": conversation(describe(scene, rng), scene, rng)})
-    text = []
-    for number in range(TEXT_ROWS):
-        scene = draw_scene(rng, sources["train"], digits.target)
-        description = describe(scene, rng)
-        turns = conversation(description, scene, rng)
-        text.append({"id": number, "description": description, "caption": caption(scene), "conversations": turns})
-    test: list[dict[str, Any]] = [
-        {
-            "image": f"images/test/{number:05}.png",
-            "description": describe(scene, rng),
-            "questions": [
-                {"question": question, "answer": answer, "kind": kind}
-                for question, answer, kind in rng.sample(questions(scene), QUESTIONS_PER_TEST_SCENE)
-            ],
-        }
-        for number, scene in enumerate(scenes["test"])
-    ]
-    held_out = [
-        {"image": scene["image"], "conversations": ask(question["question"], question["answer"])}
-        for scene in test
-        for question in scene["questions"]
-    ]
-    files = {"stage1": stage1, "stage2": stage2, "text": text, "test": test, "held_out": held_out}
-    for name, rows in files.items():
-        (output_dir / f"{name}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-        logger.info("%s: %d rows", output_dir / f"{name}.json", len(rows))
-
-
-def main() -> None:
-    """Run the command line."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, required=True)
-    write_data(parser.parse_args().output_dir)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    write_data(build_parser().parse_args(argv).output_dir)
 
 
 if __name__ == "__main__":

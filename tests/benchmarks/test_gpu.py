@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import attention, norm, part, small
+from benchmarks.gpu import attention, large, norm, part, small
 from benchmarks.gpu.definitions import Work, model_flops
 from benchmarks.gpu.models import large_config, small_config
 from benchmarks.gpu.results import Arm, Line, append_line, read_lines
@@ -173,6 +174,22 @@ def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> N
     text = render(results)
     assert "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 50.0 | 75.0 | 2.0000 | 0 | 20.00 | 1.50 | TRL |" in text
     assert "| compiled | ValueError: refused |" in text
+
+
+@pytest.mark.parametrize("make_arms", [large.packed_arms, large.full_arms, large.quantized_arms])
+def test_compiled_layers_warm_up_longer_and_are_measured_as_long(
+    make_arms: Callable[[torch.device, Path], list[Arm]], tmp_path: Path
+) -> None:
+    """Two graphs are compiled, the second in the third step, and every step has rows of its own."""
+    arms = {arm.name: arm for arm in make_arms(CPU, tmp_path)}
+    compiled = [arm for arm in arms.values() if arm.settings["compiled"]]
+    assert compiled
+    for arm in compiled:
+        assert arm.settings["warmup"] >= 3
+        beside = arms[str(arm.beside)].settings
+        assert arm.settings["steps"] - arm.settings["warmup"] == beside["steps"] - beside["warmup"]
+        rows = json.loads((tmp_path / "conversations.json").read_text())
+        assert len(rows) >= arm.settings["steps"] * arm.settings["rows_per_step"]
 
 
 def test_every_part_has_a_limit() -> None:

@@ -14,17 +14,23 @@ from common.records import read_record
 from conversations.loading import load_rows
 
 
+def lose_connection() -> None:
+    raise ConnectionError
+
+
 def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     parser.add_subparsers(dest="command").add_parser("serve").add_argument("--port")
-    for mistake, said in (
+
+    for mistake, message in (
         (lambda: load_rows(str(tmp_path / "none.json")), "none.json: there is no such file"),
         (lambda: (tmp_path / "recipe.yaml").read_text(), r"recipe.yaml: No such file or directory$"),
         (lambda: read_record(dict[str, int], tmp_path), "can't be read"),
         (lambda: parse(parser, ["serve", "--prot=1"]), r"--prot is unknown, did you mean --port\?$"),
         (lambda: parse(parser, ["serve", "picture"]), r"picture is unknown\.$"),
+        (lose_connection, "ConnectionError$"),
     ):
-        with pytest.raises(SystemExit, match=rf"^error: .*{said}"), command():
+        with pytest.raises(SystemExit, match=rf"^error: .*{message}"), command():
             mistake()
 
 
@@ -61,6 +67,7 @@ def test_an_id_on_the_hub_is_no_missing_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2", "google/siglip-so400m-patch14-384", str(tmp_path)):
         assert folder_or_id(name) == name
+
     (tmp_path / "runs").mkdir()
     for name in ("runs/none", "runs/none/stage1", "checkpoints/none/stage1"):
         with pytest.raises(ValueError, match=f"{name}: there is no such folder"):

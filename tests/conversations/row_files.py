@@ -20,14 +20,17 @@ def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json"
     (folder / "pictures").mkdir(exist_ok=True)
     PILImage.new("RGB", (8, 6), (1, 2, 3)).save(folder / "pictures" / "a.png")
     PILImage.new("L", (5, 5)).save(folder / "pictures" / "b.png")
-    text = "\n".join(map(json.dumps, rows)) if name.endswith("l") else json.dumps(rows)
+
+    text = json.dumps(rows)
+    if name.endswith("l"):
+        text = "\n".join(json.dumps(row) for row in rows)
     (folder / name).write_text(text)
     return folder / name
 
 
 def tokenizer_of(model: Path, **options: Any) -> RowTokenizer:
     processor = AutoProcessor.from_pretrained(model)
-    return RowTokenizer(processor, options.pop("template", processor.chat_template), **options)
+    return RowTokenizer(processor, processor.chat_template, **options)
 
 
 def check_rows(

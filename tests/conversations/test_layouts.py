@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image as PILImage
 
+from common.errors import UserError
 from conversations.layouts import read_row
 from conversations.loading import load_rows
 from conversations.pictures import open_images
@@ -74,19 +75,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def write_columns(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """The rows as a parquet file, their pictures as bytes."""
-    picture = (folder / "pictures" / "a.png").read_bytes()
-
-    def embedded(name: str, value: Any) -> Any:
-        if name == "image":
-            return {"bytes": picture, "path": None}
-        if name == "images":
-            return [{"bytes": picture, "path": None} for _ in value]
-        return value
-
+    picture = {"bytes": (folder / "pictures" / "a.png").read_bytes(), "path": None}
     columns: dict[str, list[Any]] = {name: [] for row in rows for name in row}
     for row in rows:
-        for name in columns:
-            columns[name].append(embedded(name, row[name]) if name in row else None)
+        embedded = dict(row)
+        if "image" in row:
+            embedded["image"] = picture
+        if "images" in row:
+            embedded["images"] = [picture for _ in row["images"]]
+        for name, column in columns.items():
+            column.append(embedded.get(name))
     pq.write_table(pa.table(columns), folder / "train.parquet")
     return folder / "train.parquet"
 
@@ -115,8 +113,8 @@ def test_pictures_inside_messages_are_read(tmp_path: Path) -> None:
     assert row_turns(row)[0]["value"] == "<image>\n<image>\nWhat?"
     assert [image.size for image in open_images(row)] == [(8, 6), (5, 5)]
 
-    picture = (tmp_path / "pictures" / "a.png").read_bytes()
-    inside = [{"type": "image", "image": {"bytes": picture, "path": None}, "text": None}, {**TEXT_PART, "image": None}]
+    picture = {"bytes": (tmp_path / "pictures" / "a.png").read_bytes(), "path": None}
+    inside = [{"type": "image", "image": picture, "text": None}, {**TEXT_PART, "image": None}]
     asked = [message("user", inside), message("assistant", [{"type": "text", "text": "A dog.", "image": None}])]
     pq.write_table(pa.table({"messages": [asked]}), tmp_path / "inside.parquet")
     for streaming in (False, True):
@@ -219,8 +217,8 @@ def test_what_nothing_reads_is_named_with_its_count(tmp_path: Path, caplog: pyte
         caplog.clear()
         for _ in range(2):  # the second time, from the cache
             load_rows(str(stored), str(tmp_path / "pictures"))
-        said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert said == [f"{stored}: nothing reads `caption`, which has content in 2 of 3 rows"] * 2
+        warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert warnings == [f"{stored}: nothing reads `caption`, which has content in 2 of 3 rows"] * 2
 
     caplog.clear()
     list(load_rows(str(tmp_path / "train.parquet"), streaming=True))
@@ -286,13 +284,12 @@ def test_shards_whose_types_differ_deep_down_are_read(tmp_path: Path, name: str)
     write_json(tmp_path, [])
     picture = {"bytes": (tmp_path / "pictures" / "a.png").read_bytes(), "path": None}
     texts = [message("user", [{"type": "text", "text": "Hi."}]), message("assistant", [TEXT_PART])]
-    first: dict[str, Any] = {"images": [[]], "messages": [texts]}
-    second: dict[str, Any] = {"images": [[picture]], "messages": [texts]}
-    if name == "messages":
-        first, second = (
-            {"messages": [texts]},
-            {"messages": [[message("user", [{"type": "image", "image": picture}]), texts[1]]]},
-        )
+    if name == "images":
+        first: dict[str, Any] = {"images": [[]], "messages": [texts]}
+        second: dict[str, Any] = {"images": [[picture]], "messages": [texts]}
+    else:
+        first = {"messages": [texts]}
+        second = {"messages": [[message("user", [{"type": "image", "image": picture}]), texts[1]]]}
     (tmp_path / "shards").mkdir()
     pq.write_table(pa.table(first), tmp_path / "shards" / "train-0.parquet")
     pq.write_table(pa.table(second), tmp_path / "shards" / "train-1.parquet")
@@ -309,10 +306,10 @@ def test_a_folder_of_several_json_files_is_not_guessed_at(tmp_path: Path) -> Non
     write_json(tmp_path, [{"messages": [message("user", [TEXT_PART]), ANSWER]}], "b.json")
     (tmp_path / ".ipynb_checkpoints").mkdir()
     (tmp_path / ".ipynb_checkpoints" / "a-checkpoint.json").write_text("[]")
-    with pytest.raises(
-        ValueError, match=r"holds the JSON files a.json, b.json: name the one with the rows, or a pattern"
-    ):
+    problem = "holds the JSON files a.json, b.json: name the one with the rows, or a pattern"
+    with pytest.raises(UserError, match=problem):
         load_rows(str(tmp_path))
+
     assert [row_turns(row)[0]["value"] for row in load_rows(f"{tmp_path}/*.json")] == ["Hi.", "What?"]
     (tmp_path / "b.json").unlink()
     assert len(load_rows(str(tmp_path))) == 1
@@ -321,9 +318,8 @@ def test_a_folder_of_several_json_files_is_not_guessed_at(tmp_path: Path) -> Non
 def test_a_dataset_without_turns_names_its_columns(tmp_path: Path) -> None:
     write_json(tmp_path, [])
     path = write_columns(tmp_path, [{"image": "a.png", "ground_truth": '{"total": "9"}'}])
-    with pytest.raises(
-        ValueError, match="no turns: the columns are image, ground_truth, and turns are read from conv"
-    ):
+    problem = "no turns: the columns are image, ground_truth, and turns are read from conv"
+    with pytest.raises(UserError, match=problem):
         load_rows(str(path))
 
 
@@ -341,6 +337,7 @@ def test_shards_without_pictures_come_first(tmp_path: Path) -> None:
         for streaming in (False, True):
             rows = list(load_rows(name, streaming=streaming))
             assert [len(open_images(row)) for row in rows] == [0, 0, 1]
+
     # A source that has no picture at all.
     (row, _) = load_rows(str(shards / "train-00000-of-00002.parquet"))
     check_row(row)
@@ -353,10 +350,10 @@ def test_names_of_files_patterns_and_folders(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "llava"
-    folder.mkdir()
+    (folder / "pictures").mkdir(parents=True)
     path.rename(folder / "data.json")
-    (folder / "pictures").mkdir()
     (tmp_path / "pictures" / "a.png").rename(folder / "pictures" / "a.png")
+
     names = ("llava", "llava/data.json", "llava/*.json", "~/llava", "pictures/train.parquet", "~/pictures/*.parquet")
     for name in names:
         (row,) = load_rows(name)
@@ -387,21 +384,19 @@ def test_pictures_beside_turns_are_not_copied(tmp_path: Path) -> None:
     write_json(tmp_path, [])
     PILImage.effect_noise((500, 500), 80).save(tmp_path / "pictures" / "a.png")
     path = write_columns(tmp_path, [LAYOUTS["messages without a mark"]] * 20)
-    size = path.stat().st_size
     rows = load_rows(str(path))
     assert isinstance(rows, datasets.Dataset)
-    files = [Path(file["filename"]) for file in rows.cache_files]
+
     # datasets' own copy of the parquet file's content, once, and turns.
-    assert sum(file.stat().st_size for file in files) < 1.2 * max(
-        size, 20 * (tmp_path / "pictures/a.png").stat().st_size
-    )
+    size = max(path.stat().st_size, 20 * (tmp_path / "pictures" / "a.png").stat().st_size)
+    stored = sum(Path(file["filename"]).stat().st_size for file in rows.cache_files)
+    assert stored < 1.2 * size
 
 
 def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:
     url = "data:image/png;base64," + "A" * 1_000_000
-    path = write_json(
-        tmp_path, [{"image": url, "conversations": ASKED}, {"image": "x" * 9000, "conversations": ASKED}]
-    )
+    images = (url, "x" * 9000)
+    path = write_json(tmp_path, [{"image": image, "conversations": ASKED} for image in images])
     for row in load_rows(str(path), str(tmp_path / "pictures")):
         with pytest.raises(BadRowError) as error:
             check_row(row)

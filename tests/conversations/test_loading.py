@@ -11,11 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict, Image, List
+from datasets.exceptions import DatasetGenerationError
 from PIL import Image as PILImage
 
+from common.errors import UserError
 from conversations.loading import has_splits, load_rows, stream_fingerprint
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, check_row, row_images
+from conversations.rows import BadRowError, Row, check_row, row_images
 from row_files import GOOD_ROWS, turns, write_json
 
 
@@ -51,6 +53,7 @@ def test_a_stored_dataset_is_read_and_stays_as_it_is(tmp_path: Path) -> None:
     stored = tmp_path / "stored"
     columns = {"images": [[str(tmp_path / "pictures" / "a.png")], []], "conversations": [ASKED, SAID]}
     Dataset.from_dict(columns).cast_column("images", List(Image())).save_to_disk(stored)
+
     before = sorted(stored.iterdir())
     rows = load_rows(str(stored), str(tmp_path))
     assert sorted(stored.iterdir()) == before  # pictures can take 100 GB
@@ -133,9 +136,12 @@ def test_json_of_many_spellings_is_read(tmp_path: Path, name: str) -> None:
 
 
 WRONG_FILES = {
-    "latin-1": (f"[{ROW}]".encode("latin-1"), r"'utf-8' codec can't decode byte \w+ in position \d+"),
+    "latin-1": (f"[{ROW}]".encode("latin-1"), r"'utf-8' codec can't decode byte .* Save it as UTF-8"),
     "a row that is no row": (f"[{ROW}, 7]".encode(), "row 1 is not a row.*: 7"),
-    "a torn line": (ROW.encode() + b'\n{"conv', "Unterminated string"),
+    "a torn list": (f"[{ROW}, ".encode(), "Expecting value"),
+    "a torn line": (ROW.encode() + b'\n{"conv', "line 2: Unterminated string"),
+    "an empty list": (b"[]", "there are no rows"),
+    "an empty file": (b"", "there are no rows"),
 }
 
 
@@ -143,8 +149,32 @@ WRONG_FILES = {
 def test_files_that_hold_no_rows_are_named_with_the_cause(tmp_path: Path, wrong: str) -> None:
     content, message = WRONG_FILES[wrong]
     (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/x.json: .*{message}"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}/x.json: .*{message}"):
         load_rows(str(tmp_path / "x.json"))
+
+
+@pytest.mark.parametrize("kind", ["json", "parquet", "stream"])
+def test_a_bug_of_ours_is_no_users_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Reading fails in our code, as an unpacking would: it isn't told as a fault of the rows."""
+    path = write_json(tmp_path, GOOD_ROWS[1:2])
+    if kind != "json":
+        path = write_parquet(tmp_path / "stored", messages=[[{"role": "user", "content": "Hi."}]])
+
+    def fail(fields: Row) -> Row:
+        raise ValueError("too many values to unpack")
+
+    for module in ("columns", "json_files", "loading"):
+        monkeypatch.setattr(f"conversations.{module}.read_row", fail)
+    with pytest.raises((ValueError, DatasetGenerationError)) as error:
+        list(load_rows(str(path), streaming=kind == "stream"))
+    assert not isinstance(error.value, UserError)
+
+
+def test_columns_that_hold_no_pictures_are_named(tmp_path: Path) -> None:
+    stored = write_parquet(tmp_path / "stored", image=[1], conversations=[ASKED])
+    for streaming in (False, True):
+        with pytest.raises(UserError, match=rf"^{stored}: Unsupported cast from int64"):
+            load_rows(str(stored), streaming=streaming)
 
 
 def test_what_holds_no_rows_is_named(tmp_path: Path) -> None:
@@ -154,22 +184,24 @@ def test_what_holds_no_rows_is_named(tmp_path: Path) -> None:
     path = write_json(tmp_path, GOOD_ROWS)
     with pytest.raises(ValueError, match=r"image folder .*gone does not exist"):
         load_rows(str(path), str(tmp_path / "gone"))
-    for number, (columns, problem) in enumerate((
-        ({"text": ["a"]}, "no turns: the columns are text, and turns are read from conversations"),
-        ({"images": pa.array([], pa.list_(pa.string())), "conversations": pa.array([], pa.string())}, ""),
-    )):  # fmt: skip
-        stored = write_parquet(tmp_path / str(number), **columns)
-        for streaming in (False, True):
-            with pytest.raises(ValueError, match=rf"{stored}: .*{problem}"):
-                load_rows(str(stored), streaming=streaming)
+
+    without_turns = write_parquet(tmp_path / "turns", text=["a"])
+    empty = write_parquet(tmp_path / "empty", conversations=pa.array([], pa.string()))
+    for streaming in (False, True):
+        problem = "no turns: the columns are text, and turns are read from conversations"
+        with pytest.raises(UserError, match=rf"^{without_turns}: {problem}"):
+            load_rows(str(without_turns), streaming=streaming)
+        with pytest.raises(UserError, match=rf"^{empty}: "):
+            load_rows(str(empty), streaming=streaming)
 
 
 def test_an_unknown_split_or_configuration_is_an_error_with_those_there_are(tmp_path: Path) -> None:
     path = str(write_json(tmp_path, GOOD_ROWS))
-    one = Dataset.from_dict({"images": [[]], "conversations": [json.dumps(SAID)]})
-    DatasetDict({"train": one, "test": one}).save_to_disk(tmp_path / "two")
+    rows = Dataset.from_dict({"images": [[]], "conversations": [json.dumps(SAID)]})
+    DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "two")
     (tmp_path / "parquet").mkdir()
-    one.to_parquet(tmp_path / "parquet" / "train.parquet")
+    rows.to_parquet(tmp_path / "parquet" / "train.parquet")
+
     for name, message in (
         (path, "data.json: it has the splits train and no configurations, so no 'dev'"),
         (str(tmp_path / "two"), "two: it has the splits train, test and no configurations, so no 'dev'"),

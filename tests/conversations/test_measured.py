@@ -16,7 +16,7 @@ from conversations import measured
 from conversations.loading import load_rows
 from conversations.measured import FEATURES, RowCheck, row_lengths, tokenize_rows
 from conversations.rows import BadRowError, Row
-from conversations.tokens import RowTokenizer
+from conversations.tokens import IGNORED, RowTokenizer
 from row_files import GOOD_ROWS, check_rows, tokenizer_of, turns, write_json
 
 
@@ -34,48 +34,58 @@ def tokenize(composed: Callable[..., Path]) -> RowTokenizer:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The numbers of the rows that are tokenized, and with a "p" those whose pictures are opened."""
     numbers: list[str] = []
-    call, open_images = RowTokenizer.__call__, measured.open_images
+    tokenize_row = RowTokenizer.__call__
+    open_images = measured.open_images
 
-    def noted(tokenize: RowTokenizer, row: Row) -> Row:
+    def tokenized(tokenize: RowTokenizer, row: Row) -> Row:
         numbers.append(row["source"].rpartition(" ")[2])
-        return call(tokenize, row)
+        return tokenize_row(tokenize, row)
 
     def opened(row: Row) -> Any:
         numbers.append("p" + row["source"].rpartition(" ")[2])
         return open_images(row)
 
-    monkeypatch.setattr(RowTokenizer, "__call__", noted)
+    monkeypatch.setattr(RowTokenizer, "__call__", tokenized)
     monkeypatch.setattr(measured, "open_images", opened)
     return numbers
 
 
 def write(folder: Path, *answers: str) -> Path:
-    asked = [turns("<image>\nWhat?", answer) for answer in answers]
-    path = write_json(folder, [{"image": f"{number}.png", "conversations": of} for number, of in enumerate(asked)])
+    """A row for each answer, with a picture of its own."""
+    rows = []
+    for number, answer in enumerate(answers):
+        rows.append({"image": f"{number}.png", "conversations": turns("<image>\nWhat?", answer)})
+    path = write_json(folder, rows)
+
     for number in range(len(answers)):
         shutil.copy(folder / "pictures" / "a.png", folder / "pictures" / f"{number}.png")
     return path
 
 
-def look(path: Path, check: RowCheck) -> Dataset:
-    return tokenize_rows(rows_of(path), check)
-
-
-def rows_of(path: Path) -> Any:
+def read(path: Path) -> Any:
     return load_rows(str(path), str(path.parent / "pictures"))
 
 
-def bad(tokens: Dataset) -> dict[int, str]:
+def look(path: Path, check: RowCheck) -> Dataset:
+    return tokenize_rows(read(path), check)
+
+
+def problems(tokens: Dataset) -> dict[int, str]:
+    """The bad rows' problems by number."""
     return {number: problem for number, problem in enumerate(tokens["problem"]) if problem}
 
 
 def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, tokenize: RowTokenizer) -> None:
     answers = [f"answer {number}" for number in range(10)]
-    answers[3], answers[6], answers[7] = "   ", "half a \ud800 pair", "long " * 100
-    path, report = write(tmp_path, *answers), tmp_path / "out" / "bad.jsonl"
+    answers[3] = "   "
+    answers[6] = "half a \ud800 pair"
+    answers[7] = "long " * 100
+    path = write(tmp_path, *answers)
     broken = tmp_path / "pictures" / "5.png"
     broken.write_bytes(broken.read_bytes()[:40])
-    good, fingerprint = check_rows(rows_of(path), RowCheck(tokenize), report, "skip")
+
+    report = tmp_path / "out" / "bad.jsonl"
+    good, fingerprint = check_rows(read(path), RowCheck(tokenize), report, "skip")
     assert [row["source"][-1] for row in good] == list("012489")
     for row in good:
         assert row["input_ids"].count(tokenize.processor.image_token_id) == row["num_images"] == 1
@@ -83,15 +93,40 @@ def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, toke
         assert len(row["labels"]) == len(row["input_ids"])
         assert json.loads(row["conversations"])[1]["value"].startswith("answer")
     assert row_lengths(good).tolist() == [row["length"] for row in good]
-    listed = {line["source"][-1]: line["problem"] for line in map(json.loads, report.read_text().splitlines())}
+
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    listed = {line["source"][-1]: line["problem"] for line in lines}
     assert list(listed) == ["3", "5", "6", "7"]
     assert "no assistant turn" in listed["3"]
     assert "5.png can't be read" in listed["5"]  # before training, not in the middle of an epoch
     assert "more than max_length 200" in listed["7"]
+
     with pytest.raises(BadRowError, match=r"row 3: no assistant turn.* 4 of 10 rows are bad; fix the data, or leave"):
-        check_rows(rows_of(path), RowCheck(tokenize), report)
-    again = check_rows(rows_of(path), RowCheck(tokenize), tmp_path / "again.jsonl", "skip", num_proc=2)
-    assert again[1] == fingerprint
+        check_rows(read(path), RowCheck(tokenize), report)
+    _, in_two_processes = check_rows(read(path), RowCheck(tokenize), tmp_path / "again.jsonl", "skip", num_proc=2)
+    assert in_two_processes == fingerprint
+
+
+def test_where_all_rows_are_bad_none_is_left_out(tmp_path: Path, tokenize: RowTokenizer) -> None:
+    path = write(tmp_path, "   ", "   ")
+    with pytest.raises(BadRowError, match=r"row 0: no assistant turn.* 2 of 2 rows are bad; fix the data\.$"):
+        check_rows(read(path), RowCheck(tokenize), tmp_path / "bad.jsonl", "skip")
+    assert not (tmp_path / "bad.jsonl").exists()
+
+
+def test_a_pictures_tokens_and_labels_are_repeated_alike(tmp_path: Path, tokenize: RowTokenizer) -> None:
+    (row,) = read(write(tmp_path, "A dog."))
+    row = tokenize(row)
+    image_id = tokenize.processor.image_token_id
+    expanded = tokenize.expand_pictures(row["input_ids"])
+    labels = tokenize.repeat_at_pictures(row["labels"], row["input_ids"])
+
+    assert expanded.count(image_id) == tokenize.tokens_per_image > 1
+    assert len(labels) == len(expanded) == row["length"]
+    answer = tokenize.processor.tokenizer.decode([token for token in labels if token != IGNORED])
+    assert answer == "A dog.<|im_end|>"
+    trained = [token for token, label in zip(expanded, labels, strict=True) if label != IGNORED]
+    assert trained == [label for label in labels if label != IGNORED]
 
 
 def test_rows_are_tokenized_once(tmp_path: Path, tokenize: RowTokenizer, seen: list[str]) -> None:
@@ -99,9 +134,11 @@ def test_rows_are_tokenized_once(tmp_path: Path, tokenize: RowTokenizer, seen: l
     first = look(path, RowCheck(tokenize))
     assert sorted(seen) == [*"012345", *(f"p{number}" for number in range(6))]
     assert first.features == FEATURES
+
     seen.clear()
     assert look(path, RowCheck(tokenize)).to_list() == first.to_list()
     assert seen == []
+
     # What the result depends on: the tokenizer, the template, whether pictures are opened, and the file.
     tokenize.max_length = 150
     look(path, RowCheck(tokenize))
@@ -122,25 +159,31 @@ def test_rows_are_tokenized_once(tmp_path: Path, tokenize: RowTokenizer, seen: l
 def test_pictures_are_looked_at_again_where_their_file_has_changed(
     tmp_path: Path, tokenize: RowTokenizer, seen: list[str]
 ) -> None:
-    path, check = write(tmp_path, *"abcdef"), RowCheck(tokenize)
-    whole = (tmp_path / "pictures" / "a.png").read_bytes()
-    (tmp_path / "pictures" / "5.png").write_bytes(whole[:40])
+    path = write(tmp_path, *"abcdef")
+    check = RowCheck(tokenize)
+    pictures = tmp_path / "pictures"
+    whole = (pictures / "a.png").read_bytes()
+    (pictures / "5.png").write_bytes(whole[:40])
     for _ in range(2):
-        assert list(bad(look(path, check))) == [5]
+        assert list(problems(look(path, check))) == [5]
     assert len(seen) == 6 + 5
-    (tmp_path / "pictures" / "1.png").write_bytes(whole[:40] + b"\0" * (len(whole) - 40))  # of the same size
-    os.utime(tmp_path / "pictures" / "1.png", (1, 1))
-    assert list(bad(look(path, check))) == [1, 5]
-    (tmp_path / "pictures" / "1.png").unlink()
-    assert "1.png is missing" in bad(look(path, check))[1]
-    (tmp_path / "pictures" / "1.png").symlink_to("a.png")
-    assert list(bad(look(path, check))) == [5]
+
+    (pictures / "1.png").write_bytes(whole[:40] + b"\0" * (len(whole) - 40))  # of the same size
+    os.utime(pictures / "1.png", (1, 1))
+    assert list(problems(look(path, check))) == [1, 5]
+
+    (pictures / "1.png").unlink()
+    assert "1.png is missing" in problems(look(path, check))[1]
+
+    (pictures / "1.png").symlink_to("a.png")
+    assert list(problems(look(path, check))) == [5]
 
 
 def test_the_disks_fault_is_not_kept_as_the_rows(
     tmp_path: Path, tokenize: RowTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, check = write(tmp_path, *"ab"), RowCheck(tokenize)
+    path = write(tmp_path, *"ab")
+    check = RowCheck(tokenize)
 
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -149,13 +192,12 @@ def test_the_disks_fault_is_not_kept_as_the_rows(
         patch.setattr("conversations.pictures.to_rgb", fail)
         with pytest.raises(BadRowError, match=r"data.json, row 0: image .*0.png can't be read .*Input/output error"):
             look(path, check)
-    assert not bad(look(path, check))
+    assert not problems(look(path, check))
 
 
 def test_the_fingerprint_is_of_text_and_pictures(tmp_path: Path, tokenize: RowTokenizer) -> None:
     def fingerprint(folder: Path) -> str:
-        path = folder / "data.json"
-        return check_rows(rows_of(path), RowCheck(tokenize), tmp_path / "bad.jsonl")[1]
+        return check_rows(read(folder / "data.json"), RowCheck(tokenize), tmp_path / "bad.jsonl")[1]
 
     here = tmp_path / "here"
     here.mkdir()
@@ -163,6 +205,7 @@ def test_the_fingerprint_is_of_text_and_pictures(tmp_path: Path, tokenize: RowTo
     prints = [fingerprint(here)]
     shutil.copytree(here, tmp_path / "there")
     assert fingerprint(tmp_path / "there") == prints[0]
+
     whole = (here / "pictures" / "a.png").read_bytes()
     (here / "pictures" / "a.png").write_bytes(whole + b" ")
     prints.append(fingerprint(here))
@@ -178,8 +221,10 @@ def test_pictures_inside_a_dataset_are_measured_too(tmp_path: Path, tokenize: Ro
     picture = (tmp_path / "pictures" / "a.png").read_bytes()
     prints = []
     for number, encoded in enumerate((picture, picture, picture + b" ")):
-        columns = {"image": [{"bytes": encoded, "path": "a"}, None]}
-        columns["conversations"] = [turns("<image>", "A dog."), turns("Hello.", "Hi.")]
+        columns = {
+            "image": [{"bytes": encoded, "path": "a"}, None],
+            "conversations": [turns("<image>", "A dog."), turns("Hello.", "Hi.")],
+        }
         Dataset.from_dict(columns).cast_column("image", Image()).save_to_disk(tmp_path / str(number))
         rows = load_rows(str(tmp_path / str(number)))
         good, fingerprint = check_rows(rows, RowCheck(tokenize), tmp_path / "bad.jsonl")

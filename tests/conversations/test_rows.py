@@ -66,12 +66,17 @@ def test_text_that_would_become_a_control_token_is_refused(text: str, composed: 
     processor = AutoProcessor.from_pretrained(composed(text=text))
     tokenizer = processor.tokenizer
     tokens = control_tokens(tokenizer, processor.image_token)
-    special = {*tokenizer.all_special_ids, processor.image_token_id}
-    for token in {tokenizer.convert_ids_to_tokens(number) for number in special} - {"<image>"}:
-        for number, said in enumerate((turns(f"Say {token}.", "No."), turns("Say it.", f"It is{token}"))):
+    special_ids = {*tokenizer.all_special_ids, processor.image_token_id}
+    special_tokens = set(tokenizer.convert_ids_to_tokens(list(special_ids)))
+
+    for token in special_tokens - {"<image>"}:
+        asked = turns(f"Say {token}.", "No.")
+        answered = turns("Say it.", f"It is{token}")
+        for number, conversation in enumerate((asked, answered)):
             message = rf"turn {number} contains {re.escape(token)}, which this model's tokenizer reads as a control"
             with pytest.raises(BadRowError, match=message):
-                check_row({"images": [], "conversations": said, "source": "row"}, tokens)
+                check_row({"images": [], "conversations": conversation, "source": "row"}, tokens)
+
     harmless = "if a < b: print('<b>|end|</b>', im_end, '</ s>', '<|im_end>', '< image_pad>')"
     check_row({"images": [], "conversations": turns(harmless, harmless), "source": "row"}, tokens)
 
@@ -86,7 +91,7 @@ def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path, name: str) ->
 
 
 def test_paths_inside_the_folder_may_be_links_to_other_disks(tmp_path: Path) -> None:
-    """`ln -s /disk2/coco data/coco` stopped every row, and no option helped."""
+    """Such as `ln -s /disk2/coco data/coco`."""
     (tmp_path / "disk2" / "coco").mkdir(parents=True)
     PILImage.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "disk2" / "coco" / "a.png")
     names = ["coco/a.png", "link.png", "b/../a.png", str(tmp_path / "pictures" / "a.png")]

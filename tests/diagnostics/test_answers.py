@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from diagnostics.answers import CHUNK, answer_ids, ask, encode, likeliest, read
+from diagnostics.answers import CHUNK, answer_ids, encode_prompts, likeliest, make_prompt, read_prompt
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -24,8 +24,8 @@ def test_likeliest_is_exact(composed: Callable[..., Path], picture: Image.Image,
     answers = [processor.tokenizer(f"{word}<|im_end|>", add_special_tokens=False).input_ids for word in words]
     found = []
     for question in ("What is this?", "Why?", "Name it.", "b", "zzz"):
-        inputs = encode(processor, [ask(question, picture)])
-        found.append(likeliest(model, read(model, inputs), answers))
+        inputs = encode_prompts(processor, [make_prompt(question, picture)])
+        found.append(likeliest(model, read_prompt(model, inputs), answers))
         scores = []
         for tokens in answers:
             ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)
@@ -58,4 +58,4 @@ def test_answers_as_templates_write_them(
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
     processor.chat_template = template + PROMPTED
-    assert processor.tokenizer.decode(answer_ids(processor, ask("What?", picture), "cat")) == written
+    assert processor.tokenizer.decode(answer_ids(processor, make_prompt("What?", picture), "cat")) == written

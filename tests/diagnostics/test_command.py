@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from PIL import Image
 
 from common.records import read_record
 from diagnostics.__main__ import main
-from diagnostics.comparison import record_questions
 from diagnostics.loading import load_model, load_questions
+from diagnostics.recording import record_questions
 from diagnostics.report import Report
 from modeling_normllava import NormLlavaForConditionalGeneration
 
@@ -36,22 +35,20 @@ def data(tmp_path: Path, picture: Image.Image) -> Path:
     return path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["diagnostics", *map(str, arguments)])
-    main()
+def run(*arguments: object) -> None:
+    """Run the command."""
+    main([str(argument) for argument in arguments])
 
 
 @pytest.mark.slow
-def test_two_models_side_by_side(
-    composed: Composed, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_models_side_by_side(composed: Composed, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "report"
     names = ("without", "with")
     models = (composed(projector_norm="none"), composed())
-    shutil.copytree(composed(), broken := tmp_path / "broken")
+    broken = shutil.copytree(composed(), tmp_path / "broken")
     (broken / "model.safetensors").unlink()
     with pytest.raises(SystemExit, match="no file named"):  # what was measured before is kept
-        run(monkeypatch, "--model", *models, broken, "--names", *names, "broken", "--data", data, "--output_dir", out)
+        run("--model", *models, broken, "--names", *names, "broken", "--data", data, "--output_dir", out)
     report = read_record(Report, out / "report.json")
     assert (report.data, report.passed_over) == ("questions.json", 1)
     before, after = report.models
@@ -63,6 +60,7 @@ def test_two_models_side_by_side(
     assert (after.num_pictures, after.num_tokens["visual"]) == (3, 3 * 4)
     assert before.weights != after.weights is not None
     page = (out / "report.html").read_text()
+    assert f"Command: python -m diagnostics --model {models[0]}" in page
     figures = {path.stem for path in (out / "figures").glob("*.png")}
     assert page.count("<img") == len(figures) == 3
     assert figures == {path.stem for path in (out / "figures").glob("*.pdf")}
@@ -80,16 +78,16 @@ def test_what_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr("diagnostics.__main__.load_model", lambda *args, **kwargs: loaded.append(args))
     rest = ("--output_dir", tmp_path / "report")
     with pytest.raises(SystemExit, match=f"{tmp_path}/none: there is no such folder"):
-        run(monkeypatch, "--model", composed(), f"{tmp_path}/none", "--data", data, *rest)
+        run("--model", composed(), f"{tmp_path}/none", "--data", data, *rest)
     with pytest.raises(SystemExit, match="qwen2 takes no pictures, it has only a tokenizer"):
-        run(monkeypatch, "--model", composed(), backbones("qwen2"), "--data", data, *rest)
+        run("--model", composed(), backbones("qwen2"), "--data", data, *rest)
     with pytest.raises(SystemExit):
-        run(monkeypatch, "--model", composed(), composed(), "--data", data, *rest)
+        run("--model", composed(), composed(), "--data", data, *rest)
     assert "two models have the same name" in capsys.readouterr().err
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([{"conversations": [{"from": "human", "value": "hello"}]}]))
     with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
-        run(monkeypatch, "--model", composed(), "--data", texts, *rest)
+        run("--model", composed(), "--data", texts, *rest)
     assert (loaded, (tmp_path / "report").exists()) == ([], False)
 
 

@@ -11,10 +11,10 @@ from PIL import ExifTags, Image
 from transformers import PreTrainedModel
 
 from diagnostics import compare, measure
-from diagnostics.comparison import prepare, record_questions
-from diagnostics.loading import Question, ask_about, load_model, load_questions
+from diagnostics.loading import Question, load_model, load_questions, questions_about
 from diagnostics.parts import DiagnosticsError
 from diagnostics.probe import Record
+from diagnostics.recording import prepare_inputs, record_questions
 from diagnostics.table import COLUMNS
 
 
@@ -39,13 +39,15 @@ def test_a_model_in_memory_stays_as_it_is(
     model.model.vision_tower.eval()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
-    needed: list[bool] = []
-    model.get_decoder().layers[-1].register_forward_hook(lambda *of: needed.append(of[-1].requires_grad))
+    needs_gradient: list[bool] = []
+    model.get_decoder().layers[-1].register_forward_hook(
+        lambda layer, args, output: needs_gradient.append(output.requires_grad)
+    )
     measured = measure(model, processor, pictures, question="what is it?", name="mine")
-    assert needed == [False] * 4
+    assert needs_gradient == [False] * 4
     assert [module.training for module in model.modules()] == modes
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert "mine: Over 4 pictures, visual tokens enter the decoder" in str(measured)
+    assert "mine: Over 4 pictures, image tokens enter the decoder" in str(measured)
 
     mine = tmp_path / "figures" / "photo.png"
     mine.parent.mkdir(parents=True)
@@ -74,8 +76,10 @@ def test_rows_and_their_summary(composed: Composed, pictures: list[Image.Image])
     # Neither another model nor the order changes what is found.
     turned = compare(dict(reversed(models.items())), pictures, num_samples=3).rows
     for name in models:
-        of = [rows[rows["model"] == name].reset_index(drop=True) for rows in (measured.rows, turned)]
-        pd.testing.assert_frame_equal(*of)
+        in_order, reversed_order = (
+            rows[rows["model"] == name].reset_index(drop=True) for rows in (measured.rows, turned)
+        )
+        pd.testing.assert_frame_equal(in_order, reversed_order)
 
 
 def test_what_is_wrong_is_named(composed: Composed, pictures: list[Image.Image]) -> None:
@@ -94,7 +98,7 @@ def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], t
     pictures[0].resize((48, 32)).save(tmp_path / "a.png", exif=exif)
     pictures[1].convert("RGBA").save(tmp_path / "b.png")
     opened = [Image.open(tmp_path / f"{name}.png") for name in ("a", "a", "b")]
-    in_memory = ask_about([*opened, pictures[2]], "What?", 2).questions
+    in_memory = questions_about([*opened, pictures[2]], "What?", 2).questions
     in_folder = load_questions(tmp_path, 2, "What?").questions
     assert [question.picture for question in in_memory] == [question.picture for question in in_folder]
     assert [question.prompt for question in in_memory] == [question.prompt for question in in_folder]
@@ -102,7 +106,7 @@ def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], t
 
 def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], composed: Composed) -> None:
     """As Llama 3 ships them: special, and named by nothing."""
-    questions = ask_about(pictures, "what is it?", 1).questions
+    questions = questions_about(pictures, "what is it?", 1).questions
     model, processor = load_model(str(composed()))
     before = record(model, processor, questions)
     processor.tokenizer._extra_special_tokens = []
@@ -112,10 +116,10 @@ def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], com
 
 
 def test_a_processor_without_a_chat_template(pictures: list[Image.Image], composed: Composed) -> None:
-    questions = ask_about(pictures, "what is it?", 1).questions
+    questions = questions_about(pictures, "what is it?", 1).questions
     model, processor = load_model(str(composed()))
     processor.chat_template = None
     text = processor.tokenizer.decode(record(model, processor, questions).input_ids)
     assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
     made = dict.fromkeys(("input_ids", "labels"), torch.ones(1, 2))
-    assert [*prepare(model, lambda **given: made, questions[0].prompt)] == ["input_ids"]  # as PaliGemma's
+    assert [*prepare_inputs(model, lambda **given: made, questions[0].prompt)] == ["input_ids"]  # as PaliGemma's

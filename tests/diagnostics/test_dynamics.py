@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ def test_the_command_measures_each_checkpoint_once_and_draws_the_run(
     monkeypatch.setattr(dynamics, "load_model", watched)
 
     def command(*options: str) -> pd.DataFrame:
-        arguments = ["dynamics", "--run", str(run), "--data", str(rows), "--num_samples", "2", "--start", start]
-        monkeypatch.setattr(sys, "argv", [*arguments, *options])
-        dynamics.main()
+        arguments = ["--run", str(run), "--data", str(rows), "--num_samples", "2", "--start", start]
+        dynamics.main([*arguments, *options])
         return pd.read_csv(run / "dynamics.csv")
 
     table = command()
@@ -46,15 +44,15 @@ def test_the_command_measures_each_checkpoint_once_and_draws_the_run(
     assert table["step"].unique().tolist() == [0, 5, 10]
     expected = measure(*load_model(start), rows, num_samples=2, layers=[]).rows
     for step in (0, 10):
-        of_step = table[table["step"] == step]
-        assert of_step["measure"].tolist() == expected["measure"].tolist()
-        assert of_step["value"].tolist() == pytest.approx(expected["value"].tolist())
+        measured = table[table["step"] == step]
+        assert measured["measure"].tolist() == expected["measure"].tolist()
+        assert measured["value"].tolist() == pytest.approx(expected["value"].tolist())
 
     for step in (5, 15):  # the first as a resumed run replaces it
         shutil.copytree(run / "checkpoint-10", run / f"checkpoint-{step}", dirs_exist_ok=True)
     again = command()
     assert [Path(name).name for name in loaded[3:]] == ["checkpoint-5", "checkpoint-15"]
-    steps = {step: of.reset_index(drop=True) for step, of in again.groupby("step")}
+    steps = {step: measured.reset_index(drop=True) for step, measured in again.groupby("step")}
     for step, before in ((0, 0), (10, 10), (5, 10), (15, 10)):
         expected = table[table["step"] == before].reset_index(drop=True)
         pd.testing.assert_frame_equal(steps[step].drop(columns="step"), expected.drop(columns="step"))

@@ -9,7 +9,7 @@ import torch
 
 from diagnostics.keys import BANDWIDTHS, kernel, linear_probe, measure_space, unbiased_mmd
 from diagnostics.probe import Record
-from diagnostics.table import Estimate, summarize
+from diagnostics.table import Estimate, summarize_rows
 from families import build, inputs, record_sample
 
 
@@ -61,7 +61,7 @@ def measured(records: list[Record], space: str = "keys") -> dict[str, Estimate]:
     """Estimates of the only layer, by measure."""
     rows = measure_space(space, records)
     assert rows is not None
-    found = summarize(rows).itertuples()
+    found = summarize_rows(rows).itertuples()
     return {of.measure.removeprefix(f"{space}."): Estimate(of.mean, of.low, of.high) for of in found}
 
 

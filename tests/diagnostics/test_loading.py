@@ -1,16 +1,22 @@
-"""Which pictures are chosen, and what is passed over."""
+"""Which models are loaded, which pictures are chosen, and what is passed over."""
 
 import io
 import json
 import logging
 import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from datasets import Dataset
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
-from diagnostics.loading import MAX_UNREADABLE, load_questions
+from common.errors import UserError
+from diagnostics import loading
+from diagnostics.loading import MAX_UNREADABLE, load_model, load_processor, load_questions
 from diagnostics.parts import DiagnosticsError
 
 
@@ -106,3 +112,53 @@ def test_one_picture_and_a_folder_of_rows_are_taken_for_what_they_are(tmp_path: 
     (tmp_path / "data.json").write_text(json.dumps(rows))
     (question,) = load_questions(tmp_path, 4).questions
     assert question.source == f"{tmp_path}, row 0"
+
+
+def copy_of(composed: Callable[..., Path], tmp_path: Path) -> Path:
+    return shutil.copytree(composed(), tmp_path / "model")
+
+
+def refusal(folder: Path) -> str:
+    """What is said of a model's folder that can't be loaded: one line that begins with the folder."""
+    with pytest.raises(UserError) as raised:
+        load_model(str(folder))
+    message = str(raised.value)
+    assert message.startswith(f"{folder} can't be loaded: ")
+    assert "\n" not in message
+    return message
+
+
+def test_a_folder_without_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("no model")
+    assert "Unrecognized" in refusal(tmp_path)
+
+
+def test_a_model_of_an_unknown_type_is_refused_in_one_line(composed: Callable[..., Path], tmp_path: Path) -> None:
+    folder = copy_of(composed, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    del config["auto_map"]
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nope"}))
+    assert "`nope`" in refusal(folder)
+
+
+def test_a_model_without_some_of_its_weights_is_refused_in_one_line(
+    composed: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = copy_of(composed, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.multi_modal_projector.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert "Weights missing: 1 of multi_modal_projector" in refusal(folder)
+
+
+def test_a_processor_whose_package_is_missing_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NeedsTorchvision:
+        @staticmethod
+        def from_pretrained(name: str, **options: Any) -> None:
+            raise ImportError("\nQwen2VLVideoProcessor requires the Torchvision library.\nInstall it.\n")
+
+    monkeypatch.setattr(loading, "AutoProcessor", NeedsTorchvision)
+    with pytest.raises(UserError) as raised:
+        load_processor("owner/name")
+    said = "owner/name can't be loaded: Qwen2VLVideoProcessor requires the Torchvision library. Install it."
+    assert str(raised.value) == said

@@ -45,7 +45,7 @@ def test_every_family_of_transformers_has_its_parts_or_is_refused_in_one_line(na
     except Exception as error:
         pytest.skip(f"its defaults make no model: {str(error).strip().splitlines()[0]}")
     if name in REFUSED:
-        with pytest.raises(DiagnosticsError, match=rf"\A{type(model).__name__} has no visual tokens: .*\Z"):
+        with pytest.raises(DiagnosticsError, match=rf"\A{type(model).__name__} has no image tokens: .*\Z"):
             assert image_token_id(model) is find_decoder(model)
         return
     assert isinstance(image_token_id(model), int)

@@ -11,11 +11,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from diagnostics.plots import FIGURES, draw_figures, save
+from diagnostics.plots import FIGURES, draw_figures, save_figure
 from diagnostics.report import (
     DIFFERENCE,
     ModelReport,
     Report,
+    compare_turning,
     make_tables,
     measured_on,
     render_html,
@@ -70,9 +71,23 @@ def model_of(rows: pd.DataFrame) -> ModelReport:
 
 
 def test_turning_is_said_by_third_of_the_layers() -> None:
-    """A mean over all layers would say that visual tokens turn faster."""
+    """A mean over all layers would say that image tokens turn faster."""
     text = sentences(model_of(make_rows_of_a_model()))[1]
     assert re.search(r"more slowly in the first third, .*faster in the middle third, .*no clear difference in", text)
+
+
+@pytest.mark.parametrize(
+    ("interval", "said"),
+    [
+        ((0.0, 0.2), "no clear difference"),
+        ((0.001, 0.2), "more slowly"),
+        ((-0.2, 0.0), "no clear difference"),
+        ((-0.2, -0.001), "faster"),
+        ((), "no clear difference"),
+    ],
+)
+def test_turning_differs_where_its_whole_interval_does(interval: tuple[float, ...], said: str) -> None:
+    assert compare_turning(Estimate(0.1, *interval)) == said
 
 
 def test_one_picture_has_no_spread(tmp_path: Path) -> None:
@@ -124,7 +139,7 @@ def test_the_page_needs_nothing_else_and_text_is_only_text(tmp_path: Path) -> No
     assert {*figures, "sweep"} == set(FIGURES)
     assert plt.get_fignums() == []  # else a notebook would show all of them below every cell
     for name, figure in figures.items():
-        save(figure, tmp_path / f"{name}.png")
+        save_figure(figure, tmp_path / f"{name}.png")
     rows = pd.concat([rows.assign(model=name) for name, rows in named])
     page = render_html(report, rows, tmp_path)
     assert "<script" not in page

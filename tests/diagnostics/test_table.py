@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from diagnostics.table import Estimate, Summary, make_rows, ratio_rows, subtract, summarize
+from diagnostics.table import Estimate, Summary, make_rows, ratio_rows, subtract_rows, summarize_rows
 
 
 def estimate(rows: pd.DataFrame) -> Estimate:
     """The only row of a summary."""
-    (found,) = summarize(rows).itertuples()
+    (found,) = summarize_rows(rows).itertuples()
     return Estimate(found.mean, found.low, found.high)
 
 
@@ -28,7 +28,7 @@ def paired_difference(rng: np.random.Generator) -> pd.DataFrame:
     shape = (12, len(DRAWS))
     shared = rng.normal(0, 5, shape)
     first, second = (make_rows("x", shared + rng.normal(mean, 1, shape), layers=DRAWS) for mean in (1, 4))
-    return subtract(second, first)
+    return subtract_rows(second, first)
 
 
 def ratio_of_means(rng: np.random.Generator) -> pd.DataFrame:
@@ -50,20 +50,20 @@ def ratio_of_means(rng: np.random.Generator) -> pd.DataFrame:
     ids=["4 pictures", "skewed", "shares", "difference", "ratio"],
 )
 def test_intervals_hold_the_truth_as_often_as_they_say(draw: Draw, truth: float) -> None:
-    found = summarize(draw(np.random.default_rng(0)))
+    found = summarize_rows(draw(np.random.default_rng(0)))
     assert 0.93 < ((found["low"] <= truth) & (truth <= found["high"])).mean() < 0.97
 
 
 def test_a_ratio_of_what_moves_together_is_certain() -> None:
     values = np.random.default_rng(0).normal(3, 1, size=(20, 2))
     assert estimate(ratio_rows("x", 3 * values[:, 0], values[:, 0])) == pytest.approx([3, 3, 3])
-    layers = summarize(ratio_rows("x", values, values[:, ::-1], [4, 5]))["mean"]
+    layers = summarize_rows(ratio_rows("x", values, values[:, ::-1], [4, 5]))["mean"]
     assert layers[0] == pytest.approx(values[:, 0].mean() / values[:, 1].mean()) == pytest.approx(1 / layers[1])
     assert np.isnan(estimate(ratio_rows("x", values[:1, 0], values[:1, 1])).low)
 
 
 def test_what_a_picture_does_not_say_is_left_out() -> None:
-    layers = summarize(make_rows("x", [[1, np.nan], [3, np.nan], [5, 2.0]], layers=[0, 1]))
+    layers = summarize_rows(make_rows("x", [[1, np.nan], [3, np.nan], [5, 2.0]], layers=[0, 1]))
     assert layers["mean"].tolist() == [3, 2]
     assert layers["n"].tolist() == [3, 1]
     assert layers["high"][0] == pytest.approx(3 + 4.303 * 2 / 3**0.5, rel=1e-3)  # t of 2

@@ -51,7 +51,7 @@ def test_a_token_that_is_long_when_it_enters_is_no_sink() -> None:
 def test_what_has_nothing_visual_is_refused() -> None:
     model, sample = build("llava-siglip"), inputs("llava-siglip")
     ids, words = token_ids(model), torch.tensor([[1, 20, 21]])
-    with pytest.raises(DiagnosticsError, match="has no visual tokens"):
+    with pytest.raises(DiagnosticsError, match="has no image tokens"):
         classify_sample({"input_ids": words}, ids)
     with pytest.raises(ValueError, match="no ordinary text"):
         classify_sample({"input_ids": sample["input_ids"][:, 4:20]}, ids)

@@ -12,7 +12,7 @@ from fences import fences
 
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("modeling_normllava", "conversations", "diagnostics", "training")
+PACKAGES = ("modeling_normllava", "common", "conversations", "diagnostics", "training")
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 # By heading, the text below each that adds something.
 SECTIONS = dict(re.findall(r"^## (Add .*?)$(.*?)(?=^## |\Z)", PAGE, re.M | re.S))
@@ -20,7 +20,7 @@ SECTIONS = dict(re.findall(r"^## (Add .*?)$(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
 
 def blocks(section: str, language: str) -> list[str]:
     """The code blocks of a section in a language."""
-    return [code for found, code in fences(SECTIONS[section]) if found == language]
+    return [code for block_language, code in fences(SECTIONS[section]) if block_language == language]
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """README and docs: what they name is there, their commands take the options that they give, and run."""
 
-import argparse
+import dataclasses
 import re
 import shlex
 import shutil
@@ -16,7 +16,8 @@ from fences import fences
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 
-from training.arguments import parse_arguments
+from training.arguments import RunArguments
+from training.command_line import parse_arguments
 
 
 ROOT = Path(__file__).parents[2]
@@ -45,8 +46,12 @@ class Block:
     def commands(self) -> list[list[str]]:
         """Its command lines, each as a list of words."""
         lines = self.text.replace("\\\n", " ").splitlines()
-        found = [shlex.split(line, comments=True) for line in lines]
-        return [[word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)] for words in found if words]
+        commands = []
+        for line in lines:
+            words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+            if words:
+                commands.append(words)
+        return commands
 
     def __str__(self) -> str:
         return f"{self.page}-{self.number}"
@@ -84,8 +89,48 @@ def test_the_reference_is_that_of_the_code() -> None:
     assert reference.PAGE.read_text(encoding="utf-8") == reference.render()
 
 
+def options_on_page(heading: str) -> dict[str, str]:
+    """What the page of options says of each option of a command, by the option."""
+    section = reference.PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    return dict(re.findall(r"^- `(--\w+)`(.*)$", section, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("heading", "module"), [("compose", "training.compose"), ("diagnostics", "diagnostics.__main__")]
+)
+def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    printed = reference.build_parser(module).format_help()
+    printed = re.sub(r"\n {10,}", "  ", printed)  # the help of an option with a long name stands below it
+    options = re.findall(r"^  (--\w+)(.*)$", printed, re.MULTILINE)
+    on_page = options_on_page(heading)
+    assert [name for name, _ in options] == list(on_page)
+
+    for name, text in options:
+        default = re.search(r"\(default: (.*)\)$", text)
+        if default is not None and default[1] not in ("None", "False"):
+            value = default[1]
+            assert f"(`{value}`)" in on_page[name] or f"(default: {value})" in on_page[name], name
+
+
+def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
+    on_page = options_on_page("sft")
+    for name in RunArguments.__annotations__:
+        (field,) = [field for field in dataclasses.fields(RunArguments) if field.name == name]
+        if not field.init:
+            continue  # no option
+        said = on_page[f"--{name}"]
+        if field.default is not None and field.default is not False:
+            assert f"(`{field.default}`)" in said
+        else:
+            assert not said.startswith(" (")
+    # TRL's own default stands beside ours where they differ.
+    assert on_page["--max_length"].startswith(" (`None`, in TRL `1024`)")
+    assert on_page["--use_cpu"].startswith(" (`False`)")
+
+
 def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Links and anchors among them: MkDocs warns of one that leads nowhere."""
+    """MkDocs also warns of a link or an anchor that leads nowhere."""
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
     with caplog.at_level("WARNING", logger="mkdocs"):
         build(config)
@@ -96,7 +141,7 @@ def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.Lo
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # where no folder is that a reader wrote by a page's command
+    monkeypatch.chdir(tmp_path)  # without the folders that a page's command writes, which a parser may refuse
     words = shlex.split(command)
     if words[0] == "make":
         assert words[1] in re.findall(r"^([\w./()$-]+):", makefile(), re.MULTILINE)
@@ -106,13 +151,13 @@ def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkey
         return  # another project's command
     module, arguments = started
     assert (ROOT / module.split(".")[0]).is_dir()
-    parser = reference.parser_of(module)
+    parser = reference.build_parser(module)
     if "--config" in arguments:
         at = arguments.index("--config")
         assert (ROOT / arguments[at + 1]).exists()
         if module in ("training.sft", "training.plan"):  # whose parser reads the recipe's fields elsewhere
             del arguments[at : at + 2]
-    _, unknown = argparse.ArgumentParser.parse_known_args(parser, arguments)
+    _, unknown = parser.parse_known_args(arguments)
     assert unknown == []
 
 

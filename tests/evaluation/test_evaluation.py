@@ -1,4 +1,4 @@
-"""What stands around the harnesses: figures and their errors, results that are kept, tables."""
+"""What stands around the harnesses: scores and their errors, results that are kept, tables."""
 
 import importlib
 import json
@@ -14,12 +14,14 @@ import pytest
 from PIL import Image
 from scipy.stats import t, ttest_rel
 
+from common.errors import UserError
 from evaluation import __main__ as command_line
 from evaluation import harness
 from evaluation.benchmarks import OURS, PAPER, Benchmark
-from evaluation.figures import Figure, read_figure, read_scores
 from evaluation.harness import Model, Settings, build_command, open_model
 from evaluation.record import Evaluation
+from evaluation.results import TaskResult, read_result
+from evaluation.row_scores import read_row_scores
 from evaluation.table import render
 
 
@@ -32,10 +34,10 @@ def scores_of(values: Sequence[float], groups: Sequence[str] = "") -> pd.Series:
     return pd.Series(values, index, dtype=float).rename_axis(["group", "row"])
 
 
-def figure(value: float, scores: pd.Series | None = None, **changed: Any) -> Figure:
+def result(value: float, row_scores: pd.Series | None = None, **changed: Any) -> TaskResult:
     fields = {"task": "digits", "dataset": "d", "split": "test", "metric": "exact_match", "command": "c"}
     fields |= {"harness": "lmms-eval 1", "choice": "0-shot", "n": 100, "standard_error": 0.01}
-    return Figure(Evaluation(**{**fields, **changed}, value=value), scores)
+    return TaskResult(Evaluation(**{**fields, **changed}, value=value), row_scores)
 
 
 def model_at(folder: Path, fingerprint: str = "m") -> Model:
@@ -51,31 +53,52 @@ def sample(number: int, **logged: Any) -> dict[str, Any]:
     return {"doc_id": number, "target": "A", "input": f"question {number}", **logged}
 
 
+def orders(*answers: str, given: str = " a.") -> list[dict[str, Any]]:
+    """MMBench's log of questions that are asked twice, the second time with their options in another order."""
+    logged = []
+    for number, answer in enumerate(answers):
+        index = number // 2 + 1_000_000 * (number % 2)
+        logged.append({"index": index, "prediction": given, "answer": answer})
+    return logged
+
+
 @pytest.mark.parametrize(
-    ("items", "value", "is_known"),
+    ("task", "logged", "score", "expected"),
     [
-        ([1.0, 0.0, 0.0, 1.0], 0.5, True),
-        ([{"score": 1.0, "l2_category": "a"}] * 2 + [{"score": 0.0, "l2_category": "b"}], 0.5, True),
+        ("digits", [1.0, 0.0, 0.0, 1.0], 0.5, [1, 0, 0, 1]),
+        ("pope", [{"score": 1.0}, {"score": 0.0}], 0.5, [1, 0]),
+        ("mmstar", [{"score": 1.0, "l2_category": "a"}] * 2 + [{"score": 0.0, "l2_category": "b"}], 0.5, [1, 1, 0]),
+        ("seedbench_2_plus", [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer": "A"}], 0.5, [1, 0]),
+        # The second question is not right with its options turned.
+        ("mmbench_en_dev_static", orders("A", "A", "A", "B"), 0.5, [1, 0]),
         # F1 of these is 0.67: it is no mean of what was logged, and so has neither error nor pairs here.
-        ([{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}], 0.67, False),
-        # MMBench's two questions: the second is not right with its options turned.
-        ([{"index": index, "prediction": " a.", "answer": answer}
-          for index, answer in ((0, "A"), (1_000_000, "A"), (2, "A"), (1_000_002, "B"))], 0.5, True),
+        ("pope", [{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}], 0.67, None),
+        # A log in a form that is not known.
+        ("pope", [{"score": 1.0}, {"hit": 1.0}], 1.0, None),
+        ("seedbench_2_plus", [{"score": 1.0}], 1.0, None),
+        ("mmbench_en_dev_static", [{"score": 1.0}], 1.0, None),
     ],
-)  # fmt: skip
-def test_scores_are_known_where_the_figure_is_their_mean(items: list[Any], value: float, is_known: bool) -> None:
-    scores = read_scores("metric", value, [sample(number, metric=item) for number, item in enumerate(items)])
-    assert (scores is not None) == is_known
+)
+def test_scores_of_rows_are_known_where_the_tasks_score_is_their_mean(
+    task: str, logged: list[Any], score: float, expected: list[float] | None
+) -> None:
+    benchmark = command_line.BENCHMARKS[task]
+    samples = [sample(number, **{benchmark.metric: value}) for number, value in enumerate(logged)]
+    scores = read_row_scores(benchmark, score, samples)
+    assert (None if scores is None else list(scores)) == expected
 
 
 def test_a_row_is_the_same_for_every_model_and_another_where_its_question_is() -> None:
-    def row(**logged: Any) -> str:
-        return read_scores("metric", 1.0, [sample(0, metric=1.0, **logged)]).index[0]
+    def index(**logged: Any) -> tuple[str, str]:
+        scores = read_row_scores(DIGITS, 1.0, [sample(0, exact_match=1.0, **logged)])
+        assert scores is not None
+        return scores.index[0]
 
-    assert row(doc_hash=str(object())) == row()  # a hash of an address in memory
+    assert index(doc_hash=str(object())) == index()  # a hash of an address in memory
     for other in ({"doc_id": 1}, {"input": "another"}, {"target": "B"}, {"input": None, "prompt_hash": "p"}):
-        assert row(**other) != row()
-    assert read_scores("metric", 1.0, [sample(0, metric=1.0)] * 2) is None  # a row that is there twice is no row
+        assert index(**other) != index()
+    # A row that is there twice is no row.
+    assert read_row_scores(DIGITS, 1.0, [sample(0, exact_match=1.0)] * 2) is None
 
 
 @pytest.mark.parametrize(
@@ -87,24 +110,53 @@ def test_a_row_is_the_same_for_every_model_and_another_where_its_question_is() -
         ("mmlu", {"acc,none": 0.6, "acc_stderr,none": "N/A"}, [2, 3], (0.6, None, 5)),
     ],
 )  # fmt: skip
-def test_the_figure_that_counts_is_taken_and_scaled(
+def test_the_score_that_counts_is_taken_and_scaled(
     task: str, entry: dict[str, Any], counts: list[int], expected: tuple[Any, ...], tmp_path: Path
 ) -> None:
     benchmark = command_line.BENCHMARKS[task]
     tasks = [f"{task} {number}" for number in range(len(counts))]
-    config = {"dataset_path": "owner/rows", "dataset_name": "en", "validation_split": "val"}
-    samples = {task: {"original": 99, "effective": n} for task, n in zip(tasks, counts, strict=True)}
-    report = {"results": {task: entry}, "n-samples": samples}
-    report |= {"configs": dict.fromkeys(tasks, config), "n-shot": dict.fromkeys(tasks, 0)}
-    (tmp_path / "m").mkdir()
-    name = "2026_results.json" if benchmark.harness == "lmms-eval" else "results_2026-01-01T00-00-00.0.json"
-    (tmp_path / "m" / name).write_text(json.dumps(report))
+    write_report(tmp_path, benchmark, entry, dict(zip(tasks, counts, strict=True)))
+
     settings = SETTINGS._replace(dtype="bfloat16", limit=3)
-    row = read_figure(tmp_path, benchmark, settings, model_at(tmp_path / "secret")).evaluation
+    row = read_result(tmp_path, benchmark, settings, model_at(tmp_path / "secret")).evaluation
     assert (row.value, row.standard_error, row.n) == expected
     assert (row.dataset, row.split) == ("owner/rows, en" if len(counts) == 1 else "owner/rows", "val[:3]")
+    assert row.choice is not None
     assert row.choice.startswith("0-shot; bfloat16; ")
     assert row.command == f"python -m evaluation secret --tasks {task} --dtype bfloat16"  # no path of this machine
+
+
+def write_report(
+    folder: Path, benchmark: Benchmark, entry: dict[str, Any], counts: dict[str, int], without: str = ""
+) -> None:
+    """Write a harness's report of a task, whose subtasks have so many rows; a field may be left out."""
+    config = {"dataset_path": "owner/rows", "dataset_name": "en", "validation_split": "val"}
+    report = {
+        "results": {benchmark.task: entry},
+        "configs": dict.fromkeys(counts, config),
+        "n-shot": dict.fromkeys(counts, 0),
+        "n-samples": {task: {"original": 99, "effective": count} for task, count in counts.items()},
+    }
+    report.pop(without, None)
+    (folder / "m").mkdir()
+    is_lmms = benchmark.harness == "lmms-eval"
+    name = "2026_results.json" if is_lmms else "results_2026-01-01T00-00-00.0.json"
+    (folder / "m" / name).write_text(json.dumps(report))
+
+
+@pytest.mark.parametrize(
+    ("entry", "without", "message"),
+    [
+        ({"exact_match,none": "N/A"}, "", r"gave no exact_match; see the report in"),
+        ({"exact_match,none": 0.5}, "n-samples", r"2026_results\.json: n-samples: Field required"),
+    ],
+)
+def test_a_report_without_a_score_or_in_another_form_is_named(
+    entry: dict[str, Any], without: str, message: str, tmp_path: Path
+) -> None:
+    write_report(tmp_path, DIGITS, entry, {"digits": 2}, without)
+    with pytest.raises(UserError, match=message):
+        read_result(tmp_path, DIGITS, SETTINGS, model_at(tmp_path))
 
 
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: Callable[..., Path]) -> None:
@@ -211,10 +263,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_result_is_used_again_and_kept_until_there_is_a_new_one(
     started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def run(model: Model = model_at(tmp_path), settings: Settings = SETTINGS) -> Figure:  # noqa: B008
+    def run(model: Model = model_at(tmp_path), settings: Settings = SETTINGS) -> TaskResult:  # noqa: B008
         return command_line.run_task(DIGITS, model, settings)
 
-    first, again = run(), run(settings=SETTINGS._replace(batch_size=2, num_processes=4))  # which change no figure
+    first = run()
+    again = run(settings=SETTINGS._replace(batch_size=2, num_processes=4))  # which change no score
     assert (len(started), again.evaluation) == (1, first.evaluation)
     row = first.evaluation
     assert (row.dataset, row.split, row.choice, row.value, row.n) == ("digits", "test", "0-shot", 0.5, 10)
@@ -230,7 +283,7 @@ def test_a_result_is_used_again_and_kept_until_there_is_a_new_one(
     run(settings=SETTINGS._replace(dtype="bfloat16"))
     assert len(started) == 5
     monkeypatch.setattr(command_line, "build_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
-    with pytest.raises(harness.TaskError, match=r"exited with 1; see .*digits.unfinished/log.txt"):
+    with pytest.raises(UserError, match=r"exited with 1; see .*digits.unfinished/log.txt"):
         run()
     run(settings=SETTINGS._replace(dtype="bfloat16"))  # the earlier result, without a run
 
@@ -253,7 +306,7 @@ def test_a_failed_task_fails_the_command_and_leaves_the_others(
     assert others == own
     assert row["command"] == "python -m evaluation first --tasks digits"
     assert row["weights"] == open_model(models[0]).weights
-    # A trial leaves it; figures of other weights, or of the same task before, are replaced.
+    # A trial leaves it; results of other weights, or of the same task before, are replaced.
     command_line.main([models[0], "--tasks", "digits", "--limit", "3"])
     assert len(json.loads(kept.read_text())) == 3
     kept.write_text(json.dumps([*own, row | {"task": "pope", "weights": "before further training"}, row]))
@@ -262,8 +315,8 @@ def test_a_failed_task_fails_the_command_and_leaves_the_others(
 
 
 def difference(first: pd.Series, second: pd.Series) -> str:
-    figures = {"a": {"digits": figure(first.mean(), first)}, "b": {"digits": figure(second.mean(), second)}}
-    return render([DIGITS], figures).splitlines()[2].split(" | ")[3]
+    results = {"a": {"digits": result(first.mean(), first)}, "b": {"digits": result(second.mean(), second)}}
+    return render([DIGITS], results).splitlines()[2].split(" | ")[3]
 
 
 def test_differences_are_students_over_pairs() -> None:
@@ -285,6 +338,6 @@ def test_differences_of_groups_take_each_group_alike() -> None:
 
 
 def test_the_mean_is_of_all_nine() -> None:
-    results = {of.task: figure(number / 10) for number, of in enumerate(PAPER)}
+    results = {benchmark.task: result(number / 10) for number, benchmark in enumerate(PAPER)}
     assert "| mean of the 9 | 40.0 |" in render(PAPER, {"m": results})
     assert "mean of the 9" not in render(PAPER, {"m": {task: results[task] for task in list(results)[1:]}})

@@ -72,11 +72,12 @@ def test_rows_ask_in_a_balanced_way() -> None:
 
 def test_no_artist_who_is_held_out_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sets, names = ("noto", *pictures.HELD_OUT), ("ant", "bee")
-    drawings = [pictures.Drawing(of, name, "nature", "", 16) for of in sets for name in names]
+    drawings = [pictures.Drawing(icon_set, name, "nature", "", 16) for icon_set in sets for name in names]
     replaced = {"RUN": tmp_path, "TEXT_QUESTIONS": 1, "answer_texts": lambda _: []}
     for name, value in {**replaced, "read_drawings": lambda _: (drawings, {})}.items():
         monkeypatch.setattr(pictures, name, value)
-    pictures.main()
-    for file, of in {"captions": "noto", "train": "noto", "twemoji": "twemoji", "openmoji": "openmoji"}.items():
+    pictures.main([])
+    files = {"captions": "noto", "train": "noto", "twemoji": "twemoji", "openmoji": "openmoji"}
+    for file, icon_set in files.items():
         rows = json.loads((tmp_path / "pictures" / f"{file}.json").read_text(encoding="utf-8"))
-        assert {row["image"].split("/")[0] for row in rows} == {of}
+        assert {row["image"].split("/")[0] for row in rows} == {icon_set}

@@ -53,7 +53,7 @@ def test_the_notebook_measures_models(
     assert "../runs/digits/report" in last.source
     last.source = last.source.replace("../runs/digits/report", str(tmp_path / "report"))
     shown = execute(notebook, tmp_path, monkeypatch)
-    assert "visual tokens enter the decoder" in shown
+    assert "image tokens enter the decoder" in shown
     assert shown.count("image/png") == 2
     assert (tmp_path / "report" / "report.html").exists()
 
@@ -70,7 +70,7 @@ def test_the_notebook_composes_and_trains(
     options = ["--max_steps", "2", "--logging_steps", "1"]
     set_parameters(notebook, DIGITS=str(tmp_path / "digits"), OUTPUT=str(output), OPTIONS=options)
     shown = execute(notebook, tmp_path, monkeypatch)
-    assert "visual tokens before the norm" in shown
+    assert "image tokens before the norm" in shown
     assert "stage: align" in shown
     assert "stage: instruct" in shown
     assert shown.count("image/png") == 3

@@ -15,13 +15,13 @@ def test_theorem_1_is_the_mean_of_random_updates() -> None:
         assert drawn.mean().item() == pytest.approx(expected, abs=4 * drawn.std().item() / 20_000**0.5 + 1e-6)
 
 
-def test_lowering_the_visual_norm_alone_lowers_retention() -> None:
-    # Half a right angle for text; visual tokens that hardly turn, and then as much as text: 0.707 to 0.500.
+def test_lowering_the_norm_of_image_tokens_alone_lowers_retention() -> None:
+    # Half a right angle for text; image tokens that hardly turn, and then as much as text: 0.707 to 0.500.
     text, one = torch.tensor(math.pi / 4), torch.ones(())
     assert theory.expected_cosine(one, torch.zeros(()), text).item() == pytest.approx(0.7071, abs=1e-4)
     assert theory.expected_cosine(one, text, text).item() == pytest.approx(0.5)
     shares = theory.count_failures(draws=20_000, seed=3)
-    assert shares["retention falls when the visual norm alone is lowered"] == 1
+    assert shares["retention falls when the norm of image tokens alone is lowered"] == 1
     assert shares["Lemma 1 fails"] == shares["the longer token turns by a larger angle"] == 0
     assert 0.05 < shares["eq. 9 fails: its tangent is the larger"] < 0.15  # past 90 degrees a tangent is negative
 

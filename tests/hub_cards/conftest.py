@@ -1,4 +1,4 @@
-"""A trained NormLlava staged for the Hub, made once a run."""
+"""A trained NormLlava and its release folder, made once a run."""
 
 import json
 import shutil
@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from huggingface_hub import HfApi
 from PIL import Image
-from safetensors.torch import load_file, save_file
 
 from common.files import weights_fingerprint
 from diagnostics.__main__ import main as measure
-from hub_cards.build import build
-from hub_server import TOKEN, HubServer, serve_hub
+from hub_cards.build import BuildOptions, build_release
+from hub_server import NAME, TOKEN, HubServer, serve_hub
 
 
 PROSE = {
@@ -29,10 +27,17 @@ PROSE = {
     "datasets": ["owner/rows"],
 }
 EVALUATION = {
-    "task": "Visual question answering", "dataset": "owner/rows", "split": "test", "metric": "exact_match",
-    "value": 0.5, "n": 200, "standard_error": 0.035, "command": "python evaluate.py", "baseline": 0.1,
+    "task": "Visual question answering",
+    "dataset": "owner/rows",
+    "split": "test",
+    "metric": "exact_match",
+    "value": 0.5,
+    "n": 200,
+    "standard_error": 0.035,
+    "command": "python evaluate.py",
+    "baseline": 0.1,
     "baseline_name": "guessing",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="session")
@@ -40,12 +45,12 @@ def trained(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     """A folder as training leaves it: the model, the run's files, and what must never be published."""
     run = tmp_path_factory.mktemp("trained") / "stage2"
     shutil.copytree(composed(), run)
-    tensors = load_file(run / "model.safetensors")
-    tensors["model.multi_modal_projector.norm.weight"] *= torch.linspace(0.9, 1.1, 32)  # as training moves it
-    save_file(tensors, run / "model.safetensors", {"format": "pt"})
     (run / "trainer_state.json").write_text(json.dumps({"global_step": 8, "log_history": []}))
-    lines = [{"step": 4, "loss": 2.5}, {"step": 8, "loss": 1.5, "num_tokens": 200.0}]
-    lines.append({"step": 8, "train_runtime": 30.0})
+    lines = [
+        {"step": 4, "loss": 2.5},
+        {"step": 8, "loss": 1.5, "num_tokens": 200.0},
+        {"step": 8, "train_runtime": 30.0},
+    ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     environment = {"device": "x86_64", "num_processes": 1, "commit": "0" * 40}
     arguments = {"stage": "instruct", "learning_rate": 1e-5, "model_name_or_path": str(run.parent / "gone")}
@@ -90,10 +95,12 @@ def report(trained: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="session")
-def staged(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stage folder. Treat it as read-only."""
-    folder = tmp_path_factory.mktemp("staged") / "stage"
-    return build(trained, "me/Tiny-NormLlava", folder, prose, widget_data=widget_data, license="apache-2.0")
+def release(trained: Path, prose: Path, widget_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The release folder. Treat it as read-only."""
+    folder = tmp_path_factory.mktemp("released") / "release"
+    options = BuildOptions(repo_id=NAME, prose=prose, widget_data=widget_data, license="apache-2.0")
+    build_release(trained, folder, options)
+    return folder
 
 
 @pytest.fixture

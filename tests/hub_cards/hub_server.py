@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,12 +51,16 @@ class Repository:
 
 @dataclass
 class HubServer:
-    """What the server holds. The next request whose path holds one in `failures` gets its status."""
+    """What the server holds.
+
+    The next request whose path holds one in `failures` gets its status. A card is refused with `card_error`.
+    """
 
     url: str
     made: Repository | None = None
     objects: dict[str, bytes] = field(default_factory=dict)
     failures: dict[str, int] = field(default_factory=dict)
+    card_error: str | None = None
     requests: list[tuple[str, str, str]] = field(default_factory=list)
     """Method, path, and the authorization header of every request."""
 
@@ -157,6 +160,8 @@ def build_app(hub: HubServer) -> FastAPI:
 
     @app.post("/api/validate-yaml")
     def validate_yaml() -> Any:
+        if hub.card_error is not None:
+            return JSONResponse({"errors": [{"message": hub.card_error}], "warnings": []}, 400)
         return {"errors": [], "warnings": []}
 
     @app.api_route(f"/{NAME}/resolve/{{revision}}/{{path:path}}", methods=["GET", "HEAD"])
@@ -204,11 +209,12 @@ def serve_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         thread.join()
 
 
-def read_tree(stage: Path) -> Tree:
-    return {path.relative_to(stage).as_posix(): path.read_bytes() for path in stage.rglob("*") if path.is_file()}
+def read_tree(folder: Path) -> Tree:
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def place(hub: HubServer, files: Tree, private: bool = False) -> Repository:
+def place_files(hub: HubServer, files: Tree, private: bool = False) -> Repository:
     """Put files on the server without the client, tagged v1.0."""
     hub.made = Repository(private)
     hub.made.tags["v1.0"] = hub.made.commit({".gitattributes": b"", **files})
@@ -220,7 +226,6 @@ def published(hub: HubServer) -> Tree:
     return {path: content for path, content in hub.repository.at("v1.0")[1].items() if path != ".gitattributes"}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def run_command(*words: object) -> None:
     """The command line, in this process."""
-    monkeypatch.setattr(sys, "argv", ["hub_cards", *arguments])
-    main()
+    main([str(word) for word in words])

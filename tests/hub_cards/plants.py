@@ -14,22 +14,31 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 
 
-def write(name: str, content: str | bytes) -> Plant:
+def write_file(name: str, content: str | bytes) -> Plant:
+    """Write a file anew."""
+
     def plant(folder: Path) -> None:
         (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
     return plant
 
 
-def append(name: str, text: str) -> Plant:
-    return lambda folder: write(name, (folder / name).read_text() + text)(folder)
+def append_text(name: str, text: str) -> Plant:
+    """Add to the end of a file."""
+
+    def plant(folder: Path) -> None:
+        with (folder / name).open("a") as file:
+            file.write(text)
+
+    return plant
 
 
-def delete(name: str) -> Plant:
+def delete_file(name: str) -> Plant:
+    """Delete a file."""
     return lambda folder: (folder / name).unlink()
 
 
-def put(name: str, **fields: Any) -> Plant:
+def set_fields(name: str, **fields: Any) -> Plant:
     """Set fields of a JSON file; `a__b` is field `b` of `a`, and `None` takes a field out."""
 
     def plant(folder: Path) -> None:
@@ -47,8 +56,8 @@ def put(name: str, **fields: Any) -> Plant:
     return plant
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Plant:
-    """Change the weights."""
+def change_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Plant:
+    """Change the weights in place."""
 
     def plant(folder: Path) -> None:
         content = load_file(folder / WEIGHTS)
@@ -58,14 +67,16 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Plant:
     return plant
 
 
-def shard(folder: Path) -> None:
-    """Split the weights in two, with an index."""
+def split_weights(folder: Path) -> None:
+    """Split the weights in two files, with an index."""
     content = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
     names = sorted(content)
+    middle = len(names) // 2
     weight_map = {}
-    for number, half in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
+    for number, part in enumerate((names[:middle], names[middle:]), start=1):
         file = f"model-0000{number}-of-00002.safetensors"
-        save_file({name: content[name].clone() for name in half}, folder / file, {"format": "pt"})
-        weight_map |= dict.fromkeys(half, file)
+        tensors = {name: content[name].clone() for name in part}
+        save_file(tensors, folder / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
     (folder / f"{WEIGHTS}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

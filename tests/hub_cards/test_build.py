@@ -1,10 +1,8 @@
-"""What is staged and what stays behind; what the card says, and what it does not make up."""
+"""A release folder and its card: what they hold is compared with what the run's files say."""
 
 import json
 import math
-import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,23 +11,22 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
+from safetensors.torch import load_file
 
-from diagnostics.report import with_interval
-from diagnostics.table import Summary
-from hub_cards.__main__ import main
-from hub_cards.build import build
+from hub_cards.build import BuildOptions, build_release
 from hub_cards.card import Prose
-from hub_cards.check import check
+from hub_cards.check import find_faults
 from hub_cards.facts import HUB_ID, collect_facts
 from hub_cards.licences import KNOWN, Licence
-from modeling_normllava import NormLlavaForConditionalGeneration
-from plants import WEIGHTS, put, shard, tensors
+from hub_server import NAME, run_command
+from plants import WEIGHTS, change_weights, set_fields, split_weights, write_file
 
 
 ROOT = Path(__file__).parents[2]
 OWN = {"license": "apache-2.0"}
-LLAMA, SIGLIP = "meta-llama/Llama-3.2-3B-Instruct", "google/siglip-so400m-patch14-384"
+LLAMA = "meta-llama/Llama-3.2-3B-Instruct"
 QWEN = "Qwen/Qwen2.5-7B-Instruct"
+SIGLIP = "google/siglip-so400m-patch14-384"
 
 
 @pytest.fixture
@@ -39,90 +36,149 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def card_of(prose: Path, tmp_path: Path) -> Callable[..., str]:
-    """Builds from a folder and returns the card's text; the stage folder, `tmp_path / "stage"`, has no findings."""
+def build_card(prose: Path, tmp_path: Path) -> Callable[..., str]:
+    """Builds `tmp_path / "release"` from a run, which has no faults, and returns its card."""
 
-    def card(run: Path, repo_id: str = "me/Mine", **options: Any) -> str:
-        shutil.rmtree(tmp_path / "stage", ignore_errors=True)
-        stage = build(run, repo_id, tmp_path / "stage", options.pop("prose", prose), **options)
-        assert check(stage) == []
-        return (stage / "README.md").read_text()
+    def build(run: Path, repo_id: str = "me/Mine", **options: Any) -> str:
+        folder = tmp_path / "release"
+        shutil.rmtree(folder, ignore_errors=True)
+        options.setdefault("prose", prose)
+        build_release(run, folder, BuildOptions(repo_id=repo_id, **options))
+        assert find_faults(folder) == []
+        return (folder / "README.md").read_text()
 
-    return card
-
-
-def rename_parts(run: Path, text: str | None, vision: str | None) -> Path:
-    put("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
-    return run
+    return build
 
 
-def test_a_build_deletes_nothing_beside_the_release(trained: Path, prose: Path, tmp_path: Path) -> None:
+def name_parts(run: Path, text: str | None, vision: str | None) -> None:
+    set_fields("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
+
+
+def test_a_build_deletes_nothing_beside_the_release(
+    trained: Path, build_card: Callable[..., str], tmp_path: Path
+) -> None:
     for name in ("space", "release-space"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.txt").write_text("mine")
-    build(trained, "me/Tiny-NormLlava", tmp_path / "release", prose, license="apache-2.0")
+    build_card(trained, **OWN)
     assert (tmp_path / "space" / "mine.txt").exists()
     assert {"mine.txt", "app.py", "pixels.py"} <= {path.name for path in (tmp_path / "release-space").iterdir()}
 
 
-def test_what_is_not_on_the_list_stays_behind(staged: Path, trained: Path) -> None:
-    names = {path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file()}
+def test_what_is_not_on_the_list_stays_behind(release: Path, trained: Path) -> None:
+    names = {path.relative_to(release).as_posix() for path in release.rglob("*") if path.is_file()}
     assert names == {
-        "README.md", "LICENSE", "handler.py", "pixels.py", "requirements.txt", "config.json", "generation_config.json",
-        "processor_config.json", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja", "evaluation.json",
-        "configuration_normllava.py", "modeling_normllava.py", WEIGHTS, "images/example1.png", "images/example2.png",
-    }  # fmt: skip
-    assert check(staged) == []
-    text = json.loads((trained / "config.json").read_text())["text_config"]
-    assert Path(text.pop("_name_or_path")).is_absolute()
-    assert json.loads((staged / "config.json").read_text())["text_config"] == text  # the machine's names are out
+        "LICENSE",
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "configuration_normllava.py",
+        "evaluation.json",
+        "generation_config.json",
+        "handler.py",
+        "images/example1.png",
+        "images/example2.png",
+        "model.safetensors",
+        "modeling_normllava.py",
+        "pixels.py",
+        "processor_config.json",
+        "release.json",
+        "requirements.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+
+    # The names of this machine's folders are out.
+    text_config = json.loads((trained / "config.json").read_text())["text_config"]
+    assert Path(text_config.pop("_name_or_path")).is_absolute()
+    assert json.loads((release / "config.json").read_text())["text_config"] == text_config
 
 
-def test_the_card_says_what_the_run_recorded(staged: Path, trained: Path) -> None:
-    card = ModelCard.load(staged / "README.md")
-    model = NormLlavaForConditionalGeneration.from_pretrained(trained)
-    for text in (
-        f"{sum(parameter.numel() for parameter in model.parameters()):,} weights",
-        f"| norm after it | trained here | {2 * 32} |", "| steps | 8 |", "| tokens | 200 |",
-        "| loss, first and last logged | 2.5, 1.5 |", "| time | 0:00:30 |", "| `learning_rate` | 1e-05 |",
-        "| hardware | 1 x x86_64 |", "| code | commit " + "0" * 40 + " |", "0.5 ± 0.035 | 200 | a script | 0.1 (guess",
-        "**Not with `LlavaForConditionalGeneration`.**", "author = {Li, Bozhou and ",
-        f"a norm of T = {model.config.projector_norm_target:.4g}: the mean norm of text tokens",
-        "Training before the stage that follows: not recorded.", "Training time: not recorded.",
-        "What it does in this model: not recorded.", "All parts were trained from scratch.",
-    ):  # fmt: skip
-        assert text in card.text
-    data = card.data.to_dict()
-    kind = (data["pipeline_tag"], data["library_name"], data["license"], data["language"], data["datasets"])
-    assert kind == ("image-text-to-text", "transformers", "apache-2.0", ["en", "de"], ["owner/rows"])
-    (result,) = card.data.eval_results
+def test_it_says_what_it_was_built_for_and_from(release: Path, trained: Path) -> None:
+    said = json.loads((release / "release.json").read_text())
+    (evaluation,) = json.loads((trained / "evaluation.json").read_text())
+    assert said == {"repo_id": NAME, "revision": "v1.0", "weights": evaluation["weights"]}
+
+
+# What the run's files hold, see conftest.py, as the card should say it.
+RECORDED = (
+    f"# {NAME.split('/')[1]}\n",
+    "Answers questions.",
+    "followed by a LayerNorm with gradient compensation (GWC)",
+    "| norm after it | new in this model | 64 |",
+    "| vision encoder | trained from scratch |",
+    "### Stage: instruct",
+    "| steps | 8 |",
+    "| tokens | 200 |",
+    "| loss, first and last logged | 2.5, 1.5 |",
+    "| time | 0:00:30 |",
+    "| hardware | 1 x x86_64 |",
+    f"| code | commit {'0' * 40} |",
+    "| `learning_rate` | 1e-05 |",
+    "| Visual question answering | owner/rows (test) | exact_match | 0.5 ± 0.035 | 200 | a script | 0.1 (guessing) |",
+    "Commands: `python evaluate.py`.",
+    "Training before the stage that follows: not recorded.",
+    "What it does in this model: not recorded.",
+    "**Not with `LlavaForConditionalGeneration`.**",
+    'repository, revision = "me/Tiny-NormLlava", "v1.0"',
+    '{"type": "text", "text": "what is it?"}',
+)
+
+
+@pytest.mark.parametrize("text", RECORDED)
+def test_the_card_says_what_the_run_recorded(text: str, release: Path) -> None:
+    assert text in (release / "README.md").read_text()
+
+
+def test_the_card_counts_weights_and_names_the_target(release: Path, trained: Path) -> None:
+    card = (release / "README.md").read_text()
+    sizes = {name: tensor.numel() for name, tensor in load_file(trained / WEIGHTS).items()}
+    assert f"model of {sum(sizes.values()):,} weights" in card
+    vision = sum(size for name, size in sizes.items() if name.startswith("model.vision_tower."))
+    assert f"| vision encoder | trained from scratch | {vision:,} |" in card
+
+    target = json.loads((trained / "config.json").read_text())["projector_norm_target"]
+    assert f"a norm of T = {target:.4g}: the mean norm of text tokens" in card
+
+
+def test_the_metadata_is_what_the_hub_reads(release: Path) -> None:
+    data = ModelCard.load(release / "README.md").data
+    assert data.pipeline_tag == "image-text-to-text"
+    assert data.library_name == "transformers"
+    assert data.license == "apache-2.0"
+    assert data.language == ["en", "de"]
+    assert data.datasets == ["owner/rows"]
+    assert data.base_model is None
+    (result,) = data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_split) == ("exact_match", 0.5, "test")
-    assert [widget["output"].keys() for widget in data["widget"]] == [{"text"}] * 2
+    assert [widget["output"].keys() for widget in data.widget] == [{"text"}, {"text"}]
 
 
-def test_what_is_not_there_is_not_made_up(run: Path, card_of: Callable[..., str]) -> None:
+def test_what_is_not_there_is_not_made_up(run: Path, build_card: Callable[..., str]) -> None:
     (run / "run.json").unlink()
-    text = card_of(run, **OWN)
+    text = build_card(run, **OWN)
     assert "| steps | 8 |" in text
     assert "| hardware | not recorded |\n| code | not recorded |" in text
+
     for name in ("trainer_state.json", "metrics.jsonl", "evaluation.json"):
         (run / name).unlink()
-    text = card_of(run, **OWN)
-    for said in ("Procedure: not recorded.", "## Evaluation\n\nNot recorded.", "| norm after it | not recorded |"):
-        assert said in text
+    text = build_card(run, **OWN)
+    assert "Procedure: not recorded." in text
+    assert "## Evaluation\n\nNot recorded." in text
 
 
-def test_the_card_of_a_model_without_a_norm(run: Path, card_of: Callable[..., str]) -> None:
-    put("config.json", projector_norm="none", projector_norm_target=None, projector_scaled=True)(run)
-    tensors(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
+def test_the_card_of_a_model_without_a_norm(run: Path, build_card: Callable[..., str]) -> None:
+    set_fields("config.json", projector_norm="none", projector_norm_target=None, projector_scaled=True)(run)
+    change_weights(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
     (run / "evaluation.json").unlink()  # of other weights now
-    text = " ".join(card_of(run, **OWN).split())
-    for said in ("no norm to prevent this. Its projector was scaled before training", "| norm after it | none | 0 |"):
-        assert said in text
+    text = " ".join(build_card(run, **OWN).split())
+    assert "no norm after the projector. Its projector was scaled before training" in text
+    assert "| norm after it | none | 0 |" in text
+    assert "Not with `LlavaForConditionalGeneration`" not in text
 
 
 def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
-    trained: Path, card_of: Callable[..., str], tmp_path: Path
+    trained: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
     exif = Image.Exif()
     exif[0x013B] = "me"
@@ -130,86 +186,175 @@ def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
     turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "<image>\nwhat does it say?"}]
     rows = [{"image": "0.png", "label": 3}, {"image": "0.png", "conversations": turns}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    text = card_of(trained, widget_data=tmp_path / "rows.json", **OWN)
+    text = build_card(trained, widget_data=tmp_path / "rows.json", **OWN)
     assert "what does it say?" in text
     assert "Be brief." not in text
-    with Image.open(tmp_path / "stage" / "images" / "example1.png") as picture:
-        assert (picture.info, picture.size) == ({}, (30, 20))
+    with Image.open(tmp_path / "release" / "images" / "example1.png") as picture:
+        assert picture.info == {}
+        assert picture.size == (30, 20)
 
 
-def test_shards_are_staged_with_their_index(run: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
-    shard(run)
+def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
+    split_weights(run)
     (run / "evaluation.json").unlink()  # of other files
-    card_of(run, **OWN)
-    assert len([*(tmp_path / "stage").glob("*.safetensors*")]) == 3
+    build_card(run, **OWN)
+    assert len([*(tmp_path / "release").glob("*.safetensors*")]) == 3
 
 
-def test_figures_are_of_these_weights(run: Path, report: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
-    shutil.copytree(report, run / "diagnostics")
-    text = card_of(run, **OWN)
-    assert re.search(r"\| norm of visual over text tokens at the decoder \| [\d.]+ \([\d.]+ to [\d.]+\) \|", text)
+def test_class_files_are_this_versions(
+    run: Path, build_card: Callable[..., str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    write_file("modeling_normllava.py", "# before an upgrade\n")(run)
+    build_card(run, **OWN)
+    assert "modeling_normllava.py is another version's" in caplog.text
+    ours = ROOT / "modeling_normllava" / "modeling_normllava.py"
+    assert (tmp_path / "release" / "modeling_normllava.py").read_bytes() == ours.read_bytes()
+
+
+def summary_row(measure: str, modality: str, mean: float, low: float, high: float) -> dict[str, Any]:
+    return {"measure": measure, "modality": modality, "layer": None, "mean": mean, "low": low, "high": high, "n": 4}
+
+
+@pytest.fixture
+def measured(run: Path) -> Path:
+    """The run with a report of the diagnostics, whose numbers stand here."""
+    (evaluation,) = json.loads((run / "evaluation.json").read_text())
+    rows = [
+        summary_row("ratio", "", 1.5, 1.25, 1.75),
+        summary_row("turning", "visual", 0.25, 0.2, 0.3),
+        summary_row("turning", "text", 0.5, 0.4, 0.6),
+    ]
+    model = {"weights": evaluation["weights"], "dtype": "float32", "num_pictures": 4, "summary": {"rows": rows}}
+    (run / "diagnostics" / "figures").mkdir(parents=True)
+    (run / "diagnostics" / "report.json").write_text(json.dumps({"models": [model]}))
+    Image.new("RGB", (40, 30), "red").save(run / "diagnostics" / "figures" / "overview.png")
+    return run
+
+
+def test_the_card_shows_what_was_measured(measured: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
+    text = build_card(measured, **OWN)
+    assert "| pictures | 4 |" in text
+    assert "| L2 norm of image tokens over that of text tokens, at the decoder | 1.50 (1.25 to 1.75) |" in text
+    assert "| turning of image tokens per layer, 1 − cosine | 0.25 (0.20 to 0.30) |" in text
+    assert "| turning of text tokens per layer | 0.50 (0.40 to 0.60) |" in text
     assert "](diagnostics/overview.png)" in text
-    assert (tmp_path / "stage" / "diagnostics" / "overview.png").stat().st_size > 10_000
-    (model,) = json.loads((report / "report.json").read_text())["models"]
-    for row, modality in (("visual tokens per layer, 1 − cosine", "visual"), ("text tokens per layer", "text")):
-        turning = with_interval(Summary(model["summary"]["rows"]).look("turning", modality))
-        assert f"| turning of {row} | {turning} |" in text
-    for models in ([model | {"weights": "other"}], [model, model]):
-        put("diagnostics/report.json", models=models)(run)
-        with pytest.raises(ValueError, match=r"report.json .* Run python -m diagnostics on this model alone"):
-            collect_facts(run)
+    with Image.open(tmp_path / "release" / "diagnostics" / "overview.png") as picture:
+        assert picture.size == (40, 30)
+
+
+@pytest.mark.parametrize("change", [{"weights": "other"}, {"weights": None}, {"dtype": "float32, quantized"}])
+def test_a_report_is_of_these_weights(change: dict[str, Any], measured: Path) -> None:
+    (model,) = json.loads((measured / "diagnostics" / "report.json").read_text())["models"]
+    set_fields("diagnostics/report.json", models=[model | change])(measured)
+    with pytest.raises(ValueError, match=r"report.json is of other weights. Run python -m diagnostics on this model"):
+        collect_facts(measured)
+
+
+def test_a_report_of_two_models_or_another_version_is_refused(measured: Path) -> None:
+    (model,) = json.loads((measured / "diagnostics" / "report.json").read_text())["models"]
+    set_fields("diagnostics/report.json", models=[model, model])(measured)
+    with pytest.raises(ValueError, match="Run python -m diagnostics on this model alone"):
+        collect_facts(measured)
+
+    del model["summary"]
+    set_fields("diagnostics/report.json", models=[model])(measured)
+    with pytest.raises(ValueError, match=r"report.json: another version wrote it .* Run python -m diagnostics"):
+        collect_facts(measured)
+
+
+def test_results_are_of_these_weights(run: Path) -> None:
     (result,) = json.loads((run / "evaluation.json").read_text())
-    for change, message in (
-        ({"value": math.nan}, "value is NaN or infinite"),
-        ({"weights": None}, "Visual .* of other weights. Measure again: python evaluate.py"),
-    ):
-        (run / "evaluation.json").write_text(json.dumps([result | change]))
-        with pytest.raises(ValueError, match=f"evaluation.json, row 0.*{message}"):
-            collect_facts(run)
+    (run / "evaluation.json").write_text(json.dumps([result | {"value": math.nan}]))
+    with pytest.raises(ValueError, match=r"evaluation.json, row 0: value is NaN or infinite"):
+        collect_facts(run)
+
+    (run / "evaluation.json").write_text(json.dumps([result | {"weights": None}]))
+    with pytest.raises(ValueError, match=r"row 0, Visual .* of other weights. Measure again: python evaluate.py"):
+        collect_facts(run)
 
 
-def test_earlier_stages_and_their_data_are_found(run: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
+def test_earlier_stages_and_their_data_are_found(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
     first = shutil.copytree(run, tmp_path / "stage1")
-    source = {"path": "/home/someone/rows.json", "name": None, "split": "train", "is_local": True, "rows": 1000,
-              "good_rows": 1000, "weight": 1.0, "drawn": 1000, "fingerprint": "a" * 64}  # fmt: skip
+    local = {
+        "path": "/home/someone/rows.json",
+        "name": None,
+        "split": "train",
+        "is_local": True,
+        "rows": 1000,
+        "good_rows": 1000,
+        "weight": 1.0,
+        "drawn": 1000,
+        "fingerprint": "a" * 64,
+    }
     other = {"path": "owner/rows", "name": "large", "split": "dev", "is_local": False, "good_rows": 990, "weight": 2.5}
-    put("run.json", arguments__stage="align")(first)
-    put("run.json", arguments__model_name_or_path=str(first), sources=[source, source | other])(run)
-    text = card_of(run, **OWN)
+    set_fields("run.json", arguments__stage="align")(first)
+    set_fields("run.json", arguments__model_name_or_path=str(first), sources=[local, local | other])(run)
+    text = build_card(run, **OWN)
     assert text.index("### Stage: align") < text.index("### Stage: instruct")
-    assert "Training took 0:01:00 in total" in text
     assert "Training before" not in text
-    assert f"commit {'0' * 40} |" in text
     assert f"| data | rows.json: 1,000 rows; content {'a' * 12} |\n" in text
     link = "[owner/rows](https://huggingface.co/datasets/owner/rows), large, dev"
     assert f"| data | {link}: 990 rows (of 1,000; the rest are bad), weight 2.5, 1,000 per epoch; content a" in text
     assert "someone" not in text
-    put("config.json", projector_aligned=True)(run)  # which was training too
-    assert not collect_facts(run).earlier_is_recorded
+
+    set_fields("config.json", projector_aligned=True)(run)  # which was training too
+    assert "Training before the stage that follows: not recorded." in build_card(run, **OWN)
 
 
 def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
-    unused = {"load_in_4bit": False, "bnb_4bit_quant_type": "nf4", "lora_r": 16, "data_seed": None, "max_steps": 9}
-    unused |= {"norm_learning_rate": 1e-4}  # the log has no rate of a norm
-    put("run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused}, environment__resumed=True)(run)
+    unused = {
+        "load_in_4bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "lora_r": 16,
+        "key_mmd_weight": 0.0,
+        "data_seed": None,
+        "norm_learning_rate": 1e-4,  # the log has no rate of a norm
+    }
+    set_fields(
+        "run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused}, environment__resumed=True
+    )(run)
     (stage,) = collect_facts(run).stages
-    assert (stage["arguments"], stage["seconds"]) == ({"learning_rate": 1e-5}, None)  # the time of a part of it
+    assert stage.arguments == {"learning_rate": 1e-5}
+    assert stage.seconds is None  # what is recorded is the time of a part of it
+
+    set_fields("run.json", arguments={"stage": "adapt", "lora_r": 16, "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(
+        run
+    )
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"learning_rate/multi_modal_projector.norm": 0.0001}\n')
+    set_fields("run.json", arguments__norm_learning_rate=1e-4)(run)
+    (stage,) = collect_facts(run).stages
+    assert stage.arguments == {
+        "lora_r": 16,
+        "key_mmd_weight": 0.1,
+        "key_gram_weight": 0.0,
+        "norm_learning_rate": 1e-4,
+    }
 
 
-def test_build_finds_what_training_left(
+def test_a_torn_line_of_the_metrics_is_named(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"loss": 1')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 4, is not valid JSON"):
+        collect_facts(run)
+
+
+def test_a_push_finds_what_training_and_diagnostics_left(
     run: Path, report: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = ["hub_cards", "build", str(run), "--repo_id", "me/Mine", "--license", "apache-2.0"]
-    monkeypatch.setattr(sys, "argv", command)
-    put("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
-    with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing: give .* --prose. training/recipes/\*/card"):
-        main()
+    monkeypatch.setattr("hub_cards.__main__.get_token", lambda: None)
+    push = ["push", run, "--repo_id", "me/Mine", "--license", "apache-2.0", "--dry_run"]
+    set_fields("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
+    with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing. Give .* --prose; training/recipes/\*/card"):
+        run_command(*push)
+
     (tmp_path / "recipes").mkdir()
-    shutil.copy(prose, tmp_path / "recipes")
+    shutil.copy(prose, tmp_path / "recipes" / "card.yaml")
     shutil.copytree(report, run / "diagnostics")
-    main()
-    assert check(run / "release") == []
-    assert (run / "release" / "diagnostics" / "overview.png").exists()
+    run_command(*push)
+    assert "| pictures | 2 |" in (run / "release" / "README.md").read_text()
+    assert (run / "release" / "diagnostics" / "overview.png").stat().st_size > 10_000
 
 
 def test_the_recipes_bring_their_prose() -> None:
@@ -223,63 +368,108 @@ def test_the_recipes_bring_their_prose() -> None:
 @pytest.mark.parametrize(
     ("text", "vision", "options", "message"),
     [
-        ("Qwen/Qwen2.5-3B-Instruct", None, OWN, "base model Qwen/Qwen2.5-3B-Instruct is not known"),  # another licence
-        (None, None, {}, "name it: --text_model owner/name --vision_model owner/name; .* --license apache-2.0"),
-        (QWEN, SIGLIP, OWN, "--license apache-2.0 is for parts without a Hub id, and all have one"),
+        ("Qwen/Qwen2.5-3B-Instruct", None, {}, "licence of Qwen/Qwen2.5-3B-Instruct is not known here"),
+        (None, None, {}, "name it: --text_model owner/name. Otherwise choose a licence: --license apache-2.0"),
         (LLAMA, SIGLIP, {}, "asks for another name than Mine: Llama-Mine"),
-        (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "requires a copy of it: --base_licence_file"),
+        (LLAMA, SIGLIP, {"repo_id": "me/Llama-Mine"}, "A copy of the licence .* is needed: .* --base_licence_file"),
+        (LLAMA, SIGLIP, {"license": "gemma"}, "under the gemma and the Llama 3.2 Community License, and a release"),
     ],
 )
-def test_a_licence_that_does_not_follow_is_a_stop(
-    text: str | None, vision: str | None, options: dict[str, str], message: str, run: Path, card_of: Callable[..., str]
+def test_a_licence_that_is_not_clear_is_a_stop(
+    text: str | None,
+    vision: str | None,
+    options: dict[str, str],
+    message: str,
+    run: Path,
+    build_card: Callable[..., str],
 ) -> None:
+    name_parts(run, text, vision)
     with pytest.raises(ValueError, match=message):
-        card_of(rename_parts(run, text, vision), **options)
+        build_card(run, **options)
 
 
-def test_parts_from_folders_and_converted_llavas_are_named(run: Path, card_of: Callable[..., str]) -> None:
-    text = card_of(rename_parts(run, "/data/models/Qwen", SIGLIP), text_model=QWEN)
+def test_parts_from_folders_and_converted_llavas_are_named(run: Path, build_card: Callable[..., str]) -> None:
+    name_parts(run, "/data/models/Qwen", SIGLIP)
+    text = build_card(run, text_model=QWEN)
     assert f"Made from {QWEN}. Made from {SIGLIP}." in text
-    put("config.json", llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
+    assert ModelCard(text).data.base_model == [QWEN, SIGLIP]
+
+    set_fields("config.json", llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
     facts = collect_facts(run)
-    assert (facts.base_models, facts.earlier_is_recorded) == (["llava-hf/llava-1.5-7b-hf"], False)
+    assert facts.base_models == ["llava-hf/llava-1.5-7b-hf"]
+    assert not facts.earlier_is_recorded
+
+
+def test_another_id_than_the_recorded_one_is_refused(run: Path) -> None:
+    name_parts(run, QWEN, SIGLIP)
+    with pytest.raises(ValueError, match=f"--text_model is {LLAMA}, but config.json records {QWEN}"):
+        collect_facts(run, text_model=LLAMA)
 
 
 def test_llama_brings_its_agreement_its_notice_and_its_name(
-    run: Path, card_of: Callable[..., str], tmp_path: Path
+    run: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
-    rename_parts(run, LLAMA, SIGLIP)
-    licence, stage = tmp_path / "LICENSE.txt", tmp_path / "stage"
-    licence.write_text("LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nand so on\n")
-    text = card_of(run, "me/Llama-Mine", base_licence_file=licence)
-    assert (stage / "LICENSE").read_text() == licence.read_text()
-    assert "Llama 3.2 Community License, Copyright © Meta Platforms" in (stage / "NOTICE").read_text()
-    assert (stage / "LICENSE-APACHE").read_text() == (ROOT / "LICENSE").read_text()
+    name_parts(run, LLAMA, SIGLIP)
+    agreement = tmp_path / "LICENSE.txt"
+    agreement.write_text("LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nand so on\n")
+    text = build_card(run, "me/Llama-Mine", base_licence_file=agreement)
+    release = tmp_path / "release"
+    assert (release / "LICENSE").read_text() == agreement.read_text()
+    assert "Llama 3.2 Community License, Copyright © Meta Platforms" in (release / "NOTICE").read_text()
+    assert (release / "LICENSE-APACHE").read_text() == (ROOT / "LICENSE").read_text()
     assert "**Built with Llama**" in text
-    assert f"in `LICENSE-APACHE`; it covers these files and the weights that come from {SIGLIP}." in text
+    assert "Apache-2.0. The text of\nthat licence is in `LICENSE-APACHE`." in text
     assert "license: llama3.2\n" in text
 
 
-def test_a_licence_that_was_added_is_kept(
-    run: Path, card_of: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_licence_can_be_given(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
+    name_parts(run, "google/gemma-2b", SIGLIP)
+    terms = tmp_path / "terms.txt"
+    terms.write_text("Gemma Terms of Use: and so on\n")
+    text = build_card(run, license="gemma", base_licence_file=terms)
+    assert "license: gemma\n" in text
+    assert "[gemma](LICENSE); the text is in `LICENSE`." in text
+    assert (tmp_path / "release" / "LICENSE").read_text() == terms.read_text()
+    assert (tmp_path / "release" / "LICENSE-APACHE").exists()
+    assert not (tmp_path / "release" / "NOTICE").exists()
+
+
+def test_two_licences_that_ask_more_than_apache_are_refused(
+    run: Path, build_card: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KNOWN, "google/gemma-2b", Licence("gemma", "Gemma Terms of Use", "https://ai.google.dev"))
-    (terms := tmp_path / "terms.txt").write_text("Gemma Terms of Use: and so on\n")
-    text = card_of(rename_parts(run, "google/gemma-2b", SIGLIP), base_licence_file=terms)
-    assert "license: gemma\n" in text
-    assert f"in `LICENSE-APACHE`; it covers these files and the weights that come from {SIGLIP}." in text
-    assert [(tmp_path / "stage" / name).exists() for name in ("LICENSE-APACHE", "NOTICE")] == [True, False]
+    name_parts(run, "google/gemma-2b", LLAMA)
     with pytest.raises(ValueError, match=r"under the Gemma Terms of Use and the Llama 3\.2 Community"):
-        card_of(rename_parts(run, "google/gemma-2b", LLAMA))
+        build_card(run)
 
 
-def test_what_is_wrong_is_named(run: Path, prose: Path, card_of: Callable[..., str], tmp_path: Path) -> None:
-    for revision in ("main", "0" * 40):
-        with pytest.raises(ValueError, match=f"--revision '{revision}' is not a tag that pins code"):
-            card_of(run, revision=revision, **OWN)
-    (tmp_path / "card.yaml").write_text(prose.read_text() + "dataset: [a/b]\n")
-    with pytest.raises(ValueError, match=r"card.yaml.*unexpected keyword argument 'dataset'"):
-        card_of(run, prose=tmp_path / "card.yaml", **OWN)
+@pytest.mark.parametrize("revision", ["main", "0" * 40, "a b"])
+def test_a_tag_is_one_that_pins_code(revision: str, run: Path, build_card: Callable[..., str]) -> None:
+    with pytest.raises(ValueError, match=f"--revision '{revision}' is not a tag that pins code"):
+        build_card(run, revision=revision, **OWN)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("dataset: [a/b]", "card.yaml is not a card's prose .*unexpected keyword argument 'dataset'"),
+        ("language: [no]", r"card.yaml: language is \[False\], not text"),
+    ],
+)
+def test_prose_that_does_not_fit_is_named(
+    line: str, message: str, run: Path, prose: Path, build_card: Callable[..., str], tmp_path: Path
+) -> None:
+    (tmp_path / "card.yaml").write_text(f"{prose.read_text()}{line}\n")
+    with pytest.raises(ValueError, match=message):
+        build_card(run, prose=tmp_path / "card.yaml", **OWN)
+
+
+def test_an_adapter_is_merged_first(run: Path, build_card: Callable[..., str]) -> None:
     (run / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"training/merge.py --adapter"):
-        card_of(run, **OWN)
+        build_card(run, **OWN)
+
+
+def test_a_folder_without_a_model_is_named(tmp_path: Path, prose: Path) -> None:
+    with pytest.raises(ValueError, match=r"gone holds no config.json: give the output folder of a finished"):
+        build_release(tmp_path / "gone", tmp_path / "release", BuildOptions(repo_id="me/Mine", prose=prose))

@@ -7,18 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from hub_cards.build import build
-from hub_cards.check import check, find_model_faults
+from hub_cards.build import BuildOptions, build_release
+from hub_cards.check import find_faults
 from hub_cards.facts import collect_facts
-from hub_cards.weights import read_weights
 from modeling_normllava import NormLlavaForConditionalGeneration
 from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted
-from plants import put, tensors
+from plants import set_fields
 from training.add_key_adapters import add_key_adapters, main
 
 
 RANK = 4
-UP = "model.language_model.layers.{}.self_attn.k_proj.key_adapter.up"
 
 
 @pytest.fixture(scope="module")
@@ -32,37 +30,32 @@ def adapted(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         layer.self_attn.k_proj.key_adapter.up.data.normal_()
     model.save_pretrained(run)
     (run / "evaluation.json").unlink()  # of the model before
-    put("run.json", arguments={"stage": "adapt", "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(run)
+    set_fields("run.json", arguments={"stage": "adapt", "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(run)
     return run
 
 
 def test_the_card_says_what_the_config_and_the_weights_say(adapted: Path, prose: Path, tmp_path: Path) -> None:
-    release = build(adapted, "me/Tiny-NormLlava", tmp_path / "stage", prose, license="apache-2.0")
-    assert check(release) == []
+    release = tmp_path / "release"
+    options = BuildOptions(repo_id="me/Tiny-NormLlava", prose=prose, license="apache-2.0")
+    build_release(adapted, release, options)
+    assert find_faults(release) == []
     card = (release / "README.md").read_text()
-    assert "The decoder's keys have adapters of rank 4, one for visual and one for text tokens (MaLoRA-style" in card
+    assert "The decoder's keys have adapters of rank 4, one for image and one for text tokens (MaLoRA-style" in card
     sizes = {name: parameter.numel() for name, parameter in Adapted.from_pretrained(adapted).named_parameters()}
     assert f"{sum(sizes.values()):,} weights" in card
     adapters = sum(size for name, size in sizes.items() if ".key_adapter." in name)
-    assert f"| key adapters in it | trained here | {adapters:,} |" in card
+    assert f"| key adapters in it | new in this model | {adapters:,} |" in card
     assert "| `key_mmd_weight` | 0.1 |" in card
-
-
-def test_adapters_that_were_not_trained_are_found(adapted: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(adapted, tmp_path / "run")
-    tensors(lambda weights: [weights[UP.format(layer)].zero_() for layer in (0, 1)])(run)
-    (finding,) = find_model_faults(run, read_weights(run), steps=8)
-    assert f"{UP.format(0)} (and 1 more): untrained after 8 steps" in finding
 
 
 def test_training_before_the_adapters_were_added_is_recorded(
     trained: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, keys = shutil.copytree(adapted, tmp_path / "run"), tmp_path / "keys"
+    run = shutil.copytree(adapted, tmp_path / "run")
+    keys = tmp_path / "keys"
     arguments = ["--model", trained, "--rank", RANK, "--output_dir", keys]
     monkeypatch.setattr(sys, "argv", ["add_key_adapters", *map(str, arguments)])
     main()
-    put("run.json", arguments={"stage": "adapt", "model_name_or_path": str(keys)})(run)
+    set_fields("run.json", arguments={"stage": "adapt", "model_name_or_path": str(keys)})(run)
     facts = collect_facts(run)
-    assert [stage["stage"] for stage in facts.stages] == ["instruct", "adapt"]
-    assert facts.steps == 16
+    assert [stage.stage for stage in facts.stages] == ["instruct", "adapt"]

@@ -1,4 +1,4 @@
-"""The staged folder asked in each way that it is served: endpoint handler, pipeline, transformers serve."""
+"""The release folder asked in each way that it is served: endpoint handler, pipeline, transformers serve."""
 
 import base64
 import importlib.util
@@ -28,17 +28,17 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def handler_file(staged: Path) -> Any:
+def handler_file(release: Path) -> Any:
     """The release's handler.py, imported by its path as an endpoint does."""
-    spec: Any = importlib.util.spec_from_file_location("handler", staged / "handler.py")
+    spec: Any = importlib.util.spec_from_file_location("handler", release / "handler.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 @pytest.fixture(scope="module")
-def handler(handler_file: Any, staged: Path) -> Any:
-    return handler_file.EndpointHandler(str(staged))
+def handler(handler_file: Any, release: Path) -> Any:
+    return handler_file.EndpointHandler(str(release))
 
 
 def png(size: tuple[int, int] = (30, 20)) -> str:
@@ -52,7 +52,7 @@ def request(image: Any, text: Any = "what is it?", **parameters: Any) -> dict[st
     return {"inputs": [{"role": "user", "content": content}], "parameters": parameters}
 
 
-def test_pixels_are_those_of_training(handler_file: Any, staged: Path, tmp_path: Path) -> None:
+def test_pixels_are_those_of_training(handler_file: Any, release: Path, tmp_path: Path) -> None:
     """Endpoint and Space have a copy of the rule by which training reads a picture."""
     ramp = np.linspace(0, 65535, 64, dtype=np.uint16).reshape(8, 8)
     turned = Image.Exif()
@@ -64,7 +64,7 @@ def test_pixels_are_those_of_training(handler_file: Any, staged: Path, tmp_path:
     writing.convert("P").save(tmp_path / "palette.gif", transparency=0)
     Image.effect_noise((8, 6), 80).convert("CMYK").save(tmp_path / "turned.jpg", exif=turned)
 
-    space: Any = runpy.run_path(str(staged.with_name("stage-space") / "pixels.py"))
+    space: Any = runpy.run_path(str(release.with_name("release-space") / "pixels.py"))
     for path in sorted(tmp_path.iterdir()):
         (trained,) = open_images({"images": [str(path)], "source": "row"})
         served = handler_file.read_image(base64.b64encode(path.read_bytes()).decode())
@@ -73,11 +73,11 @@ def test_pixels_are_those_of_training(handler_file: Any, staged: Path, tmp_path:
             assert space["to_rgb"](opened).tobytes() == trained.tobytes(), path.name
 
 
-def test_the_handler_answers_as_the_pipeline_does(handler: Any, staged: Path) -> None:
+def test_the_handler_answers_as_the_pipeline_does(handler: Any, release: Path) -> None:
     bare = handler(request(png(), max_new_tokens=8))
     assert bare == handler(request(f"data:image/png;base64,{png()}", max_new_tokens=8))
     asked = request(Image.open(io.BytesIO(base64.b64decode(png()))))["inputs"]
-    ask = pipeline("image-text-to-text", model=str(staged), trust_remote_code=True)
+    ask = pipeline("image-text-to-text", model=str(release), trust_remote_code=True)
     (given,) = ask(text=asked, max_new_tokens=8, do_sample=False, return_full_text=False)
     assert bare["generated_text"] == given["generated_text"].strip()
     text_alone = handler({"inputs": [{"role": "user", "content": "hello"}], "parameters": {"max_new_tokens": 4}})
@@ -108,13 +108,13 @@ def test_the_handler_refuses(data: dict[str, Any], message: str, handler: Any) -
 
 
 @pytest.fixture(scope="module")
-def client(staged: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def client(release: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """The OpenAI client of a server that runs."""
     log = tmp_path_factory.mktemp("server") / "log"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with log.open("w") as file:
-        command = [sys.executable, "-m", "hub_cards", "serve", str(staged), "--port", str(port)]
+        command = [sys.executable, "-m", "hub_cards", "serve", str(release), "--port", str(port)]
         server = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
     try:
         for _ in range(120):
@@ -135,12 +135,12 @@ def conversation(url: str, text: str = "what is it?") -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path, handler: Any) -> None:
+def test_transformers_serve_answers_the_openai_client(client: Any, release: Path, handler: Any) -> None:
     url = f"data:image/png;base64,{png()}"
-    asked = {"model": str(staged), "max_tokens": 4, "temperature": 0}
+    asked = {"model": str(release), "max_tokens": 4, "temperature": 0}
     expected = handler(request(png(), max_new_tokens=4))["generated_text"]
-    assert [model.id for model in client.models.list()] == [str(staged)]
-    assert client.get(str(client.base_url).replace("/v1/", "/"), cast_to=object)["model"] == str(staged)
+    assert [model.id for model in client.models.list()] == [str(release)]
+    assert client.get(str(client.base_url).replace("/v1/", "/"), cast_to=object)["model"] == str(release)
     answer = client.chat.completions.create(messages=conversation(url), **asked)
     assert answer.choices[0].message.content.strip() == expected
     chunks = client.chat.completions.create(messages=conversation(url), stream=True, **asked)
@@ -148,7 +148,7 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
     assert streamed.strip() == expected.rstrip("\ufffd")  # a stream holds half a character back
     content = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "what is it?"}]
     response = client.responses.create(
-        model=str(staged), input=[{"role": "user", "content": content}], max_output_tokens=4, temperature=0
+        model=str(release), input=[{"role": "user", "content": content}], max_output_tokens=4, temperature=0
     )
     assert response.output_text.strip() == expected
 
@@ -163,17 +163,17 @@ def test_transformers_serve_answers_the_openai_client(client: Any, staged: Path,
          "only text, and pictures"),
     ],
 )  # fmt: skip
-def test_transformers_serve_refuses(client: Any, staged: Path, fields: dict[str, Any], message: str) -> None:
-    asked = {"model": str(staged), "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields}
+def test_transformers_serve_refuses(client: Any, release: Path, fields: dict[str, Any], message: str) -> None:
+    asked = {"model": str(release), "messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **fields}
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=message):
             client.chat.completions.create(**asked, stream=stream)
 
 
-def test_the_other_routes_load_and_read_nothing_either(client: Any, staged: Path) -> None:
+def test_the_other_routes_load_and_read_nothing_either(client: Any, release: Path) -> None:
     content = [{"type": "input_image", "image_url": "/etc/passwd"}, {"type": "input_text", "text": "what is it?"}]
     with pytest.raises(openai.BadRequestError, match="files are not read"):
-        client.responses.create(model=str(staged), input=[{"role": "user", "content": content}])
+        client.responses.create(model=str(release), input=[{"role": "user", "content": content}])
     for route in ("/load_model", "/v1/completions", "/v1/audio/transcriptions"):
         with pytest.raises(openai.NotFoundError, match="Not Found"):
             client.post(str(client.base_url).replace("/v1/", route), body={"model": "me/other"}, cast_to=object)

@@ -37,12 +37,12 @@ def start(patch: pytest.MonkeyPatch, model: Path, made: Path) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def space(staged: Path) -> Iterator[ModuleType]:
+def space(release: Path) -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        yield start(patch, staged, staged.with_name("stage-space"))
+        yield start(patch, release, release.with_name("release-space"))
 
 
-def test_its_numbers_are_those_of_the_diagnostics(
+def test_its_values_are_those_of_the_diagnostics(
     space: ModuleType, picture: Image.Image, composed: Callable[..., Path]
 ) -> None:
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
@@ -54,28 +54,30 @@ def test_its_numbers_are_those_of_the_diagnostics(
         model(**inputs)
     seen = probe.record()
     assert seen.tokens.excluded["sink"].sum() == 2
-    measured, summary = space.measure(model, processor, inputs), Summary.of(measure_layers([seen]))
-    for modality in ("visual", "text"):
-        norms, turning = (summary.curve(name, modality)["mean"].tolist() for name in ("norm", "turning"))
+    measured = space.measure(model, processor, inputs)
+    summary = Summary.of(measure_layers([seen]))
+    for modality, in_diagnostics in (("image", "visual"), ("text", "text")):
+        norms = summary.curve("norm", in_diagnostics)["mean"].tolist()
+        turning = summary.curve("turning", in_diagnostics)["mean"].tolist()
         assert measured["norm"][modality] == pytest.approx(norms, rel=1e-5)
         assert measured["turning"][modality] == pytest.approx(turning, abs=1e-6)
 
 
-def test_without_the_norm_visual_tokens_are_as_long_as_before_it(space: ModuleType, picture: Image.Image) -> None:
+def test_without_the_norm_image_tokens_have_the_norm_of_before(space: ModuleType, picture: Image.Image) -> None:
     inputs = space.prepare(space.model, space.processor, picture, "what is it?")
     without_norm = space.measure_without_norm(inputs)
     before: list[torch.Tensor] = []
     norm = space.model.base_model.multi_modal_projector.norm
     with norm.register_forward_pre_hook(lambda norm, args: before.append(args[0])):
         measured = space.measure(space.model, space.processor, inputs)  # the norm is in its place again
-    assert without_norm["norm"]["visual"][0] == pytest.approx(before[0].norm(dim=-1).mean().item(), rel=1e-5)
+    assert without_norm["norm"]["image"][0] == pytest.approx(before[0].norm(dim=-1).mean().item(), rel=1e-5)
     assert without_norm["norm"]["text"][0] == measured["norm"]["text"][0]
 
 
 def test_a_model_without_a_norm_is_served_too(
-    composed: Callable[..., Path], staged: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
+    composed: Callable[..., Path], release: Path, picture: Image.Image, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = start(monkeypatch, composed(projector_norm="none"), staged.with_name("stage-space"))
+    app = start(monkeypatch, composed(projector_norm="none"), release.with_name("release-space"))
     assert len(app.answer(picture, "what is it?")[1].axes[0].lines) == 2
 
 
@@ -95,7 +97,7 @@ def test_it_answers_over_http(space: ModuleType, picture: Image.Image, tmp_path:
         assert text == expected
         assert figure["plot"].startswith("data:image")
         lines = {line.get_label() for axis in drawn.axes for line in axis.lines}
-        assert lines == {"visual", "text", "visual, without norm", "text, without norm"}
+        assert lines == {"image", "text", "image, without norm", "text, without norm"}
 
         # What is transparent is white here too: black on nothing is a picture of writing.
         writing = Image.new("RGBA", (40, 30), (0, 0, 0, 0))

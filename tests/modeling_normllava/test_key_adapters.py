@@ -1,4 +1,4 @@
-"""Key adapters: what they compute, that every way to run the model tells them which tokens are visual, and loading."""
+"""Key adapters: what they compute, that every way to run the model tells them the image tokens, and loading."""
 
 import subprocess
 import sys
@@ -12,14 +12,13 @@ from PIL import Image
 from test_modeling_normllava import FRESH_PROCESS, inputs_for
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from modeling_normllava import (
-    NormLlavaForConditionalGeneration,
-)
+from modeling_normllava import NormLlavaForConditionalGeneration
 from modeling_normllava.key_adapters import KeyAdapter
 from training.add_key_adapters import add_key_adapters, main
 
 
-RANK, ALPHA = 4, 6.0
+RANK = 4
+ALPHA = 6.0
 FAMILIES = ("qwen2", "gemma3")
 
 
@@ -27,6 +26,7 @@ def trained(folder: Path) -> NormLlavaForConditionalGeneration:
     """A model whose key adapters are at random, and large enough to tell in the logits."""
     model = NormLlavaForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa")
     model = add_key_adapters(model, RANK, ALPHA, dropout=0.0).eval()
+
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if ".key_adapter." in name:
@@ -54,13 +54,13 @@ def batch(processor: Any, picture: Image.Image) -> dict[str, torch.Tensor]:
     return inputs_for(processor, [[picture], [picture, other], []], texts)
 
 
-def by_formula(adapter: KeyAdapter, states: torch.Tensor, is_visual: torch.Tensor) -> torch.Tensor:
+def by_formula(adapter: KeyAdapter, states: torch.Tensor, is_image_token: torch.Tensor) -> torch.Tensor:
     """`(alpha / r) [m g_v B_v A_v h + (1 - m) g_t B_t A_t h]`, token by token."""
     updates = []
-    for h, visual in zip(states.flatten(0, -2), is_visual.flatten(), strict=True):
-        of = int(visual)
-        gate = 1 / (1 + torch.exp(-(adapter.gate_weight[of] @ h + adapter.gate_bias[of])))
-        updates.append(ALPHA / RANK * gate * (adapter.up[of].T @ (adapter.down[of] @ h)))
+    for h, is_image in zip(states.flatten(0, -2), is_image_token.flatten(), strict=True):
+        m = int(is_image)
+        gate = 1 / (1 + torch.exp(-(adapter.gate_weight[m] @ h + adapter.gate_bias[m])))
+        updates.append(ALPHA / RANK * gate * (adapter.up[m].T @ (adapter.down[m] @ h)))
     return torch.stack(updates).reshape(*states.shape[:-1], -1)
 
 
@@ -71,39 +71,42 @@ def test_new_adapters_change_nothing(composed: Callable[..., Path], picture: Ima
     inputs = inputs_for(processor, [[picture]], ["What?"])
     plain = NormLlavaForConditionalGeneration.from_pretrained(folder).eval()
     assert not any("key_adapter" in name or ".k_proj.base." in name for name in plain.state_dict())
-    expected = plain(**inputs).logits, plain.generate(**inputs, max_new_tokens=5, do_sample=False)
+    logits = plain(**inputs).logits
+    answer = plain.generate(**inputs, max_new_tokens=5, do_sample=False)
+
     adapted = add_key_adapters(plain, RANK, ALPHA, dropout=0.5)
     for training in (True, False):
-        assert torch.equal(adapted.train(training)(**inputs).logits, expected[0])
-    assert torch.equal(adapted.generate(**inputs, max_new_tokens=5, do_sample=False), expected[1])
+        assert torch.equal(adapted.train(training)(**inputs).logits, logits)
+    assert torch.equal(adapted.generate(**inputs, max_new_tokens=5, do_sample=False), answer)
     assert all(parameter.abs().max() > 0 for name, parameter in adapted.named_parameters() if name.endswith(".down"))
 
 
 def test_keys_and_gradients_are_the_formulas(model: NormLlavaForConditionalGeneration) -> None:
     projection = model.double().model.language_model.layers[0].self_attn.k_proj
     states = torch.randn(2, 5, 32, dtype=torch.double, requires_grad=True)
-    is_visual = torch.rand(2, 5) < 0.5
-    states.visual_token_mask = is_visual
+    is_image_token = torch.rand(2, 5) < 0.5
+    states.visual_token_mask = is_image_token
+    keys = projection(states)
+    expected = projection.base(states) + by_formula(projection.key_adapter, states, is_image_token)
+    torch.testing.assert_close(keys, expected, rtol=1e-13, atol=1e-13)
+
+    weights = torch.randn_like(keys)
     leaves = [states, *projection.key_adapter.parameters()]
-    found, expected = (
-        projection(states),
-        projection.base(states) + by_formula(projection.key_adapter, states, is_visual),
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
-    weights = torch.randn_like(found)
-    gradients = [torch.autograd.grad((keys * weights).sum(), leaves) for keys in (found, expected)]
-    for ours, plain in zip(*gradients, strict=True):
-        assert plain.abs().max() > 1e-3
-        torch.testing.assert_close(ours, plain, rtol=1e-11, atol=1e-12)
+    gradients = torch.autograd.grad((keys * weights).sum(), leaves)
+    expected_gradients = torch.autograd.grad((expected * weights).sum(), leaves)
+    for gradient, expected_gradient in zip(gradients, expected_gradients, strict=True):
+        assert expected_gradient.abs().max() > 1e-3
+        torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("text", FAMILIES)
-def test_a_padded_batch_tells_visual_tokens(composed: Callable[..., Path], picture: Image.Image, text: str) -> None:
+def test_a_padded_batch_tells_image_tokens(composed: Callable[..., Path], picture: Image.Image, text: str) -> None:
     folder = composed(text=text)
     model, processor = trained(folder), AutoProcessor.from_pretrained(folder)
     batch = inputs_for(processor, [[picture], [picture, picture], []], ["Say.", "What is this picture of?", "Text."])
-    is_visual = batch["input_ids"] == model.config.image_token_id
-    assert is_visual.sum(1).tolist() == [4, 8, 0]
+    is_image_token = batch["input_ids"] == model.config.image_token_id
+    assert is_image_token.sum(1).tolist() == [4, 8, 0]
+
     calls: list[Any] = []
     for layer in model.model.language_model.layers:
         layer.self_attn.k_proj.register_forward_hook(lambda *call: calls.append(call))
@@ -111,34 +114,38 @@ def test_a_padded_batch_tells_visual_tokens(composed: Callable[..., Path], pictu
         model(**batch)
     assert len(calls) == 2
     for projection, (states,), keys in calls:
-        assert torch.equal(states.visual_token_mask, is_visual)
-        expected = projection.base(states) + by_formula(projection.key_adapter, states, is_visual)
+        assert torch.equal(states.visual_token_mask, is_image_token)
+        expected = projection.base(states) + by_formula(projection.key_adapter, states, is_image_token)
         torch.testing.assert_close(keys, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_other_ways_to_call_it(model: NormLlavaForConditionalGeneration, batch: dict[str, torch.Tensor]) -> None:
-    input_ids, pixel_values = batch["input_ids"], batch["pixel_values"]
-    is_visual = input_ids == model.config.image_token_id
-    embeddings = model.get_input_embeddings()(input_ids)
+    input_ids = batch["input_ids"]
+    pixel_values = batch["pixel_values"]
     attention = {"attention_mask": batch["attention_mask"]}
+    is_image_token = input_ids == model.config.image_token_id
+    mask = {"visual_token_mask": is_image_token}
+    embeddings = model.get_input_embeddings()(input_ids)
     with torch.no_grad():
         expected = model.model(**batch).last_hidden_state
         encoded = {"image": model.get_image_features(pixel_values, return_dict=True)}
-        merged = embeddings.masked_scatter(is_visual[..., None], torch.cat(encoded["image"].pooler_output))
-        mask = {"visual_token_mask": is_visual}
-        for found in (
+        merged = embeddings.masked_scatter(is_image_token[..., None], torch.cat(encoded["image"].pooler_output))
+        for output in (
             model.model(input_ids, pixel_values, **attention),
             model.model(inputs_embeds=embeddings, pixel_values=pixel_values, **attention, **mask),
             model.model(input_ids=input_ids, mm_encoder_outputs=encoded, **attention),
             model.model(inputs_embeds=merged, **attention, **mask),
             model.model.language_model(inputs_embeds=merged, **attention, **mask),
         ):
-            torch.testing.assert_close(found.last_hidden_state, expected)
+            torch.testing.assert_close(output.last_hidden_state, expected)
+
         # Placeholders into which nothing is put are text, like the tokens of a chat that was answered before.
-        as_text = model.model(inputs_embeds=embeddings, **attention, visual_token_mask=torch.zeros_like(is_visual))
-        found = model.model(input_ids=input_ids, **attention).last_hidden_state
-        torch.testing.assert_close(found, as_text.last_hidden_state)
-    for wrong in ({}, {"visual_token_mask": is_visual[:, 1:]}):
+        no_image = {"visual_token_mask": torch.zeros_like(is_image_token)}
+        as_text = model.model(inputs_embeds=embeddings, **attention, **no_image)
+        without_picture = model.model(input_ids=input_ids, **attention)
+        torch.testing.assert_close(without_picture.last_hidden_state, as_text.last_hidden_state)
+
+    for wrong in ({}, {"visual_token_mask": is_image_token[:, 1:]}):
         with pytest.raises(ValueError, match=r"call the NormLlava model .* visual_token_mask, .* \(3, \d+\)"):
             model.model.language_model(inputs_embeds=merged, **wrong)
 
@@ -183,16 +190,18 @@ def test_gradients_are_alike_with_checkpointing(
         model.zero_grad()
         torch.manual_seed(0)
         # Both forward passes before the backward pass: neither must see the other's tokens.
-        (model(**first, labels=first["input_ids"]).loss + model(**second, labels=second["input_ids"]).loss).backward()
+        first_loss = model(**first, labels=first["input_ids"]).loss
+        second_loss = model(**second, labels=second["input_ids"]).loss
+        (first_loss + second_loss).backward()
         return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
     expected = gradients()
     model.gradient_checkpointing_enable()
-    actual = gradients()
-    assert actual.keys() == expected.keys()
+    checkpointed = gradients()
+    assert checkpointed.keys() == expected.keys()
     for name, gradient in expected.items():
         assert ".key_adapter." not in name or gradient.abs().amax(-1).min() > 0, name  # of either modality
-        torch.testing.assert_close(actual[name], gradient, msg=name)
+        torch.testing.assert_close(checkpointed[name], gradient, msg=name)
 
 
 def test_a_saved_folder_loads_without_this_repository(
@@ -214,12 +223,14 @@ def test_the_command_adds_them_to_a_model_as_it_is(
     start = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
     start.save_pretrained(tmp_path / "start")
     AutoProcessor.from_pretrained(composed()).save_pretrained(tmp_path / "start")
+
     options = ["--model", tmp_path / "start", "--rank", 4, "--alpha", 6, "--dropout", 0.1, "--seed", 7]
     monkeypatch.setattr(sys, "argv", ["add", *map(str, options), "--output_dir", str(tmp_path / "keys")])
     main()
     assert {path.name for path in (tmp_path / "keys").glob("*.py")} == {
         "configuration_normllava.py", "key_adapters.py", "modeling_normllava.py"
     }  # fmt: skip
+
     model = AutoModelForImageTextToText.from_pretrained(tmp_path / "keys", dtype="auto")
     assert (model.dtype, model.config.key_adapter_alpha, model.config.key_adapter_dropout) == (torch.bfloat16, 6, 0.1)
     state = {name.replace("k_proj.base.", "k_proj."): tensor for name, tensor in model.state_dict().items()}

@@ -37,9 +37,12 @@ NORM = "model.multi_modal_projector.norm"
 
 def plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
     """A Llava with the same parts and weights, the norm left out."""
-    fields = ("vision_config", "text_config", "image_token_index", "vision_feature_select_strategy")
-    llava = LlavaForConditionalGeneration(LlavaConfig(**{name: getattr(model.config, name) for name in fields}))
-    llava.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith(NORM)})
+    names = ("vision_config", "text_config", "image_token_index", "vision_feature_select_strategy")
+    fields = {name: getattr(model.config, name) for name in names}
+    weights = {name: weight for name, weight in model.state_dict().items() if not name.startswith(NORM)}
+
+    llava = LlavaForConditionalGeneration(LlavaConfig(**fields))
+    llava.load_state_dict(weights)
     return llava.eval()
 
 
@@ -49,9 +52,9 @@ def prompt(processor: Any, num_images: int, text: str = "What is it?") -> str:
 
 
 def inputs_for(processor: Any, images: list[list[Image.Image]], texts: list[str]) -> dict[str, torch.Tensor]:
-    prompts = [prompt(processor, len(of_row), text) for of_row, text in zip(images, texts, strict=True)]
-    nested = images if any(images) else None
-    return dict(processor(images=nested, text=prompts, padding=True, return_tensors="pt"))
+    prompts = [prompt(processor, len(pictures), text) for pictures, text in zip(images, texts, strict=True)]
+    given = images if any(images) else None
+    return dict(processor(images=given, text=prompts, padding=True, return_tensors="pt"))
 
 
 def test_a_norm_that_is_none_of_the_arms_fails_at_construction() -> None:
@@ -82,6 +85,7 @@ def test_without_the_norm_logits_are_llavas(composed: Callable[..., Path], pictu
     llava = plain_llava(model)
     with torch.no_grad():
         assert torch.equal(model(**inputs).logits, llava(**inputs).logits)
+
     options = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(model.generate(**inputs, **options), llava.generate(**inputs, **options))
 
@@ -111,6 +115,7 @@ def test_loading_never_touches_the_gain(model: NormLlavaForConditionalGeneration
         norm = loaded.model.multi_modal_projector.norm
         assert norm.weight.dtype == torch.float32
         assert torch.equal(norm.weight, trained)
+
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as weights:
         assert weights.get_tensor(f"{NORM}.weight").dtype == torch.float32
@@ -152,6 +157,7 @@ def test_no_weight_is_made_up(
     if part == "lm_head." and model_class is NormLlavaModel:
         model_class.from_pretrained(folder)  # which has no head
         return
+
     for options in ({}, {"output_loading_info": True}):
         with pytest.raises(ValueError, match=re.escape(named)):
             model_class.from_pretrained(folder, **options)
@@ -176,9 +182,11 @@ def test_ways_to_load_a_whole_checkpoint(composed: Callable[..., Path], tmp_path
     ):
         assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in whole.state_dict().items())
         assert loaded.lm_head.weight is loaded.get_input_embeddings().weight
+
     assert NormLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map="meta").device.type == "meta"
     _, report = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())
+
     without = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, projector_norm="none")
     assert isinstance(without.model.multi_modal_projector.norm, torch.nn.Identity)
 
@@ -206,7 +214,7 @@ from importlib.abc import MetaPathFinder
 
 class Blocked(MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("modeling_normllava", "training", "diagnostics"):
+        if name.split(".")[0] in ("modeling_normllava", "common", "conversations", "diagnostics", "training"):
             raise ImportError(f"{name} must not be needed")
 
 sys.meta_path.insert(0, Blocked())

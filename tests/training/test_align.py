@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 from conversations.loading import load_rows
 from conversations.rows import BadRowError
 from modeling_normllava import NormLlavaForConditionalGeneration
-from training.align import align, embed_captions
+from training.align import align, embed_captions, first_answer
 
 
 COLOURS = {"red": (220, 30, 30), "green": (20, 180, 40), "blue": (30, 40, 220), "grey": (128, 128, 128)}
@@ -78,6 +78,24 @@ def test_words_that_all_captions_share_hardly_count(composed: Callable[..., Path
     assert own.min() > 0.5
     of_others = torch.stack([shared @ alone[number] for number in range(8)])
     assert torch.equal(of_others.argmax(dim=1), torch.arange(8))
+
+
+def test_a_model_that_was_saved_is_aligned_in_its_dtype(
+    composed: Callable[..., Path], captions: Path, tmp_path: Path
+) -> None:
+    """Saving turns the config's dtype into text."""
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved")
+    align(model, AutoProcessor.from_pretrained(composed()), load_rows(str(captions)), seed=0, steps=1)
+    assert model.model.multi_modal_projector.linear_1.weight.dtype == torch.bfloat16
+    assert model.model.multi_modal_projector.norm.weight.dtype == torch.float32
+
+
+def test_the_caption_is_what_the_assistant_says_first() -> None:
+    turns = [{"from": "gpt", "value": " "}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": " A dog.\n"}]
+    assert first_answer({"conversations": turns, "source": "row 1"}) == "A dog."
+    with pytest.raises(BadRowError, match="row 1: no caption"):
+        first_answer({"conversations": turns[:2], "source": "row 1"})
 
 
 def test_a_row_without_a_picture_or_a_caption_is_named(composed: Callable[..., Path], captions: Path) -> None:

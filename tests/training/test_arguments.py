@@ -8,9 +8,12 @@ import pytest
 import torch
 import yaml
 
+from common.errors import UserError
 from script_runs import FAST, INSTRUCT, PACKED, ROOT
 from training import sft
-from training.arguments import TrainingConfig, check_arguments, parse_arguments
+from training.arguments import RunArguments, SourceArguments, TrainingConfig
+from training.command_line import parse_arguments
+from training.refusals import check_arguments
 from training.run import describe_environment, describe_run
 
 
@@ -39,10 +42,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({**NO_NAME, "datasets": [{"weight": 2}]}, "datasets: path is missing"),
     ({**NO_NAME, "datasets": [{"path": "a", "weight": 0}]}, "datasets, a: weight must be a number above 0, got 0"),
+    ({**NO_NAME, "datasets": [{"path": "a", "weight": "2"}]}, "weight must be a number above 0, got '2'"),
+    ({**NO_NAME, "datasets": ["a.json"]}, "datasets: 'a.json' is no mapping; an entry has path, name"),
     ({**PACKED, "dataset_streaming": True, "max_steps": 2}, "neither datasets nor packed_length"),
     # What would train something else, or be passed over.
     ({"optim": "schedule_free_adamw"}, "trains other weights than it saves"),
-    ({"stage": "align", "load_in_4bit": True}, "and load_in_4bit work only with stage 'adapt'"),
+    ({"stage": "align", "load_in_4bit": True}, "load_in_4bit works only with stage 'adapt'"),
+    ({"key_mmd_weight": 0.1}, "key_mmd_weight and key_gram_weight work only with stage 'adapt'"),
+    ({"eval_strategy": "steps", "logging_steps": 0}, "requires either non-zero --eval_steps"),  # transformers' own
     ({"dtype": "bfloat16"}, "dtype must stay 'float32'"),
     ({"assistant_only_loss": True}, "assistant_only_loss must stay False"),
     ({"logging_strategy": "epoch"}, "logging_strategy must stay 'steps'"),
@@ -95,7 +102,7 @@ def write(recipe: Path, **changes: Any) -> list[str]:
 
 @pytest.mark.parametrize(("wrong", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_a_wrong_recipe_is_refused(recipe: Path, wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(UserError, match=message):
         parse_arguments(write(recipe, **wrong))
 
 
@@ -158,24 +165,94 @@ def test_compiling_leaves_float32_as_precise_as_it_was(recipe: Path) -> None:
     assert parse_arguments(given)[1].tf32 is False  # where it is not given, transformers would turn it on
 
 
+def set_capabilities(monkeypatch: pytest.MonkeyPatch, **capabilities: bool) -> None:
+    """A CPU that can do these, whatever the test runs on."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+
+
 @pytest.mark.parametrize(("capability", "is_fast"), [("amx_bf16", True), ("avx512_bf16", True), ("avx512_f", False)])
-def test_a_cpu_computes_in_what_it_is_fast_at_and_a_resumed_run_as_it_did(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: str, is_fast: bool
+def test_a_cpu_computes_in_what_it_is_fast_at_unless_asked(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capability: str, is_fast: bool
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True}, raising=False)
+    set_capabilities(monkeypatch, **{capability: True})
     given = write(recipe, bf16=None)
     for asked, expected in (([], is_fast), (["--bf16", "true"], True), (["--bf16", "false"], False)):
         _, args = parse_arguments([*given, *asked])
         assert (args.bf16, args.to_dict()["bf16"], args.frozen_dtype) == (expected, expected, torch.float32)
-    for step, bf16 in ((5, is_fast), (10, not is_fast)):
+        assert args.mixed_precision == ("bf16" if expected else "no")  # what accelerate goes by
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunArguments, TrainingConfig]]:
+    """Starts the script, and returns what it would train with."""
+    seen: list[tuple[RunArguments, TrainingConfig]] = []
+    monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
+
+    def start(*argv: str) -> tuple[RunArguments, TrainingConfig]:
+        sft.main(list(argv))
+        return seen[-1]
+
+    return start
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_a_resumed_run_keeps_what_its_record_says_whatever_the_machine_would_choose(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Callable[..., Any], is_fast: bool
+) -> None:
+    set_capabilities(monkeypatch, amx_bf16=is_fast)
+    environment = describe_environment("cpu", 1, resumed=False)
+    recorded = {5: {"bf16": is_fast, "attn_implementation": "sdpa"}, 10: {"bf16": not is_fast}}
+    for step, arguments in recorded.items():
         folder = tmp_path / "out" / f"checkpoint-{step}"
         folder.mkdir(parents=True)
-        describe_run({"bf16": bf16}, "data", describe_environment("cpu", 1, resumed=False)).write(folder)
-    for resume, expected in (("True", not is_fast), (str(tmp_path / "out" / "checkpoint-5"), is_fast)):
-        _, args = parse_arguments([*given, "--resume_from_checkpoint", resume])
-        assert args.bf16 == expected, resume
-    _, args = parse_arguments([*given, "--resume_from_checkpoint", "false"])
-    assert (args.resume_from_checkpoint, args.bf16) == (None, is_fast)
+        describe_run(arguments, "data", environment).write(folder)
+    given = write(recipe, bf16=None)
+
+    _, newest = started(*given, "--resume_from_checkpoint", "True")
+    assert newest.bf16 is not is_fast
+    assert newest.mixed_precision == ("no" if is_fast else "bf16")
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _, at_home = started(*given, "--resume_from_checkpoint", "True", "--output_dir", "~/out")
+    assert at_home.bf16 is not is_fast
+
+    run_args, named = started(*given, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-5"))
+    assert (named.bf16, run_args.attn_implementation) == (is_fast, "sdpa")
+
+    # What is asked for wins, and what is not resumed has no record.
+    asked = ("--bf16", str(is_fast), "--attn_implementation", "eager", "--resume_from_checkpoint", "true")
+    run_args, args = started(*given, *asked)
+    assert (args.bf16, run_args.attn_implementation) == (is_fast, "eager")
+    run_args, anew = started(*given, "--resume_from_checkpoint", "false")
+    assert (anew.resume_from_checkpoint, anew.bf16, run_args.attn_implementation) == (None, is_fast, None)
+
+
+def test_sources_are_mappings_or_names(recipe: Path) -> None:
+    given = [*write(recipe, dataset_name=None), "--datasets", "a.json", "b.json"]
+    run_args, _ = parse_arguments(given)
+    assert run_args.datasets == [SourceArguments("a.json"), SourceArguments("b.json")]
+
+
+def test_what_is_no_yaml_is_refused(recipe: Path) -> None:
+    recipe.write_text("stage: align\n  learning_rate: 1: 2")
+    with pytest.raises(UserError, match=r"recipe.yaml is not YAML: .* line 2") as refused:
+        parse_arguments(["--config", str(recipe)])
+    assert "\n" not in str(refused.value)
+    recipe.write_bytes("stage: align # für".encode("latin-1"))
+    with pytest.raises(UserError, match=r"recipe.yaml is not YAML: 'utf-8' codec"):
+        parse_arguments(["--config", str(recipe)])
+
+
+def test_a_bug_of_ours_keeps_its_traceback(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        int("a bug")
+
+    for place in ("training.command_line.check_arguments", "training.arguments.read_resume"):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, fail)
+            with pytest.raises(ValueError, match="invalid literal for int") as error:
+                parse_arguments(["--config", str(recipe)])
+            assert not isinstance(error.value, UserError)
 
 
 def test_the_command_line_wins_and_the_recipe_is_recorded(recipe: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -17,7 +17,7 @@ from trl import SFTTrainer
 from common.errors import UserError
 from script_runs import logged, moved, run
 from training import checkpoints
-from training.checkpoints import find, steps_done
+from training.checkpoints import find_checkpoint, steps_done
 from training.trainer import NormLlavaTrainer
 
 
@@ -35,19 +35,19 @@ FAULTS: dict[str, Callable[[Path], object]] = {
 
 
 def test_a_run_without_a_checkpoint_begins_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert find(tmp_path, True) is None
+    assert find_checkpoint(tmp_path, True) is None
     assert "holds no checkpoint: the run starts from the beginning" in caplog.text
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_checkpoint_is_passed_over(copied: Path, fault: str) -> None:
     FAULTS[fault](copied / "checkpoint-6")
-    assert find(copied, True) == copied / "checkpoint-3"
+    assert find_checkpoint(copied, True) == copied / "checkpoint-3"
     with pytest.raises(ValueError, match="checkpoint-6 can't be resumed from"):
-        find(copied, str(copied / "checkpoint-6"))
+        find_checkpoint(copied, str(copied / "checkpoint-6"))
     tear(copied / "checkpoint-3" / "run.json")
     with pytest.raises(ValueError, match="no complete checkpoint to resume from"):
-        find(copied, True)
+        find_checkpoint(copied, True)
 
 
 def test_others_may_read_what_a_run_writes(finished: dict[str, Any]) -> None:
@@ -76,7 +76,7 @@ def test_two_runs_do_not_share_a_folder(
     locked = forked.Event()
 
     def hold() -> None:
-        with checkpoints.lock(out):
+        with checkpoints.lock_output_dir(out):
             locked.set()
             time.sleep(60)
 
@@ -94,27 +94,29 @@ def test_two_runs_do_not_share_a_folder(
         run(monkeypatch, tmp_path, **{**fields, "dataset_name": "none.json", "output_dir": str(tmp_path / "new")})
     assert not (tmp_path / "new").exists()
     monkeypatch.setattr("fcntl.lockf", Mock(side_effect=OSError(38, "Function not implemented")))
-    with checkpoints.lock(tmp_path / "a disk without locks"):
+    with checkpoints.lock_output_dir(tmp_path / "a disk without locks"):
         pass
 
 
-@pytest.mark.parametrize("place", ["save", "publish"])
+@pytest.mark.parametrize("write", ["publish_checkpoint", "publish_result"])
 def test_after_an_error_in_writing_the_run_goes_on_from_its_last_checkpoint(
-    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: str
 ) -> None:
-    fields, out = {**finished, "output_dir": str(tmp_path / "out")}, tmp_path / "out"
-    write = getattr(checkpoints, place)
+    out = tmp_path / "out"
+    fields = {**finished, "output_dir": str(out)}
+    write_whole = getattr(checkpoints, write)
 
     def fail(folder: Path, destination: Path) -> None:
         if destination.name in ("checkpoint-6", "out"):
             raise OSError(28, "No space left on device")
-        write(folder, destination)
+        write_whole(folder, destination)
 
     with monkeypatch.context() as patched:
-        patched.setattr(f"training.trainer.{place}", fail)
+        patched.setattr(f"training.trainer.{write}", fail)
         with pytest.raises(OSError, match="No space left"):
             run(monkeypatch, tmp_path, **fields)
-    assert find(out, True) == out / ("checkpoint-3" if place == "save" else "checkpoint-8")
+    last = "checkpoint-3" if write == "publish_checkpoint" else "checkpoint-8"
+    assert find_checkpoint(out, True) == out / last
     assert not (out / "config.json").exists()
     run(monkeypatch, tmp_path, **fields, resume_from_checkpoint=True)
     assert moved(Path(finished["output_dir"]), out) == set()
@@ -127,7 +129,7 @@ def test_what_is_no_number_stops_the_run_and_keeps_its_checkpoint(
     fields = {**finished, "output_dir": str(tmp_path / "out"), "save_steps": 1, "lr_scheduler_type": "constant"}
     with pytest.raises(UserError, match="The loss is nan in step"):
         run(monkeypatch, tmp_path, **{**fields, "learning_rate": 1e30})
-    assert find(tmp_path / "out", True) is not None
+    assert find_checkpoint(tmp_path / "out", True) is not None
     step = SFTTrainer.training_step
 
     def step_and_spoil(trainer: SFTTrainer, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

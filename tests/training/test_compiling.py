@@ -132,6 +132,7 @@ MASKED = {**PACKED, "attn_implementation": "sdpa"}
 KINDS: dict[str, dict[str, Any]] = {
     "packed": MASKED,
     # On a CPU attention by sample isn't compiled: it parts the graph of a layer, which all layers and lengths share.
+    # Where layers are checkpointed too, torch compiles nothing of them, so those kinds below take sdpa.
     "packed, by sample": PACKED,
     "padded, checkpointed": CHECKPOINTED,
     "align": {"stage": "align", "vision_learning_rate": None},

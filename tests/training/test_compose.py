@@ -17,10 +17,13 @@ from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
     AutoTokenizer,
+    ConvNextConfig,
+    ConvNextModel,
     Dinov2WithRegistersConfig,
     Dinov2WithRegistersModel,
     FalconH1Config,
     Gemma2Config,
+    GPT2Config,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaProcessor,
@@ -31,6 +34,7 @@ from transformers import (
     Siglip2VisionModel,
 )
 
+from common.errors import UserError
 from conversations.chat_template import chat_format, chat_template
 from conversations.tokens import RowTokenizer
 from modeling_normllava import NormLlavaForConditionalGeneration
@@ -208,7 +212,6 @@ def test_a_chat_format_that_is_not_known_is_kept(backbones: Callable[[str], Path
 def test_a_chat_format_that_cannot_be_kept_is_replaced_and_said(
     backbones: Callable[[str], Path],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: Any,
     template: str | None,
 ) -> None:
@@ -217,9 +220,8 @@ def test_a_chat_format_that_cannot_be_kept_is_replaced_and_said(
     tokenizer.chat_template = template
     tokenizer.save_pretrained(tmp_path / "text")
     arguments = [f"--vision_model={backbones('siglip')}", f"--text_model={tmp_path / 'text'}"]
-    monkeypatch.setattr(sys, "argv", ["compose.py", *arguments, f"--output_dir={tmp_path / 'out'}"])
     with caplog.at_level("INFO"):
-        main()
+        main([*arguments, f"--output_dir={tmp_path / 'out'}"])
     assert "Chat format Vicuna: the language model has no chat template" in caplog.text
     assert "a picture that isn't square is squashed to 28 x 28 pixels" in caplog.text
 
@@ -327,19 +329,31 @@ def test_llava_keeps_every_weight_and_number_of_image_tokens(
         assert all(torch.equal(again[name], weight) for name, weight in model.state_dict().items())
 
 
+def test_a_model_type_that_transformers_does_not_know_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "none_such"}')
+    with pytest.raises(UserError, match=rf"{tmp_path} can't be loaded: .*`none_such`"):
+        load_text_model(str(tmp_path))
+
+
 def test_parts_that_do_not_fit(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no language model with a decoder alone"):
         load_text_model(str(backbones("siglip2")))
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2}
     Siglip2VisionModel(Siglip2VisionConfig(**sizes, patch_size=14)).save_pretrained(tmp_path / "naflex")
-    with pytest.raises(ValueError, match=r"no vision encoder for pictures of one fixed size.*NaFlex"):
-        load_vision_model(str(tmp_path / "naflex"), torch.float32)
+    # A convolutional encoder has a size of pictures, but no width of its tokens.
+    ConvNextModel(ConvNextConfig(image_size=28, num_stages=2, hidden_sizes=[8, 16], depths=[1, 1])).save_pretrained(
+        tmp_path / "convolutional"
+    )
+    for encoder in ("naflex", "convolutional"):
+        with pytest.raises(UserError, match=r"no vision encoder for pictures of one fixed size.*NaFlex"):
+            load_vision_model(str(tmp_path / encoder), torch.float32)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (PhiConfig(**TEXT_SIZES), "lm_head.bias"),
+        (PhiConfig(**TEXT_SIZES), "can't rebuild this language model: .*lm_head.bias"),
+        (GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=320), "can't rebuild this language model: GPT2Model"),
         (Qwen3MoeConfig(**TEXT_SIZES, num_experts=4), "qwen3_moe.* mixes experts"),
         (Gemma2Config(**TEXT_SIZES, head_dim=8), "logits change by up to .* softcap"),
     ],
@@ -350,7 +364,7 @@ def test_language_models_that_would_not_be_themselves(
 ) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(backbones("qwen2")).save_pretrained(tmp_path)
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises(UserError, match=rf"(?s){message}"):
         compose(str(backbones("siglip")), str(tmp_path))
 
 
@@ -402,16 +416,18 @@ def test_command_line(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     ("options", "message"),
     [
         ("--output_dir {full}", "is not empty"),
+        ("--output_dir out", "give either --vision_model and --text_model, or only --llava_model"),
         ("--output_dir out --vision_model x", "give either --vision_model and --text_model, or only --llava_model"),
+        ("--output_dir out --text_model x --llava_model y", "give either --vision_model and --text_model, or only"),
+        ("--output_dir out --llava_model x --center_crop", "--center_crop is for a new model"),
         ("--output_dir out --llava_model x --scale_projector", "are for a new projector"),
         ("--output_dir out --llava_model x --no_align_norm --norm_target_ratio 3", "for a norm that starts at"),
     ],
 )
 def test_options_that_do_not_go_together(
-    options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr(sys, "argv", ["compose.py", *options.format(full=tmp_path).split()])
     with pytest.raises(SystemExit):
-        main()
+        main(options.format(full=tmp_path).split())
     assert message in capsys.readouterr().err

@@ -55,7 +55,7 @@ def plain_losses(folder: Path, held_out: Path, align: bool) -> list[float]:
     model = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
     sums, num_tokens = torch.zeros(2, dtype=torch.float64), 0
     for row in map(tokenize, load_rows(str(held_out))):
-        labels = torch.tensor([tokenize.expand_pictures(row["input_ids"], row["labels"])])
+        labels = torch.tensor([tokenize.repeat_at_pictures(row["labels"], row["input_ids"])])
         input_ids = torch.tensor([tokenize.expand_pictures(row["input_ids"])])
         num_tokens += int((labels != IGNORED).sum())
         pictures = open_images(row)

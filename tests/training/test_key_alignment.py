@@ -20,6 +20,7 @@ from script_runs import PACKED, collate, logged, run  # noqa: E402
 from training.adapters import add_adapters  # noqa: E402
 from training.add_key_adapters import add_key_adapters  # noqa: E402
 from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
+from training.loss import gradient_alone  # noqa: E402
 from training.merge import merge  # noqa: E402
 from training.stages import LearningRates, Stage, prepare_stage  # noqa: E402
 
@@ -65,6 +66,14 @@ def test_losses_and_gradients_are_the_formulas() -> None:
         for ours, plain in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
             assert plain.abs().max() > 1e-3
             torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_a_loss_of_which_the_gradient_alone_is_taken_changes_no_figure() -> None:
+    weight = torch.tensor(3.0, requires_grad=True)
+    loss = 1.5 * weight + gradient_alone(weight.square())
+    assert loss.item() == 4.5
+    (gradient,) = torch.autograd.grad(loss, weight)
+    assert gradient.item() == 1.5 + 2 * 3
 
 
 class Batch:

@@ -74,11 +74,13 @@ def backward(model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "varlen"])
-@pytest.mark.parametrize("text", ["qwen2", "qwen3", "llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("text", "spatial_merge_size"), [("qwen2", 1), ("qwen2", 2), ("qwen3", 1), ("llama", 1), ("gemma3", 1)]
+)
 def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
-    composed: Callable[..., Path], rows: list[dict[str, Any]], attention: str, text: str
+    composed: Callable[..., Path], rows: list[dict[str, Any]], attention: str, text: str, spatial_merge_size: int
 ) -> None:
-    folder = composed(text=text)
+    folder = composed(text=text, spatial_merge_size=spatial_merge_size)
     set_seed(0)
     padded = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
     packed = NormLlavaForConditionalGeneration.from_pretrained(

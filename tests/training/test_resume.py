@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from script_runs import INSTRUCT, PACKED, logged, moved, run
-from training.checkpoints import find
+from training.checkpoints import find_checkpoint
 from training.run import Run
 
 
@@ -70,6 +71,23 @@ def test_a_run_packed_with_sdpa_goes_on_with_it(
     assert moved(unbroken, anew) != set()  # the last digits differ
 
 
+def test_a_run_goes_on_in_the_arithmetic_that_it_began_with(
+    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another CPU would choose another one."""
+    fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
+    fields["bf16"] = None
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
+    run(monkeypatch, tmp_path, **fields, output_dir=str(unbroken))
+
+    shutil.copytree(unbroken / "checkpoint-3", broken / "checkpoint-3")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    run(monkeypatch, tmp_path, **fields, output_dir=str(broken), resume_from_checkpoint=True)
+    assert Run.read(broken).arguments["bf16"] is True
+    assert moved(unbroken, broken) == set()
+
+
 def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_moved_away(
     finished: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,7 +108,7 @@ def test_a_named_checkpoint_is_gone_on_from_and_later_ones_are_moved_away(
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-5", "checkpoint-6"}
     # Another run's checkpoint does not take the folder over.
     with pytest.raises(ValueError, match="already holds a run"):
-        find(out, str(Path(finished["output_dir"]) / "checkpoint-3"))
+        find_checkpoint(out, str(Path(finished["output_dir"]) / "checkpoint-3"))
 
 
 CHANGED: dict[str, Any] = {

@@ -100,10 +100,10 @@ def test_each_row_is_read_as_often_as_any_other_and_by_one_reader(tmp_path: Path
 def test_the_place_is_read_back_by_as_many_readers_and_no_others(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "rows", [5] * 40)
     batches_of(path, workers=2).write_place(tmp_path, is_main_process=True)
-    batches_of(path, workers=2).go_on(tmp_path)
+    batches_of(path, workers=2).read_place(tmp_path)
     for readers, now in (({"workers": 3}, "[3]"), ({"workers": 2, "processes": 2}, "[2, 2]")):
         with pytest.raises(ValueError, match=re.escape(f"readers of each: [2], now {now}): resume as before")):
-            batches_of(path, **readers).go_on(tmp_path)
+            batches_of(path, **readers).read_place(tmp_path)
 
 
 def test_bad_rows_of_a_stream_are_listed_or_stop_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_bad_rows_of_a_stream_are_listed_or_stop_it(tmp_path: Path, monkeypatch:
     with pytest.raises(BadRowError, match=r"row 4: no answer\.$"):
         list(islice(read(batches_of(path, bad_rows="error")), 12))
     path.write_text(json.dumps([{"conversations": said(0, 4)}] * 3))
-    monkeypatch.setattr(streams, "MOST_BAD", 10)
+    monkeypatch.setattr(streams, "MAX_CONSECUTIVE_BAD_ROWS", 10)
     with pytest.raises(BadRowError, match="no answer"):
         next(read(batches_of(path)))
 

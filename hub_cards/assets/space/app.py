@@ -21,22 +21,49 @@ CAPTION = (
     "To run this page yourself: MODEL=<folder or owner/name> REVISION=main python app.py"
 )
 
-if not {"MODEL", "REVISION"} <= os.environ.keys():
+if "MODEL" not in os.environ or "REVISION" not in os.environ:
     raise SystemExit("Set the Space's variables MODEL and REVISION: README.md explains them.")
-MODEL, REVISION = os.environ["MODEL"], os.environ["REVISION"]
+MODEL = os.environ["MODEL"]
+REVISION = os.environ["REVISION"]
 NAME = MODEL.rstrip("/").split("/")[-1]
-SOURCE: dict[str, Any] = {"revision": REVISION, "trust_remote_code": True}  # the model's own code, at that revision
+
+# The model's own code is run, at that revision.
 model = AutoModelForImageTextToText.from_pretrained(
-    MODEL, **SOURCE, dtype="auto", device_map="auto" if torch.cuda.is_available() else None
+    MODEL,
+    revision=REVISION,
+    trust_remote_code=True,
+    dtype="auto",
+    device_map="auto" if torch.cuda.is_available() else None,
 ).eval()
-processor = AutoProcessor.from_pretrained(MODEL, **SOURCE)
+processor = AutoProcessor.from_pretrained(MODEL, revision=REVISION, trust_remote_code=True)
+
+
+@torch.no_grad()
+def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
+    """The model's greedy answer, and the figure."""
+    if picture is None or not question.strip():
+        raise gr.Error("A picture and a question are needed.")
+    try:
+        inputs = prepare(model, processor, to_rgb(picture), question)
+    except ValueError as error:  # the question contains the image token
+        raise gr.Error(f"The question can't be asked: {error}") from error
+
+    generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
+    text = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    figure = draw(measure(model, processor, inputs), measure_without_norm(inputs))
+    return text.strip(), figure
 
 
 def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
     """A model's inputs."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
-    inputs = processor.apply_chat_template([{"role": "user", "content": content}], **options)
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": content}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
     return inputs.to(model.device, dtype=model.dtype)
 
 
@@ -49,24 +76,10 @@ def measure_without_norm(inputs: Any) -> Measured | None:
         return measure(model, processor, inputs)
 
 
-@torch.no_grad()
-def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
-    """The model's greedy answer, and the figure."""
-    if picture is None or not question.strip():
-        raise gr.Error("A picture and a question are needed.")
-    try:
-        inputs = prepare(model, processor, to_rgb(picture), question)
-    except ValueError as error:  # the question contains the image token
-        raise gr.Error(f"The question can't be asked: {error}") from error
-    generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
-    text = processor.decode(generated[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return text.strip(), draw(measure(model, processor, inputs), measure_without_norm(inputs))
-
-
 with gr.Blocks(title=NAME) as demo:
     gr.Markdown(
         f"# {NAME}\nAsk [{MODEL}](https://huggingface.co/{MODEL}/tree/{REVISION}) about a picture. Below its answer: "
-        "the norm of visual and text tokens where they enter each layer, and how far the layer turns them."
+        "the norm of image and text tokens where they enter each layer, and how far the layer turns them."
     )
     with gr.Row():
         picture = gr.Image(label="Picture", type="pil", image_mode=None, height=320)

@@ -1,0 +1,106 @@
+"""Asks a model questions and records what its decoder does with each, up to where the answer begins."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from tqdm import tqdm
+from transformers import BatchFeature, PreTrainedModel
+
+from diagnostics.keys import MAX_TOKENS, draw_positions
+from diagnostics.loading import Message, Question
+from diagnostics.parts import DiagnosticsError
+from diagnostics.probe import Probe, Record
+from diagnostics.tokens import Inputs, TokenIds, classify_sample, token_ids
+
+
+@torch.no_grad()
+def record_questions(
+    model: PreTrainedModel, processor: Any, questions: Sequence[Question], layers: Collection[int], title: str
+) -> list[Record]:
+    """A record of each question up to where its answer begins, with attention, keys and values of `layers`.
+
+    The model runs in eval mode, and is in its own mode again afterwards. Its head is not run: nothing after the
+    decoder is measured. `title` is what the progress bar says; without one there is none.
+
+    Raises:
+        DiagnosticsError: if a question can't be measured; the message names it.
+    """
+    ids = token_ids(model, processor)
+    num_kept = max(1, MAX_TOKENS // len(questions))
+
+    records = []
+    with eval_mode(model):
+        for question in tqdm(questions, desc=title, unit="picture", disable=not title):
+            try:
+                records.append(record_question(model, processor, question, layers, ids, num_kept))
+            except DiagnosticsError as error:
+                raise DiagnosticsError(f"{question.source}: {error}") from error
+    return records
+
+
+def record_question(
+    model: PreTrainedModel,
+    processor: Any,
+    question: Question,
+    layers: Collection[int],
+    ids: TokenIds,
+    num_kept: int,
+) -> Record:
+    """A record of one question, with the keys and values of at most `num_kept` image and `num_kept` text tokens."""
+    inputs = prepare_inputs(model, processor, question.prompt)
+    tokens = classify_sample(inputs, ids)
+    key_positions = draw_positions(tokens, question.picture, num_kept)
+    with Probe(model, inputs, tokens, layers, key_positions) as probe:
+        model.base_model(**inputs)
+    return probe.record()
+
+
+@contextmanager
+def eval_mode(model: PreTrainedModel) -> Iterator[None]:
+    """The model in eval mode; afterwards each of its modules is in its own mode again."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_training:
+            module.training = True
+
+
+def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Message]) -> Inputs:
+    """What a model is given for chat messages.
+
+    Raises:
+        DiagnosticsError: if the processor refuses them, such as a role that its template doesn't know, or a picture
+            that is too small.
+    """
+    try:
+        prepared = _process(processor, messages)
+    except (TemplateError, ValueError) as error:
+        raise DiagnosticsError(f"The processor can't prepare it: {error}") from error
+
+    inputs = {name: value for name, value in prepared.items() if name != "labels"}  # PaliGemma's, for training
+    return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))
+
+
+def _process(processor: Any, messages: list[Message]) -> Any:
+    """The messages as the chat template writes them; without one, their texts and pictures, one per line."""
+    if getattr(processor, "chat_template", None):
+        return processor.apply_chat_template(
+            messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+        )
+
+    image_mark = getattr(processor, "image_token", "<image>")
+    lines = []
+    images = []
+    for message in messages:
+        for part in message["content"]:
+            if part["type"] == "text":
+                lines.append(part["text"])
+            else:
+                lines.append(image_mark)
+                images.append(part["image"])
+    return processor(images=images or None, text="\n".join(lines), return_tensors="pt")

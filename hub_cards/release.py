@@ -1,0 +1,46 @@
+"""`release.json`: which repository and tag a release folder was built for, and from which weights."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from common.errors import UserError
+from common.files import write_whole
+from common.records import read_record
+
+
+RELEASE_FILE = "release.json"
+
+
+@dataclass(frozen=True)
+class Release:
+    """What a release folder was built for, and from.
+
+    Attributes:
+        repo_id: The repository on the Hub, owner/name.
+        revision: The tag.
+        weights: [`~common.files.fingerprint`] of the weights.
+    """
+
+    repo_id: str
+    revision: str
+    weights: str
+
+    def write(self, folder: Path) -> None:
+        """Write `release.json` into a folder."""
+        write_whole(folder / RELEASE_FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_release(folder: Path) -> Release:
+    """Read `release.json` from a folder.
+
+    Raises:
+        UserError: if there is none, as in folders that an earlier version built, or it can't be read.
+    """
+    path = folder / RELEASE_FILE
+    if not path.exists():
+        raise UserError(
+            f"{folder} holds no {RELEASE_FILE}: it is no release, or an earlier version built it. Delete it, and push "
+            "the run again: python -m hub_cards push <run> --repo_id <owner/name>"
+        )
+    return read_record(Release, path)

@@ -1,0 +1,34 @@
+"""A model that can't be loaded is named."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from common.errors import UserError
+from training.arguments import RunArguments, TrainingConfig
+from training.loading import errors_named_after, load_base, load_config
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"^{tmp_path}: .*model_type"):
+        load_config(str(tmp_path))
+
+
+def test_a_model_that_lacks_weights_is_named(composed: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    run_args = RunArguments(model_name_or_path=str(folder), dataset_name="", stage="align")
+    args = TrainingConfig(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False)
+    with pytest.raises(UserError, match=f"(?s)^{folder}: .*lm_head.weight"):
+        load_base(run_args, args)
+
+
+def test_other_errors_keep_their_traceback() -> None:
+    with pytest.raises(KeyError), errors_named_after("model"):
+        {}["a bug"]

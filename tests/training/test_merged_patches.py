@@ -1,0 +1,83 @@
+"""Models whose neighbouring patches are merged: composed, loaded as a stranger loads them, and trained."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaProcessor
+
+from common.errors import UserError
+from conversations.tokens import RowTokenizer
+from modeling_normllava import NormLlavaForConditionalGeneration
+from training.align import align
+from training.compose import compose, interface_norms, main
+
+
+QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
+
+
+@pytest.fixture(params=["siglip", "clip"])
+def merged(
+    request: pytest.FixtureRequest, backbones: Callable[[str], Path]
+) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
+    """A model that makes one image token of 2 x 2 patches; CLIP's class token comes before them."""
+    return compose(str(backbones(request.param)), str(backbones("qwen2")), spatial_merge_size=2)
+
+
+def test_a_picture_becomes_a_quarter_as_many_tokens(
+    merged: tuple[NormLlavaForConditionalGeneration, LlavaProcessor], picture: Image.Image
+) -> None:
+    model, processor = merged
+    prompt = processor.apply_chat_template(QUESTION, add_generation_prompt=True)
+    inputs = processor(images=[picture], text=prompt, return_tensors="pt")
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == model.config.image_seq_length == 1
+    assert RowTokenizer(processor, processor.chat_template).tokens_per_image == 1  # what training counts
+
+    norms = interface_norms(model, processor)
+    assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
+
+
+def test_a_stranger_loads_it(
+    merged: tuple[NormLlavaForConditionalGeneration, LlavaProcessor], picture: Image.Image, tmp_path: Path
+) -> None:
+    model, processor = merged
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    loaded_processor = AutoProcessor.from_pretrained(tmp_path, trust_remote_code=True)
+
+    prompt = processor.apply_chat_template(QUESTION, add_generation_prompt=True)
+    inputs = loaded_processor(images=[picture], text=prompt, return_tensors="pt")
+    assert inputs["input_ids"].equal(processor(images=[picture], text=prompt, return_tensors="pt")["input_ids"])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs).logits, model.eval()(**inputs).logits, rtol=1e-5, atol=1e-6)
+        generated = loaded.generate(**inputs, max_new_tokens=3)
+    assert generated.shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_its_projector_can_be_aligned(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+    model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")), spatial_merge_size=2)
+    before = model.model.multi_modal_projector.linear_1.weight.clone()
+    rows = []
+    for number, caption in enumerate(("black", "white")):
+        Image.new("RGB", (28, 28), caption).save(tmp_path / f"{caption}.png")
+        turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": caption}]
+        row = {"image": f"{caption}.png", "image_folder": str(tmp_path), "conversations": turns}
+        rows.append({**row, "source": f"row {number}"})
+    align(model, processor, Dataset.from_list(rows), seed=0, steps=2)
+    assert before.shape == (32, 4 * 24)
+    assert not torch.equal(model.model.multi_modal_projector.linear_1.weight, before)
+
+
+def test_squares_that_do_not_fill_the_picture_are_refused(backbones: Callable[[str], Path]) -> None:
+    with pytest.raises(UserError, match=r"spatial_merge_size 3 doesn't divide .* 2 x 2 patches: take one of 1, 2,"):
+        compose(str(backbones("siglip")), str(backbones("qwen2")), spatial_merge_size=3)
+
+
+def test_a_converted_llava_keeps_its_patches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--llava_model=x", f"--output_dir={tmp_path}", "--spatial_merge_size=2"])
+    assert "--spatial_merge_size is for a new projector" in capsys.readouterr().err

@@ -1,0 +1,272 @@
+"""What a run refuses: arguments that would change its result, or be passed over, without a word. A rule a sentence."""
+
+import math
+import os
+from enum import Enum
+from typing import Any
+
+from transformers.integrations import get_available_reporting_integrations
+from trl import ModelConfig
+
+from common.errors import UserError
+from training.arguments import RunArguments, TrainingConfig
+from training.stages import Stage
+
+
+# Fields of TRL and transformers with the only value that they may have, and why.
+ONLY: dict[str, tuple[Any, str]] = {
+    "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
+    "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
+    "lora_modules_to_save": (None, "beside the adapters, projector and norm are trained"),
+    "load_in_8bit": (False, "only load_in_4bit is supported"),
+    "bnb_4bit_quant_storage": (None, "4-bit weights are stored in bytes"),
+    "completion_only_loss": (None, "what the assistant says is supervised, and nothing else"),
+    "dtype": (ModelConfig.dtype, "trained weights are float32, and frozen ones bfloat16 where bf16 is true"),
+    "logging_strategy": ("steps", "norms are measured in every step that is a multiple of logging_steps"),
+    "train_sampling_strategy": ("random", "each epoch shuffles the rows"),
+    "average_tokens_across_devices": (True, "every token of a step has the same weight on any device"),
+    "auto_find_batch_size": (False, "the rows of a step would change; set per_device_train_batch_size"),
+    "label_smoothing_factor": (0.0, "the loss is the cross entropy of the supervised tokens"),
+    "include_num_input_tokens_seen": ("no", "num_tokens is always logged, without padding"),
+    "packing": (False, "TRL packs only text; give packed_length to pack rows with pictures"),
+    "enable_jit_checkpoint": (False, "it saves in the middle of a step; resume from the last checkpoint"),
+    "assistant_only_loss": (False, "it is so anyway: what the assistant says is supervised"),
+    "padding_free": (False, "give packed_length, which packs rows without padding"),
+    "use_liger_kernel": (False, "Liger has no kernels for this model class"),
+    "torch_compile_mode": (None, "layers are compiled in torch's default mode; no other has been tried"),
+    "load_best_model_at_end": (False, "save_strategy 'best' keeps the best checkpoint; take it from its folder"),
+    "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
+    "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),
+}
+# Fields that must be 1 or more, where they are given.
+COUNTS = (
+    "per_device_train_batch_size",
+    "per_device_eval_batch_size",
+    "gradient_accumulation_steps",
+    "global_batch_size",
+    "packed_length",
+    "max_length",
+    "lora_r",
+)
+# Fields that must be 0 or more, where they are given.
+RATES = (
+    "learning_rate",
+    "vision_learning_rate",
+    "projector_learning_rate",
+    "norm_learning_rate",
+    "key_mmd_weight",
+    "key_gram_weight",
+)
+# Fields that only stage 'adapt' reads.
+ADAPTER_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
+# Fields that each entry of `datasets` has instead.
+SOURCE_FIELDS = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
+
+
+def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Refuse arguments by all rules that need neither data nor model.
+
+    Raises:
+        UserError: at the first rule that is broken; it names the fields.
+    """
+    check_required(run_args)
+    check_fixed_fields(run_args, args)
+    check_ranges(run_args, args)
+    check_steps(args)
+    check_stage(run_args)
+    check_sources(run_args)
+    check_stream(run_args, args)
+    check_batch(run_args, args)
+    check_evaluation(run_args, args)
+    check_optimizer(run_args, args)
+    check_key_losses(run_args, args)
+    check_compiling(args)
+    check_precision(args)
+    check_sharding(args)
+    check_trackers(args)
+
+
+def check_required(run_args: RunArguments) -> None:
+    """A run needs a model, rows and a stage."""
+    recipes = "training/recipes/ has recipes to start from."
+    if run_args.model_name_or_path is None:
+        raise UserError(f"model_name_or_path is missing; {recipes}")
+    if run_args.dataset_name is None and not run_args.datasets:
+        raise UserError(f"dataset_name is missing; {recipes}")
+    if run_args.stage is None:
+        raise UserError(f"stage is missing; {recipes}")
+
+
+def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Fields of TRL in `ONLY` keep their value. One that this version of transformers doesn't have is passed over."""
+    given = {**vars(args), **vars(run_args)}
+    for name, (allowed, reason) in ONLY.items():
+        if name in given and given[name] != allowed:
+            value = given[name].value if isinstance(given[name], Enum) else given[name]
+            raise UserError(f"{name} must stay {allowed!r}, got {value!r}: {reason}.")
+
+
+def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Counts are 1 or more, rates and weights 0 or more."""
+    given = {**vars(args), **vars(run_args)}
+    for name in COUNTS:
+        if given[name] is not None and given[name] < 1:
+            raise UserError(f"{name} must be 1 or more, got {given[name]}.")
+    for name in RATES:
+        if given[name] is not None and not 0 <= given[name] < math.inf:
+            raise UserError(f"{name} must be 0 or more, got {given[name]}.")
+
+
+def check_steps(args: TrainingConfig) -> None:
+    """A run takes at least one step."""
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        raise UserError(
+            f"num_train_epochs {args.num_train_epochs:g} trains nothing: give a number above 0, or max_steps."
+        )
+
+
+def check_stage(run_args: RunArguments) -> None:
+    """A stage reads all of the fields that are given, and has those that it needs."""
+    if run_args.stage == Stage.INSTRUCT and run_args.vision_learning_rate is None:
+        raise UserError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
+    if run_args.stage == Stage.ADAPT:
+        return
+
+    if run_args.load_in_4bit:
+        raise UserError("load_in_4bit works only with stage 'adapt': 4-bit weights can't be trained.")
+    if run_args.has_key_losses:
+        raise UserError(
+            "key_mmd_weight and key_gram_weight work only with stage 'adapt', which freezes the keys that they "
+            "compare with."
+        )
+    for name in ADAPTER_FIELDS:
+        if getattr(run_args, name) != getattr(RunArguments, name):
+            raise UserError(f"{name} is read in stage 'adapt' alone, got stage {run_args.stage!r}: leave it out.")
+
+
+def check_sources(run_args: RunArguments) -> None:
+    """The rows are named once."""
+    if not run_args.datasets:
+        return
+
+    given = [name for name in SOURCE_FIELDS if getattr(run_args, name) != getattr(RunArguments, name)]
+    if given:
+        raise UserError(f"Give either {', '.join(given)} or datasets, not both.")
+
+
+def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
+    """A stream has no length, so its run ends after `max_steps`, and nothing is drawn from it or packed."""
+    if not run_args.dataset_streaming:
+        return
+
+    if run_args.datasets or run_args.packed_length is not None or args.max_steps <= 0:
+        raise UserError("A stream takes dataset_name and max_steps, and neither datasets nor packed_length.")
+
+
+def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
+    """The rows of a step are given once, and a row's loss doesn't depend on those that share its batch."""
+    if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
+        raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
+    if run_args.packed_length is None:
+        return
+
+    if run_args.global_batch_size is None:
+        raise UserError("Packed rows hold varying numbers of samples: give global_batch_size.")
+    if args.neftune_noise_alpha:
+        raise UserError("neftune_noise_alpha depends on rows' lengths: remove packed_length.")
+
+
+def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Held-out rows are read, and their loss is the cross entropy."""
+    evaluates = args.eval_strategy != "no" or args.eval_on_start
+    if run_args.eval_dataset_name and not evaluates:
+        raise UserError("eval_dataset_name needs an eval_strategy, or eval_on_start.")
+    if evaluates and args.loss_type == "dft":
+        raise UserError(
+            "loss_type 'dft' weighs each token by its probability, so eval/loss would be no cross entropy: leave out "
+            "loss_type, or evaluation."
+        )
+
+
+def check_optimizer(run_args: RunArguments, args: TrainingConfig) -> None:
+    """The weights that are saved are those that were trained, and clipping has a limit."""
+    if args.optim.startswith("schedule_free"):
+        raise UserError("A schedule_free optimizer trains other weights than it saves.")
+    if run_args.clip_by_module and not args.max_grad_norm:
+        raise UserError("clip_by_module clips to max_grad_norm, and 0 clips nothing: give a number above 0.")
+
+
+def check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
+    """Losses on keys can read the keys, and send gradients back through them."""
+    if not run_args.has_key_losses:
+        return
+
+    is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)
+    if args.gradient_checkpointing and is_reentrant:
+        raise UserError(
+            "key_mmd_weight and key_gram_weight need the keys' gradients, which reentrant checkpointing doesn't give: "
+            "set use_reentrant to false in gradient_checkpointing_kwargs."
+        )
+    if args.torch_compile:
+        raise UserError(
+            "key_mmd_weight and key_gram_weight read keys inside the layers, which compiled layers hide: set "
+            "torch_compile to false."
+        )
+
+
+def check_compiling(args: TrainingConfig) -> None:
+    """Only layers are compiled, by a backend that has been tried."""
+    if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
+        raise UserError(
+            "The launcher would compile the whole model: launch with --dynamo_backend no, and give "
+            "torch_compile: true, which compiles the decoder's layers."
+        )
+    if args.torch_compile_backend not in (None, "inductor", "aot_eager"):
+        raise UserError(
+            "torch_compile_backend must be inductor, which is the default, or aot_eager: no other has been tried but "
+            "eager, which draws dropout anew where a checkpointed layer is computed again."
+        )
+
+
+def check_precision(args: TrainingConfig) -> None:
+    """The recipe names the arithmetic, and the device has it."""
+    if args.fp16 and args.use_cpu:
+        raise UserError("fp16 needs a GPU: a CPU would compute in float32 all the same. Leave it out.")
+
+    launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched_with != "no" and not args.bf16 and not args.fp16:
+        raise UserError(f"The launcher has mixed_precision {launched_with!r}: give bf16: true, or launch with 'no'.")
+
+
+def check_sharding(args: TrainingConfig) -> None:
+    """Only FSDP2 shards, as the launcher sets it."""
+    if args.deepspeed_plugin:
+        raise UserError("DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml.")
+    if args.fsdp:
+        raise UserError("Take fsdp out of the recipe: launch with --config_file training/accelerate/fsdp2.yaml.")
+
+    version = os.environ.get("FSDP_VERSION", "2")
+    state_dict_type = os.environ.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")
+    if version != "2" or state_dict_type == "FULL_STATE_DICT":
+        raise UserError("Set fsdp_version: 2 and SHARDED_STATE_DICT, as training/accelerate/fsdp2.yaml does.")
+
+
+def check_trackers(args: TrainingConfig) -> None:
+    """Trackers that are asked for are installed."""
+    installed = get_available_reporting_integrations()
+    missing = [name for name in args.report_to if name not in installed]
+    if missing:
+        raise UserError(f"report_to: {', '.join(missing)} is not installed: install it, or give report_to: none.")
+
+
+def check_devices(args: TrainingConfig) -> None:
+    """A process trains on one GPU: with several, as in a notebook, transformers takes `nn.DataParallel`.
+
+    Raises:
+        UserError: if this process would use several.
+    """
+    if args.n_gpu > 1:
+        raise UserError(
+            f"This process would split its batches over {args.n_gpu} GPUs by DataParallel, which is not supported: "
+            "start the run with accelerate launch, one process a GPU, or set CUDA_VISIBLE_DEVICES=0."
+        )

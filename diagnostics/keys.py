@@ -1,7 +1,7 @@
 """Distances between visual and text tokens in key space, before rotary embedding, and in value space.
 
-Rotary embedding separates keys of the same distribution at different positions. MMD is what MaLoRA's abstract
-names (arXiv 2510.26721); what it leaves open is chosen here and stated on the report's page.
+Rotary embedding separates keys of the same distribution at different positions. MMD and Jensen-Shannon divergence are
+what MaLoRA's abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated on the report's page.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold, cross_val_score
 
+from diagnostics.divergence import measure_divergence
 from diagnostics.probe import Record
 from diagnostics.table import jackknife_rows, make_rows
 from diagnostics.tokens import Tokens
@@ -160,6 +161,7 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     numbers = {
         "probe": np.median([linear_probe(head, groups, count) for head in heads]),
         "tokens": len(points.pictures),
+        **measure_divergence(heads, groups, splits.observed, splits.halves),
     }
     if len(halves):
         numbers["mmd_halves"] = np.quantile(halves, 0.95)

@@ -83,7 +83,7 @@ def compare_text_norms(norms: Mapping[str, torch.Tensor]) -> pd.DataFrame:
     """A line for each model, with columns `model`, `embeddings`, `mean`, `standard_deviation` and `ratio`.
 
     All-zero rows, which pad a vocabulary, are left out, as in T (eq. 11); the paper doesn't say whether its Table 6
-    counts them. `embeddings` is the number of rows that are left, and `ratio` is the mean over that of the first model.
+    counts them. `embeddings` is the number of rows that are left, `ratio` is the mean over the first model's mean.
 
     Args:
         norms: L2 norms of each model's embeddings by its name, `(num_embeddings,)`, as from [`vocabulary_norms`].

@@ -21,6 +21,7 @@ from transformers import BatchFeature, PreTrainedModel
 from common.files import write_whole
 from diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read
 from diagnostics.hooks import InterfaceHooks
+from diagnostics.key_map import draw_key_map, place_keys
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space
 from diagnostics.loading import QUESTION, Message, Question, Questions, ask_about, load_questions
 from diagnostics.measures import measure_all, measure_attention, measure_drift, measure_layers
@@ -48,11 +49,13 @@ class Comparison:
         report: What was measured, on what.
         rows: All numbers: `model` and the columns of [`~diagnostics.table`].
         swept: With `sweep`, the rows of [`sweep_model`]: `model`, `dose`, `control` and those columns.
+        key_map: Keys on a plane: `model` and the columns of [`place_keys`].
     """
 
     report: Report
     rows: pd.DataFrame
     swept: pd.DataFrame = field(default_factory=pd.DataFrame)
+    key_map: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def __str__(self) -> str:
         of_models = [
@@ -68,11 +71,17 @@ class Comparison:
     def figures(self) -> dict[str, Figure]:
         """The report's figures by name; those without data are left out."""
         doses = {name: by_dose(rows) for name, rows in self.swept.groupby("model")} if len(self.swept) else {}
-        return draw_figures({model.name: model.summary for model in self.report.models}, doses)
+        summaries = {model.name: model.summary for model in self.report.models}
+        figures = draw_figures(summaries, doses)
+
+        if len(self.key_map) > 0:
+            with_keys = self.key_map["model"].unique()
+            figures["key_map"] = draw_key_map({name: summaries[name] for name in with_keys}, self.key_map)
+        return figures
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `sweep.csv`, and below
-        `figures/` all figures as PNG and PDF."""
+        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `key_map.csv`,
+        `sweep.csv`, and below `figures/` all figures as PNG and PDF."""
         folder = Path(folder)
         drawn = folder / "figures"
         drawn.mkdir(parents=True, exist_ok=True)
@@ -81,9 +90,10 @@ class Comparison:
                 path.unlink()
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
-        (folder / "sweep.csv").unlink(missing_ok=True)  # of an earlier report
-        if len(self.swept):
-            write_whole(folder / "sweep.csv", self.swept.to_csv(index=False))
+        for name, table in (("sweep.csv", self.swept), ("key_map.csv", self.key_map)):
+            (folder / name).unlink(missing_ok=True)  # of an earlier report
+            if len(table) > 0:
+                write_whole(folder / name, table.to_csv(index=False))
         write_whole(folder / "report.json", json.dumps(asdict(self.report), indent=1, allow_nan=False))
         for name, figure in self.figures().items():
             for suffix in ("png", "pdf"):
@@ -145,9 +155,10 @@ def measure_models(
     reports: list[ModelReport] = []
     of_models: list[pd.DataFrame] = []
     swept = [pd.DataFrame()]
+    key_maps = [pd.DataFrame()]
     for name, model, processor in models:
         try:
-            report, rows = measure_model(model, processor, questions.questions, name, layers)
+            report, rows, key_map = measure_model(model, processor, questions.questions, name, layers)
             if sweep:
                 swept.append(sweep_model(model, processor, questions.questions, name).assign(model=name))
                 report = replace(report, sweep=tell_sweep(swept[-1]))
@@ -156,6 +167,7 @@ def measure_models(
         del model, processor  # before the next one is loaded
         reports.append(report)
         of_models.append(rows.assign(model=name))
+        key_maps.append(key_map.assign(model=name))
         table = pd.concat(of_models, ignore_index=True)
         whole = Report(
             command=command,
@@ -165,7 +177,12 @@ def measure_models(
             unreadable=questions.unreadable,
             models=[*reports],
         )
-        yield Comparison(whole, table[["model", *table.columns.drop("model")]], pd.concat(swept))
+        yield Comparison(
+            report=whole,
+            rows=table[["model", *table.columns.drop("model")]],
+            swept=pd.concat(swept),
+            key_map=pd.concat(key_maps, ignore_index=True),
+        )
 
 
 def measure_model(
@@ -174,8 +191,8 @@ def measure_model(
     questions: Sequence[Question],
     name: str,
     layers: Sequence[int] | None = None,
-) -> tuple[ModelReport, pd.DataFrame]:
-    """Every measure of one model: its report and its rows.
+) -> tuple[ModelReport, pd.DataFrame, pd.DataFrame]:
+    """Every measure of one model: its report, its rows, and its keys on a plane.
 
     Attention and keys are measured in `layers`, by default in six that are evenly spread. Raises `DiagnosticsError` if
     one does not exist, or a question can't be measured.
@@ -200,7 +217,7 @@ def measure_model(
         notes=sorted({note for record in records for note in record.notes}),
         summary=Summary.of(rows),
     )
-    return report, rows
+    return report, rows, place_keys(records, rows)
 
 
 def spread(num_layers: int) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, Template
 
-from diagnostics import keys
+from diagnostics import divergence, keys
 from diagnostics.parts import layer_groups
 from diagnostics.table import Estimate, Summary, by_dose, subtract, summarize, with_means
 from diagnostics.tokens import SINK_FACTOR
@@ -23,7 +23,7 @@ CHAPTERS = {
     "Norm and turning by layer": (("layers",), r"norm|turning|gap|update_"),
     "The norm after the projector": ((), r"gain_|bias_"),
     "Attention to the picture": ((), r"attention"),
-    "Keys and values": (("keys",), r"keys\.|values\."),
+    "Keys and values": (("keys", "key_map"), r"keys\.|values\."),
     "Other measures": ((), r""),
 }
 
@@ -156,6 +156,7 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
         tables={title: of.to_html(border=0) for title, of in make_tables(report.models, rows).items()},
         images=images,
         keys=keys,
+        divergence=divergence,
         sink_factor=SINK_FACTOR,
     )
 

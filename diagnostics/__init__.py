@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
-    from diagnostics.comparison import Comparison, compare, measure, sweep
+    from diagnostics.comparison import Comparison, attention_map, compare, measure, sweep
 
-__all__ = ["Comparison", "compare", "measure", "sweep"]
+__all__ = ["Comparison", "attention_map", "compare", "measure", "sweep"]
 
 
 def __getattr__(name: str) -> Any:

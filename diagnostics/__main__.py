@@ -39,6 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--names", nargs="+", help="their names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
+    add("--attention_map", metavar="WORD", help="also draw what a word of the questions or answers looks at")
     add("--sweep", action="store_true", help="also test how answers change with visual tokens x 0.03 to 30")
     args = parse(parser)
     args.names = args.names or args.model
@@ -68,7 +69,7 @@ def main() -> None:
     args = parse_arguments()
     given = "python -m diagnostics " + shlex.join(sys.argv[1:])
     models, questions, data = load_models(args), read_questions(args), Path(args.data).name
-    for measured in measure_models(models, questions, data, args.layers, given, args.sweep):
+    for measured in measure_models(models, questions, data, args.layers, given, args.sweep, args.attention_map):
         sources = zip(measured.report.models, args.model, strict=False)
         reports = [replace(model, weights=weights_fingerprint(Path(source))) for model, source in sources]
         replace(measured, report=replace(measured.report, models=reports)).save(args.output_dir)

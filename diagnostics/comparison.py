@@ -20,6 +20,14 @@ from transformers import BatchFeature, PreTrainedModel
 
 from common.files import write_whole
 from diagnostics.answers import GREEDY, answer_ids, distributions, likeliest, read
+from diagnostics.attention_maps import (
+    AttentionMap,
+    draw_attention_maps,
+    map_attention,
+    questions_with_word,
+    text_after_picture,
+    with_answer,
+)
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.key_map import draw_key_map, place_keys
 from diagnostics.keys import MAX_TOKENS, draw_positions, measure_space
@@ -50,12 +58,14 @@ class Comparison:
         rows: All numbers: `model` and the columns of [`~diagnostics.table`].
         swept: With `sweep`, the rows of [`sweep_model`]: `model`, `dose`, `control` and those columns.
         key_map: Keys on a plane: `model` and the columns of [`place_keys`].
+        attention_maps: By model, what a word looks at in some pictures.
     """
 
     report: Report
     rows: pd.DataFrame
     swept: pd.DataFrame = field(default_factory=pd.DataFrame)
     key_map: pd.DataFrame = field(default_factory=pd.DataFrame)
+    attention_maps: dict[str, list[AttentionMap]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         of_models = [
@@ -77,6 +87,8 @@ class Comparison:
         if len(self.key_map) > 0:
             with_keys = self.key_map["model"].unique()
             figures["key_map"] = draw_key_map({name: summaries[name] for name in with_keys}, self.key_map)
+        if self.attention_maps:
+            figures["attention_map"] = draw_attention_maps(self.attention_maps)
         return figures
 
     def save(self, folder: str | Path) -> None:
@@ -111,6 +123,38 @@ def sweep(model: PreTrainedModel, processor: Any, data: Any, **options: Any) -> 
     return measure(model, processor, data, sweep=True, **options)
 
 
+def attention_map(
+    model: PreTrainedModel,
+    processor: Any,
+    picture: Image.Image,
+    question: str,
+    word: str,
+    layers: Sequence[int] | None = None,
+    answer: str = "",
+) -> AttentionMap:
+    """What a word of a question looks at in a picture, or a word of its answer.
+
+    Args:
+        model: In eval mode; its decoder runs with `attn_implementation="sdpa"`.
+        processor: Its processor.
+        picture: The picture, which comes before the question.
+        question: The question.
+        word: A word or some words of the question or the answer; of several places, the first.
+        layers: Numbers of layers; four by default, from the first to the last.
+        answer: What the model is to have answered, if it is a word of this.
+
+    Returns:
+        A map whose `weights` are `(num_layers, num_rows, num_columns)`, as [`AttentionMap`] describes them. Draw some
+        by `draw_attention_maps({"before": [...], "after": [...]})` of `diagnostics.attention_maps`.
+
+    Raises:
+        DiagnosticsError: if the word is not there, or the model's attention can't be mapped.
+    """
+    (asked,) = ask_about([picture], question, 1).questions
+    inputs = prepare(model, processor, with_answer(asked.prompt, answer))
+    return map_attention(model, processor, inputs, word, f"{question} {answer}".strip(), layers)
+
+
 def compare(
     models: Mapping[str, tuple[PreTrainedModel, Any]],
     data: str | Path | Sequence[Image.Image],
@@ -118,6 +162,7 @@ def compare(
     num_samples: int = 32,
     layers: Sequence[int] | None = None,
     sweep: bool = False,
+    attention_word: str | None = None,
 ) -> Comparison:
     """Measure models side by side on the same questions.
 
@@ -128,6 +173,7 @@ def compare(
         num_samples: How many pictures at most.
         layers: Layers whose attention and keys are measured; six evenly spread ones by default.
         sweep: Also multiply visual tokens, see [`sweep_model`].
+        attention_word: Also draw what this word of the questions or answers looks at, see [`attention_map`].
 
     Raises:
         DiagnosticsError: if a model can't be measured on this data; the message says why.
@@ -138,7 +184,7 @@ def compare(
         questions, origin = load_questions(data, num_samples, question), Path(data).name
     else:
         questions, origin = ask_about(data, question, num_samples), "pictures in memory"
-    *_, measured = measure_models(loaded, questions, origin, layers, sweep=sweep)
+    *_, measured = measure_models(loaded, questions, origin, layers, sweep=sweep, attention_word=attention_word)
     return measured
 
 
@@ -149,6 +195,7 @@ def measure_models(
     layers: Sequence[int] | None = None,
     command: str = "diagnostics.compare",
     sweep: bool = False,
+    attention_word: str | None = None,
 ) -> Iterator[Comparison]:
     """Measure models, given as name, model and processor, one after the other, so that only one has to be in memory.
     After each comes the comparison so far, for its caller to keep. `data` and `command` are shown in the report."""
@@ -156,8 +203,12 @@ def measure_models(
     of_models: list[pd.DataFrame] = []
     swept = [pd.DataFrame()]
     key_maps = [pd.DataFrame()]
+    maps: dict[str, list[AttentionMap]] = {}
+    mapped = [] if attention_word is None else questions_with_word(questions.questions, attention_word)
     for name, model, processor in models:
         try:
+            if attention_word is not None:  # first, since it's quick and refuses some models
+                maps[name] = map_questions(model, processor, mapped, attention_word, layers)
             report, rows, key_map = measure_model(model, processor, questions.questions, name, layers)
             if sweep:
                 swept.append(sweep_model(model, processor, questions.questions, name).assign(model=name))
@@ -182,6 +233,7 @@ def measure_models(
             rows=table[["model", *table.columns.drop("model")]],
             swept=pd.concat(swept),
             key_map=pd.concat(key_maps, ignore_index=True),
+            attention_maps=dict(maps),
         )
 
 
@@ -218,6 +270,21 @@ def measure_model(
         summary=Summary.of(rows),
     )
     return report, rows, place_keys(records, rows)
+
+
+def map_questions(
+    model: PreTrainedModel,
+    processor: Any,
+    questions: Sequence[Question],
+    word: str,
+    layers: Sequence[int] | None,
+) -> list[AttentionMap]:
+    """What a word of each question, or of its answer, looks at. Raises `DiagnosticsError` as [`attention_map`]."""
+    maps = []
+    for question in questions:
+        inputs = prepare(model, processor, with_answer(question.prompt, question.answer))
+        maps.append(map_attention(model, processor, inputs, word, text_after_picture(question), layers))
+    return maps
 
 
 def spread(num_layers: int) -> list[int]:

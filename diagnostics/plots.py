@@ -48,7 +48,7 @@ STYLE: Any = {
     **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
 }
 # Names of the report's figures, whose captions are in its template; a report may lack some.
-FIGURES = ("overview", "sweep", "layers", "keys", "key_map")
+FIGURES = ("overview", "sweep", "layers", "attention_map", "keys", "key_map")
 LOSSES = {"multiplied": SCALED, "a blank": "blank", "another's": "another's"}
 BY_CONTROL = {control or "multiplied": control for control in CONTROLS}
 # Panels of the sweep: title, and label, measure, modality and control of each curve.

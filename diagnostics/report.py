@@ -22,7 +22,7 @@ CHAPTERS = {
     "Norms up to the decoder": ((), r"encoder_output|projector_|at_decoder|in_prompt|vocabulary|ratio"),
     "Norm and turning by layer": (("layers",), r"norm|turning|gap|update_"),
     "The norm after the projector": ((), r"gain_|bias_"),
-    "Attention to the picture": ((), r"attention"),
+    "Attention to the picture": (("attention_map",), r"attention"),
     "Keys and values": (("keys", "key_map"), r"keys\.|values\."),
     "Other measures": ((), r""),
 }

@@ -50,8 +50,9 @@ def test_two_models_side_by_side(
     models = (composed(projector_norm="none"), composed())
     shutil.copytree(composed(), broken := tmp_path / "broken")
     (broken / "model.safetensors").unlink()
+    named = ("--model", *models, broken, "--names", *names, "broken")
     with pytest.raises(SystemExit, match="no file named"):  # what was measured before is kept
-        run(monkeypatch, "--model", *models, broken, "--names", *names, "broken", "--data", data, "--output_dir", out)
+        run(monkeypatch, *named, "--data", data, "--attention_map", "them", "--output_dir", out)
     report = read_record(Report, out / "report.json")
     assert (report.data, report.passed_over) == ("questions.json", 1)
     before, after = report.models
@@ -65,7 +66,7 @@ def test_two_models_side_by_side(
     page = (out / "report.html").read_text()
     figures = {path.stem for path in (out / "figures").glob("*.png")}
     assert page.count("<img") == len(figures)
-    assert figures == {"overview", "layers", "keys", "key_map"}
+    assert figures == {"overview", "layers", "attention_map", "keys", "key_map"}
     assert figures == {path.stem for path in (out / "figures").glob("*.pdf")}
 
 

@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--names", nargs="+", help="their names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
-    add("--attention_map", metavar="WORD", help="also draw what a word of the questions or answers looks at")
+    add("--attention_map", metavar="WORD", help="also draw what this word of questions or answers looks at")
     add("--sweep", action="store_true", help="also test how answers change with visual tokens x 0.03 to 30")
     args = parse(parser)
     args.names = args.names or args.model

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 from transformers import PreTrainedModel
 
@@ -141,8 +142,7 @@ def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_ima
         DiagnosticsError: if image tokens are no patches of one picture, so that where they lie isn't known.
     """
     patch_size = getattr(getattr(model.config, "vision_config", None), "patch_size", None)
-    is_whole = pixel_values is not None and pixel_values.ndim == 4 and len(pixel_values) == 1
-    if is_whole and patch_size is not None:
+    if patch_size is not None and pixel_values is not None and pixel_values.ndim == 4 and len(pixel_values) == 1:
         patch_height, patch_width = np.broadcast_to(patch_size, 2).tolist()
         num_rows = pixel_values.shape[2] // patch_height
         num_columns = pixel_values.shape[3] // patch_width
@@ -250,9 +250,12 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
     tallest = max(attention_map.picture.height / attention_map.picture.width for _, attention_map in rows)
     row_height = tallest * (WIDTH - 0.6) / num_columns + 0.42
     figure, axes = plt.subplots(
-        len(rows), num_columns, figsize=(WIDTH, row_height * len(rows) + 0.6), squeeze=False, layout="constrained"
+        len(rows),
+        num_columns,
+        figsize=(WIDTH, row_height * len(rows) + 0.6),
+        squeeze=False,
+        layout=ConstrainedLayoutEngine(h_pad=0.07),  # inches, so that a label and the next title stay apart
     )
-    figure.get_layout_engine().set(h_pad=0.07)
     for axis in axes.flat:
         axis.axis("off")
 

@@ -6,8 +6,6 @@ the divergence lies between 0 (the same distribution) and 1 bit (no value in com
 of ten principal components. These are each model's own: the paper doesn't say how it compares two models.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 from scipy.special import rel_entr
 from sklearn.decomposition import PCA
@@ -21,16 +19,14 @@ FLOOR_QUANTILE = 0.95
 Split = tuple[np.ndarray, ...]
 
 
-def measure_divergence(
-    heads: Sequence[np.ndarray], groups: np.ndarray, observed: Split, halves: Split
-) -> dict[str, float]:
+def measure_divergence(heads: np.ndarray, groups: np.ndarray, observed: Split, halves: Split) -> dict[str, float]:
     """Divergence in bits between the modalities, `"jsd"`, and its floor, `"jsd_halves"`; medians over heads.
 
     The floor is the 95% quantile over random halves of the pictures, within one modality. Few tokens fill histograms
     unevenly, which raises every divergence; halves have the fewest, so the floor is rather too high than too low.
 
     Args:
-        heads: Keys of each head, image tokens and then text tokens, `(num_tokens, head_dim)`.
+        heads: Keys of each head, of image tokens and then of text tokens, `(num_heads, num_tokens, head_dim)`.
         groups: The group of each token, which is one modality of one picture, `(num_tokens,)`.
         observed: The two modalities.
         halves: Random halves of the pictures, within one modality. Without any, there is no `"jsd_halves"`.

@@ -81,10 +81,10 @@ def test_the_floor_is_the_divergence_of_tokens_that_are_alike() -> None:
 
     alike = rng.normal(size=(3, len(groups), 8))
     apart = alike + 2 * (groups >= 12)[None, :, None]
-    found_alike = measure_divergence(list(alike), groups, observed, halves)
-    found_apart = measure_divergence(list(apart), groups, observed, halves)
+    found_alike = measure_divergence(alike, groups, observed, halves)
+    found_apart = measure_divergence(apart, groups, observed, halves)
     assert found_alike["jsd"] < found_alike["jsd_halves"] < 0.1
     assert found_apart["jsd"] > 5 * found_apart["jsd_halves"]
 
     no_ways = (np.zeros((0, 24), dtype=bool), np.zeros((0, 24), dtype=bool))
-    assert set(measure_divergence(list(alike), groups, observed, no_ways)) == {"jsd"}
+    assert set(measure_divergence(alike, groups, observed, no_ways)) == {"jsd"}

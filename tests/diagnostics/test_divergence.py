@@ -50,6 +50,7 @@ def test_the_same_set_and_disjoint_ones() -> None:
     groups = np.repeat([0, 1], 500)
     assert histogram_divergence(np.concatenate([half, half]), groups, FIRST_AND_SECOND) == pytest.approx([0])
     assert histogram_divergence(np.concatenate([half, half + 20]), groups, FIRST_AND_SECOND) == pytest.approx([1])
+    assert histogram_divergence(np.zeros((1000, 4)), groups, FIRST_AND_SECOND) == [0]
 
 
 def test_one_outlier_changes_little() -> None:

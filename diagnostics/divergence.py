@@ -52,11 +52,12 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -
         groups: The group of each token, `(num_tokens,)`.
         split: Which groups are in the first set and which in the second, `(num_ways, num_groups)` each.
     """
+    first, second = split
+    if (points == points[0]).all():
+        return np.zeros(len(first))
+
     pca = PCA(n_components=min(COMPONENTS, *points.shape), random_state=0).fit(points)
     components = points @ pca.components_.T  # [num_tokens, num_components]
-    first, second = split
-    if pca.explained_variance_.sum() == 0:  # all points are the same
-        return np.zeros(len(first))
 
     by_component = []
     for component in components.T:
@@ -66,7 +67,7 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -
         np.add.at(counts, (groups, bins), 1)  # [num_groups, num_bins]
         by_component.append(jensen_shannon(first @ counts, second @ counts))
 
-    return np.average(by_component, axis=0, weights=pca.explained_variance_)
+    return np.average(by_component, axis=0, weights=pca.explained_variance_ratio_)
 
 
 def jensen_shannon(first: np.ndarray, second: np.ndarray) -> np.ndarray:

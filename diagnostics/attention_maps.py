@@ -262,7 +262,8 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
     for row, (name, attention_map) in zip(axes, rows, strict=True):
         row[0].imshow(attention_map.picture)
         row[0].set_title(name[-40:], loc="left", fontweight="bold")
-        row[1].set_title(f"“{attention_map.word}” in: {attention_map.text[:70]}", loc="left")
+        text = " ".join(attention_map.text.split())  # on one line
+        row[1].set_title(f"“{attention_map.word}” in: {text[:60]}", loc="left")
         _draw_map(row[1:], attention_map, scale)
 
     bar = figure.colorbar(

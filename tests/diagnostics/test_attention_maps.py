@@ -166,13 +166,14 @@ def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:
     weak = AttentionMap("colour", QUESTION, picture, [0, 7], rng.uniform(0.001, 0.002, (2, 3, 4)))
     weights = np.full((2, 3, 4), 0.02)
     weights[0, 1, 2] = 0.2
-    strong = AttentionMap("colour", QUESTION, picture, [0, 7], weights)
+    strong = AttentionMap("colour", "Which colour?\ngreen", picture, [0, 7], weights)
 
     figure = draw_attention_maps({"before": [weak], "after": [strong]})
     overlays = [image for axis in figure.axes for image in axis.images if image.get_alpha() is not None]
     assert len(overlays) == 4
     assert len({(image.norm.vmin, image.norm.vmax) for image in overlays}) == 1
     assert max(image.get_alpha().max() for image in overlays) <= 0.8
+    assert "“colour” in: Which colour? green" in [axis.get_title(loc="left") for axis in figure.axes]
     labels = [text.get_text() for axis in figure.axes for text in axis.texts]
     assert "layer 0, 42% on picture" in labels  # 0.2 and eleven times 0.02
 

@@ -237,17 +237,15 @@ def join_results(results: Mapping[str, ModelResults], questions: Questions, data
         data=data,
         passed_over=questions.passed_over,
         unreadable=questions.unreadable,
-        models=[of_model.report for of_model in results.values()],
+        models=[result.report for result in results.values()],
     )
-    rows = join_tables({name: of_model.rows for name, of_model in results.items()})
+    rows = join_tables({name: result.rows for name, result in results.items()})
     return Comparison(
         report=report,
         rows=rows[["model", *COLUMNS]],
-        swept=join_tables({name: of_model.swept for name, of_model in results.items()}),
-        key_map=join_tables({name: of_model.key_map for name, of_model in results.items()}),
-        attention_maps={
-            name: of_model.attention_maps for name, of_model in results.items() if of_model.attention_maps
-        },
+        swept=join_tables({name: result.swept for name, result in results.items()}),
+        key_map=join_tables({name: result.key_map for name, result in results.items()}),
+        attention_maps={name: result.attention_maps for name, result in results.items() if result.attention_maps},
     )
 
 

@@ -92,6 +92,10 @@ def test_what_is_refused_before_a_model_is_loaded(
         run("--model", composed(), "--data", texts, *rest)
     assert (loaded, (tmp_path / "report").exists()) == ([], False)
 
+    with pytest.raises(SystemExit, match=r'error: --attention_map: no question .* has "zebra"'):
+        run("--model", composed(), "--data", data, "--attention_map", "zebra", *rest)
+    assert loaded == []
+
 
 def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:
     questions = load_questions(data, 2).questions

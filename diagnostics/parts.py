@@ -1,6 +1,6 @@
 """Finds the measured parts of a vision-language model, the same way for every model of transformers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,23 @@ def layer_groups(num_layers: int) -> dict[str, np.ndarray]:
     return dict(zip(names, thirds, strict=True))
 
 
-def spread_layers(num_layers: int) -> list[int]:
-    """Numbers of six layers, evenly spread from the first to the last; of all, if there are no more."""
-    evenly_spread = np.linspace(0, num_layers - 1, NUM_SPREAD).round().astype(int)
+def choose_layers(num_layers: int, layers: Sequence[int] | None, count: int = NUM_SPREAD) -> list[int]:
+    """The given numbers of layers in ascending order, or `count` that are evenly spread.
+
+    Raises:
+        DiagnosticsError: if the model lacks one.
+    """
+    if layers is None:
+        return spread_layers(num_layers, count)
+
+    chosen = sorted(set(layers))
+    if not set(chosen) <= set(range(num_layers)):
+        given = " ".join(str(layer) for layer in chosen)
+        raise DiagnosticsError(f"It has layers 0 to {num_layers - 1}, got --layers {given}.")
+    return chosen
+
+
+def spread_layers(num_layers: int, count: int = NUM_SPREAD) -> list[int]:
+    """Numbers of `count` layers, evenly spread from the first to the last; of all, if there are no more."""
+    evenly_spread = np.linspace(0, num_layers - 1, count).round().astype(int)
     return sorted(set(evenly_spread.tolist()))

@@ -117,7 +117,7 @@ class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
         if self.spatial_merge_size > 1:
             unmerged = self.linear_1  # Llava's layer, whose input is a single patch
             merged_size = unmerged.in_features * self.spatial_merge_size**2
-            self.linear_1 = nn.Linear(merged_size, unmerged.out_features, bias=unmerged.bias is not None)
+            self.linear_1: nn.Linear = nn.Linear(merged_size, unmerged.out_features, bias=unmerged.bias is not None)
 
         norms = {"gwc": GlobalWeightCompensatedLayerNorm, "layernorm": Float32LayerNorm}
         if config.projector_norm == "none":

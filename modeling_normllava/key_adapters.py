@@ -69,16 +69,24 @@ class KeyAdapter(nn.Module):
         nn.init.uniform_(self.down, -bound, bound)
 
     def forward(self, hidden_states: torch.Tensor, is_image_token: torch.Tensor) -> torch.Tensor:
-        """Key updates `(..., size_out)` for `hidden_states` `(..., size_in)` and boolean `is_image_token` `(...)`."""
+        """Compute the updates of the keys.
+
+        Args:
+            hidden_states: `(..., in_features)`.
+            is_image_token: Boolean, `(...)`.
+
+        Returns:
+            `(..., out_features)`.
+        """
         hidden_states = hidden_states.to(self.down.dtype)
         gates = nn.functional.linear(hidden_states, self.gate_weight, self.gate_bias).sigmoid()  # [..., 2]
-        modalities = torch.stack([~is_image_token, is_image_token], dim=-1)  # [..., 2]
+        modality_mask = torch.stack([~is_image_token, is_image_token], dim=-1)  # [..., 2]
+        factors = self.scaling * gates * modality_mask  # [..., 2], 0 for the modality that a token doesn't have
 
-        # Compute A h for both modalities, set the other modality's to 0, and multiply by B.
+        # A h for both modalities, times the factors. Then one product with both Bs adds up the two modalities.
         low_rank = nn.functional.linear(self.dropout(hidden_states), self.down.flatten(0, 1))  # [..., 2 * rank]
-        low_rank = low_rank.unflatten(-1, (2, -1))  # [..., 2, rank]
-        low_rank = low_rank * (self.scaling * gates * modalities)[..., None]  # [..., 2, rank]
-        return low_rank.flatten(-2) @ self.up.flatten(0, 1)  # [..., size_out]
+        low_rank = low_rank.unflatten(-1, (2, -1)) * factors[..., None]  # [..., 2, rank]
+        return low_rank.flatten(-2) @ self.up.flatten(0, 1)
 
 
 class AdaptedKeyProjection(nn.Module):

@@ -1,1 +1,1 @@
-"""What every package uses: the error that a user can mend, commands, files and records."""
+"""What every package uses: the error for a user, how commands run, files, and records."""

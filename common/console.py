@@ -1,4 +1,4 @@
-"""What all commands have in common: plain lines of output, and one line for an error that the user can mend."""
+"""What all commands have in common: plain log lines, one line for an error that the user can mend, and options."""
 
 import argparse
 import logging
@@ -14,24 +14,31 @@ from transformers.utils import logging as transformers_logging
 from common.errors import UserError
 
 
-# Libraries that report what no user needs: each request, each table of a font, kernels that a CPU lacks, and rows that
-# are repeated in the last batch, which doesn't happen here.
-TALKATIVE = ("accelerate.accelerator", "bitsandbytes", "fontTools", "httpx", "httpx2", "matplotlib")
-for library in TALKATIVE:
-    logging.getLogger(library).setLevel(logging.ERROR)  # now, as some report at import
+# Loggers whose warnings and notes no user of a command needs, by library.
+SILENCED_LOGGERS = (
+    "accelerate.accelerator",  # warns of rows repeated to fill the last batch, which doesn't happen here
+    "bitsandbytes",  # warns of kernels that a CPU lacks
+    "fontTools",  # reports each table of a font
+    "httpx",  # reports each request
+    "httpx2",
+    "matplotlib",
+)
+# They are silenced when this module is imported, since some libraries log while they are imported.
+for logger_name in SILENCED_LOGGERS:
+    logging.getLogger(logger_name).setLevel(logging.ERROR)
 
 
 @contextmanager
 def command() -> Iterator[None]:
-    """Run a command: print what is logged, without transformers' warnings.
+    """Run the body of a `with` as a command, which prints plain log lines and no warnings of transformers.
 
-    A `UserError`, and an error of the system, ends it with one line, `error: ...`. Others are bugs and keep their
-    traceback.
+    A `UserError` or an `OSError` ends the command with one line, `error: ...`. All other errors are bugs and keep
+    their traceback.
     """
     logging.basicConfig(format="%(message)s")
     logging.getLogger().setLevel(logging.INFO)
     transformers_logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", category=FutureWarning)  # for authors of libraries
+    warnings.filterwarnings("ignore", category=FutureWarning)  # these are meant for authors of libraries
 
     try:
         yield
@@ -44,7 +51,10 @@ def command() -> Iterator[None]:
 
 
 def describe_system_error(error: OSError) -> str:
-    """An error of the system in one line. Libraries raise `OSError` too, with a text of several lines or none."""
+    """An `OSError` in one line.
+
+    The system's own errors have a file's name. Those that libraries raise may have a text of several lines, or none.
+    """
     if error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     text = str(error).strip() or type(error).__name__
@@ -52,7 +62,7 @@ def describe_system_error(error: OSError) -> str:
 
 
 def new_folder(path: str) -> Path:
-    """The type of an option that names a folder to write: one that holds something is refused."""
+    """Read an option that names a folder to write to (a `type` for argparse), and refuse a folder that isn't empty."""
     folder = Path(path)
     if folder.exists() and any(folder.iterdir()):
         raise argparse.ArgumentTypeError(f"{path} is not empty; choose another folder")
@@ -60,12 +70,12 @@ def new_folder(path: str) -> Path:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, where: str = "") -> argparse.Namespace:
-    """As `parse_args`, but the error about an unknown option names the closest one.
+    """Parse a command line like `parse_args`, but name the most similar option if one is unknown.
 
     Args:
-        parser: Knows the options.
-        argv: The command line's words, by default this process's.
-        where: What an error begins with, such as the name of a file.
+        parser: The parser that knows the options.
+        argv: The words of the command line; `None` takes this process's.
+        where: The beginning of the error's message, such as the name of a file.
 
     Raises:
         UserError: if an option is unknown.
@@ -76,13 +86,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None, wh
 
     name = unknown[0].split("=")[0]
     options = chosen_parser(parser, args)._option_string_actions
-    closest = get_close_matches(name, options, n=1, cutoff=0.8)
-    hint = f", did you mean {closest[0]}?" if closest else "."
+    similar_options = get_close_matches(name, options, n=1, cutoff=0.8)  # at least 80 % alike
+    hint = "."
+    if similar_options:
+        hint = f", did you mean {similar_options[0]}?"
     raise UserError(f"{where}{name} is unknown{hint}")
 
 
 def chosen_parser(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
-    """The parser of the subcommand that was given, or `parser` where there are none."""
+    """The parser of the subcommand that was given, or `parser` itself if the command has no subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return action.choices[getattr(args, action.dest)]

@@ -1,8 +1,8 @@
-"""The error that a command prints in one line."""
+"""The error that a user can mend."""
 
 
 class UserError(ValueError):
-    """Something that the user can mend: the message says what is wrong, where, and what to do.
+    """An error that the user can mend. Its message says what is wrong, where, and what to do.
 
-    A command prints it in one line, `error: ...`. All other errors are bugs, and keep their traceback.
+    A command prints a `UserError` in one line, `error: ...`.
     """

@@ -1,4 +1,4 @@
-"""Files and folders: written whole, emptied, looked for, hashed."""
+"""Helpers for files and folders: writing, emptying, finding and hashing them."""
 
 import hashlib
 import shutil
@@ -8,46 +8,47 @@ from pathlib import Path
 from common.errors import UserError
 
 
-# Files of a model's weights. Their fingerprint tells which weights a figure belongs to.
+# The pattern of the files that hold a model's weights.
 WEIGHT_FILES = "model*.safetensors"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file atomically: whoever reads it meanwhile gets the old text or the new one."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text(text, encoding="utf-8")
-    aside.replace(path)
+    """Write a text file atomically: a process that reads it meanwhile gets the whole old or the whole new text."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def fresh_folder(path: Path) -> Path:
-    """Create an empty folder, in place of one that is there."""
+    """Create an empty folder. A folder that is there already is deleted with all that it holds."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(parents=True)
     return path
 
 
 def folder_or_id(name: str) -> str:
-    """The name of a model, in a folder or on the Hub.
+    """Check the name of a model, which is a folder or a Hub id, and return it.
 
     Raises:
-        UserError: for a missing folder, which `from_pretrained` would look for on the Hub.
+        UserError: if the name is that of a folder that doesn't exist. `from_pretrained` would look it up on the Hub.
     """
     path = Path(name)
-    # "owner/name" is a folder's name only where there is a folder "owner".
-    is_local = len(path.parts) > 2 or (path.parent != Path() and path.parent.is_dir())
+    # A Hub id is "name" or "owner/name". "owner/name" can be a folder only if there is a folder "owner".
+    has_parent_folder = path.parent != Path() and path.parent.is_dir()
+    is_local = len(path.parts) > 2 or has_parent_folder
     if is_local and not path.exists():
         raise UserError(f"{name}: there is no such folder. It was not looked up on the Hub.")
     return name
 
 
 def sha256(path: Path) -> str:
-    """Hash of a file, read in chunks."""
+    """The SHA-256 hash of a file, which is never in memory as a whole."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_files(folder: Path, *patterns: str) -> dict[str, str]:
-    """Hashes by name of the files in a folder that match a pattern."""
+    """The hash of each file in a folder whose name matches one of the patterns, by the file's name."""
     paths: set[Path] = set()
     for pattern in patterns:
         paths |= set(folder.glob(pattern))
@@ -55,12 +56,16 @@ def hash_files(folder: Path, *patterns: str) -> dict[str, str]:
 
 
 def fingerprint(hashes: Mapping[str, str]) -> str:
-    """One hash of several files, from their hashes by name."""
+    """One hash for several files, from the hashes of the files by their names."""
     lines = "".join(f"{name} {hashes[name]}\n" for name in sorted(hashes))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def weights_fingerprint(folder: Path) -> str | None:
-    """Fingerprint of the weights in a folder; `None` if there are none."""
+    """The fingerprint of a model's weights, which tells which weights a result belongs to.
+
+    Returns:
+        `None` if the folder holds no files of weights.
+    """
     hashes = hash_files(folder, WEIGHT_FILES)
     return fingerprint(hashes) if hashes else None

@@ -1,4 +1,4 @@
-"""Records that one command writes and another reads back."""
+"""Reading records: JSON files that one command writes and another reads back."""
 
 from pathlib import Path
 from typing import Any
@@ -9,14 +9,16 @@ from common.errors import UserError
 
 
 def read_record(kind: Any, path: Path) -> Any:
-    """Read a JSON file as a dataclass or a list of them. Fields that the dataclass doesn't have are left out.
+    """Read a JSON file as a dataclass, or as a list of dataclasses.
+
+    Fields of the file that the dataclass doesn't have are left out.
 
     Args:
-        kind: The dataclass, or another type that pydantic reads.
-        path: The file.
+        kind: The dataclass, `list[...]` of it, or another type that pydantic reads.
+        path: The JSON file.
 
     Raises:
-        UserError: if the file can't be read or doesn't fit; the message names the file and the field.
+        UserError: if the file can't be read, or doesn't fit `kind`. The message names the file and the field.
     """
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes())
@@ -27,7 +29,7 @@ def read_record(kind: Any, path: Path) -> Any:
 
 
 def describe_problems(error: ValidationError) -> str:
-    """What doesn't fit, each problem after the field's place."""
+    """All problems of a record in one line, each with the field that it is about."""
     described = []
     for problem in error.errors():
         field = ".".join(str(part) for part in problem["loc"])

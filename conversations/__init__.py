@@ -1,1 +1,1 @@
-"""Rows of pictures and conversations: read, checked, opened, and written in a language model's chat format."""
+"""Rows of pictures and conversations: reading, checking, and writing them in a language model's chat format."""

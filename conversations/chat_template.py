@@ -1,7 +1,8 @@
-"""Chat templates: a language model's own turn format, with pictures, and with the trained spans marked.
+"""Chat templates in a language model's own turn format, to which they add pictures and marks of the trained text.
 
-Every template marks what the assistant says, end-of-turn token included, with `{% generation %}`, so one collator
-serves both stages. Each part of a message is on a line of its own, as in LLaVA's "<image>\\nquestion".
+Every template puts what the assistant says, with its end-of-turn token, inside `{% generation %}`. The labels of both
+training stages are made from these marks. Each part of a message is on a line of its own, as in LLaVA's
+"<image>\\nquestion".
 """
 
 import json
@@ -18,9 +19,11 @@ from conversations.layouts import IMAGE_MARK
 class ChatFormat:
     """How a family of language models writes a conversation.
 
-    A user turn is `user + content + turn_end`, a system turn likewise; with `system=None` the system message is
-    prepended to the next user turn. An assistant turn is `assistant + answer_start + content + end_of_turn +
-    separator`, of which answer_start, content and end_of_turn are trained.
+    - User turn: `user + content + turn_end`.
+    - System turn: `system + content + turn_end`. With `system=None` there are no system turns: the system message
+      comes at the beginning of the next user turn.
+    - Assistant turn: `assistant + answer_start + content + end_of_turn + separator`. The model is trained on
+      `answer_start + content + end_of_turn`.
     """
 
     name: str
@@ -36,7 +39,7 @@ class ChatFormat:
 def _by_role(
     name: str, start: str, end: str, separator: str = "", assistant: str = "assistant", has_system: bool = True
 ) -> ChatFormat:
-    """A format whose turns all begin with `start`, which names the role, and end alike."""
+    """A format in which all turns end alike, and begin alike but for the role, which stands at `{}` in `start`."""
     return ChatFormat(
         name=name,
         system=start.format("system") if has_system else None,
@@ -54,8 +57,8 @@ FORMATS = (
     _by_role("Gemma", "<start_of_turn>{}\n", "<end_of_turn>", "\n", assistant="model", has_system=False),
 )
 
-# The outer `-` marks drop the line breaks that make this readable. A line break that belongs to the prompt is part of
-# an expression, because Jinja drops the one that follows a block tag.
+# `_fill` puts texts in place of the names between `@`. The `-` inside Jinja's tags drops the line breaks and spaces
+# that make this text readable. A line break that belongs to the prompt is written inside an expression.
 _CHAT_TEMPLATE = """\
 {%- macro render(content) -%}
     {%- if content is string -%}
@@ -91,13 +94,15 @@ _CHAT_TEMPLATE = """\
 {{- @assistant@ if add_generation_prompt else "" -}}
 """
 
-# A system message that has a turn of its own, and one that the next user turn begins with.
+# What stands at `@SYSTEM_TURN@` where a system message has a turn of its own.
 _SYSTEM_TURN = '{{- @system@ + render(message["content"]) + @turn_end@ -}}'
+# What stands there where the next user turn begins with the system message.
 _SYSTEM_BEFORE_USER = (
     '{%- set ns.system = (ns.system + "\\n\\n" if ns.system else "") + render(message["content"]) -%}'
 )
 
-# LLaVA's stage 1: the pictures, the caption, a line break. The human's text has no content there and is left out.
+# LLaVA's stage 1 ("plain") writes the pictures, the caption and a line break. It leaves the human's text out, since
+# this is only a request for a caption.
 _PLAIN_TEMPLATE = """\
 {{- @bos@ -}}
 {%- for message in messages -%}
@@ -115,18 +120,23 @@ _PLAIN_TEMPLATE = """\
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
-    """Jinja template of the tokenizer's own chat format, for messages with text and `{"type": "image"}` parts."""
+    """The Jinja template of the tokenizer's own chat format, for messages of text and `{"type": "image"}` parts."""
     return _write_template(chat_format(tokenizer), tokenizer, image_token)
 
 
 def plain_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
-    """Jinja template of LLaVA's stage 1 ("plain"): images, caption, line break."""
+    """The Jinja template of LLaVA's stage 1 ("plain"): pictures, caption, line break."""
     return _fill(_PLAIN_TEMPLATE, tokenizer, {"image": image_token})
 
 
 def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
-    """The tokenizer's chat format: a known one by its end-of-turn token, else the one that its own chat template shows
-    (`"the language model's own"`), else LLaVA-1.5's (`"Vicuna"`).
+    """The tokenizer's chat format.
+
+    It is the first of these that there is:
+
+    1. the one of `FORMATS` whose end-of-turn token the tokenizer has,
+    2. the format that the tokenizer's own chat template shows (`"the language model's own"`),
+    3. LLaVA-1.5's format (`"Vicuna"`).
 
     Raises:
         UserError: if the tokenizer has no known end-of-turn token and no `eos_token` either.
@@ -153,7 +163,14 @@ def chat_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
 
 
 def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
-    """The format that a tokenizer's own chat template shows, if a [`ChatFormat`] can say it; else `None`."""
+    """Read a tokenizer's chat format from what its own chat template writes.
+
+    The template is given a conversation with the texts Q1 (question), A1 (answer) and S1 (system message), and the
+    format's texts are what stands between them.
+
+    Returns:
+        `None` if there is no chat template, or if no [`ChatFormat`] writes the same text.
+    """
     if not tokenizer.chat_template:
         return None
     try:
@@ -179,24 +196,35 @@ def _read_format(tokenizer: PreTrainedTokenizerBase) -> ChatFormat | None:
         end_of_turn=tokenizer.eos_token,
         separator=after_answer.removeprefix(tokenizer.eos_token),
     )
-    return candidate if _writes_the_same(tokenizer, candidate) else None
+    if _writes_the_same(tokenizer, candidate):
+        return candidate
+    return None
 
 
 def _writes_the_same(tokenizer: PreTrainedTokenizerBase, candidate: ChatFormat) -> bool:
-    """Whether a format writes what the tokenizer's own template does, of several turns, and with a system message
-    where that has a place for it."""
+    """Whether a format writes the same text as the tokenizer's own template.
+
+    Conversations of one to four turns are compared, also with a system message if the tokenizer's template writes one.
+    """
     template = _write_template(candidate, tokenizer, image_token=IMAGE_MARK)
     for texts in (["One?"], ["One?", "Two."], ["One?", "Two.", "Three?", "Four."]):
         if _render(tokenizer, texts, chat_template=template) != _render(tokenizer, texts):
             return False
-        own = _render_system(tokenizer, texts, "Be brief.")
-        if own is not None and _render(tokenizer, texts, "Be brief.", chat_template=template) != own:
+        own_text = _render_system(tokenizer, texts, "Be brief.")
+        if own_text is not None and _render(tokenizer, texts, "Be brief.", chat_template=template) != own_text:
             return False
     return True
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | None = None, **options: Any) -> str:
-    """Questions and answers in turn, as the tokenizer's chat template writes them, less what begins every text."""
+    """What a chat template writes for a conversation, without the BOS token.
+
+    Args:
+        tokenizer: The tokenizer, whose own chat template is used unless `options` have another.
+        texts: Questions and answers in turn, beginning with a question.
+        system: The system message, if there is to be one.
+        options: More options for `apply_chat_template`.
+    """
     messages = []
     if system is not None:
         messages.append({"role": "system", "content": system})
@@ -209,24 +237,26 @@ def _render(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str | 
 
 
 def _render_system(tokenizer: PreTrainedTokenizerBase, texts: list[str], system: str) -> str | None:
-    """As `_render`, with a system message; `None` where the tokenizer's own template refuses it or drops it."""
+    """What the tokenizer's own template writes with a system message; `None` if it refuses or drops the message."""
     try:
         rendered = _render(tokenizer, texts, system)
     except Exception:  # a model's Jinja template may raise anything
         return None
-    return rendered if system in rendered else None
+    if system not in rendered:
+        return None
+    return rendered
 
 
 def _write_template(chat_format: ChatFormat, tokenizer: PreTrainedTokenizerBase, image_token: str) -> str:
-    """Jinja template of a format."""
+    """The Jinja template of a format."""
     system_turn = _SYSTEM_BEFORE_USER if chat_format.system is None else _SYSTEM_TURN
     template = _CHAT_TEMPLATE.replace("@SYSTEM_TURN@", system_turn)
     return _fill(template, tokenizer, {"image": image_token, **asdict(chat_format)})
 
 
 def _fill(template: str, tokenizer: PreTrainedTokenizerBase, texts: dict[str, str | None]) -> str:
-    """A template with texts, as Jinja strings, in place of their `@names@`."""
-    # A tokenizer that starts every text with BOS expects it here too; processors then don't add it a second time.
+    """A template in which each `@name@` is replaced by the text of this name, as a Jinja string."""
+    # If the tokenizer starts every text with BOS, so does the template. Processors don't add BOS a second time.
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     template = template.replace("@bos@", "bos_token" if adds_bos else '""')
     for name, text in texts.items():

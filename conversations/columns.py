@@ -1,7 +1,7 @@
-"""Reads datasets of columns, as parquet files and saved datasets hold them, without loading their pictures.
+"""Reads datasets that are stored by column, in parquet files and saved datasets, without loading their pictures.
 
-A dataset can hold 100 GB of pictures, so they stay where they are: they are counted and selected in Arrow, and only
-turns are written anew, where they don't stand as LLaVA's do.
+A dataset can hold 100 GB of pictures, so the pictures stay where they are: they are counted and selected in Arrow.
+Only the turns are written anew, and only where they aren't in LLaVA's layout already.
 """
 
 import json
@@ -21,7 +21,8 @@ from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ_COLUMNS, Ro
 from conversations.sources import Source
 
 
-# What a row becomes that isn't in LLaVA's layout already. Turns are stored as text, since they may be malformed.
+# The columns of rows that were read from another layout than LLaVA's. `conversations` holds the turns as JSON text,
+# since malformed turns may have any type.
 READ_FEATURES = datasets.Features(
     {
         "conversations": datasets.Value("string"),
@@ -30,41 +31,47 @@ READ_FEATURES = datasets.Features(
     }
 )
 PICTURES = datasets.List(datasets.Image(decode=False))
-# Stands for a picture in a column of its own, which isn't loaded.
-_BESIDE = object()
+# Takes the place of a picture that lies in a picture column, while its row's turns are read: the picture isn't loaded.
+_PICTURE_IN_COLUMN = object()
 
 
 def read_columns(dataset: datasets.Dataset) -> tuple[list[datasets.Dataset], Counter[str]]:
-    """A dataset's pictures and turns, as datasets to be put side by side.
+    """Read the pictures and turns of a dataset.
 
     Returns:
-        These datasets, and the number of rows by name of a field that has content and that nothing reads.
+        Datasets of the same rows, whose columns are to be put side by side. Then the fields that nothing reads: by
+        name of such a field, the number of rows in which it has content.
     """
     features = undecoded_features(dataset.features)
     unread = _count_unread_columns(dataset)
     picture_features = {name: features[name] for name in PICTURE_COLUMNS if name in features}
     if _has_llava_turns(features):
-        read = datasets.Features({**picture_features, "conversations": features["conversations"]})
-        return [_select(dataset, read)], unread
+        kept = datasets.Features(picture_features | {"conversations": features["conversations"]})
+        return [_select(dataset, kept)], unread
 
     pictures = _select(dataset, datasets.Features(picture_features))
-    counts = {name: _count_pictures(pictures.data[name]) for name in picture_features}
-    has_pictures = any(any(column) for column in counts.values())
-    turns = _read_turns(dataset, features, counts if has_pictures else {})
-    unread += count_names(turns)
+    picture_counts = {}
+    for name in picture_features:
+        counts = _count_pictures(pictures.data[name])
+        if any(counts):
+            picture_counts[name] = counts
 
+    turns = _read_turns(dataset, features, picture_counts)
+    unread += count_names(turns)
     turns = turns.remove_columns("unread")
-    return ([pictures, turns] if has_pictures else [turns]), unread
+    if picture_counts:
+        return [pictures, turns], unread
+    return [turns], unread
 
 
 def count_names(rows: datasets.Dataset) -> Counter[str]:
-    """The number of rows by name in their `unread`."""
+    """In how many rows the column `unread` lists a name, by name."""
     names = pc.list_flatten(rows.data["unread"])
-    return Counter({count["values"]: count["counts"] for count in names.value_counts().to_pylist()})
+    return Counter({entry["values"]: entry["counts"] for entry in names.value_counts().to_pylist()})
 
 
 def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
-    """The number of rows with content by column that no reader uses."""
+    """In how many rows a column has content, by column; only columns that nothing reads."""
     counts: Counter[str] = Counter()
     for name in dataset.column_names:
         if name in READ_COLUMNS or name in IDENTIFYING:
@@ -76,9 +83,9 @@ def _count_unread_columns(dataset: datasets.Dataset) -> Counter[str]:
 
 
 def _has_llava_turns(features: datasets.Features) -> bool:
-    """Whether the turns of a dataset stand as LLaVA's do, so that there is nothing to read."""
-    columns = READ_COLUMNS & features.keys()
-    if columns - set(PICTURE_COLUMNS) != {"conversations"}:
+    """Whether the turns of a dataset are in LLaVA's layout already, so that its column can be used as it is."""
+    text_columns = (READ_COLUMNS & features.keys()) - set(PICTURE_COLUMNS)
+    if text_columns != {"conversations"}:
         return False
     turns = features["conversations"]
     if not isinstance(turns, (datasets.List, datasets.LargeList)) or not isinstance(turns.feature, dict):
@@ -87,43 +94,49 @@ def _has_llava_turns(features: datasets.Features) -> bool:
 
 
 def _read_turns(
-    dataset: datasets.Dataset, features: datasets.Features, counts: dict[str, list[int]]
+    dataset: datasets.Dataset, features: datasets.Features, picture_counts: dict[str, list[int]]
 ) -> datasets.Dataset:
-    """The turns of a dataset in another layout than LLaVA's, with its pictures if they are inside the messages.
+    """Read the turns of a dataset in another layout than LLaVA's.
 
     Args:
-        dataset: Has a column of turns.
-        features: The dataset's, with pictures undecoded.
-        counts: The number of pictures in each row of the columns that hold some. These stand for the pictures, which
-            needn't be loaded. If there are none, pictures inside the messages are copied into datasets' cache folder.
+        dataset: A dataset with columns of turns.
+        features: The dataset's features, with pictures undecoded.
+        picture_counts: The number of pictures in each row, by name of a picture column. Only columns that hold a
+            picture are listed. The turns are read with these numbers in place of the pictures, which aren't loaded.
+
+    Returns:
+        The columns of `READ_FEATURES`. If no picture column holds a picture, there is a column `images` too: it has
+        the pictures that lie inside the messages, which are copied into datasets' cache folder.
     """
-    texts = [name for name in features if name in READ_COLUMNS and name not in PICTURE_COLUMNS]
-    table = _select(dataset, datasets.Features({name: features[name] for name in texts}))
+    text_columns = [name for name in features if name in READ_COLUMNS and name not in PICTURE_COLUMNS]
+    table = _select(dataset, datasets.Features({name: features[name] for name in text_columns}))
     read_features = READ_FEATURES
-    if counts:
-        table = datasets.concatenate_datasets([table, datasets.Dataset.from_dict(counts)], axis=1)
+    if picture_counts:
+        table = datasets.concatenate_datasets([table, datasets.Dataset.from_dict(picture_counts)], axis=1)
     else:
         read_features = datasets.Features({"images": PICTURES, **READ_FEATURES})
     return table.map(
-        partial(_read_fields, counted=list(counts)),
+        partial(_read_fields, picture_columns=list(picture_counts)),
         remove_columns=table.column_names,
         features=read_features,
         desc="Reading the turns",
     )
 
 
-def _read_fields(fields: Row, counted: list[str]) -> Row:
-    """A row of a dataset, in which the pictures beside the turns stand as their number."""
-    for name in counted:
-        fields[name] = [_BESIDE] * fields[name]
+def _read_fields(fields: Row, picture_columns: list[str]) -> Row:
+    """Read a row's fields, among which each picture column holds its number of pictures in place of the pictures."""
+    for name in picture_columns:
+        num_pictures = fields[name]
+        fields[name] = [_PICTURE_IN_COLUMN] * num_pictures
 
     row = read_row(fields)
-    # Malformed turns stay as they are, and may hold what JSON can't.
+    # Malformed turns are kept as they are. They may hold values that JSON can't, such as bytes.
     row["conversations"] = json.dumps(row["conversations"], default=lambda value: str(value)[:80])
-    if counted:
-        inside = [image for image in row.pop("images") if image is not _BESIDE]
-        if inside:
-            row["problem"] = f"a message holds a picture, though pictures have a column ({' or '.join(counted)})"
+    if picture_columns:
+        images = row.pop("images")
+        if any(image is not _PICTURE_IN_COLUMN for image in images):
+            columns = " or ".join(picture_columns)
+            row["problem"] = f"a message holds a picture, though pictures have a column ({columns})"
     return row
 
 
@@ -146,29 +159,35 @@ def _count_in_lists(array: pa.Array) -> np.ndarray:
 
 
 def _content_mask(array: pa.Array) -> np.ndarray:
-    """Which entries of an array have content, as `has_content` says of the values, without loading them."""
+    """Whether each entry of an array has content.
+
+    It has the same rules as `has_content`, but doesn't turn the entries into Python values.
+    """
     kind = array.type
     if pa.types.is_null(kind):
         return np.zeros(len(array), dtype=bool)
     if _is_list(kind):
         return _count_in_lists(array) > 0
     if pa.types.is_struct(kind):
-        masks = [_content_mask(field) for field in array.flatten()]
-        return np.logical_or.reduce(masks) if masks else np.zeros(len(array), dtype=bool)
+        mask = np.zeros(len(array), dtype=bool)
+        for field in array.flatten():
+            mask |= _content_mask(field)
+        return mask
 
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        mask = pc.greater(pc.utf8_length(pc.utf8_trim_whitespace(array)), 0)
+        stripped = pc.utf8_trim_whitespace(array)
+        entry_has_content = pc.greater(pc.utf8_length(stripped), 0)
     elif pa.types.is_boolean(kind):
-        mask = array
+        entry_has_content = array
     elif pa.types.is_floating(kind):
-        mask = pc.invert(pc.is_nan(array))
+        entry_has_content = pc.invert(pc.is_nan(array))
     else:
-        mask = pc.is_valid(array)
-    return np.array(pc.fill_null(mask, False), dtype=bool)
+        entry_has_content = pc.is_valid(array)
+    return np.array(pc.fill_null(entry_has_content, False), dtype=bool)
 
 
 def undecoded_features(features: datasets.Features) -> datasets.Features:
-    """Features of the same columns with undecoded pictures; `image` and `images` become pictures whatever they are."""
+    """The same features, with pictures undecoded. `image` and `images` become pictures, whatever type they had."""
     undecoded = {name: _undecoded(feature) for name, feature in features.items()}
     picture = datasets.Image(decode=False)
     for column in PICTURE_COLUMNS:
@@ -179,7 +198,7 @@ def undecoded_features(features: datasets.Features) -> datasets.Features:
 
 
 def _undecoded(feature: Any) -> Any:
-    """A feature in which no picture is decoded, however deep it lies."""
+    """The same feature, with pictures undecoded at any depth inside lists and dicts."""
     if isinstance(feature, datasets.Image):
         return datasets.Image(decode=False)
     if isinstance(feature, (datasets.List, datasets.LargeList)):
@@ -190,42 +209,50 @@ def _undecoded(feature: Any) -> Any:
 
 
 def _select(dataset: datasets.Dataset, features: datasets.Features) -> datasets.Dataset:
-    """Some columns of a dataset, as these features. Pictures are never rewritten, as they can take 100 GB."""
+    """The columns of a dataset that `features` names, cast to these features.
+
+    Pictures are never written anew, since they can take 100 GB.
+    """
     dataset = dataset.select_columns(list(features))
-    # `Dataset.cast` rewrites all pictures of a list column; casting the table copies none.
     info = dataset.info.copy()
     info.features = features
-    return datasets.Dataset(dataset.data.cast(features.arrow_schema), info=info, split=dataset.split)
+    # `Dataset.cast` would write all pictures of a list column anew; casting the Arrow table copies no picture.
+    table = dataset.data.cast(features.arrow_schema)
+    return datasets.Dataset(table, info=info, split=dataset.split)
 
 
 class _TypesDifferError(Exception):
-    """Two files have types in a column that no one type fits."""
+    """Two files have types in the same column that no single type fits."""
 
 
 def common_features(source: Source) -> datasets.Features | None:
-    """Features that fit all parquet files of a source, where their types differ; else `None`.
+    """Features that fit all parquet files of a source.
 
-    `datasets` takes the first file's types. What is all null or empty there, such as the pictures of a shard without
-    any, has no type in that file, and the next one would not fit.
+    `datasets` takes the types of the first file. A column that is all null or empty in the first file, such as the
+    pictures of a shard of text, has no type there, so the next file would not fit.
+
+    Returns:
+        `None` if all files have the same types, or if no features fit them all.
 
     Raises:
-        UserError: if a file is no parquet file.
+        UserError: if a file is not a parquet file.
     """
     types: dict[str, pa.DataType] = {}
-    do_differ = False
+    types_differ = False
     for file in source.files or sorted(Path(source.name).rglob("*.parquet")):
         for field in _read_schema(file):
             known = types.setdefault(field.name, field.type)
             if field.type == known:
                 continue
-            do_differ = True
+            types_differ = True
             try:
                 types[field.name] = _merge_types(known, field.type)
             except _TypesDifferError:
-                # Files of different configurations or splits; if they are read together, `datasets` reports it.
+                # The files may belong to different configurations or splits, which aren't read together. If they are
+                # read together, `datasets` reports that their types don't fit.
                 return None
 
-    if not do_differ:
+    if not types_differ:
         return None
     return datasets.Features.from_arrow_schema(pa.schema(list(types.items())))
 
@@ -238,10 +265,10 @@ def _read_schema(file: Path) -> pa.Schema:
 
 
 def _merge_types(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The type that holds values of both: null fits all, and structs have the fields of both.
+    """The type that holds the values of both types: null fits every type, and structs get the fields of both.
 
     Raises:
-        _TypesDifferError: if there is none.
+        _TypesDifferError: if there is no such type.
     """
     if one == other or pa.types.is_null(other):
         return one

@@ -1,4 +1,4 @@
-"""Reads JSON files of rows, each once, into datasets' cache folder."""
+"""Reads JSON files of rows into datasets' cache folder, where the next run finds them."""
 
 import hashlib
 import json
@@ -17,14 +17,14 @@ from conversations.sources import Source
 
 
 def read_json_files(source: Source) -> datasets.Dataset:
-    """The rows of JSON files, read once for each content of the files and of this code.
+    """Read the rows of JSON files, or take them from the cache if neither the files nor this package have changed.
 
     Raises:
-        UserError: if a file is not UTF-8 or not JSON, a row is no mapping, or there are no rows.
+        UserError: if a file is not UTF-8 or not JSON, a row is not a mapping, or there are no rows.
     """
-    code = hash_files(Path(__file__).parent, "*.py")
-    contents = [sha256(file) for file in source.files]
-    key = hashlib.sha256(json.dumps([contents, code]).encode()).hexdigest()
+    code_hashes = hash_files(Path(__file__).parent, "*.py")
+    content_hashes = [sha256(file) for file in source.files]
+    key = hashlib.sha256(json.dumps([content_hashes, code_hashes]).encode()).hexdigest()
     try:
         return datasets.Dataset.from_generator(
             _read_rows,
@@ -33,44 +33,48 @@ def read_json_files(source: Source) -> datasets.Dataset:
             fingerprint=key,
         )
     except DatasetGenerationError as error:
-        # `datasets` wraps what `_read_rows` raises.
+        # `datasets` wraps an error that `_read_rows` raises in one of its own.
         if isinstance(error.__cause__, UserError):
             raise error.__cause__ from None
         raise
 
 
 def _read_rows(names: list[str]) -> Iterator[Row]:
-    """The rows of JSON files in our layout."""
-    count = 0
+    """The rows of JSON files, in the layout that `read_row` gives."""
+    num_rows = 0
     for name in names:
         for number, fields in enumerate(_parse_file(Path(name))):
             if not isinstance(fields, dict):
                 problem = 'is not a row like {"image": ..., "conversations": [...]}'
-                raise UserError(f"{name}: row {number} {problem}: {json.dumps(fields)[:60]}")
+                beginning = json.dumps(fields)[:60]
+                raise UserError(f"{name}: row {number} {problem}: {beginning}")
 
             row = read_row(fields)
             row["images"] = [{"bytes": None, "path": _image_path(image)} for image in row["images"]]
             row["conversations"] = json.dumps(row["conversations"])
             yield row
-            count += 1
+            num_rows += 1
 
-    if count == 0:
+    if num_rows == 0:
         raise UserError(f"{', '.join(names)}: there are no rows.")
 
 
 def _image_path(image: Any) -> str:
     """The path of a picture in a JSON row.
 
-    What is none becomes text that names no file, so that the row's check reports it.
+    A value that is not a path becomes a text that names no file, so that the row's check reports it.
     """
-    if isinstance(image, dict) and isinstance(image.get("path"), str):
-        image = image["path"]
-    path = image if isinstance(image, str) else f"{str(image)[:80]} (not a path)"
-    return path.encode(errors="replace").decode()  # Arrow holds no half of a surrogate pair
+    path = image
+    if isinstance(image, dict):
+        path = image.get("path")
+    if not isinstance(path, str):
+        path = f"{str(image)[:80]} (not a path)"
+    # JSON can hold half of a surrogate pair, which Arrow can't store: it becomes "?".
+    return path.encode(errors="replace").decode()
 
 
 def _parse_file(path: Path) -> Iterable[Any]:
-    """The rows of a JSON list, of a mapping that holds one list, as in `{"data": [...]}`, or of JSON lines."""
+    """The rows of a file: a JSON list, a mapping that holds a list of rows as in `{"data": [...]}`, or JSON lines."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -79,7 +83,9 @@ def _parse_file(path: Path) -> Iterable[Any]:
     if text.lstrip().startswith("["):
         return _parse_list(path, text)
     rows = _find_list(text)
-    return _parse_lines(path, text) if rows is None else rows
+    if rows is not None:
+        return rows
+    return _parse_lines(path, text)
 
 
 def _parse_list(path: Path, text: str) -> list[Any]:
@@ -90,22 +96,28 @@ def _parse_list(path: Path, text: str) -> list[Any]:
 
 
 def _find_list(text: str) -> list[Any] | None:
-    """The first list of rows in a file of one mapping; `None` if there is none, as in JSON lines."""
+    """The first list of rows in a text that is one JSON mapping; `None` if the text is something else."""
     try:
         content = json.loads(text)
-    except ValueError:  # a second line, or no JSON, which reading the lines reports
+    except ValueError:  # JSON lines of several rows, or a torn file, which `_parse_lines` reports
         return None
-    if not isinstance(content, dict) or content.keys() & READERS.keys():
+    if not isinstance(content, dict) or _has_turns(content):  # with turns it is itself a row: JSON lines of one row
         return None
 
     for value in content.values():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and value[0].keys() & READERS.keys():
+        if isinstance(value, list) and value and _has_turns(value[0]):
             return value
     return None
 
 
+def _has_turns(content: Any) -> bool:
+    """Whether a JSON value is a row: a mapping with a field that holds turns."""
+    return isinstance(content, dict) and not READERS.keys().isdisjoint(content)
+
+
 def _parse_lines(path: Path, text: str) -> Iterator[Any]:
-    """The rows of JSON lines. Strings may contain Unicode's other line separators."""
+    """The rows of JSON lines."""
+    # Not `splitlines`: it would also split at Unicode's other line separators, which JSON strings may contain.
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

@@ -1,14 +1,14 @@
-"""The layouts that rows come in, and how each is read into the one row that all else uses.
+"""Reads rows of several layouts into the one layout that the rest of the code uses, which is LLaVA's.
 
 | layout | column | turns |
 |---|---|---|
 | LLaVA, ShareGPT | `conversations` | `from` and `value`, or `role` and `content` |
 | chat messages | `messages` | `role` and `content`, a text or a list of parts |
-| TRL | `prompt`, `completion` | a text each, or messages |
+| TRL | `prompt`, `completion` | each is a text, or messages |
 | the_cauldron | `texts` | `user` and `assistant` |
 
-Pictures are in `image` or `images`, or in the parts of messages. A text in `system` is the first turn. Which layout a
-row has is decided row by row.
+Pictures are in `image` or `images`, or in the parts of messages. A text in the field `system` becomes the first turn.
+Rows of one file may have different layouts.
 """
 
 import json
@@ -26,9 +26,10 @@ Row = dict[str, Any]
 Turn = dict[str, Any]
 
 PICTURE_COLUMNS = ("images", "image")
-# LLaVA's names of the roles, by those that rows use.
+# LLaVA's name of a role, by the names that rows use.
 ROLE_NAMES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
-# Fields that say where a row comes from or how large its picture is: they hold nothing to learn.
+# Fields that say where a row comes from or how large its picture is. They hold nothing to learn, so nobody is warned
+# that they aren't read.
 IDENTIFYING = frozenset({
     "id", "idx", "index", "uid", "uuid", "key", "hash", "__index_level_0__",
     "source", "data_source", "dataset", "split", "license", "model", "lang", "language",
@@ -36,24 +37,30 @@ IDENTIFYING = frozenset({
 })  # fmt: skip
 # Fields of a turn by which other trainers weigh an answer in the loss, or leave it out.
 LOSS_FIELDS = ("weight", "loss", "train")
-# What is read of a turn, of a message's parts, and of the_cauldron's pairs.
+# The fields of a turn that are read.
 TURN_FIELDS = frozenset({"from", "value", "role", "content", *LOSS_FIELDS})
+# The fields of a message's part that can hold its picture.
 PAYLOAD_FIELDS = ("image", "image_url", "path", "url")
+# The fields of a message's part that are read.
 PART_FIELDS = frozenset({"type", "text", *PAYLOAD_FIELDS})
+# The fields of a pair of question and answer in the_cauldron that are read.
 PAIR_FIELDS = frozenset({"user", "assistant"})
 
 
 class LayoutError(UserError):
-    """A row that has content in a layout that can't be read as it stands."""
+    """A row whose content can't be read, or not without changing what it says."""
 
 
 def read_row(row: Row) -> Row:
-    """A row of any layout as `images`, `conversations`, `problem` and `unread`.
+    """Read a row of any layout.
 
     Returns:
-        `images` holds the row's undecoded pictures in order, `conversations` LLaVA's turns, `problem` says why the row
-        can't be read as it stands (`None` if it can), and `unread` names the fields that have content which no reader
-        uses, as `field` or `messages[].field`.
+        A row with these fields:
+
+        - `images`: the row's undecoded pictures in order.
+        - `conversations`: LLaVA's turns.
+        - `problem`: why the row can't be read; `None` if it can.
+        - `unread`: the names of fields that have content and that nothing reads, as `field` or `messages[].field`.
     """
     unread = _unread_fields(row, READ_COLUMNS)
     try:
@@ -62,7 +69,7 @@ def read_row(row: Row) -> Row:
         turns = READERS[layout](row, reader)
         images = _choose_pictures(row, reader.pictures)
         turns = _add_system(turns, row.get("system"))
-        if layout != "conversations":  # whose turns mark their pictures themselves
+        if layout != "conversations":  # LLaVA's turns have to mark their pictures themselves
             turns = _mark_pictures(turns, len(images))
     except LayoutError as error:
         return {"images": [], "conversations": None, "problem": str(error), "unread": unread}
@@ -72,7 +79,7 @@ def read_row(row: Row) -> Row:
 
 
 def _unread_fields(fields: dict[str, Any], read: frozenset[str]) -> list[str]:
-    """The names of the fields that have content, are not among those that are read, and don't only identify."""
+    """The names of fields that have content, but are neither in `read` nor in `IDENTIFYING`."""
     names = []
     for name, value in fields.items():
         if name not in read and name not in IDENTIFYING and has_content(value):
@@ -81,23 +88,24 @@ def _unread_fields(fields: dict[str, Any], read: frozenset[str]) -> list[str]:
 
 
 def beside_pictures(row: Row) -> list[Any]:
-    """The pictures in a row's own columns: `images` or `image`, each one picture, a list, or nothing.
+    """The pictures in a row's picture columns, beside its turns. A column holds a picture, a list, or nothing.
 
     Raises:
-        LayoutError: if both columns hold some.
+        LayoutError: if both `images` and `image` hold pictures.
     """
-    filled = [name for name in PICTURE_COLUMNS if has_content(row.get(name))]
-    if len(filled) > 1:
+    filled_columns = [name for name in PICTURE_COLUMNS if has_content(row.get(name))]
+    if len(filled_columns) > 1:
         raise LayoutError("both `image` and `images` hold pictures; keep one of them")
-    if not filled:
+    if not filled_columns:
         return []
-    column = row[filled[0]]
-    entries = column if isinstance(column, list) else [column]
-    return [entry for entry in entries if has_content(entry)]
+    pictures = row[filled_columns[0]]
+    if not isinstance(pictures, list):
+        pictures = [pictures]
+    return [picture for picture in pictures if has_content(picture)]
 
 
 def has_content(value: Any) -> bool:
-    """Whether a field holds something: no null or NaN, empty text, empty list or `False`."""
+    """Whether a value says something: null, NaN, `False`, blank text, and lists or dicts of only these do not."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, list | tuple):
@@ -110,12 +118,12 @@ def has_content(value: Any) -> bool:
 
 
 def unpack_list(entries: Any) -> Any:
-    """A list of turns or parts, where it is stored otherwise.
+    """A list of turns or parts that is stored in another way; what is no such list is returned as it is.
 
-    `datasets.Sequence` of a dict stores it as a dict of lists, and some data sets store it as JSON text.
+    A `datasets.Sequence` of dicts is stored as a dict of lists, and some datasets store lists as JSON text.
 
     Raises:
-        LayoutError: if such lists differ in length.
+        LayoutError: if the lists of such a dict differ in length.
     """
     if isinstance(entries, str):
         return _decode_list(entries)
@@ -125,38 +133,46 @@ def unpack_list(entries: Any) -> Any:
     lengths = {name: len(column) for name, column in entries.items()}
     if len(set(lengths.values())) > 1:
         raise LayoutError(f"turns are stored as lists of different lengths: {lengths}")
-    return [dict(zip(entries, entry, strict=True)) for entry in zip(*entries.values(), strict=True)]
+    return [dict(zip(entries, values, strict=True)) for values in zip(*entries.values(), strict=True)]
 
 
 def _decode_list(text: str) -> Any:
-    """The list of mappings that a text holds as JSON; the text itself if it is no such list."""
+    """The list of mappings that a text holds as JSON; the text itself if it holds no such list."""
     if not text.lstrip().startswith("["):
         return text
     try:
         decoded = json.loads(text)
-    except ValueError:  # a text that begins with a bracket
+    except ValueError:  # an ordinary text that begins with a bracket
         return text
-    return decoded if all(isinstance(entry, dict) for entry in decoded) else text
+    if all(isinstance(entry, dict) for entry in decoded):
+        return decoded
+    return text
 
 
 class _Reader:
-    """Reads the turns of one row, and collects the pictures inside and the names of what it doesn't read."""
+    """Reads the turns of one row.
+
+    Attributes:
+        column: The column that holds the turns.
+        pictures: The pictures inside the messages that have been read so far.
+        unread: The names of fields inside the turns that have content and that nothing reads.
+    """
 
     def __init__(self, column: str) -> None:
         self.column = column
         self.pictures: list[Any] = []
         self.unread: set[str] = set()
-        self._placeholders = 0
+        self._num_placeholders = 0  # parts that stand for a picture in the row's picture columns
 
     def turns(self, entries: Any) -> Any:
-        """Turns in LLaVA's form; what is no list stays as it is, so that the row's check reports it."""
+        """Turns in LLaVA's form. What isn't a list is returned as it is, and the row's check reports it."""
         entries = unpack_list(entries)
         if not isinstance(entries, list):
             return entries
         return [self.turn(entry) for entry in entries]
 
     def turn(self, turn: Any) -> Turn:
-        """A turn in LLaVA's form; a malformed one stays as it is, so that the row's check reports it."""
+        """A turn in LLaVA's form. A malformed turn is returned as it is, and the row's check reports it."""
         if not isinstance(turn, dict):
             return turn
         role = _filled_one(turn, "from", "role")
@@ -173,11 +189,11 @@ class _Reader:
         return {"from": role, "value": content}
 
     def note_unread(self, fields: dict[str, Any], read: frozenset[str]) -> None:
-        """Keep the names of the fields that have content and that nothing reads."""
+        """Add the fields that have content, but aren't in `read`, to `unread`."""
         self.unread.update(f"{self.column}[].{name}" for name in _unread_fields(fields, read))
 
     def _join_parts(self, parts: list[Any], role: str) -> str:
-        """The text of a message's parts as one, with a mark for each picture."""
+        """Join the parts of a message into one text, with a mark for each picture."""
         pieces = []
         for part in parts:
             kind = part.get("type") if isinstance(part, dict) else None
@@ -194,7 +210,7 @@ class _Reader:
         return "".join(pieces)
 
     def _take_picture(self, part: dict[str, Any]) -> None:
-        """Keep the part's picture. A part without one stands for the next of the row's own."""
+        """Collect the picture of a part. A part without a picture stands for the next one in the row's columns."""
         payloads = _picture_payloads(part)
         if len(payloads) > 1:
             raise LayoutError("a part names its picture twice")
@@ -203,19 +219,19 @@ class _Reader:
             return
 
         index = part.get("index")
-        if index is not None and index != self._placeholders:
-            raise LayoutError(f"a part stands for picture {index} where picture {self._placeholders} would come")
-        self._placeholders += 1
+        if index is not None and index != self._num_placeholders:
+            raise LayoutError(f"a part stands for picture {index} where picture {self._num_placeholders} would come")
+        self._num_placeholders += 1
 
 
 def _refuse_what_changes_training(turn: Turn, role: str) -> None:
-    """Refuse a turn that would have to be trained otherwise than all are."""
+    """Refuse a turn that asks for a training that isn't done here: with tool calls, or with an answer's own weight."""
     if has_content(turn.get("tool_calls")):
         raise LayoutError("a turn has `tool_calls`, which have no place in a training text here")
     if role != "gpt":
         return
     for name in LOSS_FIELDS:
-        if turn.get(name) not in (None, True):  # 1 equals True
+        if turn.get(name) not in (None, True):  # a weight of 1 is accepted too, since 1 equals True
             raise LayoutError(f"an answer has `{name}`: {turn[name]!r}, but all are trained alike; remove the turn")
 
 
@@ -234,7 +250,7 @@ def _check_picture_part(part: dict[str, Any], role: str) -> None:
 
 
 def _picture_payloads(part: dict[str, Any]) -> list[Any]:
-    """The undecoded pictures that a part names: a path, or a mapping with a path or bytes."""
+    """The undecoded pictures of a part, each of which is a path, or a mapping with a path or bytes."""
     payloads = []
     for name in PAYLOAD_FIELDS:
         payload = part.get(name)
@@ -248,18 +264,20 @@ def _picture_payloads(part: dict[str, Any]) -> list[Any]:
 
 
 def _filled_one(turn: dict[str, Any], name: str, other: str) -> Any:
-    """The one of two fields that says something.
+    """The value of that one of two fields which has content.
 
     Raises:
-        LayoutError: if both do.
+        LayoutError: if both fields have content.
     """
     if has_content(turn.get(name)) and has_content(turn.get(other)):
         raise LayoutError(f"a turn has both `{name}` and `{other}`; keep one of them")
-    return turn[name] if turn.get(name) is not None else turn.get(other)
+    if turn.get(name) is not None:
+        return turn[name]
+    return turn.get(other)
 
 
 def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
-    """The turns of a prompt and its completion, each a text or messages; only the completion is trained."""
+    """The turns of a prompt and its completion. Only the completion may hold answers, which are trained."""
     prompt = _read_text_or_messages(row, "prompt", "user", reader)
     if any(isinstance(turn, dict) and turn.get("from") == "gpt" for turn in prompt):
         raise LayoutError("`prompt` holds an answer, which would be trained too; give such rows as `messages`")
@@ -267,7 +285,7 @@ def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
 
 
 def _read_text_or_messages(row: Row, column: str, role: str, reader: _Reader) -> list[Turn]:
-    """The turns of a column: a text is one turn with this role."""
+    """The turns of a column that holds messages, or a text, which becomes one turn with the given role."""
     content = row.get(column)
     is_text = isinstance(content, str) and not isinstance(unpack_list(content), list)
     if is_text:
@@ -280,10 +298,10 @@ def _read_text_or_messages(row: Row, column: str, role: str, reader: _Reader) ->
 
 
 def _read_texts(row: Row, reader: _Reader) -> list[Turn]:
-    """The turns of questions and answers as the_cauldron stores them."""
+    """The turns of pairs of question and answer, as the_cauldron stores them."""
     pairs = unpack_list(row["texts"])
     if not isinstance(pairs, list):
-        return []  # no turns, which the row's check reports
+        return []  # the row's check reports that there are no turns
 
     turns: list[Turn] = []
     for pair in pairs:
@@ -295,41 +313,45 @@ def _read_texts(row: Row, reader: _Reader) -> list[Turn]:
     return turns
 
 
-# By column that holds the turns of a layout, what reads them.
+# For each layout, the column that holds its turns, and the function that reads them.
 READERS: dict[str, Callable[[Row, _Reader], Any]] = {
     "conversations": lambda row, reader: reader.turns(row.get("conversations")),
     "messages": lambda row, reader: reader.turns(row["messages"]),
     "prompt": _read_prompt,
     "texts": _read_texts,
 }
-# All columns that have a reader.
+# All columns that are read.
 READ_COLUMNS = frozenset({*READERS, "completion", "system", *PICTURE_COLUMNS})
 
 
 def _find_layout(row: Row) -> str:
-    """The column of the layout that a row has; `"conversations"` if it has none, which the row's check reports.
+    """The column that holds a row's turns.
+
+    It is `"conversations"` if no column of turns has content. The row's check then reports that there are no turns.
 
     Raises:
-        LayoutError: if it has content in two, or a completion without a prompt.
+        LayoutError: if two columns of turns have content, or there is a completion without a prompt.
     """
     filled = [column for column in READERS if has_content(row.get(column))]
     if filled == ["messages", "prompt"] and _is_first_text(row["prompt"], row["messages"]):
-        filled = ["messages"]  # UltraChat repeats the first question
+        filled = ["messages"]  # in UltraChat, `prompt` repeats the first question
     if has_content(row.get("completion")) and "prompt" not in filled:
         raise LayoutError("there is a `completion` without a `prompt`")
     if len(filled) > 1:
         raise LayoutError(f"`{filled[0]}` and `{filled[1]}` both have content; keep one of them")
-    return filled[0] if filled else "conversations"
+    if not filled:
+        return "conversations"
+    return filled[0]
 
 
 def _is_first_text(prompt: Any, messages: Any) -> bool:
-    """Whether a prompt only repeats the first message."""
+    """Whether a prompt is the text of the first message."""
     first = messages[0] if isinstance(messages, list) else None
     return isinstance(first, dict) and first.get("content") == prompt
 
 
 def _choose_pictures(row: Row, pictures_inside: list[Any]) -> list[Any]:
-    """The row's pictures, which are either in its columns or inside its messages."""
+    """The row's pictures, which are either in its picture columns or inside its messages."""
     beside = beside_pictures(row)
     if beside and pictures_inside:
         raise LayoutError("there are pictures both in the messages and beside them; keep one of these")
@@ -337,7 +359,7 @@ def _choose_pictures(row: Row, pictures_inside: list[Any]) -> list[Any]:
 
 
 def _add_system(turns: Any, system: Any) -> Any:
-    """The turns with the text of the field `system` before them."""
+    """The turns, after a system turn if the field `system` has a text."""
     if not has_content(system) or not isinstance(turns, list):
         return turns
     if any(isinstance(turn, dict) and turn.get("from") == "system" for turn in turns):
@@ -346,18 +368,19 @@ def _add_system(turns: Any, system: Any) -> Any:
 
 
 def _mark_pictures(turns: Any, num_images: int) -> Any:
-    """Turns that mark no picture get the marks of all before their first question, as TRL does it."""
+    """If no turn marks a picture, mark all pictures before the first question, as TRL does."""
     if not num_images or not isinstance(turns, list):
         return turns
     for turn in turns:
         if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
-            return turns  # malformed, which the row's check reports
+            return turns  # the row's check reports the malformed turn
         if IMAGE_MARK in turn["value"]:
             return turns
 
-    marked = list(turns)
-    for place, turn in enumerate(marked):
+    marked_turns = list(turns)
+    for number, turn in enumerate(marked_turns):
         if turn["from"] == "human":
-            marked[place] = turn | {"value": f"{IMAGE_MARK}\n" * num_images + turn["value"]}
+            marks = f"{IMAGE_MARK}\n" * num_images
+            marked_turns[number] = turn | {"value": marks + turn["value"]}
             break
-    return marked
+    return marked_turns

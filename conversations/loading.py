@@ -1,7 +1,7 @@
-"""Load rows from JSON or parquet files, a dataset on disk or on the Hub, or a stream of these.
+"""Loads rows from JSON or parquet files, or from a dataset on disk or on the Hub, also as a stream.
 
-Whatever their layout (conversations/layouts.py), rows come out with `images` or `image`, undecoded, `conversations` in
-LLaVA's turns, `problem`, `image_folder` and `source`.
+Whatever layout the rows have (`conversations/layouts.py`), they come out in the one that `conversations/rows.py`
+describes, with their pictures undecoded.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from conversations.sources import Source, find_source
 
 logger = logging.getLogger(__name__)
 
-# Shards of a stream of rows that are on disk: as many readers can share them evenly.
+# A stream of rows that are on disk is split into so many shards, since each reader takes whole shards.
 NUM_SHARDS = 64
 
 
@@ -39,14 +39,22 @@ def load_rows(
     split: str = "train",
     streaming: bool = False,
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """Rows of a file, of files that a pattern matches, of a folder, or of a dataset on disk or on the Hub.
+    """Load the rows of a file, of files that a pattern matches, of a folder, or of a dataset on disk or on the Hub.
 
-    A JSON file is converted once, into datasets' cache folder; rows are memory-mapped. Picture paths are relative to
-    `image_folder`, by default the folder of the file or dataset; rows on the Hub need one if their pictures are paths.
-    Fields that have content and that nothing reads are named in a warning.
+    JSON files are converted once, into datasets' cache folder, and rows are memory-mapped from there. A warning names
+    the fields that have content and that nothing reads.
+
+    Args:
+        name: The file, pattern, folder or Hub id.
+        image_folder: The folder that picture paths are relative to, by default that of the file or dataset. Rows on
+            the Hub need it if their pictures are paths.
+        config: The configuration, if the dataset has several.
+        split: The split.
+        streaming: Whether to read parquet files and datasets while they are used, without converting them first.
 
     Raises:
-        UserError: if these are not rows, there are none, or there is no such file, folder, split or configuration.
+        UserError: if there are no rows, what is there can't be read as rows, or the file, folder, split or
+            configuration doesn't exist.
     """
     source = find_source(name)
     folder = _absolute_folder(source, image_folder)
@@ -73,7 +81,7 @@ def _absolute_folder(source: Source, image_folder: str | None) -> str:
 
 
 def _open(source: Source, config: str | None, split: str) -> datasets.Dataset:
-    """The rows as they are stored."""
+    """The rows with the columns that they are stored with. Rows of JSON files are in our layout already."""
     if source.kind == "dataset":
         return _load_dataset(source, config, split)
 
@@ -82,33 +90,34 @@ def _open(source: Source, config: str | None, split: str) -> datasets.Dataset:
     elif source.kind == "parquet":
         rows = _load_dataset(source)
     else:
-        with _naming(source):
+        with _errors_name(source):
             rows = datasets.load_from_disk(source.name)
 
     splits = rows if isinstance(rows, datasets.DatasetDict) else {"train": rows}
     if config is not None or split not in splits:
-        known = f"it has the splits {', '.join(splits)} and no configurations"
-        raise UserError(f"{source.name}: {known}, so no {config or split!r}.")
+        available = f"it has the splits {', '.join(splits)} and no configurations"
+        raise UserError(f"{source.name}: {available}, so no {config or split!r}.")
     return splits[split]
 
 
 def _load_dataset(
     source: Source, config: str | None = None, split: str = "train", streaming: bool = False
 ) -> datasets.Dataset | datasets.IterableDataset:
-    """What `load_dataset` reads: parquet files, which have one split and no configurations, a folder or a Hub id."""
+    """Load a source with `datasets.load_dataset`: parquet files, a folder or a Hub id."""
     options: dict[str, Any] = {"features": common_features(source), "streaming": streaming}
-    with _naming(source):
-        if source.kind == "parquet":
+    with _errors_name(source):
+        if source.kind == "parquet":  # such files are one split, and have no configurations
             files = [str(file) for file in source.files]
             return datasets.load_dataset("parquet", data_files=files, split="train", **options)
         return datasets.load_dataset(source.name, config, split=split, **options)
 
 
 @contextmanager
-def _naming(source: Source) -> Iterator[None]:
-    """Only `datasets` and Arrow may run in this: what they raise becomes a `UserError` that names the source.
+def _errors_name(source: Source) -> Iterator[None]:
+    """Turn the errors of `datasets` and Arrow in a `with` into a `UserError` that names the source.
 
-    They raise errors of many types for data that they can't read, and for an unknown split or configuration.
+    These libraries raise errors of many types for data that they can't read, and for an unknown split or
+    configuration. No code of ours may run in the `with`, since its bugs would look like faults of the user's data.
     """
     try:
         yield
@@ -117,7 +126,7 @@ def _naming(source: Source) -> Iterator[None]:
 
 
 def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -> datasets.Dataset:
-    """A dataset with our columns, pictures undecoded; says what nothing reads."""
+    """A dataset in our layout, with its pictures undecoded. Warns of fields that nothing reads."""
     if source.kind == "json":
         unread = count_names(dataset)
         columns = [dataset.remove_columns("unread")]
@@ -125,7 +134,7 @@ def _standardise(dataset: datasets.Dataset, source: Source, image_folder: str) -
         _require_turns(source, dataset.features)
         try:
             columns, unread = read_columns(dataset)
-        except ArrowException as error:  # a column, such as numbers in place of pictures, that it can't cast
+        except ArrowException as error:  # Arrow can't cast a column, such as numbers in place of pictures
             raise UserError(f"{source.name}: {error}") from error
     for field, count in unread.items():
         message = "%s: nothing reads `%s`, which has content in %d of %d rows"
@@ -148,20 +157,21 @@ def _require_turns(source: Source, features: datasets.Features) -> None:
 
 
 def _stream(source: Source, image_folder: str, config: str | None, split: str) -> datasets.IterableDataset:
-    """A stream of a dataset's rows with our columns, pictures undecoded."""
+    """A stream of a dataset's rows in our layout, with their pictures undecoded."""
     rows: Any = _load_dataset(source, config, split, streaming=True)
-    with _naming(source):
-        stored = rows.features or rows._resolve_features().features
-    _require_turns(source, stored)
+    with _errors_name(source):
+        # Where the stream doesn't know its features, they are found from its first rows.
+        features = rows.features or rows._resolve_features().features
+    _require_turns(source, features)
 
-    rows = rows.cast(undecoded_features(stored))
-    with _naming(source):
-        first = next(iter(rows), None)
-    if first is None:
+    rows = rows.cast(undecoded_features(features))
+    with _errors_name(source):
+        first_row = next(iter(rows), None)
+    if first_row is None:
         raise UserError(f"{source.name}: there are no rows.")
 
     read = partial(_read_streamed, name=source.name, image_folder=image_folder)
-    return rows.map(read, remove_columns=list(stored))
+    return rows.map(read, remove_columns=list(features))
 
 
 def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
@@ -172,36 +182,42 @@ def _read_streamed(fields: Row, name: str, image_folder: str) -> Row:
     row = read_row(fields)
     for field in row.pop("unread"):
         _warn_once(name, field)
-    place = fields.get("id") or str(row["conversations"] or fields)[:80]
-    return {**row, "image_folder": image_folder, "source": f"{name}, row {place}"}
+    beginning = str(row["conversations"] or fields)[:80]
+    place = fields.get("id") or beginning
+    return row | {"image_folder": image_folder, "source": f"{name}, row {place}"}
 
 
 @cache
 def _warn_once(name: str, field: str) -> None:
-    """Name what nothing reads, once in each process: a stream's rows can't be counted before they are read."""
+    """Warn of a field that nothing reads, once in each process.
+
+    In how many rows it has content can't be said, since a stream's rows can't be counted before they are read.
+    """
     logger.warning("%s: nothing reads `%s`, which has content", name, field)
 
 
 def has_splits(name: str) -> bool:
-    """Whether a dataset may have named splits; files or a single saved dataset only have "train"."""
+    """Whether a dataset may have several splits. Files, and a saved dataset without splits, only have "train"."""
     source = find_source(name)
     return source.kind == "dataset" or Path(source.name, "dataset_dict.json").exists()
 
 
 def stream_fingerprint(name: str, config: str | None, split: str) -> str:
-    """A fingerprint of what a stream reads, with the configuration and the split."""
+    """A fingerprint of the data that a stream reads, of the configuration and of the split."""
     content = _describe_content(find_source(name), config)
     return hashlib.sha256(json.dumps([config, split, content]).encode()).hexdigest()
 
 
 def _describe_content(source: Source, config: str | None) -> Any:
-    """The hashes of JSON files, the names and sizes of other local files, or the commit on the Hub.
+    """The hashes of JSON files, the names and sizes of other local files, or a hash for the commit on the Hub.
 
-    A checkpoint holds what is made of this, so its form must stay: a single hash for one JSON file.
+    Checkpoints hold fingerprints that are made from this value, so its form must not change.
     """
     if source.kind == "json":
         hashes = [sha256(file) for file in source.files]
-        return hashes[0] if len(hashes) == 1 else hashes
+        if len(hashes) == 1:
+            return hashes[0]
+        return hashes
     if source.files:
         return [(str(file), file.stat().st_size) for file in source.files]
 

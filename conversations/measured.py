@@ -1,4 +1,4 @@
-"""Every row is checked, tokenized and measured once, before training; `datasets` keeps the result."""
+"""Checks, tokenizes and measures every row once, before training. `datasets` keeps the result for later runs."""
 
 import hashlib
 import json
@@ -28,10 +28,11 @@ from conversations.tokens import RowTokenizer
 
 logger = logging.getLogger(__name__)
 
-# Rows whose pictures are in memory at a time.
+# The number of rows whose pictures are in memory at a time.
 BATCH = 100
-# Rows whose pictures' paths are in memory at a time.
+# The number of rows whose pictures' paths are in memory at a time.
 PATHS_BATCH = 1000
+# The columns that are kept of a row. A good row's `problem` is "", and a bad row has nothing but its `problem`.
 FEATURES = Features(
     {
         "conversations": Value("string"),
@@ -47,22 +48,27 @@ FEATURES = Features(
 
 @dataclass
 class RowCheck:
-    """Checks a row, opens its pictures unless told not to, and tokenizes it."""
+    """Checks a row, opens its pictures, and tokenizes it.
+
+    Args:
+        tokenize: The tokenizer of rows.
+        open_pictures: Whether pictures are opened, to find those that can't be read.
+    """
 
     tokenize: RowTokenizer
     open_pictures: bool = True
 
     def __call__(self, row: Row) -> Row:
-        """The row with its tokens.
+        """Check a row, and return it with its tokens.
 
         Raises:
-            BadRowError: if it can't be trained on.
+            BadRowError: if the row can't be trained on.
         """
         self.look(row)
         return self.tokenize(row)
 
     def look(self, row: Row) -> None:
-        """Look at text and pictures.
+        """Check a row's text and pictures, without tokenizing it.
 
         Raises:
             BadRowError: if the row can't be trained on.
@@ -73,13 +79,16 @@ class RowCheck:
 
 
 def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None) -> Dataset:
-    """Check and tokenize every row, in `num_proc` processes; the result has the columns of `FEATURES`.
+    """Check and tokenize every row, in `num_proc` processes.
 
-    It is kept in datasets' cache folder for the next run. The key is the rows, the paths, sizes and times of picture
-    files, and all that the check depends on.
+    The result is kept in datasets' cache folder. The next run uses it if neither the rows, nor the paths, sizes and
+    times of picture files, nor anything that the check depends on has changed.
+
+    Returns:
+        A dataset of as many rows with the columns of `FEATURES`, in which bad rows have a `problem`.
 
     Raises:
-        BadRowError: if the disk, not the row, is at fault.
+        BadRowError: if a row can't be read through a fault of the disk, such as an I/O error.
     """
     fingerprint = _fingerprint(dataset, check)
     folder = Path(config.HF_DATASETS_CACHE) / "normllava"
@@ -99,7 +108,7 @@ def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None
 
 
 def _fingerprint(dataset: Dataset, check: RowCheck) -> str:
-    """Hash of all that the tokens of a dataset's rows depend on."""
+    """A hash of all that the result of `tokenize_rows` depends on."""
     tokenize = check.tokenize
     return Hasher.hash([
         dataset._fingerprint,
@@ -118,7 +127,10 @@ def _fingerprint(dataset: Dataset, check: RowCheck) -> str:
 
 
 def _hash_picture_files(dataset: Dataset) -> str:
-    """Hash of the paths, sizes and modification times of all picture files, which `datasets` doesn't see."""
+    """A hash of the paths, sizes and modification times of all picture files.
+
+    The fingerprint that `datasets` gives a dataset doesn't change when these files do.
+    """
     states = hashlib.sha256()
     folder = dataset[0]["image_folder"]
     with ThreadPoolExecutor() as threads:
@@ -129,9 +141,9 @@ def _hash_picture_files(dataset: Dataset) -> str:
 
 
 def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
-    """The paths of pictures that aren't inside the dataset, batch by batch.
+    """The paths of pictures that are files outside the dataset, in batches.
 
-    They are taken in Arrow, since Python would read the pictures inside, too.
+    The paths are selected in Arrow. Rows in Python would also load the pictures that are inside the dataset.
     """
     columns = [name for name in PICTURE_COLUMNS if name in dataset.column_names]
     if not columns:
@@ -139,22 +151,23 @@ def _picture_paths(dataset: Dataset) -> Iterator[list[str | None]]:
     for table in dataset.select_columns(columns).with_format("arrow").iter(PATHS_BATCH):
         for column in table.columns:
             for chunk in column.chunks:
+                # A row holds a picture, or a list of pictures.
                 pictures = chunk if pa.types.is_struct(chunk.type) else chunk.flatten()
                 is_file = pictures.field("bytes").is_null()
                 yield pictures.field("path").filter(is_file).to_pylist()
 
 
 def _file_state(folder: str, path: str | None) -> tuple[str | None, int, int]:
-    """A path, and the size and modification time of its file, which are 0 if there is none."""
+    """A path, and the size and modification time of its file, or twice 0 if there is no such file."""
     try:
         status = os.stat(os.path.join(folder, path or ""))
-    except (OSError, ValueError):  # ValueError: of a path with a null character
+    except (OSError, ValueError):  # a path with a null character raises ValueError
         return path, 0, 0
     return path, status.st_size, status.st_mtime_ns
 
 
 def _tokenize_batch(batch: dict[str, list[Any]], check: RowCheck) -> dict[str, list[Any]]:
-    """The columns of `FEATURES` for a batch of rows; threads open the pictures."""
+    """The columns of `FEATURES` for a batch of rows. Pictures are opened in several threads."""
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     with ThreadPoolExecutor() as threads:
         looks = [threads.submit(check.look, row) for row in rows]
@@ -164,20 +177,36 @@ def _tokenize_batch(batch: dict[str, list[Any]], check: RowCheck) -> dict[str, l
 
 
 def _tokens_or_problem(row: Row, look: Future[None], check: RowCheck) -> Row:
-    """What is kept of a row: its tokens, or its problem alone."""
+    """What is kept of a row: its tokens if it is good, otherwise only its problem.
+
+    Args:
+        row: The row.
+        look: The call of `check.look` for this row, which a thread has made.
+        check: Tokenizes the row.
+
+    Raises:
+        BadRowError: if the disk is at fault. As the row's problem it would be kept even after the disk is mended.
+    """
     try:
         look.result()
         conversations = json.dumps(row_turns(row), default=str)
         tokens = check.tokenize(row)
     except BadRowError as error:
-        if getattr(error.__cause__, "errno", None) is not None:
-            raise  # by the disk's fault: what is kept would outlast it
-        return {**dict.fromkeys(FEATURES), "problem": error.problem}
-    return {**tokens, "conversations": conversations, "checksum": _checksum(row, conversations), "problem": ""}
+        is_disk_fault = getattr(error.__cause__, "errno", None) is not None
+        if is_disk_fault:
+            raise
+        nothing: Row = dict.fromkeys(FEATURES)
+        return nothing | {"problem": error.problem}
+
+    checksum = _checksum(row, conversations)
+    return tokens | {"conversations": conversations, "checksum": checksum, "problem": ""}
 
 
 def _checksum(row: Row, conversations: str) -> int:
-    """Of a row's conversation, and its pictures' names and sizes; independent of where the folder is."""
+    """A checksum of a row's conversation and of its pictures' names and sizes.
+
+    It stays the same if the image folder is moved.
+    """
     pictures = []
     for image in row_images(row):
         path = picture_path(row, image)
@@ -191,40 +220,46 @@ def _checksum(row: Row, conversations: str) -> int:
 def keep_good_rows(
     dataset: Dataset, tokens: Dataset, bad_rows: Literal["error", "skip"], report_file: Path | None
 ) -> tuple[Dataset, str]:
-    """The good rows with their tokens, and a fingerprint of their content.
+    """Join the good rows with their tokens, and refuse or leave out the bad rows.
 
     Args:
         dataset: The rows.
-        tokens: What `tokenize_rows` made of them.
-        bad_rows: What to do with bad ones.
-        report_file: To which bad rows that are left out are added, one a line.
+        tokens: The result of `tokenize_rows` for these rows.
+        bad_rows: `"error"` refuses the dataset if there is a bad row, `"skip"` leaves bad rows out.
+        report_file: The JSON lines file to which bad rows that are left out are added, if there is to be one.
+
+    Returns:
+        The good rows with their tokens, and a fingerprint of their content.
 
     Raises:
-        BadRowError: with `"error"` if there is a bad row, with `"skip"` if all are bad.
+        BadRowError: with `"error"` if there is a bad row, with `"skip"` if all rows are bad.
     """
     is_bad = np.array([problem != "" for problem in tokens["problem"]])
     if is_bad.any():
-        bad = _join(dataset.select_columns("source"), tokens.select_columns("problem")).select(np.flatnonzero(is_bad))
+        problems = _join(dataset.select_columns("source"), tokens.select_columns("problem"))
+        bad = problems.select(np.flatnonzero(is_bad))
         _refuse_bad_rows(bad, len(dataset), bad_rows)
         if report_file is not None:
             _report_bad_rows(bad, len(dataset), report_file)
 
+    # `tokens` has the turns in one form, and good rows have no problem.
     replaced = [name for name in ("conversations", "problem") if name in dataset.column_names]
     good = _join(dataset.remove_columns(replaced), tokens.remove_columns("problem"))
     if is_bad.any():
         good = good.select(np.flatnonzero(~is_bad))
 
     checksums = row_lengths(good, "checksum")
-    return good.remove_columns("checksum"), hashlib.sha256(checksums.tobytes()).hexdigest()
+    fingerprint = hashlib.sha256(checksums.tobytes()).hexdigest()
+    return good.remove_columns("checksum"), fingerprint
 
 
 def _join(*columns: Dataset) -> Dataset:
-    """Datasets of the same rows as one, side by side."""
+    """Put the columns of several datasets of the same rows side by side, in one dataset."""
     return concatenate_datasets(list(columns), axis=1)
 
 
 def _refuse_bad_rows(bad: Dataset, num_rows: int, bad_rows: Literal["error", "skip"]) -> None:
-    """End the run over bad rows, unless they are to be left out and there are good ones."""
+    """Raise an error about bad rows, unless they are to be left out and there are good rows too."""
     if bad_rows == "skip" and len(bad) < num_rows:
         return
     advice = "fix the data"
@@ -243,5 +278,5 @@ def _report_bad_rows(bad: Dataset, num_rows: int, report_file: Path) -> None:
 
 
 def row_lengths(dataset: Dataset, column: str = "length") -> np.ndarray:
-    """A column of integers of checked rows: int64 [rows]."""
+    """The lengths of checked rows in tokens, or another column of integers: int64 of shape `(num_rows,)`."""
     return dataset.with_format("numpy", columns=[column])[column][:]

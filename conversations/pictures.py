@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 from io import BytesIO
-from typing import Any
+from typing import Any, BinaryIO
 
 from PIL import Image as PILImage
 
@@ -12,19 +12,19 @@ from conversations.rows import BadRowError, Row, picture_path, row_images, short
 
 
 def open_images(row: Row) -> list[PILImage.Image]:
-    """The row's pictures, decoded to RGB as [`to_rgb`] does it. The content decides the format, not the file's name.
+    """The row's pictures, opened and converted to RGB by [`to_rgb`].
 
     Raises:
-        BadRowError: if one can't be read, or its path leaves the row's folder.
+        BadRowError: if a picture can't be read, or its path leaves the row's image folder.
     """
     return [_open_image(image, row, number) for number, image in enumerate(row_images(row), 1)]
 
 
 def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
+    """A picture of a row in RGB; `number` counts the row's pictures from 1."""
     path = picture_path(row, image)
     try:
-        # The file is opened here: Pillow maps an uncompressed one that it opens itself, and then turns no TIFF.
-        with BytesIO(image["bytes"]) if path is None else open(path, "rb") as file, PILImage.open(file) as opened:
+        with _open_file(image, path) as file, PILImage.open(file) as opened:
             return to_rgb(opened)
     except Exception as error:  # Pillow's decoders raise errors of any type on broken files
         name = image["path"] if isinstance(image, dict) else path
@@ -32,10 +32,18 @@ def _open_image(image: Any, row: Row, number: int) -> PILImage.Image:
         raise BadRowError(row["source"], problem) from error
 
 
+def _open_file(image: Any, path: str | None) -> BinaryIO:
+    """The encoded picture: a file if the picture has a path, otherwise the bytes that are in the row."""
+    if path is None:
+        return BytesIO(image["bytes"])
+    # Pillow isn't given the path: it would map an uncompressed file into memory, and then not turn a TIFF upright.
+    return open(path, "rb")
+
+
 def fingerprint(images: Iterable[PILImage.Image]) -> str:
-    """Hash of the pixels of pictures in RGB."""
-    pixels = hashlib.sha256()
+    """A hash of the sizes and pixels of pictures in RGB."""
+    pixel_hash = hashlib.sha256()
     for image in images:
-        pixels.update(repr(image.size).encode())
-        pixels.update(image.tobytes())
-    return pixels.hexdigest()[:16]
+        pixel_hash.update(repr(image.size).encode())
+        pixel_hash.update(image.tobytes())
+    return pixel_hash.hexdigest()[:16]  # 64 bits are enough, and read better in a report

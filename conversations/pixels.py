@@ -1,6 +1,7 @@
-"""One rule for a picture's pixels, in training, behind an endpoint and on a Space.
+"""How a picture becomes pixels: the same way in training, behind an endpoint and on a Space.
 
-A release ships this file beside the two others' code, so it imports nothing else of ours.
+A release has a copy of this file beside the code of its endpoint and its Space, so this file imports no other file of
+this repository.
 """
 
 import numpy as np
@@ -12,23 +13,26 @@ PngImagePlugin.MAX_TEXT_CHUNK = 64 * 2**20
 
 
 def to_rgb(opened: Image.Image) -> Image.Image:
-    """A picture's pixels in RGB of 8 bits.
+    """Convert a picture to RGB with 8 bits a channel.
 
-    It is turned as its EXIF orientation says, what is transparent becomes white, 16-bit grey is scaled to 8 bits, and
-    of an animation the first frame is taken.
+    The picture is turned as its EXIF orientation says, its transparent pixels become white, and 16-bit grey is scaled
+    to 8 bits. Of an animation the first frame is taken.
 
     Raises:
-        OSError: if its pixels have no known range.
+        OSError: if the pixels' values have no known range.
     """
     upright = ImageOps.exif_transpose(opened)
-    if upright.mode.startswith("I;16"):  # unscaled, everything above 255 would become white
-        return Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8)).convert("RGB")
+    if upright.mode.startswith("I;16"):
+        # Pillow's `convert` wouldn't scale the values: all above 255 would become white.
+        scaled = (np.asarray(upright) >> 8).astype(np.uint8)
+        return Image.fromarray(scaled).convert("RGB")
     if upright.mode in ("I", "F"):
         raise OSError(f"pixels of mode {upright.mode} have no known range")
     if not upright.has_transparency_data:
         return upright.convert("RGB")
 
-    # Dropping transparency would show the colour that lies below it: black, behind most black writing.
+    # Simply dropping the alpha channel would show the colour of the transparent pixels. In most pictures of black
+    # writing this colour is black as well.
     with_alpha = upright.convert("RGBA")
-    ground = Image.new("RGBA", with_alpha.size, "white")
-    return Image.alpha_composite(ground, with_alpha).convert("RGB")
+    white = Image.new("RGBA", with_alpha.size, "white")
+    return Image.alpha_composite(white, with_alpha).convert("RGB")

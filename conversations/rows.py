@@ -1,9 +1,12 @@
-"""The one row that all else uses, and what makes it a bad row.
+"""Rows in the one layout that the rest of the code uses, and the check that finds bad rows.
 
-A row has `images` or `image` (paths, or what `datasets.Image(decode=False)` gives), `image_folder` (the folder that
-paths are relative to), `conversations` (LLaVA's turns with `from` and `value`) and `source` (file or dataset and row
-number, for messages). Where its layout was another, `problem` says why it couldn't be read, if it couldn't.
-conversations/layouts.py reads the layouts.
+`conversations/layouts.py` reads other layouts into this one. A row has these fields:
+
+- `images` or `image`: its pictures, as paths or as what `datasets.Image(decode=False)` gives.
+- `image_folder`: the folder that paths are relative to.
+- `conversations`: LLaVA's turns with `from` and `value`.
+- `source`: the file or dataset and the row's number, for messages.
+- `problem`: why the row couldn't be read from another layout, if it couldn't.
 """
 
 import json
@@ -17,9 +20,9 @@ from common.errors import UserError
 from conversations.layouts import IMAGE_MARK, ROLE_NAMES, LayoutError, Row, beside_pictures
 
 
-# Roles of chat messages by LLaVA's names of them.
+# The role in chat messages, by LLaVA's name of the role.
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-# Characters of a path that messages show.
+# How many characters of a path a message shows.
 LONGEST_PATH = 200
 
 
@@ -27,9 +30,9 @@ class BadRowError(UserError):
     """A row that can't be trained on.
 
     Attributes:
-        source: File or dataset, and number of the row.
-        problem: What is wrong, without a full stop. A data loader raises a worker's error anew with its message as
-            the only argument; then it is empty.
+        source: The file or dataset, and the row's number.
+        problem: What is wrong, without a full stop. It is empty in an error that a data loader raises anew for one of
+            its workers: the loader passes the worker's message as the only argument, and so as `source`.
     """
 
     def __init__(self, source: str, problem: str = "") -> None:
@@ -44,17 +47,17 @@ class BadRowError(UserError):
 
 
 def shortened(path: str) -> str:
-    """A path for a message: one of a megabyte is no path."""
+    """A path for a message. In bad rows it can be very long, such as a picture's content in place of its path."""
     if len(path) <= LONGEST_PATH:
         return path
     return f"{path[:LONGEST_PATH]}... ({len(path)} characters)"
 
 
 def row_images(row: Row) -> list[Any]:
-    """The row's undecoded pictures: a column may hold one, a list, or nothing.
+    """The row's undecoded pictures.
 
     Raises:
-        BadRowError: if two columns hold some.
+        BadRowError: if both `image` and `images` hold pictures.
     """
     try:
         return beside_pictures(row)
@@ -63,10 +66,11 @@ def row_images(row: Row) -> list[Any]:
 
 
 def picture_path(row: Row, image: Any) -> str | None:
-    """Path of a row's picture; `None` if it is embedded in the row.
+    """The path of a row's picture; `None` if the picture's bytes are in the row.
 
     Raises:
-        BadRowError: if it has no path, or one out of the row's folder: downloaded rows must not name any file.
+        BadRowError: if the picture has neither bytes nor a path, or its path leaves the image folder: rows from the
+            internet must not be able to name any file on the disk.
     """
     if isinstance(image, dict) and image["bytes"] is not None:
         return None
@@ -77,7 +81,7 @@ def picture_path(row: Row, image: Any) -> str | None:
     if "image_folder" not in row:
         return name
 
-    # Compared as text, without resolving links: a link to another disk may lie in the folder.
+    # Links are not resolved before the comparison, since the folder may hold links to other disks.
     folder = row["image_folder"]
     path = os.path.normpath(os.path.join(folder, name))
     if not path.startswith(os.path.join(folder, "")):
@@ -92,15 +96,14 @@ def _picture_name(image: Any) -> str | None:
 
 
 def row_turns(row: Row) -> list[dict[str, str]]:
-    """The row's turns, with LLaVA's names of the roles; malformed ones as they are.
-
-    Rows of JSON files store them as text. A dataset's turns may say `user` and `assistant`.
-    """
-    stored = row["conversations"]
-    turns = json.loads(stored) if isinstance(stored, str) else stored
+    """The row's turns, with LLaVA's names of the roles. Malformed turns are returned as they are."""
+    turns = row["conversations"]
+    if isinstance(turns, str):  # rows that were read from another layout store their turns as JSON text
+        turns = json.loads(turns)
     if not isinstance(turns, list):
         return turns
 
+    # A dataset in LLaVA's layout, whose turns are used as they are stored, may call the roles `user` and `assistant`.
     renamed = []
     for turn in turns:
         role = turn.get("from") if isinstance(turn, dict) else None
@@ -111,10 +114,10 @@ def row_turns(row: Row) -> list[dict[str, str]]:
 
 
 def to_messages(row: Row) -> list[dict[str, Any]]:
-    """The row's turns as chat messages: each `<image>` mark becomes an image part.
+    """The row's turns as chat messages, in which each `<image>` mark is an image part.
 
-    The template puts each part on its own line, so the line break that LLaVA writes next to a mark is removed here.
-    What the assistant says stays a string, stripped as LLaVA does.
+    The chat template puts each part on its own line, so the line breaks that LLaVA writes next to a mark are removed.
+    What the assistant says stays one string. All texts are stripped, as LLaVA strips them.
     """
     messages: list[dict[str, Any]] = []
     for turn in row_turns(row):
@@ -138,20 +141,28 @@ def _split_at_marks(text: str) -> list[dict[str, str]]:
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> re.Pattern[str]:
-    """Texts that a tokenizer reads as control tokens: its special tokens and the image token."""
+    """A pattern that finds what a tokenizer reads as a control token: its special tokens and the image token.
+
+    `<image>` isn't among them, since rows mark their pictures with it.
+    """
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = {*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""}
 
-    # A message names the first that matches: the whole token, where one begins with another.
+    # Where a token begins with another token, the pattern has to find the longer one, which a message then names.
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(re.escape(token) for token in longest_first))
 
 
 def check_row(row: Row, control_tokens: re.Pattern[str] | None = None, needs_answer: bool = True) -> None:
-    """Look at everything but the pixels. Text must not contain `control_tokens`, the model's.
+    """Check everything of a row but its pictures' pixels.
+
+    Args:
+        row: The row.
+        control_tokens: A pattern of texts that the row must not contain, made by `control_tokens` for the model.
+        needs_answer: Whether the row needs an answer, as it does in training.
 
     Raises:
-        BadRowError: if the row can't be trained on, or, where it needs no answer, not be asked about.
+        BadRowError: if there is a problem.
     """
     problem = row.get("problem") or _find_problem(row, control_tokens, needs_answer)
     if problem:
@@ -159,10 +170,10 @@ def check_row(row: Row, control_tokens: re.Pattern[str] | None = None, needs_ans
 
 
 def _find_problem(row: Row, control_tokens: re.Pattern[str] | None, needs_answer: bool) -> str | None:
-    """What is wrong with a row, if anything is."""
+    """What is wrong with a row; `None` if it is good."""
     try:
         turns = row_turns(row)
-    except ValueError:  # of `json.loads`
+    except ValueError:  # `row_turns` decodes JSON
         return "`conversations` is text that is not JSON"
     if not isinstance(turns, list) or not turns:
         return "`conversations` is empty or not a list of turns"
@@ -180,11 +191,11 @@ def _find_problem(row: Row, control_tokens: re.Pattern[str] | None, needs_answer
 
 
 def _find_image_problem(row: Row, turns: list[dict[str, str]]) -> str | None:
-    """What is wrong with the pictures of a row, their pixels aside."""
+    """What is wrong with the number or the paths of a row's pictures; `None` if nothing is."""
     images = row_images(row)
-    marks = sum(turn["value"].count(IMAGE_MARK) for turn in turns)
-    if marks != len(images):
-        return f"{marks} {IMAGE_MARK} marks but {len(images)} images"
+    num_marks = sum(turn["value"].count(IMAGE_MARK) for turn in turns)
+    if num_marks != len(images):
+        return f"{num_marks} {IMAGE_MARK} marks but {len(images)} images"
     for image in images:
         path = picture_path(row, image)
         if path is not None and not os.path.isfile(path):
@@ -193,23 +204,23 @@ def _find_image_problem(row: Row, turns: list[dict[str, str]]) -> str | None:
 
 
 def _find_turn_problem(turn: Any, control_tokens: re.Pattern[str] | None) -> str | None:
-    """What is wrong with a turn, as a sentence without its subject."""
+    """What is wrong with a turn, as a sentence without its subject, which is the turn; `None` if nothing is."""
     role = turn.get("from") if isinstance(turn, dict) else None
     value = turn.get("value") if isinstance(turn, dict) else None
     if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
         return f'is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {str(turn)[:200]}'
 
-    control_token = control_tokens.search(value) if control_tokens else None
-    if control_token:
+    match = control_tokens.search(value) if control_tokens else None
+    if match:
         return (
-            f"contains {control_token[0]}, which this model's tokenizer reads as a control token. Write it otherwise, "
+            f"contains {match[0]}, which this model's tokenizer reads as a control token. Write it otherwise, "
             "or with a token of your own that isn't special: docs/data.md says how"
         )
     return None
 
 
 def _describe_missing(image: Any, path: str) -> str:
-    """What is wrong with a picture that has a path but no file."""
+    """What is wrong with a picture whose path leads to no file."""
     name = str(_picture_name(image))
     if name.startswith("data:"):
         return f"an image is base64 text ({len(name)} characters): write it to a file, and give its path"

@@ -1,4 +1,4 @@
-"""What the name of some rows means: files, a folder, a saved dataset, or a dataset on the Hub."""
+"""Finds out what the user's name for a dataset means: files, a folder, a saved dataset, or a dataset on the Hub."""
 
 import glob
 import os
@@ -10,25 +10,25 @@ from common.errors import UserError
 
 
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
-# What `load_dataset` reads as a dataset, so that a JSON file beside it is something else.
+# Suffixes of files that `load_dataset` reads. A JSON file in the same folder doesn't hold the rows.
 DATASET_SUFFIXES = (".parquet", ".arrow", ".tar")
-# The layout of a folder of pictures whose rows name their file (`imagefolder`), which `load_dataset` reads.
+# A file with such a name describes the pictures of its folder, and `load_dataset` reads both (`imagefolder`).
 METADATA_FILES = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-# Files that come with a saved dataset or a repository, and hold no rows.
-NO_ROWS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
-# By which a folder is known as one that `save_to_disk` wrote: a dataset of several splits, or of one.
+# JSON files that come with a saved dataset or a repository, and hold no rows.
+FILES_WITHOUT_ROWS = ("dataset_dict.json", "state.json", "dataset_info.json", "dataset_infos.json")
+# `save_to_disk` writes the first file for a dataset with splits, and the second for a dataset without.
 SAVED_FILES = ("dataset_dict.json", "state.json")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where some rows are.
+    """Where the rows of a dataset are.
 
     Attributes:
-        name: What the user gave, with `~` replaced.
-        kind: `"json"` for LLaVA's files, `"parquet"` for files of columns, `"saved"` for what `save_to_disk` writes,
+        name: The name that the user gave, with `~` replaced by the home folder.
+        kind: `"json"` for JSON files, `"parquet"` for parquet files, `"saved"` for a folder that `save_to_disk` wrote,
             `"dataset"` for a folder or Hub id that `load_dataset` reads.
-        files: The files of the first two kinds.
+        files: The JSON or parquet files; empty for the other kinds.
     """
 
     name: str
@@ -37,15 +37,15 @@ class Source:
 
     @property
     def is_local(self) -> bool:
-        """Whether it lies on disk."""
+        """Whether the rows lie on this machine's disk."""
         return bool(self.files) or Path(self.name).exists()
 
     @property
     def folder(self) -> str:
-        """The folder that paths of pictures are relative to, unless the user names one.
+        """The folder that paths of pictures are relative to, unless the user names a folder.
 
         Raises:
-            UserError: if its JSON files lie in several.
+            UserError: if there are JSON files in several folders.
         """
         if not self.files:
             return os.path.abspath(self.name)
@@ -63,8 +63,8 @@ def find_source(name: str) -> Source:
     A folder that holds one JSON file, as LLaVA's does beside its pictures, means that file.
 
     Raises:
-        UserError: if nothing matches a pattern, a path's file doesn't exist or is of no known kind, or a folder holds
-            several JSON files: `load_dataset` would take the types of the first for all of them.
+        UserError: if no file matches a pattern, a file doesn't exist or is of no known kind, or a folder holds several
+            JSON files. (`load_dataset` would read them all with the types of the first file.)
     """
     name = os.path.expanduser(name)
     if glob.has_magic(name) and not os.path.exists(name):
@@ -84,7 +84,7 @@ def find_source(name: str) -> Source:
 
 
 def _source_of_files(name: str, files: list[Path]) -> Source:
-    """Files of rows, all of one kind."""
+    """The source of files, which must all be JSON files or all parquet files."""
     for file in files:
         if not file.is_file():
             raise UserError(f"{file}: there is no such file.")
@@ -99,7 +99,7 @@ def _source_of_files(name: str, files: list[Path]) -> Source:
 
 
 def _source_of_folder(name: str, folder: Path) -> Source:
-    """The one JSON file in a folder, or else a dataset."""
+    """The source of a folder: its JSON file if there is exactly one, or a dataset if there is none."""
     files = _find_json_files(folder)
     if not files:
         return Source(name, "dataset")
@@ -115,11 +115,14 @@ def _source_of_folder(name: str, folder: Path) -> Source:
 
 
 def _find_json_files(folder: Path) -> list[Path]:
-    """The JSON files in a folder; none if it has a dataset, or pictures with metadata, which `load_dataset` reads."""
+    """The JSON files in a folder that may hold rows.
+
+    There are none if the folder has other files that hold its rows, which `load_dataset` reads.
+    """
     json_files = []
     for file in sorted(folder.rglob("*")):
         is_hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        if is_hidden or file.name in NO_ROWS:
+        if is_hidden or file.name in FILES_WITHOUT_ROWS:
             continue
         suffix = file.suffix.lower()
         if suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:

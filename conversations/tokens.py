@@ -1,4 +1,4 @@
-"""From a row to token ids and labels, without opening pictures: their number of tokens is known."""
+"""Turns a row into token ids and labels. It opens no pictures, since every picture has the same number of tokens."""
 
 import re
 from dataclasses import dataclass, field
@@ -16,17 +16,19 @@ IGNORED = -100
 
 @dataclass
 class RowTokenizer:
-    """Gives a row `input_ids` and `labels` of the same length, `num_images` and `length`.
+    """Adds `input_ids`, `labels`, `num_images` and `length` to a row.
 
-    There is one image token a picture, which the collator repeats `tokens_per_image` times; `length` counts them all.
-    Labels are -100 except for what the template marks with `{% generation %}`, and at the first token, which nothing
-    predicts.
+    - `input_ids` and `labels` are of the same length. Each picture has a single image token in them, which the
+      collator repeats `tokens_per_image` times.
+    - `length` is the number of tokens after that, with all image tokens.
+    - A label is -100 unless the template marks its token with `{% generation %}`. The first token's label is always
+      -100, since no token comes before it from which it could be predicted.
 
     Args:
         processor: The model's processor.
-        chat_template: Jinja template that says what a row looks like.
-        max_length: Largest sample allowed, in tokens. Samples are never cut.
-        max_positions: The decoder's number of positions: it was not made for larger samples.
+        chat_template: The Jinja template that writes a row as text.
+        max_length: The largest `length` allowed. Longer samples are refused, never cut.
+        max_positions: The decoder's number of positions, which is a limit of `length` too.
     """
 
     processor: LlavaProcessor
@@ -35,7 +37,7 @@ class RowTokenizer:
     max_positions: int | None = None
     tokens_per_image: int = field(init=False)
     control_tokens: re.Pattern[str] = field(init=False)
-    # Whether the template is LLaVA's, which reads no question: a conversation would lose its questions.
+    # Whether the template is LLaVA's of stage 1. It leaves questions out, so conversations are refused.
     plain: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +51,7 @@ class RowTokenizer:
         """Tokenize a row that `check_row` has found good.
 
         Raises:
-            BadRowError: if the model can't learn from it.
+            BadRowError: if the row is too long, or has nothing that the model could be trained on.
         """
         if self.plain:
             _require_one_answer(row)
@@ -68,11 +70,16 @@ class RowTokenizer:
         return {**row, "input_ids": input_ids, "labels": labels, "num_images": num_images, "length": length}
 
     def expand_pictures(self, input_ids: list[int]) -> list[int]:
-        """A row's `input_ids`, or their beginning, with as many image tokens as its pictures have."""
+        """A row's `input_ids`, or their beginning, with all image tokens of each picture."""
         return self.repeat_at_pictures(input_ids, input_ids)
 
     def repeat_at_pictures(self, values: list[int], input_ids: list[int]) -> list[int]:
-        """One value for each of a row's `input_ids`, such as its label; a picture's as often as it has tokens."""
+        """Repeat the values at image tokens, such as their labels, `tokens_per_image` times.
+
+        Args:
+            values: One value for each of `input_ids`.
+            input_ids: A row's `input_ids`, in which each picture has a single image token.
+        """
         repeated: list[int] = []
         for value, token in zip(values, input_ids, strict=True):
             if token == self.processor.image_token_id:
@@ -87,12 +94,12 @@ class RowTokenizer:
         return counts.num_image_tokens[0]
 
     def _encode(self, row: Row) -> Any:
-        """The row's `input_ids`, one image token a picture, and `assistant_masks`."""
+        """The row's `input_ids`, and `assistant_masks`, which says of each token whether the template marks it."""
         try:
             return self.processor.tokenizer.apply_chat_template(
                 to_messages(row), chat_template=self.chat_template, return_dict=True, return_assistant_tokens_mask=True
             )
-        except (TypeError, UnicodeError) as error:  # the tokenizer's, of text such as half a surrogate pair
+        except (TypeError, UnicodeError) as error:  # tokenizers raise these for text such as half a surrogate pair
             raise BadRowError(row["source"], f"the text can't be tokenized ({error!a})") from error
 
     def _check_length(self, row: Row, length: int) -> None:
@@ -103,20 +110,22 @@ class RowTokenizer:
             limit = f"the decoder has {self.max_positions} positions; max_length can only lower that"
             raise BadRowError(row["source"], f"{length} tokens, but {limit}")
 
-    def _mask_labels(self, input_ids: list[int], is_trained: list[int]) -> list[int]:
-        """The labels: the tokens that are trained, and -100 elsewhere."""
+    def _mask_labels(self, input_ids: list[int], assistant_masks: list[int]) -> list[int]:
+        """The labels: a token's own id where it is trained, and -100 elsewhere."""
         labels = []
-        for token, trained in zip(input_ids, is_trained, strict=True):
-            # The mask is made from characters: in LLaVA's plain format it can reach the picture before the answer.
+        for token, is_marked in zip(input_ids, assistant_masks, strict=True):
+            # Marks are found by characters: in LLaVA's plain format a mark can reach the picture before the answer.
             is_image_token = token == self.processor.image_token_id
-            labels.append(token if trained and not is_image_token else IGNORED)
+            is_trained = is_marked and not is_image_token
+            labels.append(token if is_trained else IGNORED)
 
-        labels[:1] = [IGNORED]
+        if labels:
+            labels[0] = IGNORED
         return labels
 
 
 def _require_one_answer(row: Row) -> None:
-    """Refuse a conversation for LLaVA's plain template."""
+    """Refuse a row for LLaVA's plain template unless it has one human turn and one answer."""
     roles = [turn["from"] for turn in row_turns(row)]
     if roles != ["human", "gpt"]:
         problem = "stage 'align' takes one human turn and one gpt turn, and would drop other questions"

@@ -1,4 +1,8 @@
-"""The NormLlava model class. Importing it registers the classes, so `trust_remote_code` is not needed here."""
+"""The NormLlava model classes.
+
+Importing this package registers them with transformers' auto classes, so that a program that imports it needs no
+`trust_remote_code`.
+"""
 
 from transformers import (
     AutoConfig,
@@ -24,11 +28,11 @@ def _register(
     model: type[NormLlavaModel],
     model_with_head: type[NormLlavaForConditionalGeneration],
 ) -> None:
-    """Let transformers' auto classes find a model type."""
+    """Let transformers' auto classes find the classes of one model type."""
     AutoConfig.register(config.model_type, config)
     AutoProcessor.register(config, LlavaProcessor)
     AutoModel.register(config, model)
-    AutoModelForCausalLM.register(config, model_with_head)  # for text-only tools
+    AutoModelForCausalLM.register(config, model_with_head)  # text-only tools load a model with this class
     AutoModelForImageTextToText.register(config, model_with_head)
     AutoModelForMultimodalLM.register(config, model_with_head)
 

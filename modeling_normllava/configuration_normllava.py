@@ -1,4 +1,4 @@
-"""NormLlava configuration: Llava's, plus the norm that ends the projector."""
+"""NormLlava's configuration: Llava's, with fields for what NormLlava's projector adds."""
 
 from typing import Any, Literal
 
@@ -6,37 +6,37 @@ from huggingface_hub.dataclasses import strict
 from transformers import LlavaConfig
 
 
-# The arms of the norm, which `NormLlavaMultiModalProjector` builds.
+# The norms that can follow the projector; `NormLlavaMultiModalProjector` builds them.
 ProjectorNorm = Literal["gwc", "layernorm", "none"]
 
 
 @strict
 class NormLlavaConfig(LlavaConfig):
     r"""
-    Configuration of a NormLlava model: [`LlavaConfig`], three fields of the norm, one of merged patches, and
-    three records.
+    Configuration of a NormLlava model. To [`LlavaConfig`] it adds three fields about the norm, one about merged
+    patches, and three records.
 
-    Records change nothing. They say how the projector began, for the model's card: a config is all that goes from
-    a composed model through each stage to a release.
+    The model doesn't use the records. They tell the model's card how the projector began. They are kept in the config
+    because only the config stays with a model from composing, through each training stage, to the release.
 
     Args:
         projector_norm (`str`, *optional*, defaults to `"gwc"`):
-            `"gwc"`: LayerNorm with global weight compensation in its backward pass (arXiv 2512.08374, eq. 12);
-            `"layernorm"`: the same with LayerNorm's own gradient; `"none"`: no norm, which is plain Llava.
+            `"gwc"`: LayerNorm with global weight compensation in its backward pass (arXiv 2512.08374, eq. 12).
+            `"layernorm"`: the same forward pass, with LayerNorm's own gradient. `"none"`: no norm, as in Llava.
         projector_norm_target (`float`, *optional*):
-            T, the L2 norm that image tokens start at (eq. 11). A new norm gets the gain `T / sqrt(hidden_size)`.
-            `None` leaves the gain at 1, the default-initialised arm of the paper's Table 5.
+            T, the L2 norm that image tokens start at (eq. 11). A new LayerNorm gets the gain `T / sqrt(hidden_size)`.
+            `None` leaves the gain at 1, as in the row of the paper's Table 5 with default initialisation.
         projector_norm_eps (`float`, *optional*, defaults to 1e-5):
-            Added to the variance under the square root (eq. 22, 23).
+            The number that LayerNorm adds to the variance under the square root (eq. 22, 23).
         spatial_merge_size (`int`, *optional*, defaults to 1):
-            So many neighbouring patches a side are joined into one image token before the projector, as in Qwen2-VL:
-            2 makes 144 tokens of 24 x 24 patches. 1 joins none.
+            The side, in patches, of the squares of neighbouring patches that are joined into one image token before
+            the projector, as in Qwen2-VL: 2 makes 144 tokens of 24 x 24 patches. 1 leaves every patch its own token.
         projector_scaled (`bool`, *optional*, defaults to `False`):
-            Record: a new projector without a norm was scaled so that image tokens started at T.
+            Record: whether a new projector without a norm was scaled so that image tokens started at T.
         projector_aligned (`bool`, *optional*, defaults to `False`):
-            Record: the new projector was first pointed at captions' embeddings.
+            Record: whether the new projector was first aligned with the embeddings of captions' text.
         llava_name_or_path (`str`, *optional*):
-            Record: Hub id or folder of the Llava checkpoint that this model was converted from.
+            Record: the Hub id or folder of the Llava checkpoint that this model was converted from, if it was.
     """
 
     model_type = "normllava"
@@ -52,13 +52,14 @@ class NormLlavaConfig(LlavaConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        # Always complete and with flat names: saving a model adds only its own class, and a config loaded from the
-        # Hub has that repository's name in every value, which would tie a copy to its source.
+        # Saving a model would add only that model's class to `auto_map`, so all classes are listed here. The list
+        # replaces one that was loaded: a config from the Hub has its repository's name before each class
+        # ("owner/name--modeling_..."), and a copy that is saved elsewhere would still load its code from there.
         with_head = "modeling_normllava.NormLlavaForConditionalGeneration"
         self.auto_map = {
             "AutoConfig": "configuration_normllava.NormLlavaConfig",
             "AutoModel": "modeling_normllava.NormLlavaModel",
-            "AutoModelForCausalLM": with_head,  # for text-only tools
+            "AutoModelForCausalLM": with_head,  # text-only tools load a model with this class
             "AutoModelForImageTextToText": with_head,
             "AutoModelForMultimodalLM": with_head,
         }

@@ -1,11 +1,13 @@
-"""NormLlava: Llava with one LayerNorm after the projector that starts image tokens at the norm of text tokens.
+"""NormLlava: Llava with one LayerNorm after the projector, whose gain starts image tokens at the norm of text tokens.
 
 "The Unseen Bias" (arXiv 2512.08374) describes the method; equation numbers below are that paper's. Saving a model
-copies this file and `configuration_normllava.py` into the checkpoint folder, so they import nothing else of ours.
+copies this file and `configuration_normllava.py` into the checkpoint folder, so these two files import no other file
+of this repository.
 """
 
 import math
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -21,22 +23,25 @@ from .configuration_normllava import NormLlavaConfig
 # Older versions name the vision encoder's weights differently and would initialise it at random with only a warning.
 require_version("transformers>=5.18", "NormLlava needs it: pip install -U transformers")
 
-# Lower bound of the mean gain by which the gradient is divided (δ in eq. 25).
+# Lower bound of the mean gain that the gradient is divided by (δ in eq. 25).
 MIN_MEAN_GAIN = 1e-3
-# Checkpoint weights that may stay unused: the head (by the base model) and the norm (where it is switched off).
-# Not in the class's `_keys_to_ignore_on_load_unexpected`: vLLM drops such weights from every checkpoint.
+# Checkpoint weights that a model may leave unused: the head, when the model without a head is loaded, and the norm,
+# when it is loaded with `projector_norm="none"`. They aren't listed in transformers' attribute
+# `_keys_to_ignore_on_load_unexpected`, because vLLM drops what is listed there from every checkpoint.
 MAY_STAY_UNUSED = re.compile(r"^lm_head\.weight$|multi_modal_projector\.norm\.(weight|bias)$")
-# Weights that an adapter's folder must have. Others are the base's, or a quantized weight's state.
+# Weights of a PEFT adapter, which an adapter's folder must have. Other keys that a loading report lists as missing
+# are the base model's weights, or the state of a quantized weight.
 ADAPTER_WEIGHT = re.compile(r"\.lora_|\.modules_to_save\..*\.(weight|bias)$")
-# A part that is built from the config where none is given.
+# A part of the model, such as the vision tower; where it is `None`, the model builds it from the config.
 Part = nn.Module | None
 
 
 class _CompensatedLayerNormFunction(torch.autograd.Function):
     """LayerNorm whose input gradient is computed with the gain `g / max(mean|g|, δ)` in place of `g`.
 
-    LayerNorm's input gradient is linear in the gain, so this equals dividing the gradient at the normalised input x̂
-    (eq. 26), without an extra pass over the data. The gradients of gain and bias don't depend on the gain.
+    LayerNorm's input gradient is linear in the gain. Dividing the gain therefore gives the same result as dividing
+    the gradient at the normalised input x̂, as eq. 26 does, and needs no extra pass over the data. The gradients of
+    gain and bias don't depend on the gain.
     """
 
     @staticmethod
@@ -58,14 +63,14 @@ class _CompensatedLayerNormFunction(torch.autograd.Function):
 
 
 class Float32LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` (eq. 22, 23), computed in float32, whose parameters stay float32 whatever the model's dtype.
+    """`nn.LayerNorm` (eq. 22, 23) that computes in float32, with float32 parameters in a model of any dtype.
 
-    A bfloat16 gain of 0.0134 moves in steps of 6e-5, so the updates of training would be rounded away.
+    A bfloat16 gain of 0.0134 can change only in steps of 6e-5, so the updates of training would be rounded away.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # `from_pretrained` builds models with the checkpoint's dtype as torch's default dtype.
+        # `from_pretrained` makes the checkpoint's dtype torch's default, so the parameters may not be float32 yet.
         self.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Float32LayerNorm":
@@ -79,7 +84,8 @@ class Float32LayerNorm(nn.LayerNorm):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Normalise `hidden_states`; same shape and dtype out."""
-        # Sharded training may pass the parameters in its compute dtype, hence all three.
+        # At least float32, and float64 where the input or the parameters are. Sharded training may cast the
+        # parameters to its compute dtype before this call, so they are cast to the common dtype too.
         dtype = torch.promote_types(torch.promote_types(hidden_states.dtype, self.weight.dtype), torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         output = self._normalize(hidden_states.to(dtype), self.weight.to(dtype), bias)
@@ -93,8 +99,9 @@ class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
     """LayerNorm whose input gradient is divided by `max(mean|gain|, 1e-3)` (eq. 12, 24-26).
 
     The small gain that aligns norms would shrink every gradient that reaches the projector and the vision encoder by
-    the same factor; this removes the factor. Under Adam a constant factor on a gradient cancels in the update, so
-    there little is left: it changes gradient clipping and what Adam's epsilon weighs. Source: App. D.
+    the same factor; the division removes the factor. Adam's update doesn't depend on a constant factor on the
+    gradient, so under Adam the division matters little: it changes gradient clipping and how much Adam's epsilon
+    weighs. Source: App. D.
     """
 
     def _normalize(self, hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -108,9 +115,9 @@ class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
         super().__init__(config)
         self.spatial_merge_size = config.spatial_merge_size
         if self.spatial_merge_size > 1:
-            first = self.linear_1
-            merged_size = first.in_features * self.spatial_merge_size**2
-            self.linear_1 = nn.Linear(merged_size, first.out_features, bias=first.bias is not None)
+            unmerged = self.linear_1  # Llava's layer, whose input is a single patch
+            merged_size = unmerged.in_features * self.spatial_merge_size**2
+            self.linear_1: nn.Linear = nn.Linear(merged_size, unmerged.out_features, bias=unmerged.bias is not None)
 
         norms = {"gwc": GlobalWeightCompensatedLayerNorm, "layernorm": Float32LayerNorm}
         if config.projector_norm == "none":
@@ -119,25 +126,33 @@ class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
             self.norm = norms[config.projector_norm](config.text_config.hidden_size, eps=config.projector_norm_eps)
 
     def forward(self, image_features: torch.Tensor) -> torch.Tensor:
-        """Project `image_features` of shape `(num_images, num_patches, vision_hidden_size)` to the decoder's width."""
+        """Turn the vision tower's features of patches into image tokens.
+
+        Args:
+            image_features: `(num_images, num_patches, vision_hidden_size)`.
+
+        Returns:
+            `(num_images, num_image_tokens, text_hidden_size)`.
+        """
         if self.spatial_merge_size > 1:
             image_features = merge_patches(image_features, self.spatial_merge_size)
-        return self.norm(super().forward(image_features))  # [num_images, num_image_tokens, text_hidden_size]
+        projected = super().forward(image_features)
+        return self.norm(projected)
 
 
 def merge_patches(image_features: torch.Tensor, merge_size: int) -> torch.Tensor:
     """Join each square of `merge_size` x `merge_size` neighbouring patches into one vector, row by row.
 
     Args:
-        image_features: `(num_images, num_patches, hidden_size)`, the patches of a square picture row by row.
-        merge_size: How many patches a side of such a square has.
+        image_features: `(num_images, num_patches, hidden_size)`, with the patches of a square picture row by row.
+        merge_size: The side of a square, in patches.
 
     Returns:
-        `(num_images, num_patches / merge_size**2, merge_size**2 * hidden_size)`, the squares row by row, and in each
-        its patches row by row.
+        `(num_images, num_patches / merge_size**2, merge_size**2 * hidden_size)`, with the squares row by row. Each
+        vector holds the features of its square's patches, row by row.
 
     Raises:
-        ValueError: if the patches are no square grid that such squares divide.
+        ValueError: if the patches don't form a square grid, or `merge_size` doesn't divide the grid's side.
     """
     num_images, num_patches, hidden_size = image_features.shape
     side = math.isqrt(num_patches)
@@ -147,48 +162,59 @@ def merge_patches(image_features: torch.Tensor, merge_size: int) -> torch.Tensor
             "whose side it divides, without a class token (vision_feature_select_strategy 'default' drops it)."
         )
 
-    grid = image_features.unflatten(1, (side // merge_size, merge_size, side // merge_size, merge_size))
+    squares_a_side = side // merge_size
     # [num_images, row of squares, row in the square, column of squares, column in the square, hidden_size]
-    return grid.transpose(2, 3).reshape(num_images, -1, merge_size**2 * hidden_size)
+    grid = image_features.unflatten(1, (squares_a_side, merge_size, squares_a_side, merge_size))
+    # [num_images, row of squares, column of squares, row in the square, column in the square, hidden_size]
+    squares = grid.transpose(2, 3)
+    return squares.reshape(num_images, squares_a_side**2, merge_size**2 * hidden_size)
 
 
 class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
-    """What both models share: the config, the norm's initialisation, and the check that a checkpoint fits."""
+    """What the models with and without the head share.
+
+    This is the config, the norm's initialisation, and the check that a checkpoint fits.
+    """
 
     config: NormLlavaConfig
-    # One unit in device maps and in sharding, where all weights of a unit have the same dtype.
+    # Device maps and sharding keep the projector together, as one unit. In sharding all weights of a unit have one
+    # dtype, those of the norm too.
     _no_split_modules = ["NormLlavaMultiModalProjector"]  # noqa: RUF012 - as transformers has it
-    # The full name: a bare "norm" would keep every norm of the language model in float32.
+    # The full name, since a bare "norm" would keep every norm of the language model in float32 too.
     _keep_in_fp32_modules_strict = {"multi_modal_projector.norm"}  # noqa: RUF012 - as transformers has it
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        # From the config alone: on the meta device and during loading there are no embeddings to measure.
+        # T comes from the config, because on the meta device and during loading there are no embeddings to measure.
         if isinstance(module, Float32LayerNorm) and self.config.projector_norm_target is not None:
             init.constant_(module.weight, self.config.projector_norm_target / module.normalized_shape[0] ** 0.5)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """`False`: on loading custom code transformers fills no buffers of modules without weights (Falcon-H1)."""
+        """Return `False`, so that transformers treats this class as one of its own when it loads a checkpoint.
+
+        For custom code it would leave the buffers of modules without weights unfilled; Falcon-H1 has such modules.
+        """
         return False
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """`PreTrainedModel.from_pretrained`, but refuses a checkpoint that doesn't fit.
+        """`PreTrainedModel.from_pretrained`, except that it refuses a checkpoint that doesn't fit the class.
 
         Raises:
-            ValueError: if weights are missing or would be dropped.
+            ValueError: if the checkpoint lacks weights of the model, or has weights that the model wouldn't use.
         """
         load = super().from_pretrained
         model, report = load(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
 
         base_report = report
         if hasattr(model, "peft_config"):
-            # The folder is an adapter's, and its report speaks of the adapter alone.
-            _, base_report = load(model.name_or_path, *args, output_loading_info=True, **base_options(model, kwargs))
+            # The folder holds a PEFT adapter, and the report is about the adapter alone: load its base for a report.
+            options = base_options(model, kwargs)
+            _, base_report = load(model.name_or_path, *args, output_loading_info=True, **options)
 
         misfit = describe_misfit(base_report)
         if misfit is not None:
@@ -200,7 +226,7 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
         return (model, report) if output_loading_info else model
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """`PreTrainedModel.load_adapter`, but refuses an adapter that doesn't fit.
+        """`PreTrainedModel.load_adapter`, except that it refuses an adapter that doesn't fit the model.
 
         Raises:
             ValueError: if a weight of the adapter is missing.
@@ -213,16 +239,19 @@ class NormLlavaPreTrainedModel(LlavaPreTrainedModel):
 
 
 def base_options(adapted_model: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """With which `from_pretrained` loads an adapted model's base again, for its report and mostly without data.
+    """The options for `from_pretrained` to load the base of an adapted model once more, only for its loading report.
+
+    Wherever possible they load no weights' data.
 
     Args:
-        adapted_model: A model whose adapter has been loaded.
-        options: With which that was done.
+        adapted_model: A model that was loaded from an adapter's folder.
+        options: The options that it was loaded with.
     """
-    no_adapter = {"adapter_kwargs": {"subfolder": "none"}}  # else the base is searched for one
+    # Otherwise transformers would look for an adapter in the base's folder.
+    no_adapter = {"adapter_kwargs": {"subfolder": "none"}}
     quantizer = getattr(adapted_model, "hf_quantizer", None)
     if quantizer is not None and quantizer.pre_quantized:
-        # A checkpoint that was saved quantized can't be loaded without data.
+        # A checkpoint that was saved quantized can't be loaded without its data.
         return options | no_adapter
 
     # Quantizing doesn't change which weights a checkpoint has.
@@ -231,21 +260,32 @@ def base_options(adapted_model: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def describe_misfit(report: dict[str, Any]) -> str | None:
-    """Which weights of a checkpoint are missing or would be dropped, by a loading report; `None` if it fits."""
+    """Say, from a loading report, which weights are missing or would be dropped.
+
+    Returns:
+        `None` if the checkpoint fits the model.
+    """
     missing = report["missing_keys"]
+    if missing:
+        return f"Weights missing: {describe_keys(missing)}"
+
     unexpected = [key for key in report["unexpected_keys"] if not MAY_STAY_UNUSED.search(key)]
-    for problem, keys in (("missing", missing), ("unexpected", unexpected)):
-        if keys:
-            parts = sorted({key.removeprefix("model.").partition(".")[0] for key in keys})
-            return f"Weights {problem}: {len(keys)} of {', '.join(parts)}, first {min(keys)!r}"
+    if unexpected:
+        return f"Weights unexpected: {describe_keys(unexpected)}"
     return None
+
+
+def describe_keys(keys: Collection[str]) -> str:
+    """How many weights there are, the model's parts that they belong to, and the first weight's name."""
+    parts = {key.removeprefix("model.").partition(".")[0] for key in keys}
+    return f"{len(keys)} of {', '.join(sorted(parts))}, first {min(keys)!r}"
 
 
 class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
     """Vision tower, projector with norm, and language model without its head."""
 
     def __init__(self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None) -> None:
-        super(LlavaModel, self).__init__(config)  # skips LlavaModel's, which builds the parts itself
+        super(LlavaModel, self).__init__(config)  # skips LlavaModel.__init__, which builds the parts itself
         self.vision_tower = vision_tower or AutoModel.from_config(config.vision_config)
         self.multi_modal_projector = NormLlavaMultiModalProjector(config)
         self.language_model = language_model or AutoModel.from_config(config.text_config)
@@ -253,20 +293,21 @@ class NormLlavaModel(NormLlavaPreTrainedModel, LlavaModel):
 
 
 class NormLlavaForConditionalGeneration(NormLlavaPreTrainedModel, LlavaForConditionalGeneration, GenerationMixin):
-    """NormLlava with the language-modelling head; forward and generation are Llava's."""
+    """NormLlava with the language-modelling head. Its forward pass and its generation are Llava's."""
 
-    # Of `model`, the part without the head.
+    # The class of `self.model`, which is the model without the head.
     _model_class: type[NormLlavaModel] = NormLlavaModel
 
     def __init__(
         self, config: NormLlavaConfig, vision_tower: Part = None, language_model: Part = None, lm_head: Any = None
     ) -> None:
-        super(LlavaForConditionalGeneration, self).__init__(config)  # skips Llava's, which builds the parts itself
+        # Skips LlavaForConditionalGeneration.__init__, which builds the parts itself.
+        super(LlavaForConditionalGeneration, self).__init__(config)
         self.model = self._model_class(config, vision_tower, language_model)
         self.lm_head = lm_head or nn.Linear(config.text_config.hidden_size, config.text_config.vocab_size, bias=False)
         self.post_init()
 
 
-# Saving copies the class files of registered classes only.
+# `save_pretrained` copies a class's file into the checkpoint only if the class is registered.
 NormLlavaModel.register_for_auto_class("AutoModel")
 NormLlavaForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")

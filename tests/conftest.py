@@ -1,15 +1,15 @@
-"""Small random backbones in ordinary checkpoint folders, made once a run: what the tests compose and train."""
+"""Fixtures that many tests share: small random backbones and models in checkpoint folders, made once a run."""
 
 # ruff: noqa: E402 - caches and the backend must be named before datasets, transformers and matplotlib are imported
 import os
 import tempfile
 
 
-# Caches of the tests' own, of each pytest-xdist worker's too; they go when the tests end.
+# Each run of the tests, and each worker of pytest-xdist, has caches of its own, which are deleted when it ends.
 _caches = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
 os.environ["HF_DATASETS_CACHE"] = os.path.join(_caches.name, "datasets")
 os.environ["HF_MODULES_CACHE"] = os.path.join(_caches.name, "modules")
-os.environ.setdefault("MPLBACKEND", "Agg")  # no window, in processes that tests start either
+os.environ.setdefault("MPLBACKEND", "Agg")  # matplotlib opens no window; processes that tests start inherit this
 
 import signal
 import subprocess
@@ -53,10 +53,11 @@ from training.add_key_adapters import add_key_adapters
 from training.compose import compose
 
 
-# A shell's background job ignores Ctrl-C and hands that down; tests that press it need what a terminal gives.
+# Some tests press Ctrl-C. A process that a shell started in the background ignores Ctrl-C, so the handler is set anew.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Files whose tests start several processes, or a server on a port: one worker runs them all, one after the other.
+# Files whose tests start several processes, or a server on a port. One worker of pytest-xdist runs them all, so that
+# no two run at the same time.
 IN_ONE_WORKER = ("test_distributed.py", "test_kill.py", "test_serving.py", "test_space.py")
 
 TEXT_SIZES = {
@@ -71,7 +72,7 @@ VISION_SIZES = {
 
 @dataclass(frozen=True)
 class TextFamily:
-    """A family of language models, with the tokens that its tokenizers have beside bytes."""
+    """A family of language models: its classes, and its tokenizer's special tokens."""
 
     config_class: type
     model_class: type
@@ -114,14 +115,14 @@ TEXT_FAMILIES = {
         other_tokens=("<start_of_turn>", "<pad>", "<unused0>"),
         pad_token="<pad>",
     ),
-    # No chat tokens at all, as in Llama 2 and Vicuna: one more token for pictures is needed.
+    # As in Llama 2 and Vicuna, there is no unused special token that could mark pictures: composing has to add one.
     "vicuna": TextFamily(LlamaConfig, LlamaForCausalLM, bos_token="<s>", eos_token="</s>"),
 }
 VISION_FAMILIES = ("siglip", "siglip2", "clip", "dinov2")
 
 
 def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for each byte and the family's special tokens: any text comes back as it was."""
+    """A tokenizer with a token for each byte, so that it can encode any text, and with the family's special tokens."""
     tokens = TEXT_FAMILIES[family]
     special_tokens = [tokens.eos_token, *tokens.other_tokens]
     if tokens.bos_token is not None:
@@ -149,18 +150,20 @@ def byte_tokenizer(family: str) -> PreTrainedTokenizerFast:
 def text_model(family: str, **overrides: object) -> PreTrainedModel:
     """A small random language model of a family."""
     classes = TEXT_FAMILIES[family]
-    fields = {**TEXT_SIZES, "tie_word_embeddings": family == "gemma3", **overrides}
-    return classes.model_class(classes.config_class(**fields))
+    fields = TEXT_SIZES | {"tie_word_embeddings": family == "gemma3"} | overrides
+    config = classes.config_class(**fields)
+    return classes.model_class(config)
 
 
 def vision_model(family: str) -> tuple[PreTrainedModel, object]:
-    """A random vision encoder and its image processor."""
+    """A small random vision encoder of a family, and its image processor."""
     size = VISION_SIZES["image_size"]
     if family == "clip":
         processor = CLIPImageProcessor(size={"shortest_edge": size}, crop_size={"height": size, "width": size})
         return CLIPVisionModel(CLIPVisionConfig(**VISION_SIZES)), processor
 
-    if family == "dinov2":  # the Hub's processor crops to less than it was trained at
+    if family == "dinov2":
+        # DINOv2's processor on the Hub crops pictures to fewer pixels than the model was trained at, and so does this.
         processor = BitImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 14, "width": 14})
         return Dinov2Model(Dinov2Config(**VISION_SIZES)), processor
 
@@ -168,7 +171,7 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
     if family == "siglip":
         return SiglipVisionModel(SiglipVisionConfig(**VISION_SIZES)), processor
 
-    # The fixed-resolution SigLIP2 checkpoints are whole SigLIP models, text encoder included.
+    # SigLIP2 checkpoints of fixed resolution are whole SigLIP models, with a text encoder.
     text_config = {
         "hidden_size": TEXT_SIZES["hidden_size"],
         "intermediate_size": TEXT_SIZES["intermediate_size"],
@@ -180,7 +183,7 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Name the group of `--dist loadgroup`."""
+    """Put the tests of `IN_ONE_WORKER` into one group, which pytest-xdist's `--dist loadgroup` gives to one worker."""
     for item in items:
         if item.path.name in IN_ONE_WORKER:
             item.add_marker(pytest.mark.xdist_group("processes"))
@@ -188,7 +191,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a random backbone by family name, saved on first use."""
+    """A function that gives the folder of a family's random backbone, which is saved on first use."""
     root = tmp_path_factory.mktemp("backbones")
 
     def folder(family: str) -> Path:
@@ -204,7 +207,9 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
             processor = byte_tokenizer(family)
         model.save_pretrained(path)
         processor.save_pretrained(path)
-        if family == "vicuna":  # its own, which transformers reads and doesn't write
+        if family == "vicuna":
+            # Vicuna's own file: it samples without saying `do_sample`. transformers reads such a file, but refuses to
+            # write it.
             (path / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
         return path
 
@@ -213,7 +218,10 @@ def backbones(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folder of a NormLlava composed from two families, saved on first use. Treat it as read-only."""
+    """A function that gives the folder of a NormLlava composed from two families.
+
+    The folder is saved on first use, and shared by all tests, so a test must not write to it.
+    """
     root = tmp_path_factory.mktemp("composed")
 
     def folder(
@@ -244,7 +252,10 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folder of a model that answers "A" to everything, and ends or goes on with commas; saved on first use."""
+    """A function that gives the folder of a model that answers "A" to everything, saved on first use.
+
+    After the "A" the model ends its turn, or with `ends=False` goes on with commas.
+    """
     root = tmp_path_factory.mktemp("always_a")
 
     def folder(ends: bool = True) -> Path:
@@ -265,13 +276,14 @@ def always_a(composed: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 @torch.no_grad()
 def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast, ends: bool) -> None:
     """Change a model's weights so that it answers "A", and then ends its turn or goes on with commas."""
-    letter, comma, end = tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
-    # Layers add nothing: logits depend on a token's embedding alone.
+    letter, comma, end_of_turn = tokenizer.convert_tokens_to_ids(["A", ",", "<|im_end|>"])
+    # No layer adds anything, so the next token depends on the embedding of the last token alone.
     for layer in model.model.language_model.layers:
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
 
-    # The first unit is on for all tokens, and asks for the letter. The second asks for what follows it.
+    # Unit 0 is on for all tokens, and raises the letter's logit. Unit 1 is on, more strongly, for the letter and the
+    # comma, and raises the logit of the token that follows them.
     embeddings = model.get_input_embeddings().weight
     embeddings.zero_()
     embeddings[:, 0] = 1.0
@@ -279,12 +291,13 @@ def answer_always(model: NormLlavaForConditionalGeneration, tokenizer: PreTraine
     head = model.get_output_embeddings().weight
     head.zero_()
     head[letter, 0] = 1.0
-    head[end if ends else comma, 1] = 1.0
+    following = end_of_turn if ends else comma
+    head[following, 1] = 1.0
 
 
 @pytest.fixture(scope="session")
 def harness_python() -> Path:
-    """Python of the harnesses' environment, which is made where it is missing, in some minutes."""
+    """The Python of the environment with the evaluation harnesses. If the environment is missing, it is made."""
     root = Path(__file__).parents[1]
     make = ["make", ".venv-evaluation/installed", f"PYTHON={sys.executable}"]
     installed = subprocess.run(make, cwd=root, capture_output=True, text=True)

@@ -1,5 +1,8 @@
-"""The tests that depend on transformers and TRL most, on the lowest versions that training allows and on the newest
-releases that there are, past its caps too: the class has none."""
+"""Runs the tests that depend most on transformers and TRL with other versions of both.
+
+These are the lowest versions that pyproject.toml allows for training, and the newest releases. The newest may be above
+what training allows, but the model class has no upper limit.
+"""
 
 import json
 import os
@@ -19,6 +22,7 @@ TESTS = [
     "tests/training/test_sft.py",
     "tests/training/test_resume.py::test_a_resumed_run_gives_the_weights_of_an_unbroken_one",
 ]
+# A program that prints the versions.
 VERSIONS = "import transformers, trl; print('transformers', transformers.__version__, 'trl', trl.__version__)"
 
 
@@ -27,26 +31,28 @@ def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def install_beside(folder: Path, *requirements: str) -> None:
-    """Install into `folder` what the requirements need and this environment doesn't have, and nothing else."""
-    # Without an index `pip install` would take what is installed for the newest there is.
+    """Install into `folder` only those distributions that the requirements need and this environment doesn't have."""
+    # Where pip can't reach an index, it would take the installed versions for the newest ones.
     probe = pip("download", "--quiet", "--no-deps", "--dest", str(folder / "probe"), "trl")
     if probe.returncode:
         pytest.skip(f"pip can't download trl: {probe.stderr.splitlines()[-1]}")
+
     report = folder / "report.json"
     resolved = pip("install", "--quiet", "--upgrade", "--dry-run", "--report", str(report), *requirements)
     assert resolved.returncode == 0, resolved.stderr
-    needed = [package["metadata"] for package in json.loads(report.read_text())["install"]]
-    if needed:
-        pinned = [f"{package['name']}=={package['version']}" for package in needed]
+    missing = [package["metadata"] for package in json.loads(report.read_text())["install"]]
+    if missing:
+        pinned = [f"{package['name']}=={package['version']}" for package in missing]
         installed = pip("install", "--quiet", "--no-deps", "--target", str(folder), *pinned)
         assert installed.returncode == 0, installed.stderr
 
 
 def lowest(name: str) -> str:
-    """The requirement of the lowest version of a dependency that training allows."""
-    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["train"]
-    (specifier,) = (Requirement(line).specifier for line in dependencies if Requirement(line).name == name)
-    (version,) = (bound.version for bound in specifier if bound.operator == ">=")
+    """The requirement that pins a dependency to the lowest version that training allows."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [Requirement(line) for line in project["optional-dependencies"]["train"]]
+    (requirement,) = (requirement for requirement in requirements if requirement.name == name)
+    (version,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
     return f"{name}=={version}"
 
 
@@ -63,8 +69,9 @@ def test_other_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str], requ
         return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
     versions = python("-c", VERSIONS).stdout.strip()
-    assert all(requirement.replace("==", " ") in versions for requirement in requirements)
+    for requirement in requirements:
+        assert requirement.replace("==", " ") in versions
     result = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS)
     with capsys.disabled():
-        print(f"\n{versions}: {result.stdout.splitlines()[-1]}")  # noqa: T201 - the versions are the test's output
+        print(f"\n{versions}: {result.stdout.splitlines()[-1]}")  # noqa: T201 - shows which versions were tested
     assert result.returncode == 0, result.stdout

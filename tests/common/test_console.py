@@ -1,4 +1,4 @@
-"""How commands end: in one line where the user can mend what is wrong, with a traceback where we are wrong."""
+"""How commands end: with one line if the user can mend what is wrong, with a traceback if it is a bug of ours."""
 
 import argparse
 import json
@@ -20,7 +20,8 @@ def lose_connection() -> None:
 
 def test_what_the_user_can_mend_is_told_in_one_line(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_subparsers(dest="command").add_parser("serve").add_argument("--port")
+    serve = parser.add_subparsers(dest="command").add_parser("serve")
+    serve.add_argument("--port")
 
     for mistake, message in (
         (lambda: load_rows(str(tmp_path / "none.json")), "none.json: there is no such file"),
@@ -51,24 +52,27 @@ BUGS = [
 def test_a_line_of_ours_that_fails_keeps_its_traceback(
     bug: Callable[[], object], error: type[Exception], message: str
 ) -> None:
-    """These lines are in a file below the repository's root, as our packages are."""
+    """The line that fails is in this repository, not in a library."""
     with pytest.raises(error, match=message), command():
         bug()
 
 
-def test_a_bug_keeps_its_traceback() -> None:
+def test_an_error_of_a_library_keeps_its_traceback() -> None:
     with pytest.raises(ValueError, match="Expecting property name"), command():
         json.loads("{")
     with pytest.raises(KeyError), command():
         sys.modules["none"]
 
 
-def test_an_id_on_the_hub_is_no_missing_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids_and_folders_that_exist_are_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("gpt2", "google/siglip-so400m-patch14-384", str(tmp_path)):
         assert folder_or_id(name) == name
 
-    (tmp_path / "runs").mkdir()
+
+def test_a_missing_folder_is_not_taken_for_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()  # so runs/none is a folder's name; checkpoints/none/stage1 is too long for a Hub id
     for name in ("runs/none", "runs/none/stage1", "checkpoints/none/stage1"):
         with pytest.raises(ValueError, match=f"{name}: there is no such folder"):
             folder_or_id(name)

@@ -1,4 +1,4 @@
-"""Files of rows for tests, good ones and helpers that check them."""
+"""Files of rows for tests, some good rows, and helpers that check rows."""
 
 import json
 from pathlib import Path
@@ -12,23 +12,36 @@ from conversations.measured import RowCheck, keep_good_rows, tokenize_rows
 from conversations.tokens import RowTokenizer
 
 
-def turns(*values: str) -> list[dict[str, str]]:
-    return [{"from": ("human", "gpt")[number % 2], "value": value} for number, value in enumerate(values)]
+# The colour of the picture a.png.
+COLOUR = (1, 2, 3)
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    """LLaVA's turns with these texts, of a question and an answer in turn."""
+    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+
+
+def write_pictures(folder: Path) -> Path:
+    """Write the pictures a.png (8 x 6 pixels of `COLOUR`) and b.png (5 x 5, black), and return their folder."""
+    pictures = folder / "pictures"
+    pictures.mkdir(exist_ok=True)
+    PILImage.new("RGB", (8, 6), COLOUR).save(pictures / "a.png")
+    PILImage.new("L", (5, 5)).save(pictures / "b.png")
+    return pictures
 
 
 def write_json(folder: Path, rows: list[dict[str, Any]], name: str = "data.json") -> Path:
-    (folder / "pictures").mkdir(exist_ok=True)
-    PILImage.new("RGB", (8, 6), (1, 2, 3)).save(folder / "pictures" / "a.png")
-    PILImage.new("L", (5, 5)).save(folder / "pictures" / "b.png")
-
+    """Write rows as a JSON list, or as JSON lines if the name ends with ".jsonl", and the pictures beside them."""
+    write_pictures(folder)
     text = json.dumps(rows)
-    if name.endswith("l"):
+    if name.endswith(".jsonl"):
         text = "\n".join(json.dumps(row) for row in rows)
     (folder / name).write_text(text)
     return folder / name
 
 
 def tokenizer_of(model: Path, **options: Any) -> RowTokenizer:
+    """The tokenizer of rows for a model's folder, with the processor's own chat template."""
     processor = AutoProcessor.from_pretrained(model)
     return RowTokenizer(processor, processor.chat_template, **options)
 
@@ -40,7 +53,9 @@ def check_rows(
     bad_rows: Literal["error", "skip"] = "error",
     num_proc: int | None = None,
 ) -> tuple[Dataset, str]:
-    return keep_good_rows(rows, tokenize_rows(rows, check, num_proc), bad_rows, report_file)
+    """The good rows with their tokens, and the fingerprint of their content."""
+    tokens = tokenize_rows(rows, check, num_proc)
+    return keep_good_rows(rows, tokens, bad_rows, report_file)
 
 
 GOOD_ROWS = [

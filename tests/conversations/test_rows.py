@@ -1,4 +1,4 @@
-"""What a row says, and telling people which row is bad and why."""
+"""What a row says to the model, and that a bad row is named with the reason."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from transformers import AutoProcessor
 from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, check_row, control_tokens, to_messages
-from row_files import GOOD_ROWS, turns, write_json
+from row_files import COLOUR, GOOD_ROWS, turns, write_json, write_pictures
 
 
 ASKED = turns("<image>\nWhat?", "A dog.")
@@ -26,6 +26,7 @@ def test_marks_become_parts_in_their_place(tmp_path: Path) -> None:
     assert to_messages(rows[2])[0]["content"] == [image, {"type": "text", "text": " and"}, image]
 
 
+# The fields of a bad row, by a pattern of the message about it. Without `conversations` they are `ASKED`.
 BAD_ROWS: dict[str, dict[str, Any]] = {
     "image file .* is missing": {"image": "gone.png"},
     "1 <image> marks but 0 image": {"image": None},
@@ -42,21 +43,22 @@ BAD_ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("message", BAD_ROWS)
 def test_a_bad_row_is_named_with_the_reason(tmp_path: Path, message: str) -> None:
-    path = write_json(tmp_path, [GOOD_ROWS[1], {"conversations": ASKED, **BAD_ROWS[message]}])
-    good, row = load_rows(str(path), str(tmp_path / "pictures"))
+    bad_row = {"conversations": ASKED} | BAD_ROWS[message]
+    path = write_json(tmp_path, [GOOD_ROWS[1], bad_row])
+    good, bad = load_rows(str(path), str(tmp_path / "pictures"))
     check_row(good)
     with pytest.raises(BadRowError) as error:
-        check_row(row, re.compile(re.escape("<|image_pad|>")))
+        check_row(bad, control_tokens=re.compile(re.escape("<|image_pad|>")))
     assert error.value.source == f"{path}, row 1"
     assert re.search(message, error.value.problem)
     assert str(error.value) == f"{error.value.source}: {error.value.problem}."
 
 
-def test_a_bad_row_is_one_too_where_another_process_found_it() -> None:
+def test_a_workers_error_about_a_bad_row_keeps_its_type_and_message() -> None:
     try:
         raise BadRowError("data.json, row 1", "broken")
     except BadRowError:
-        wrapped = ExceptionWrapper(where="in a worker")  # as a data loader hands it over
+        wrapped = ExceptionWrapper(where="in a worker")  # a data loader passes errors of its workers on in this way
     with pytest.raises(BadRowError, match=r"data.json, row 1: broken\."):
         wrapped.reraise()
 
@@ -70,10 +72,12 @@ def test_text_that_would_become_a_control_token_is_refused(text: str, composed: 
     special_tokens = set(tokenizer.convert_ids_to_tokens(list(special_ids)))
 
     for token in special_tokens - {"<image>"}:
-        asked = turns(f"Say {token}.", "No.")
-        answered = turns("Say it.", f"It is{token}")
-        for number, conversation in enumerate((asked, answered)):
-            message = rf"turn {number} contains {re.escape(token)}, which this model's tokenizer reads as a control"
+        in_question = turns(f"Say {token}.", "No.")
+        in_answer = turns("Say it.", f"It is{token}")
+        for turn_number, conversation in enumerate((in_question, in_answer)):
+            message = (
+                f"turn {turn_number} contains {re.escape(token)}, which this model's tokenizer reads as a control"
+            )
             with pytest.raises(BadRowError, match=message):
                 check_row({"images": [], "conversations": conversation, "source": "row"}, tokens)
 
@@ -85,20 +89,30 @@ def test_text_that_would_become_a_control_token_is_refused(text: str, composed: 
 def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path, name: str) -> None:
     path = write_json(tmp_path, [{"image": name, "conversations": ASKED}])
     (row,) = load_rows(str(path), str(tmp_path / "pictures"))
-    for look in (check_row, open_images):
+    for check_or_open in (check_row, open_images):
         with pytest.raises(BadRowError, match=r"row 0: image .* is outside the image folder .*pictures; set one that"):
-            look(row)
+            check_or_open(row)
 
 
 def test_paths_inside_the_folder_may_be_links_to_other_disks(tmp_path: Path) -> None:
-    """Such as `ln -s /disk2/coco data/coco`."""
-    (tmp_path / "disk2" / "coco").mkdir(parents=True)
-    PILImage.new("RGB", (4, 4), (9, 9, 9)).save(tmp_path / "disk2" / "coco" / "a.png")
-    names = ["coco/a.png", "link.png", "b/../a.png", str(tmp_path / "pictures" / "a.png")]
-    path = write_json(tmp_path, [{"image": name, "conversations": ASKED} for name in names])
-    (tmp_path / "pictures" / "coco").symlink_to(tmp_path / "disk2" / "coco")
-    (tmp_path / "pictures" / "link.png").symlink_to("../disk2/coco/a.png")
-    rows = load_rows(str(path), str(tmp_path / "pictures"))
-    for row in rows:
+    """People link folders of pictures, as with `ln -s /disk2/coco pictures/coco`."""
+    other_colour = (9, 9, 9)
+    other_disk = tmp_path / "disk2" / "coco"
+    other_disk.mkdir(parents=True)
+    PILImage.new("RGB", (4, 4), other_colour).save(other_disk / "a.png")
+    pictures = write_pictures(tmp_path)
+    (pictures / "coco").symlink_to(other_disk)
+    (pictures / "link.png").symlink_to("../disk2/coco/a.png")
+
+    colours = {
+        "coco/a.png": other_colour,
+        "link.png": other_colour,
+        "b/../a.png": COLOUR,
+        str(pictures / "a.png"): COLOUR,
+    }
+    path = write_json(tmp_path, [{"image": name, "conversations": ASKED} for name in colours])
+    rows = load_rows(str(path), str(pictures))
+    for row, colour in zip(rows, colours.values(), strict=True):
         check_row(row)
-    assert [open_images(row)[0].getpixel((0, 0))[0] for row in rows] == [9, 9, 1, 1]
+        (image,) = open_images(row)
+        assert image.getpixel((0, 0)) == colour

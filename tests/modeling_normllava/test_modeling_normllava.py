@@ -1,4 +1,4 @@
-"""The model class: what differs from Llava, what must not, and that a saved folder loads anywhere."""
+"""The model class: how it differs from Llava, that it is Llava otherwise, and that a saved folder loads anywhere."""
 
 import json
 import re
@@ -36,7 +36,7 @@ NORM = "model.multi_modal_projector.norm"
 
 
 def plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditionalGeneration:
-    """A Llava with the same parts and weights, the norm left out."""
+    """A Llava with the weights of a NormLlava, except those of the norm."""
     names = ("vision_config", "text_config", "image_token_index", "vision_feature_select_strategy")
     fields = {name: getattr(model.config, name) for name in names}
     weights = {name: weight for name, weight in model.state_dict().items() if not name.startswith(NORM)}
@@ -47,17 +47,20 @@ def plain_llava(model: NormLlavaForConditionalGeneration) -> LlavaForConditional
 
 
 def prompt(processor: Any, num_images: int, text: str = "What is it?") -> str:
+    """A user's turn with pictures before a text, as the chat template writes it, and the beginning of the answer."""
     content = [*[{"type": "image"}] * num_images, {"type": "text", "text": text}]
     return processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
 
 
 def inputs_for(processor: Any, images: list[list[Image.Image]], texts: list[str]) -> dict[str, torch.Tensor]:
+    """A batch of the model's inputs, in which each text comes after its pictures."""
     prompts = [prompt(processor, len(pictures), text) for pictures, text in zip(images, texts, strict=True)]
-    given = images if any(images) else None
-    return dict(processor(images=given, text=prompts, padding=True, return_tensors="pt"))
+    # The processor takes `None` in place of a batch without any picture.
+    all_images = images if any(images) else None
+    return dict(processor(images=all_images, text=prompts, padding=True, return_tensors="pt"))
 
 
-def test_a_norm_that_is_none_of_the_arms_fails_at_construction() -> None:
+def test_an_unknown_norm_is_refused() -> None:
     with pytest.raises(StrictDataclassError, match=r"gwc.*layernorm.*none"):
         NormLlavaConfig(projector_norm="rmsnorm")
 
@@ -98,14 +101,13 @@ def test_with_the_norm_logits_differ_and_tokens_have_the_target_norm(
     with torch.no_grad():
         features = model.get_image_features(inputs["pixel_values"]).pooler_output[0]
         assert not torch.allclose(model(**inputs).logits, plain_llava(model)(**inputs).logits, atol=1e-3)
-    torch.testing.assert_close(
-        features.norm(dim=-1).mean().item(), model.config.projector_norm_target, rtol=1e-2, atol=0
-    )
+    mean_norm = features.norm(dim=-1).mean().item()
+    assert mean_norm == pytest.approx(model.config.projector_norm_target, rel=1e-2)
 
 
 def test_loading_never_touches_the_gain(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:
-    trained = torch.linspace(0.01, 0.05, 32)
-    model.model.multi_modal_projector.norm.weight.data.copy_(trained)
+    trained_gain = torch.linspace(0.01, 0.05, 32)
+    model.model.multi_modal_projector.norm.weight.data.copy_(trained_gain)
     model.save_pretrained(tmp_path)
     for loaded in (
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path),
@@ -114,8 +116,10 @@ def test_loading_never_touches_the_gain(model: NormLlavaForConditionalGeneration
     ):
         norm = loaded.model.multi_modal_projector.norm
         assert norm.weight.dtype == torch.float32
-        assert torch.equal(norm.weight, trained)
+        assert torch.equal(norm.weight, trained_gain)
 
+
+def test_a_bfloat16_model_saves_its_norm_in_float32(model: NormLlavaForConditionalGeneration, tmp_path: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as weights:
         assert weights.get_tensor(f"{NORM}.weight").dtype == torch.float32
@@ -128,10 +132,10 @@ def test_a_plain_llava_folder_is_refused(model: NormLlavaForConditionalGeneratio
         NormLlavaForConditionalGeneration.from_pretrained(tmp_path)
 
 
-def rewritten(
+def copy_with_changed_weights(
     source: Path, folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> Path:
-    """A copy of a checkpoint with other weights in its file."""
+    """Copy a checkpoint into a folder, with the weights that `change` makes of its weights."""
     shutil.copytree(source, folder)
     weights = change(load_file(source / "model.safetensors"))
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -140,39 +144,39 @@ def rewritten(
 
 @pytest.mark.parametrize("model_class", [NormLlavaForConditionalGeneration, NormLlavaModel])
 @pytest.mark.parametrize(
-    ("part", "named"),
+    ("dropped", "message"),
     [
         ("lm_head.", "lm_head, first 'lm_head.weight'"),
         ("vision_tower.encoder.layers.1.mlp.fc1.bias", "missing: 1 of vision_tower, first"),
         ("multi_modal_projector.norm.weight", "missing: 1 of multi_modal_projector, first"),
     ],
 )
-def test_no_weight_is_made_up(
-    composed: Callable[..., Path], tmp_path: Path, part: str, named: str, model_class: type[PreTrainedModel]
+def test_missing_weights_are_refused(
+    composed: Callable[..., Path], tmp_path: Path, dropped: str, message: str, model_class: type[PreTrainedModel]
 ) -> None:
     def drop(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: weight for name, weight in weights.items() if part not in name}
+        return {name: weight for name, weight in weights.items() if dropped not in name}
 
-    folder = rewritten(composed(), tmp_path / "gap", drop)
-    if part == "lm_head." and model_class is NormLlavaModel:
-        model_class.from_pretrained(folder)  # which has no head
+    folder = copy_with_changed_weights(composed(), tmp_path / "gap", drop)
+    if dropped == "lm_head." and model_class is NormLlavaModel:
+        model_class.from_pretrained(folder)  # this class has no head, so it misses none
         return
 
     for options in ({}, {"output_loading_info": True}):
-        with pytest.raises(ValueError, match=re.escape(named)):
+        with pytest.raises(ValueError, match=re.escape(message)):
             model_class.from_pretrained(folder, **options)
 
 
 @pytest.mark.parametrize("name", ["lm_head.bias", "model.language_model.layers.2.mlp.up_proj.weight"])
-def test_no_weight_is_dropped(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
-    folder = rewritten(composed(), tmp_path / "more", lambda weights: {**weights, name: torch.ones(3)})
+def test_weights_that_would_be_dropped_are_refused(composed: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    folder = copy_with_changed_weights(composed(), tmp_path / "more", lambda weights: {**weights, name: torch.ones(3)})
     for model_class in (NormLlavaForConditionalGeneration, NormLlavaModel):
         with pytest.raises(ValueError, match=rf"unexpected: 1 of .*{re.escape(name.removeprefix('model.'))}"):
             model_class.from_pretrained(folder)
 
 
 def test_ways_to_load_a_whole_checkpoint(composed: Callable[..., Path], tmp_path: Path) -> None:
-    whole = NormLlavaForConditionalGeneration.from_pretrained(composed(text="gemma3"))  # whose head is tied
+    whole = NormLlavaForConditionalGeneration.from_pretrained(composed(text="gemma3"))  # Gemma 3's head is tied
     whole.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 5
     for loaded in (
@@ -185,13 +189,13 @@ def test_ways_to_load_a_whole_checkpoint(composed: Callable[..., Path], tmp_path
 
     assert NormLlavaForConditionalGeneration.from_pretrained(tmp_path, device_map="meta").device.type == "meta"
     _, report = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())
+    assert not any(report.values())  # no key is missing, unexpected or of another shape
 
     without = NormLlavaForConditionalGeneration.from_pretrained(tmp_path, projector_norm="none")
     assert isinstance(without.model.multi_modal_projector.norm, torch.nn.Identity)
 
 
-def test_generate_batches(
+def test_a_batch_is_answered_like_its_rows_alone(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
@@ -199,15 +203,20 @@ def test_generate_batches(
     cases = [([picture], "Say."), ([picture, other], "What is this picture of?"), ([], "A text alone.")]
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
-    def answer(cases: list[tuple[list[Image.Image], str]], **more: object) -> torch.Tensor:
-        inputs = inputs_for(processor, [images for images, _ in cases], [text for _, text in cases])
-        return model.generate(**inputs, **options, **more)[:, inputs["input_ids"].shape[1] :]
+    def answer(cases: list[tuple[list[Image.Image], str]], **more_options: object) -> torch.Tensor:
+        images = [case_images for case_images, _ in cases]
+        texts = [text for _, text in cases]
+        inputs = inputs_for(processor, images, texts)
+        prompt_length = inputs["input_ids"].shape[1]
+        return model.generate(**inputs, **options, **more_options)[:, prompt_length:]
 
     separate = torch.cat([answer([case]) for case in cases])
     assert torch.equal(answer(cases), separate)
     assert torch.equal(answer(cases, cache_implementation="static"), separate)
 
 
+# A program that loads a model's folder, saves it and loads it again, without this repository. It takes both folders,
+# and leaves the logits of a question about a picture in the second one.
 FRESH_PROCESS = """
 import sys
 from importlib.abc import MetaPathFinder
@@ -257,10 +266,10 @@ torch.save(logits[source], again + "/logits.pt")
 
 
 def test_a_saved_folder_loads_without_this_repository(composed: Callable[..., Path], tmp_path: Path) -> None:
-    source, again = composed(vision="clip"), tmp_path / "again"
-    result = subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, str(source), str(again)], cwd=tmp_path, capture_output=True, text=True
-    )
+    source = composed(vision="clip")
+    again = tmp_path / "again"
+    command = [sys.executable, "-c", FRESH_PROCESS, str(source), str(again)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     auto_map = json.loads((again / "config.json").read_text())["auto_map"]
     assert set(auto_map) == {
@@ -268,7 +277,7 @@ def test_a_saved_folder_loads_without_this_repository(composed: Callable[..., Pa
     }  # fmt: skip
     assert {path.name for path in again.glob("*.py")} == {"configuration_normllava.py", "modeling_normllava.py"}
 
-    # The same answer as inside the repository, where the flag is not needed.
+    # The logits are the same as inside the repository, where `trust_remote_code` isn't needed.
     processor = AutoProcessor.from_pretrained(source)
     picture = Image.new("RGB", (40, 30), (10, 200, 30))
     inputs = processor(images=picture, text=prompt(processor, 1, "What?"), return_tensors="pt")

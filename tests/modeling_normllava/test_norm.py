@@ -13,7 +13,7 @@ EPS = 1e-5
 
 
 def make_norm(gain: float = 0.0134, dtype: torch.dtype = torch.float32) -> GlobalWeightCompensatedLayerNorm:
-    """A norm with a gain around `gain` of both signs and a bias, as after some training."""
+    """A norm as after some training: gains of about `gain`, every seventh of them negative, and a bias."""
     torch.manual_seed(0)
     norm = GlobalWeightCompensatedLayerNorm(HIDDEN_SIZE, eps=EPS).to(dtype)
     with torch.no_grad():
@@ -26,7 +26,10 @@ def make_norm(gain: float = 0.0134, dtype: torch.dtype = torch.float32) -> Globa
 def paper_gradients(
     hidden_states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, grad_output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output's gradients by eq. 22 to 26 in float64, with the hook on the normalised input that App. D describes."""
+    """The gradients of input, gain and bias by eq. 22 to 26, in float64.
+
+    The gradient at the normalised input is divided in a hook, as App. D describes it.
+    """
     x = hidden_states.detach().double().requires_grad_()
     g = weight.detach().double().requires_grad_()
     b = bias.detach().double().requires_grad_()
@@ -41,24 +44,40 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("gain", [1.0, 0.0134, 1e-5])  # the last is below the clamp
+def assert_gradients_are_the_papers(
+    norm: GlobalWeightCompensatedLayerNorm, x: torch.Tensor, grad_output: torch.Tensor
+) -> None:
+    """Compare the gradients that a backward pass has left in a float64 norm and its input."""
+    input_gradient, gain_gradient, bias_gradient = paper_gradients(x, norm.weight, norm.bias, grad_output)
+    assert relative_error(x.grad, input_gradient) < 1e-15
+    assert relative_error(norm.weight.grad, gain_gradient) < 1e-15
+    assert relative_error(norm.bias.grad, bias_gradient) < 1e-15
+
+
+@pytest.mark.parametrize("gain", [1.0, 0.0134, 1e-5])  # the mean of the last is below δ, its lower bound
 def test_gradients_are_the_papers(gain: float) -> None:
     norm = make_norm(gain, torch.float64)
     x = (30 * torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)).requires_grad_()
     grad_output = torch.randn(5, 7, HIDDEN_SIZE, dtype=torch.float64)
-    output = norm(x)
-    output.backward(grad_output)
+    norm(x).backward(grad_output)
+    assert_gradients_are_the_papers(norm, x, grad_output)
 
-    (with_frozen_norm,) = torch.autograd.grad(norm.requires_grad_(False)(x), x, grad_output)
-    assert torch.equal(with_frozen_norm, x.grad)
-    reference = nn.functional.layer_norm(x, (HIDDEN_SIZE,), norm.weight, norm.bias, EPS)
-    torch.testing.assert_close(output, reference, rtol=0, atol=0)
-    for actual, expected in zip(
-        (x.grad, norm.weight.grad, norm.bias.grad),
-        paper_gradients(x, norm.weight, norm.bias, grad_output),
-        strict=True,
-    ):
-        assert relative_error(actual, expected) < 1e-15
+
+def test_a_frozen_norm_gives_the_same_input_gradient() -> None:
+    norm = make_norm()
+    x = torch.randn(5, HIDDEN_SIZE, requires_grad=True)
+    grad_output = torch.randn(5, HIDDEN_SIZE)
+    (expected,) = torch.autograd.grad(norm(x), x, grad_output)
+    norm.requires_grad_(False)
+    (with_frozen_norm,) = torch.autograd.grad(norm(x), x, grad_output)
+    assert torch.equal(with_frozen_norm, expected)
+
+
+def test_the_output_is_layer_norms() -> None:
+    norm = make_norm()
+    x = 30 * torch.randn(5, 7, HIDDEN_SIZE)
+    expected = nn.functional.layer_norm(x, (HIDDEN_SIZE,), norm.weight, norm.bias, EPS)
+    torch.testing.assert_close(norm(x), expected, rtol=0, atol=0)
 
 
 def test_second_derivatives_are_those_of_the_gradients() -> None:
@@ -73,12 +92,7 @@ def test_gradients_under_checkpointing(use_reentrant: bool) -> None:
     x = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64, requires_grad=True)
     grad_output = torch.randn(8, HIDDEN_SIZE, dtype=torch.float64)
     checkpoint(norm, x, use_reentrant=use_reentrant).backward(grad_output)
-    for actual, expected in zip(
-        (x.grad, norm.weight.grad, norm.bias.grad),
-        paper_gradients(x, norm.weight, norm.bias, grad_output),
-        strict=True,
-    ):
-        assert relative_error(actual, expected) < 1e-15
+    assert_gradients_are_the_papers(norm, x, grad_output)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +100,17 @@ def test_gradients_under_checkpointing(use_reentrant: bool) -> None:
 )
 def test_low_precision_inputs(dtype: torch.dtype, tolerance: float) -> None:
     norm = make_norm().to(dtype)
-    assert torch.equal(norm.weight, make_norm().weight)  # which stays float32
+    assert torch.equal(norm.weight, make_norm().weight)  # the gain stays float32, unrounded
     x = (30 * torch.randn(64, HIDDEN_SIZE)).to(dtype).requires_grad_()
-    grad_output = (1e-5 * torch.randn(64, HIDDEN_SIZE)).to(dtype)  # small enough to underflow if scaled after float16
+    # So small that it would underflow if it were scaled in float16.
+    grad_output = (1e-5 * torch.randn(64, HIDDEN_SIZE)).to(dtype)
     output = norm(x)
     output.backward(grad_output)
-    assert output.dtype == x.grad.dtype == dtype
+    assert output.dtype == dtype
+    assert x.grad.dtype == dtype
+
     expected, expected_gain, expected_bias = paper_gradients(x, norm.weight, norm.bias, grad_output)
-    # The input's gradient is about 1e-6 here, which float16 holds with few bits: compare what it would be rounded to.
+    # The input's gradient is about 1e-6 here, for which float16 has few bits. So the expected gradient is rounded too.
     assert relative_error(x.grad, expected.to(dtype).double()) < tolerance
     assert relative_error(norm.weight.grad, expected_gain) < tolerance
     assert relative_error(norm.bias.grad, expected_bias) < tolerance

@@ -20,16 +20,16 @@ from common.files import folder_or_id
 
 HOST = "127.0.0.1"
 
-# Fields that `transformers serve` adds to OpenAI's API. Requests with them are refused: the first can name pictures that
-# are files of this machine.
+# Fields that `transformers serve` adds to OpenAI's API. Requests with them are refused: the first can name pictures
+# that are files of this machine.
 REFUSED_FIELDS = ("chat_template_kwargs", "generation_config")
 
 # The routes that are kept. Through other routes of `transformers serve`, a request can have the code of any repository
 # run, or any file read as audio.
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/models", "/health")
 
-# transformers serves only the model types in a table of its own, even if a model brings its code. These types are added
-# to the table.
+# transformers serves only the model types in a table of its own, even if a model brings its code. These types are
+# added to the table.
 MODEL_TYPES = {
     "normllava": "NormLlavaForConditionalGeneration",
     "normllava_key_adapters": "NormLlavaKeyAdapterForConditionalGeneration",
@@ -119,7 +119,7 @@ def guard_handler(handler: Any, model: str, pinned: str) -> Any:
             if body.get(field) is not None:
                 raise HTTPException(400, f"{field}: not accepted")
 
-        # Without the field, OpenAI's API doesn't stream and transformers does.
+        # If a request lacks the field, OpenAI's API doesn't stream. transformers does, at /v1/responses.
         request = {"stream": False, **body}
         if request.get("model") == model:
             request["model"] = pinned

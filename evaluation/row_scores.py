@@ -60,6 +60,7 @@ def read_row(benchmark: Benchmark, sample: dict[str, Any]) -> RowScore:
     # What the harness gave the metric: the score itself, or a dict that holds the score or the answers.
     metric_input = sample[benchmark.metric]
     row = name_row(sample)
+
     if not isinstance(metric_input, dict):
         return RowScore("", row, as_number(metric_input))
 
@@ -70,9 +71,14 @@ def read_row(benchmark: Benchmark, sample: dict[str, Any]) -> RowScore:
     if benchmark.row_log == "answer":
         return RowScore("", row, exact_match(metric_input.get("pred"), metric_input.get("answer")))
 
-    # The third kind is "answer in each order".
+    # The kind that is left is "answer in each order".
     if "index" not in metric_input or "prediction" not in metric_input:
         return RowScore("", row, None)
+    return read_mmbench_row(metric_input)
+
+
+def read_mmbench_row(metric_input: dict[str, Any]) -> RowScore:
+    """The score of one row of MMBench. Rows that ask the same question are indexed alike."""
     question = metric_input["index"] % INDEX_STEP
     letter = str(metric_input["prediction"]).strip()[:1]
     return RowScore("", f"question {question}", exact_match(letter, metric_input.get("answer")))

@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 MAX_WIDGETS = 3
 MAX_WIDGET_TOKENS = 64
 
-# Fields of `BuildOptions` that only building uses. A folder that is there was built with the ones given then.
+# The fields of `BuildOptions` that have no effect on a release folder that is there already.
 BUILD_ONLY = ("prose", "widget_data", "text_model", "vision_model", "license", "base_licence_file")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What a user says about a release.
+    """The options of `push` that say what to build.
 
     Attributes:
         repo_id: The repository on the Hub, owner/name.
@@ -94,11 +94,11 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
     if release.weights != weights_fingerprint(run):
         raise UserError(f"{folder} was built from other weights than {run} holds now. Delete it to build it again.")
 
-    given = [f"--{name}" for name in BUILD_ONLY if getattr(options, name) is not None]
-    if given:
+    given_options = [f"--{name}" for name in BUILD_ONLY if getattr(options, name) is not None]
+    if given_options:
         raise UserError(
-            f"{', '.join(given)}: no effect on {folder}, which is there already. Delete {folder} to build it anew, or "
-            "leave the options out."
+            f"{', '.join(given_options)}: no effect on {folder}, which is there already. "
+            f"Delete {folder} to build it anew, or leave the options out."
         )
     logger.info("Taking %s as it is; to build it again, delete it first.", folder)
 
@@ -111,7 +111,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     Args:
         run: Output folder of the last stage of training.
         folder: The release folder to make. It must be missing or empty.
-        options: What the user says about the release.
+        options: What to build.
 
     Raises:
         UserError: if a fact or a file is missing, the licence doesn't allow the name, or the model has faults; the

@@ -1,4 +1,4 @@
-"""Find every fault that speaks against publishing a release folder."""
+"""Find every fault for which a release folder may not be published."""
 
 import json
 import re
@@ -19,8 +19,8 @@ TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
 
 # Files that are not searched for tokens and paths. A vocabulary holds all kinds of text, which would raise false
 # alarms, and the other files hold nothing that a run or a user wrote.
-UNREAD = ("tokenizer.json", "chat_template.jinja")
-UNREAD_SUFFIXES = (".safetensors", ".png", ".py")
+UNSEARCHED = ("tokenizer.json", "chat_template.jinja")
+UNSEARCHED_SUFFIXES = (".safetensors", ".png", ".py")
 
 
 def require_no_faults(folder: Path) -> None:
@@ -58,7 +58,7 @@ def find_file_faults(path: Path, folder: Path) -> list[str]:
         return []
     if not is_listed(name):
         return [f"{name}: is not on the list of published files. Delete it."]
-    if name in UNREAD or path.suffix in UNREAD_SUFFIXES:
+    if name in UNSEARCHED or path.suffix in UNSEARCHED_SUFFIXES:
         return []
 
     faults = []

@@ -1,4 +1,4 @@
-"""The list of files that a release folder may hold. It is built and checked by this list."""
+"""The list of files that a release folder may hold. The folder is built and checked by this list."""
 
 import json
 import re
@@ -15,9 +15,10 @@ from hub_cards.release import RELEASE_FILE
 
 CARD = "README.md"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+# The figure that the diagnostics drew, as the card shows it.
 PLOT = "diagnostics/overview.png"
 
-# JSON files of a checkpoint. They are copied without the names of this machine's folders.
+# JSON files of a checkpoint, if it has them. They are copied without the names of this machine's folders.
 SETTINGS = (
     "config.json",
     "generation_config.json",

@@ -35,7 +35,7 @@ class Weights:
     not_finite: list[str] = field(default_factory=list)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Count one tensor."""
+        """Count one tensor's weights, and check that they are finite."""
         self.counts[name_part(name)] += tensor.numel()
         self.dtypes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
         if tensor.is_floating_point() and not tensor.isfinite().all():

@@ -1,1 +1,1 @@
-"""Benchmarks of trained models by the public harnesses, lmms-eval and lm-eval: they score, this connects."""
+"""Benchmarks of trained models: the public harnesses lmms-eval and lm-eval score, this package runs them."""

@@ -2,9 +2,9 @@
 
     python -m evaluation runs/Qwen2.5-7B-Instruct/stage2 --batch_size 32 --num_processes 8
 
-Every task is one run of its harness. Its logs and result go to `evaluation/<task>` in the model's folder, the scores
-of all to `evaluation.json`, which the model card reads. Tasks that have a result are skipped. With `--limit` only the
-task's folder is written.
+Every task is one run of its harness. Its logs and its result go to `evaluation/<task>` in the model's folder. The
+scores of all tasks go to `evaluation.json` there, which the model card reads. A task that has a result already is
+skipped. With `--limit`, `evaluation.json` stays as it is.
 """
 
 import argparse
@@ -28,7 +28,9 @@ from evaluation.table import render
 logger = logging.getLogger(__name__)
 
 BENCHMARKS = {benchmark.task: benchmark for benchmark in PAPER + OURS}
-# In a task's folder, beside what the harness wrote: of which model and settings that is. Written last.
+
+# This file in a task's folder says which model and settings the harness's files belong to. It is written last, so a
+# folder that holds it is complete.
 RESULT_FILE = "result.json"
 
 
@@ -42,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tasks", nargs="+", help=f"some of {', '.join(BENCHMARKS)} (default: the paper's nine)")
     add("--limit", type=int, help="only the first rows of each task, for a quick test")
     add("--batch_size", type=int, default=8, help="rows per batch (default: 8)")
-    add("--num_processes", type=int, default=1, help="processes that share the rows, one GPU each; no other launcher")
+    add("--num_processes", type=int, default=1, help="processes that share the rows, one GPU each (default: 1)")
     add("--dtype", default="auto", help="dtype of the weights (default: the checkpoint's)")
     return parser
 
@@ -61,7 +63,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> list[str]:
-    """Run all tasks on all models and print the table. Returns what failed."""
+    """Run all tasks on all models, then print the table.
+
+    Returns:
+        The runs that failed, each as `<model>: <task>`.
+    """
     benchmarks = choose_benchmarks(args.tasks)
     settings = Settings(
         batch_size=args.batch_size, num_processes=args.num_processes, dtype=args.dtype, limit=args.limit
@@ -75,7 +81,7 @@ def evaluate(args: argparse.Namespace) -> list[str]:
             logger.info("\n%s: %s (%d of %d)", model.name, benchmark.task, number, len(benchmarks))
             try:
                 result = run_task(benchmark, model, settings)
-            except UserError as error:  # the others are run all the same
+            except UserError as error:  # a failed task doesn't stop the others
                 logger.error("%s: %s", benchmark.task, error)
                 failed.append(f"{model.name}: {benchmark.task}")
                 continue
@@ -89,10 +95,10 @@ def evaluate(args: argparse.Namespace) -> list[str]:
 
 
 def choose_benchmarks(tasks: Sequence[str] | None) -> Sequence[Benchmark]:
-    """The benchmarks that `--tasks` names, each once; by default the paper's.
+    """The benchmarks that `--tasks` names, each once. Without `--tasks` these are the paper's nine.
 
     Raises:
-        UserError: if there is no such task.
+        UserError: if a name is no task's.
     """
     if not tasks:
         return PAPER
@@ -103,14 +109,16 @@ def choose_benchmarks(tasks: Sequence[str] | None) -> Sequence[Benchmark]:
 
 
 def run_task(benchmark: Benchmark, model: Model, settings: Settings) -> TaskResult:
-    """Run a task, unless there is a result of this model and these settings.
+    """Run a task, unless its folder holds a result of this model and these settings.
 
-    A result of others is kept until there is a new one.
+    The result of another model or of other settings stays there until the new run has succeeded.
 
     Raises:
-        UserError: if the task fails; its log is then in `<folder>.unfinished`.
+        UserError: if the task fails; its log is then in `<task's folder>.unfinished`.
     """
-    name = benchmark.task if settings.limit is None else f"{benchmark.task}-first-{settings.limit}"
+    name = benchmark.task
+    if settings.limit is not None:
+        name += f"-first-{settings.limit}"
     folder = model.path / "evaluation" / name
     run = describe_run(benchmark, model, settings)
     result_file = folder / RESULT_FILE

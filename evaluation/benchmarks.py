@@ -1,14 +1,18 @@
-"""The nine benchmarks of the paper's Table 4 (arXiv 2512.08374), and what was chosen where it says nothing.
+"""The nine benchmarks of the paper's Table 4 (arXiv 2512.08374), and this repository's own tasks.
 
-The paper names neither harness, shots, split nor POPE's metric. Every choice is printed next to its score.
+The paper names no harness, number of shots or split, and no metric for POPE. What was chosen here instead is printed
+next to each score.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
 
-# What a harness logs of a row: its score; or the model's answer beside the right one; or, in MMBench, the latter for
-# each of several rows that ask the same question with its options in another order.
+# What a harness logs for each row of a task:
+# - "score": the row's score.
+# - "answer": the model's answer and the right answer.
+# - "answer in each order": the same two answers, where several rows ask one question with its options in different
+#   orders, as in MMBench. The question counts as right if the model is right in every order.
 RowLog = Literal["score", "answer", "answer in each order"]
 
 
@@ -17,13 +21,13 @@ class Benchmark:
     """One task of a harness.
 
     Attributes:
-        title: Its name in tables.
-        harness: The one that scores it.
-        task: Its name there.
-        metric: The harness's name of the score to report.
+        title: The benchmark's name in tables.
+        harness: The harness that scores it.
+        task: The harness's name for the benchmark.
+        metric: The harness's name for the score to report.
         scale: The metric's largest value.
-        choice: What was chosen where the paper leaves it open.
-        row_log: What the harness logs of a row.
+        choice: What was chosen where the paper leaves the method open.
+        row_log: What the harness logs for each row.
     """
 
     title: str
@@ -103,7 +107,8 @@ PAPER = (
         choice="likelihood of letters, no chat format",
     ),
 )
-# Here lm-eval asks in the model's chat format too.
+# The repository's own tasks, from `evaluation/tasks`. lm-eval asks only these in the model's chat format; lmms-eval
+# always does.
 OURS = (
     Benchmark(title="digits", harness="lmms-eval", task="digits", metric="exact_match"),
     Benchmark(title="digits, lm-eval", harness="lm-eval", task="digits_lm_eval", metric="exact_match"),

@@ -1,7 +1,7 @@
-"""The harnesses: one task for one model, in a process of its own.
+"""Run a harness for one task and one model, in a process of its own.
 
-Separate processes, since OCRBench's scorer goes on from the counts of the task before it, lmms-eval takes the model
-apart after a run, and a failure then affects one task only.
+Tasks don't share a process: OCRBench's scorer would add to the counts of the task before it, lmms-eval takes the model
+apart after a run, and a failure would end all tasks.
 """
 
 import os
@@ -22,7 +22,7 @@ from evaluation.benchmarks import OURS, Benchmark
 
 TASKS = Path(__file__).parent / "tasks"
 LOG_FILE = "log.txt"
-# What a model's answers depend on.
+# The files in a model's folder that its answers depend on.
 MODEL_FILES = (
     "*.safetensors",
     "*.safetensors.index.json",
@@ -34,16 +34,20 @@ MODEL_FILES = (
     "merges.txt",
     "*_tokens*.json",
 )
+# The Python module of each harness. Its version is looked up by this name.
 MODULES = {"lmms-eval": "lmms_eval", "lm-eval": "lm_eval"}
-# lmms-eval and lm-eval read `pretrained=<folder>,dtype=<dtype>` from one string. They split it at commas, except
-# inside quotes and brackets, and the quotes stay in the path.
-SPLIT_BY_HARNESSES = ",\"'[]{}"
-# Raise it when a change of the command or the plug-in changes answers: results of another number are not used again.
+
+# Characters that a model's path can't hold. lmms-eval and lm-eval read `pretrained=<folder>,dtype=<dtype>` from one
+# string. They split it at commas, except inside quotes and brackets, and they don't remove the quotes.
+REFUSED_CHARACTERS = ",\"'[]{}"
+
+# Raise this number when a change of the command or of the lmms-eval plug-in changes answers. Results that were
+# recorded with another number are then measured again.
 REVISION = 1
 
 
 class Settings(NamedTuple):
-    """How tasks are run: options of the command line."""
+    """How tasks are run. The fields are options of the command line."""
 
     batch_size: int
     num_processes: int
@@ -55,10 +59,10 @@ class Model(NamedTuple):
     """A model to evaluate.
 
     Attributes:
-        name: Its folder, as it was given.
-        path: The same as a path.
-        fingerprint: Of all files that answers depend on.
-        weights: Fingerprint of the weights alone.
+        name: The model's folder, as the user gave it, without a slash at the end.
+        path: The model's folder.
+        fingerprint: Fingerprint of all files that the model's answers depend on.
+        weights: Fingerprint of the weight files alone.
     """
 
     name: str
@@ -71,9 +75,9 @@ def open_model(folder: str) -> Model:
     """The model in a checkpoint folder.
 
     Raises:
-        UserError: if it holds no weights, or the harnesses would not read its path as it is.
+        UserError: if the folder holds no weights, or its path holds a character that harnesses misread.
     """
-    for character in SPLIT_BY_HARNESSES:
+    for character in REFUSED_CHARACTERS:
         if character in folder:
             raise UserError(
                 f"{folder}: lmms-eval and lm-eval can't take a path with {character} in it: rename the folder, or "
@@ -95,19 +99,21 @@ def harness_version(benchmark: Benchmark) -> str:
     """Name and version of a task's harness.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: if it is not installed.
+        importlib.metadata.PackageNotFoundError: if the harness is not installed.
     """
     return f"{benchmark.harness} {version(MODULES[benchmark.harness])}"
 
 
 def describe_run(benchmark: Benchmark, model: Model, settings: Settings) -> dict[str, Any]:
-    """What a score depends on: a result is used again while all of it is the same.
+    """All that a score depends on. A result is used again as long as nothing of this changes.
 
     Raises:
         importlib.metadata.PackageNotFoundError: if the harness is not installed.
     """
-    # No harness's version covers our own tasks.
-    task_files = fingerprint(hash_files(TASKS, "[!.]*")) if benchmark in OURS else False
+    task_files: str | bool = False
+    if benchmark in OURS:  # the harness's version says nothing about our own task files
+        task_files = fingerprint(hash_files(TASKS, "[!.]*"))
+
     return {
         "model": model.fingerprint,
         "harness": harness_version(benchmark),
@@ -119,10 +125,10 @@ def describe_run(benchmark: Benchmark, model: Model, settings: Settings) -> dict
 
 
 def build_command(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
-    """The harness's command line."""
+    """The command that runs a benchmark's harness."""
     command = [sys.executable, "-m"]
     if settings.num_processes > 1:
-        # Not `accelerate launch`, which fails with timm but without torchvision.
+        # torchrun instead of `accelerate launch`, which fails where timm is installed and torchvision is not.
         command += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(settings.num_processes), "-m"]
 
     model_args = f"pretrained={model},dtype={settings.dtype}"
@@ -131,7 +137,7 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
     else:
         model_args += ",trust_remote_code=True"
         command += ["lm_eval", "run", "--model", "hf-multimodal", "--model_args", model_args]
-        # Whatever the checkpoint's generation config says; the plug-in of lmms-eval does the same.
+        # These override the checkpoint's generation config, as our lmms-eval plug-in does.
         command += ["--gen_kwargs", "num_beams=1", "repetition_penalty=1.0", "no_repeat_ngram_size=0"]
         if benchmark in OURS:
             command.append("--apply_chat_template")
@@ -144,15 +150,18 @@ def build_command(benchmark: Benchmark, model: Path, settings: Settings, output:
 
 
 def run_harness(command: list[str], folder: Path) -> None:
-    """Run a harness; its output goes to the terminal and to `LOG_FILE` in a folder.
+    """Run a harness. Its output goes to the terminal and to `log.txt` in a folder.
 
     Raises:
-        UserError: if it fails; the message names the log.
+        UserError: if the harness fails; the message names the log.
     """
-    # lmms-eval prints a token that is in the environment.
-    environment = {name: os.environ[name] for name in os.environ.keys() - {"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"}}
-    # Without the working directory on the path, where a folder or an old egg-info would shadow installed packages.
-    environment |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    environment = dict(os.environ)
+    # Keep the working directory off Python's path: a folder or an old egg-info there would shadow installed packages.
+    environment["PYTHONSAFEPATH"] = "1"
+    environment["PYTHONUNBUFFERED"] = "1"
+    # lmms-eval prints a token that it finds in its environment, so the token goes to the harness in a file.
+    environment.pop("HF_TOKEN", None)
+    environment.pop("HUGGING_FACE_HUB_TOKEN", None)
 
     with tempfile.NamedTemporaryFile("w") as token_file, (folder / LOG_FILE).open("wb") as log:
         token = get_token()
@@ -163,9 +172,10 @@ def run_harness(command: list[str], folder: Path) -> None:
 
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             assert process.stdout is not None
-            while piece := process.stdout.read1():  # type: ignore[attr-defined]
-                log.write(piece)
-                sys.stderr.buffer.write(piece)
+            # `read1` returns what is there, so the terminal shows progress bars as they move.
+            while output := process.stdout.read1():  # type: ignore[attr-defined]
+                log.write(output)
+                sys.stderr.buffer.write(output)
                 sys.stderr.flush()
 
     if process.returncode != 0:

@@ -1,4 +1,6 @@
-"""lmms-eval for any chat model with pictures that `AutoModelForImageTextToText` loads; takes lmms-eval's arguments.
+"""lmms-eval with one more model, `image_text_to_text`: any chat model that `AutoModelForImageTextToText` loads.
+
+All other arguments are lmms-eval's own.
 
 python -m evaluation.lmms_eval_model --model image_text_to_text --model_args pretrained=me/MyModel --tasks mmstar
 """
@@ -21,11 +23,15 @@ from common.errors import UserError
 
 
 class ImageTextToText(lmms):
-    """Answers chats greedily, in batches. Each process of a launch answers its share of the rows.
+    """Answers chats greedily, in batches. If several processes are launched, each answers its share of the rows.
 
-    `pretrained` is a checkpoint folder or Hub id, whose remote code is trusted.
+    Args:
+        pretrained: Checkpoint folder or Hub id. The code that comes with it is run.
+        dtype: dtype of the weights; "auto" is the checkpoint's.
+        batch_size: Rows per batch.
     """
 
+    # lmms-eval then hands over chat messages instead of a text and its pictures.
     is_simple = False
 
     def __init__(self, pretrained: str, dtype: str = "auto", batch_size: int = 1) -> None:
@@ -36,18 +42,19 @@ class ImageTextToText(lmms):
         self.device = self.accelerator.device
         self.batch_size = int(batch_size)
         self._processor = AutoProcessor.from_pretrained(pretrained, trust_remote_code=True)
-        # Straight to the device: each process would hold a copy in the machine's memory.
+        # Load straight to the device: otherwise each process would first hold a copy in the machine's memory.
         self._model = AutoModelForImageTextToText.from_pretrained(
             pretrained, dtype=dtype, device_map={"": self.device}, trust_remote_code=True
         ).eval()
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        """Answers in the order of the requests.
+        """Answer requests, and return the answers in the order of the requests.
 
         Raises:
             UserError: if a task asks for sampled answers.
         """
-        # Rows of a batch share the settings of their task, and are of about the same length.
+        # A request's arguments begin with its text, a function that makes messages, and the task's settings. The rows
+        # of a batch share their settings and have texts of about the same length.
         collator = Collator(
             [request.args for request in requests],
             sort_fn=lambda args: -len(args[0]),
@@ -64,13 +71,15 @@ class ImageTextToText(lmms):
     @torch.inference_mode()
     def _answer(self, batch: list[tuple[Any, ...]]) -> list[str]:
         """Greedy answers to a batch, whose rows share the settings of their task."""
-        settings: dict[str, Any] = batch[0][2]
-        if settings.get("do_sample", bool(settings.get("temperature"))):
-            raise UserError(f"{batch[0][4]} asks for sampled answers; this model only answers greedily.")
+        _, _, settings, _, task, _ = batch[0]
+        is_sampled = settings.get("do_sample", bool(settings.get("temperature")))
+        if is_sampled:
+            raise UserError(f"{task} asks for sampled answers; this model only answers greedily.")
 
         chats = []
-        for _, to_messages, _, document, task, split in batch:
-            messages = to_messages(self.task_dict[task][split][document])
+        for _, to_messages, _, row_number, task, split in batch:
+            row = self.task_dict[task][split][row_number]
+            messages = to_messages(row)
             chats.append(ChatMessages(messages=messages).to_hf_messages())
 
         inputs = self._processor.apply_chat_template(
@@ -87,25 +96,28 @@ class ImageTextToText(lmms):
             max_new_tokens=settings.get("max_new_tokens", 1024),
             num_beams=settings.get("num_beams", 1),
             do_sample=False,
-            repetition_penalty=1.0,  # whatever the checkpoint's generation config says
+            # The checkpoint's generation config may set these two; the answers shall be purely greedy.
+            repetition_penalty=1.0,
             no_repeat_ngram_size=0,
         )
         answers = generated[:, inputs["input_ids"].shape[1] :]
         texts = self._processor.batch_decode(answers, skip_special_tokens=True)
-        return [cut(text, settings.get("until") or []) for text in texts]
+        stop_strings = settings.get("until") or []
+        return [cut_at_stop(text, stop_strings) for text in texts]
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Not supported: lm-eval scores such tasks."""
+        """Likelihood tasks are not supported here: lm-eval scores them."""
         raise NotImplementedError("Likelihood tasks are not supported; use lm-eval.")
 
     def generate_until_multi_round(self, requests: list[Instance]) -> list[str]:
-        """Not supported."""
+        """Tasks of several rounds are not supported."""
         raise NotImplementedError("Multi-round tasks are not supported.")
 
 
-def cut(text: str, until: list[str] | str) -> str:
-    """A text up to the first stop string."""
-    stop_strings = [until] if isinstance(until, str) else until
+def cut_at_stop(text: str, stop_strings: list[str] | str) -> str:
+    """A text up to the first stop string in it, without white space around it."""
+    if isinstance(stop_strings, str):
+        stop_strings = [stop_strings]
     for stop_string in stop_strings:
         if stop_string:
             text = text.split(stop_string)[0]
@@ -114,5 +126,6 @@ def cut(text: str, until: list[str] | str) -> str:
 
 if __name__ == "__main__":
     manifest = ModelManifest("image_text_to_text", chat_class_path="__main__.ImageTextToText")
-    MODEL_REGISTRY_V2.register_manifest(manifest, overwrite=True)  # of an installation of an earlier version
+    # An earlier version of this repository may be installed and have registered the same name.
+    MODEL_REGISTRY_V2.register_manifest(manifest, overwrite=True)
     main()

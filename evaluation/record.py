@@ -14,18 +14,23 @@ EVALUATION_FILE = "evaluation.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A row of `evaluation.json`: a result, and if known a baseline without a model.
+    """A result, which is one row of `evaluation.json`.
 
     Attributes:
-        value: A fraction of 1, or what the harness gives.
-        n: Number of rows, or questions.
-        standard_error: Of the value; `None` if unknown.
-        command: Command that produced it.
-        weights: [`~common.files.fingerprint`] of the weights that it is of; the card takes no other's, and
-            none without.
-        harness: Its name and version; `None` for one's own script.
-        choice: Number of shots, and what else was chosen.
-        baseline: The value of `baseline_name`, guessing for example.
+        task: Name of the task.
+        dataset: Hub id or title of the data.
+        split: Split of the data.
+        metric: Name of the metric.
+        value: The score. A harness's score is stored as a fraction of 1.
+        n: Number of rows or questions that were scored.
+        standard_error: Standard error of the value; `None` if it is unknown.
+        command: The command that measured it.
+        weights: [`~common.files.fingerprint`] of the weights that were measured. The model card refuses a result
+            that names other weights or none.
+        harness: Name and version of the harness; `None` if a script measured it.
+        choice: Number of shots, and other choices of method.
+        baseline: The score of something simpler than a model, such as guessing; `None` if it is unknown.
+        baseline_name: What the baseline is, such as "guessing".
     """
 
     task: str
@@ -46,19 +51,26 @@ class Evaluation:
 def write_evaluations(folder: Path, evaluations: Sequence[Evaluation]) -> None:
     """Write results into a model's `evaluation.json`.
 
-    Earlier ones of the same metric on the same rows, and those of other weights, are removed.
+    Earlier results of the same measurement are replaced, and earlier results of other weights are removed.
     """
     path = folder / EVALUATION_FILE
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    new = [asdict(evaluation) for evaluation in evaluations]
+    earlier_rows = []
+    if path.exists():
+        earlier_rows = json.loads(path.read_text(encoding="utf-8"))
 
-    measured_again = [measured(row) for row in new]
-    # A user's own rows may not say which weights they are of.
-    weights = {None, *(evaluation.weights for evaluation in evaluations)}
-    kept = [row for row in earlier if measured(row) not in measured_again and row.get("weights") in weights]
-    write_whole(path, json.dumps([*kept, *new], indent=1) + "\n")
+    new_rows = [asdict(evaluation) for evaluation in evaluations]
+    new_measurements = [name_measurement(row) for row in new_rows]
+    # Rows that users add by hand may not name their weights. They are kept.
+    known_weights = {None, *(evaluation.weights for evaluation in evaluations)}
+
+    kept_rows = []
+    for row in earlier_rows:
+        is_replaced = name_measurement(row) in new_measurements
+        if not is_replaced and row.get("weights") in known_weights:
+            kept_rows.append(row)
+    write_whole(path, json.dumps([*kept_rows, *new_rows], indent=1) + "\n")
 
 
-def measured(row: dict[str, Any]) -> list[Any]:
-    """What a row is a measurement of: a metric on some rows."""
+def name_measurement(row: dict[str, Any]) -> list[Any]:
+    """What a row measures: a metric of a task, on a split of a dataset."""
     return [row.get(field) for field in ("task", "dataset", "split", "metric")]

@@ -1,6 +1,6 @@
-"""A task's result, read from the files that its harness wrote.
+"""Read a task's result from the files that its harness wrote.
 
-The harness's own score is the one reported. The scores of the rows behind it serve to compare two models.
+The score that is reported is the harness's own. The scores of single rows serve to compare two models.
 """
 
 import json
@@ -20,15 +20,17 @@ from evaluation.record import Evaluation
 from evaluation.row_scores import mean_and_error, read_row_scores
 
 
-# Where each harness writes its report and its logs of rows, below the folder that it is given.
+# Patterns of the report's and the row logs' paths, below the folder that the harness is given.
 REPORTS = {"lmms-eval": "*/[0-9]*_results.json", "lm-eval": "*/results_*.json"}
 ROW_LOGS = {"lmms-eval": "*/[0-9]*_samples_*.jsonl", "lm-eval": "*/samples_*.jsonl"}
 
 
 class TaskResult(NamedTuple):
-    """A task's result, as it goes to `evaluation.json`, and the scores of its rows.
+    """A task's result.
 
-    `row_scores` are as [`~evaluation.row_scores.read_row_scores`] gives them.
+    Attributes:
+        evaluation: The result as it goes to `evaluation.json`.
+        row_scores: The scores of the task's rows, as [`~evaluation.row_scores.read_row_scores`] returns them.
     """
 
     evaluation: Evaluation
@@ -37,7 +39,7 @@ class TaskResult(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """Where the rows of a task come from, as a report says it."""
+    """Where a task's rows come from, as the harness's report says."""
 
     dataset_path: str | None = None
     dataset_name: str | None = None
@@ -54,13 +56,15 @@ class RowCount:
 
 @dataclass(frozen=True)
 class Report:
-    """What is read of a report, which both harnesses write alike.
+    """The part of a harness's report that is used here. It has the same form in both harnesses.
+
+    A group of tasks such as MMLU has one entry in `results`, and one entry for each subject in the other fields.
 
     Attributes:
-        results: By task, and by metric and filter of answers such as "exact_match,none".
-        configs: By task. A group such as MMLU has several, one for each subject.
-        num_shots: By task.
-        num_rows: By task.
+        results: Scores of each task, by metric and answer filter, such as "exact_match,none".
+        configs: Where the rows of each task come from.
+        num_shots: Number of shots of each task.
+        num_rows: Number of rows of each task.
     """
 
     results: dict[str, dict[str, Any]]
@@ -73,7 +77,7 @@ def read_result(folder: Path, benchmark: Benchmark, settings: Settings, model: M
     """Read what a harness wrote into a folder.
 
     Raises:
-        UserError: if it wrote no score: lmms-eval exits with 0 even then.
+        UserError: if there is no score; lmms-eval exits with 0 even then.
     """
     report = read_report(folder, benchmark)
     reported, answer_filter = find_score(report, benchmark, folder)
@@ -100,7 +104,7 @@ def read_report(folder: Path, benchmark: Benchmark) -> Report:
     """The report that a harness wrote into a folder.
 
     Raises:
-        UserError: if there is none, or it has another form than is known.
+        UserError: if there is no report, or its form is unknown.
     """
     paths = list(folder.glob(REPORTS[benchmark.harness]))
     if len(paths) != 1:
@@ -109,7 +113,7 @@ def read_report(folder: Path, benchmark: Benchmark) -> Report:
 
 
 def read_samples(folder: Path, benchmark: Benchmark) -> list[dict[str, Any]]:
-    """The rows that a harness logged, of all files."""
+    """The rows in all of the harness's row logs."""
     samples = []
     for path in sorted(folder.glob(ROW_LOGS[benchmark.harness])):
         with path.open(encoding="utf-8") as file:
@@ -118,10 +122,10 @@ def read_samples(folder: Path, benchmark: Benchmark) -> list[dict[str, Any]]:
 
 
 def find_score(report: Report, benchmark: Benchmark, folder: Path) -> tuple[float, str]:
-    """The score that a report gives a task, and the name of the filter that answers went through.
+    """Find a task's score in a report. Returns it with the name of the filter that the answers went through.
 
     Raises:
-        UserError: if there is none.
+        UserError: if the report holds no score of the benchmark's metric.
     """
     for name, value in report.results.get(benchmark.task, {}).items():
         metric, _, answer_filter = name.partition(",")
@@ -133,10 +137,12 @@ def find_score(report: Report, benchmark: Benchmark, folder: Path) -> tuple[floa
 def find_standard_error(
     report: Report, benchmark: Benchmark, answer_filter: str, row_scores: pd.Series | None
 ) -> float | None:
-    """The standard error that a report gives, or else that of the rows' scores; `None` if it is unknown."""
+    """The standard error from the report, otherwise from the rows' scores; `None` if neither gives one."""
     reported = report.results[benchmark.task].get(f"{benchmark.metric}_stderr,{answer_filter}")
     if is_number(reported):
-        return reported / benchmark.scale or None  # harnesses give 0 if all rows are equal
+        # If all rows have the same score, harnesses report an error of 0, which says nothing.
+        return None if reported == 0 else reported / benchmark.scale
+
     if row_scores is None:
         return None
     _, error = mean_and_error(row_scores)
@@ -144,15 +150,15 @@ def find_standard_error(
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a report gives a number; it also has "N/A" and NaN."""
+    """Whether a value from a report is a finite number. Reports also hold "N/A" and NaN."""
     return isinstance(value, int | float) and isfinite(value)
 
 
 def describe_dataset(report: Report, benchmark: Benchmark) -> str:
-    """The Hub's name of a task's rows, and of their configuration if there is one; our own rows are files."""
+    """The Hub id of a task's dataset, with its configuration if all rows have the same one."""
     configs = list(report.configs.values())
     path = configs[0].dataset_path or ""
-    if "/" not in path:
+    if "/" not in path:  # our own rows are local files
         return benchmark.title
     if len(configs) > 1 or not configs[0].dataset_name:
         return path
@@ -160,21 +166,25 @@ def describe_dataset(report: Report, benchmark: Benchmark) -> str:
 
 
 def describe_split(report: Report, settings: Settings) -> str:
-    """The split that rows are of, and how many of it."""
+    """The split that the rows come from, and the limit on their number, such as "test[:10]"."""
     config = next(iter(report.configs.values()))
     split = config.test_split or config.validation_split or ""
-    return split if settings.limit is None else f"{split}[:{settings.limit}]"
+    if settings.limit is None:
+        return split
+    return f"{split}[:{settings.limit}]"
 
 
 def describe_command(benchmark: Benchmark, settings: Settings, model: Model) -> str:
-    """The command that gives this result, without the folders of this machine."""
+    """The command that measures this result again. An absolute path is cut to its last name, to hide local folders."""
     name = model.path.name if model.path.is_absolute() else model.name
     command = f"python -m evaluation {name} --tasks {benchmark.task}"
-    return command if settings.dtype == "auto" else f"{command} --dtype {settings.dtype}"
+    if settings.dtype != "auto":
+        command += f" --dtype {settings.dtype}"
+    return command
 
 
 def describe_choices(report: Report, benchmark: Benchmark, settings: Settings) -> str:
-    """Number of shots, dtype if one was given, and what the paper leaves open."""
+    """The number of shots, the dtype if the user chose one, and the benchmark's own choice."""
     shots = [count for count in report.num_shots.values() if isinstance(count, int)]
     choices = [f"{max(shots, default=0)}-shot"]
     if settings.dtype != "auto":

@@ -1,25 +1,25 @@
-"""The scores of a task's rows, from what its harness logged: two models are compared row by row."""
+"""Read the scores of a task's rows from the harness's logs, so that two models can be compared row by row."""
 
 from collections.abc import Sequence
-from math import isclose, sqrt
+from math import isclose, isnan, sqrt
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from evaluation.benchmarks import Benchmark, RowLog
+from evaluation.benchmarks import Benchmark
 
 
-# MMBench adds it to a question's index each time that it asks with the options in another order.
+# MMBench repeats a question with its options in another order. Each repetition adds this step to the index.
 INDEX_STEP = 1_000_000
 
 
 class RowScore(NamedTuple):
-    """A row of a log.
+    """The score of one row.
 
     Attributes:
-        group: The group whose mean it counts in; MM-Star is scored by the mean over groups.
-        row: Which row it is, the same for every model.
-        score: 0 to 1; `None` if the log has another form than is known.
+        group: The row's category in MM-Star, whose score is the mean over categories; empty in other tasks.
+        row: Text that identifies the row. It is the same for every model.
+        score: 0 to 1; `None` if the log entry has an unknown form.
     """
 
     group: str
@@ -30,18 +30,16 @@ class RowScore(NamedTuple):
 def read_row_scores(benchmark: Benchmark, score: float, samples: Sequence[dict[str, Any]]) -> pd.Series | None:
     """The scores of a task's rows, indexed by `group` and `row`.
 
-    They are checked: `score`, which the harness reports for the task, must be their mean over groups.
-
     Args:
         benchmark: The task.
-        score: Its score, as a fraction of 1.
-        samples: The rows of the harness's log.
+        score: The score that the harness reports for the task, as a fraction of 1.
+        samples: The entries of the harness's row logs.
 
     Returns:
-        `None` where the task's score is no such mean, or the log has another form than is known.
+        `None` if the mean of the rows' scores over groups is not the reported score, if a row is there twice, or if an
+        entry has an unknown form.
     """
-    logged = [sample for sample in samples if benchmark.metric in sample]
-    rows = [read_row(benchmark.row_log, sample, sample[benchmark.metric]) for sample in logged]
+    rows = [read_row(benchmark, sample) for sample in samples if benchmark.metric in sample]
     table = pd.DataFrame(rows, columns=list(RowScore._fields))
     if table.empty or table["score"].isna().any():
         return None
@@ -57,46 +55,69 @@ def read_row_scores(benchmark: Benchmark, score: float, samples: Sequence[dict[s
     return None
 
 
-def read_row(row_log: RowLog, sample: dict[str, Any], logged: Any) -> RowScore:
-    """A row of a log; `logged` is what its metric was given."""
-    # Not by lmms-eval's hash of a row, which includes a picture's address in memory.
-    question = sample.get("input") or sample.get("prompt_hash")
-    row = f"{sample.get('doc_id')} {question} {sample.get('target')}"
-    if not isinstance(logged, dict):
-        return RowScore("", row, as_number(logged))
+def read_row(benchmark: Benchmark, sample: dict[str, Any]) -> RowScore:
+    """The score of one row, from its log entry."""
+    # What the harness gave the metric: the score itself, or a dict that holds the score or the answers.
+    metric_input = sample[benchmark.metric]
+    row = name_row(sample)
 
-    if row_log == "score":
-        return RowScore(logged.get("l2_category", ""), row, as_number(logged.get("score")))
-    if row_log == "answer":
-        return RowScore("", row, exact_match(logged.get("pred"), logged.get("answer")))
+    if not isinstance(metric_input, dict):
+        return RowScore("", row, as_number(metric_input))
 
-    if "index" not in logged or "prediction" not in logged:
+    if benchmark.row_log == "score":
+        category = metric_input.get("l2_category", "")
+        return RowScore(category, row, as_number(metric_input.get("score")))
+
+    if benchmark.row_log == "answer":
+        return RowScore("", row, exact_match(metric_input.get("pred"), metric_input.get("answer")))
+
+    # The kind that is left is "answer in each order".
+    if "index" not in metric_input or "prediction" not in metric_input:
         return RowScore("", row, None)
-    first_letter = str(logged["prediction"]).strip()[:1]
-    return RowScore("", f"question {logged['index'] % INDEX_STEP}", exact_match(first_letter, logged.get("answer")))
+    return read_mmbench_row(metric_input)
+
+
+def read_mmbench_row(metric_input: dict[str, Any]) -> RowScore:
+    """The score of one row of MMBench. Rows that ask the same question are indexed alike."""
+    question = metric_input["index"] % INDEX_STEP
+    letter = str(metric_input["prediction"]).strip()[:1]
+    return RowScore("", f"question {question}", exact_match(letter, metric_input.get("answer")))
+
+
+def name_row(sample: dict[str, Any]) -> str:
+    """Text that identifies a row, from its number, its question and the right answer.
+
+    lmms-eval's own hash of a row can't be used: it covers a picture's address in memory, which differs in every run.
+    """
+    question = sample.get("input") or sample.get("prompt_hash")
+    return f"{sample.get('doc_id')} {question} {sample.get('target')}"
 
 
 def as_number(value: Any) -> float | None:
-    """A logged score as a float, if it is one."""
+    """A logged score as a float; `None` if it is no number."""
     return float(value) if isinstance(value, int | float) else None
 
 
-def exact_match(given: Any, right: Any) -> float | None:
-    """1 if two answers are the same text but for case and white space around it, 0 if not; `None` for no texts."""
-    if not isinstance(given, str) or not isinstance(right, str):
+def exact_match(answer: Any, right_answer: Any) -> float | None:
+    """1 if two answers are equal, else 0; `None` if either is no text.
+
+    Upper and lower case are the same, and white space around an answer doesn't count.
+    """
+    if not isinstance(answer, str) or not isinstance(right_answer, str):
         return None
-    return float(given.strip().lower() == right.strip().lower())
+    return float(answer.strip().lower() == right_answer.strip().lower())
 
 
 def mean_and_error(scores: pd.Series) -> tuple[float, float | None]:
-    """Mean over groups of the groups' means, and its standard error.
+    """The mean over groups of each group's mean, and the standard error of that.
 
-    The error is `None` if a group has a single row, or if all rows of each group are equal.
+    The error is `None` if a group has a single row, or if the rows within each group are all equal.
     """
     groups = scores.groupby("group").agg(["mean", "var", "size"])
     mean = float(groups["mean"].mean())
 
-    variance = (groups["var"] / groups["size"]).sum(skipna=False)  # NaN with a group of one row
-    if not variance > 0:
+    # A group of one row has no variance: it is NaN, and so is the sum.
+    sum_of_variances = (groups["var"] / groups["size"]).sum(skipna=False)
+    if isnan(sum_of_variances) or sum_of_variances == 0:
         return mean, None
-    return mean, sqrt(variance) / len(groups)
+    return mean, sqrt(sum_of_variances) / len(groups)

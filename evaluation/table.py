@@ -1,4 +1,4 @@
-"""The table: a line for each benchmark, a column for each model, and how each score was measured."""
+"""The table of results: a row for each benchmark, a column for each model, and how each score was measured."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,37 +9,43 @@ from evaluation.results import TaskResult
 from evaluation.row_scores import mean_and_error
 
 
-# By model and by task.
+# Results by the name of the model, then by task.
 Results = Mapping[str, Mapping[str, TaskResult]]
-LEVEL = 0.95
+CONFIDENCE = 0.95
 
 
 def render(benchmarks: Sequence[Benchmark], results: Results) -> str:
-    """Markdown, in percent: scores ± standard error, and differences to the first model with 95% intervals."""
-    names = list(results)
-    differences = [f"{name} − {names[0]} (95% interval)" for name in names[1:]]
-    header = ["benchmark", *names, *differences, "how"]
-    alignment = ["---", *["---:"] * (len(header) - 2), "---"]
+    """The table in Markdown, with all values in percent.
+
+    Scores are followed by their standard error, and differences from the first model by their 95% interval.
+    """
+    first_name, *other_names = results
+    difference_titles = [f"{name} − {first_name} (95% interval)" for name in other_names]
+    header = ["benchmark", first_name, *other_names, *difference_titles, "how"]
+    num_value_columns = len(header) - 2
+    alignment = ["---", *["---:"] * num_value_columns, "---"]
     rows = [header, alignment]
 
     for benchmark in benchmarks:
-        rows.append(render_benchmark(benchmark, [given.get(benchmark.task) for given in results.values()]))
+        benchmark_results = [model_results.get(benchmark.task) for model_results in results.values()]
+        rows.append(render_benchmark(benchmark, benchmark_results))
 
-    means = [mean_of_paper(given) for given in results.values()]
+    means = [mean_of_paper(model_results) for model_results in results.values()]
     if any(means):
-        rows.append([f"mean of the {len(PAPER)}", *means, *[""] * len(differences), "plain mean, as in Table 4"])
+        no_differences = [""] * len(difference_titles)
+        rows.append([f"mean of the {len(PAPER)}", *means, *no_differences, "plain mean, as in Table 4"])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def render_benchmark(benchmark: Benchmark, results: Sequence[TaskResult | None]) -> list[str]:
-    """The row of a benchmark; `None` stands for a model that has no result."""
+    """The table's row for a benchmark. `results` holds `None` for a model that has no result."""
     scores = [render_score(result) for result in results]
     differences = [render_difference(results[0], result) for result in results[1:]]
     return [benchmark.title, *scores, *differences, describe_measurement(results)]
 
 
 def describe_measurement(results: Sequence[TaskResult | None]) -> str:
-    """How a benchmark was measured, of the first model that has a result."""
+    """How a benchmark was measured, as the first result says."""
     for result in results:
         if result is not None:
             row = result.evaluation
@@ -48,36 +54,42 @@ def describe_measurement(results: Sequence[TaskResult | None]) -> str:
 
 
 def render_score(result: TaskResult | None) -> str:
-    """A score in percent with its standard error, if that is known."""
+    """A score in percent, with its standard error if it is known."""
     if result is None:
         return "no result"
     score = f"{100 * result.evaluation.value:.1f}"
     error = result.evaluation.standard_error
-    return score if error is None else f"{score} ± {100 * error:.1f}"
+    if error is None:
+        return score
+    return f"{score} ± {100 * error:.1f}"
 
 
 def render_difference(first: TaskResult | None, second: TaskResult | None) -> str:
-    """Second minus first, with Student's t interval over the same rows in pairs."""
+    """The second score minus the first, with the interval of a paired t-test over the rows."""
     if first is None or second is None:
         return "no result"
     change = f"{100 * (second.evaluation.value - first.evaluation.value):+.1f}"
     if first.row_scores is None or second.row_scores is None:
         return f"{change} (rows not known)"
 
-    pairs = second.row_scores - first.row_scores  # NaN for a row of one alone
-    if pairs.hasnans:
+    # pandas pairs the rows by their index. A row that only one of the two models has gives NaN.
+    row_differences = second.row_scores - first.row_scores
+    if row_differences.hasnans:
         return f"{change} (they answered other questions)"
-    mean, error = mean_and_error(pairs)
+    mean, error = mean_and_error(row_differences)
     if error is None:
         return f"{change} (too few rows that differ)"
 
-    num_groups = pairs.index.get_level_values("group").nunique()
-    half_width = stdtrit(len(pairs) - num_groups, (1 + LEVEL) / 2) * error
-    return f"{change} ({100 * (mean - half_width):+.1f} to {100 * (mean + half_width):+.1f})"
+    num_groups = row_differences.index.get_level_values("group").nunique()
+    degrees_of_freedom = len(row_differences) - num_groups
+    half_width = stdtrit(degrees_of_freedom, (1 + CONFIDENCE) / 2) * error
+    low = 100 * (mean - half_width)
+    high = 100 * (mean + half_width)
+    return f"{change} ({low:+.1f} to {high:+.1f})"
 
 
 def mean_of_paper(results: Mapping[str, TaskResult]) -> str:
-    """The mean of the paper's nine in percent; empty if one is missing."""
+    """A model's mean over the paper's nine benchmarks, in percent; an empty text if a result is missing."""
     scores = [results[benchmark.task].evaluation.value for benchmark in PAPER if benchmark.task in results]
     if len(scores) < len(PAPER):
         return ""

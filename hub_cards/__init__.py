@@ -1,1 +1,1 @@
-"""From a trained folder to a Hub repository: stage and card, check, push, verify."""
+"""Publish a trained model on the Hub: build its release folder with the card, check, push and verify it; serve it."""

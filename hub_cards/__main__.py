@@ -15,7 +15,7 @@ from pathlib import Path
 
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import httpx  # the HTTP library that is installed with it
+from huggingface_hub.utils import httpx  # the HTTP library that huggingface_hub uses
 
 from common.console import command, parse
 from common.errors import UserError
@@ -28,7 +28,7 @@ from hub_cards.verify import verify_release
 
 logger = logging.getLogger(__name__)
 
-# Commands of earlier versions that are steps of `push` now.
+# Commands of earlier versions. `push` does their work now.
 FORMER_COMMANDS = ("build", "check")
 
 
@@ -46,20 +46,22 @@ def build_parser() -> argparse.ArgumentParser:
     push.add_argument("--public", action="store_true", help="make the repository public once everything is there")
     push.add_argument("--dry_run", action="store_true", help="build the folder, show what would change, and stop")
     push.add_argument("--output_dir", type=Path, help="release folder (default: release in the run folder)")
-    push.add_argument("--prose", type=Path, help="YAML with the card's prose (default: card.yaml by the run's recipe)")
+    push.add_argument(
+        "--prose", type=Path, help="YAML with the card's prose (default: card.yaml beside the run's recipe)"
+    )
     push.add_argument("--widget_data", type=Path, help="rows whose first pictures become examples, with answers")
     push.add_argument("--text_model", help="Hub id of the language model, if it was loaded from a folder")
     push.add_argument("--vision_model", help="Hub id of the vision encoder, if it was loaded from a folder")
-    push.add_argument("--license", help="the model's licence, where that of a part is not known")
-    push.add_argument("--base_licence_file", type=Path, help="the licence's text, if it isn't Apache's")
+    push.add_argument("--license", help="the model's licence, where the licence of a part is not known")
+    push.add_argument("--base_licence_file", type=Path, help="file with the licence's text, if it isn't Apache's")
 
-    verify = commands.add_parser("verify", help="fresh download, as any user would load it")
+    verify = commands.add_parser("verify", help="download a release afresh and load it, as any user would")
     verify.add_argument("repo_id", help="owner/name")
     verify.add_argument("--revision", required=True, help="tag to verify")
     verify.add_argument("--stage", type=Path, help="release folder that was pushed, to compare with")
 
-    serve = commands.add_parser("serve", help="transformers' server, on the loopback alone")
-    serve.add_argument("model", help="folder or Hub id; its code is run")
+    serve = commands.add_parser("serve", help="run transformers' server on this machine's loopback address")
+    serve.add_argument("model", help="folder or Hub id of the model; its code is run")
     serve.add_argument("--revision", default="main", help="revision of a repository on the Hub (default: main)")
     serve.add_argument("--port", type=int, default=8000, help="loopback port (default: 8000)")
     return parser
@@ -68,9 +70,9 @@ def build_parser() -> argparse.ArgumentParser:
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in FORMER_COMMANDS:
-        raise UserError(f"{words[0]} is part of push now: python -m hub_cards push <run> --repo_id <id> --dry_run")
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in FORMER_COMMANDS:
+        raise UserError(f"{arguments[0]} is part of push now: python -m hub_cards push <run> --repo_id <id> --dry_run")
 
     args = parse(build_parser(), argv)
     if args.command == "push":
@@ -82,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run_push(args: argparse.Namespace) -> None:
-    """Build the release folder or take the one that is there, check it, and push it, or say what that would change."""
+    """Make sure that there is a release folder without faults, then push it. A dry run prints the changes instead."""
     token = get_token()
     if token is None and not args.dry_run:
         raise UserError("There is no token: hf auth login, or set HF_TOKEN to one with write access.")
@@ -102,7 +104,7 @@ def run_push(args: argparse.Namespace) -> None:
     require_no_faults(folder)
 
     if not args.dry_run:
-        with hub_errors("The push stopped; push again to go on from there"):
+        with hub_errors("The push stopped; push again to go on from there, without options of the build"):
             plan = push_release(folder, HfApi(), args.public)
         logger.info("%s", plan)
         logger.info("Published. Try it: python -m hub_cards verify %s --revision %s", plan.repo_id, plan.tag)
@@ -114,11 +116,15 @@ def run_push(args: argparse.Namespace) -> None:
         with hub_errors("The Hub can't be asked"):
             plan = plan_push(folder, HfApi())
         logger.info("%s", plan)
-    logger.info("Dry run: nothing was pushed. Look at %s; the same command without --dry_run pushes it.", folder)
+    logger.info(
+        "Dry run: nothing was pushed. Look at %s. To push it, give the same command without --dry_run and without "
+        "options of the build.",
+        folder,
+    )
 
 
 def run_verify(args: argparse.Namespace) -> None:
-    """Try what was published."""
+    """Verify a published release, and print what was found."""
     with hub_errors("The release can't be downloaded"):
         verdict = verify_release(args.repo_id, args.revision, args.stage)
 
@@ -131,9 +137,13 @@ def run_verify(args: argparse.Namespace) -> None:
 
 @contextmanager
 def hub_errors(what_stopped: str) -> Iterator[None]:
-    """Turn what the Hub's client raises into a `UserError`.
+    """Turn errors of the Hub's client into a `UserError`.
 
-    A `RuntimeError` is an upload that failed, an `HFValidationError` a name that no repository can have.
+    The client raises a `RuntimeError` if an upload fails, and an `HFValidationError` for a name that no repository can
+    have.
+
+    Args:
+        what_stopped: The beginning of the message.
     """
     try:
         yield

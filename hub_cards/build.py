@@ -1,4 +1,4 @@
-"""Build a release folder from a trained run: the model, its class files, its card, and what serves it."""
+"""Build a release folder from a trained run: the model, its class files, its card, and the files that serve it."""
 
 import json
 import logging
@@ -38,13 +38,17 @@ from hub_cards.release import Release, read_release
 
 logger = logging.getLogger(__name__)
 
+# How many examples the card shows, and how long their answers may be.
 MAX_WIDGETS = 3
 MAX_WIDGET_TOKENS = 64
+
+# The fields of `BuildOptions` that have no effect on a release folder that is there already.
+BUILD_ONLY = ("prose", "widget_data", "text_model", "vision_model", "license", "base_licence_file")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """What a user says about a release.
+    """The options of `push` that say what to build.
 
     Attributes:
         repo_id: The repository on the Hub, owner/name.
@@ -53,8 +57,8 @@ class BuildOptions:
         widget_data: Rows whose first pictures become examples on the card, with the model's answers.
         text_model: Hub id of the language model, if it was loaded from a folder.
         vision_model: Hub id of the vision encoder, if it was loaded from a folder.
-        license: Identifier of the licence, where that of a part is not known.
-        base_licence_file: The licence's text, if it isn't Apache's.
+        license: Identifier of the model's licence, where the licence of a part is not known.
+        base_licence_file: File with the licence's text, if it isn't Apache's.
     """
 
     repo_id: str
@@ -70,10 +74,12 @@ class BuildOptions:
 def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
     """Make sure that there is a release folder of a run.
 
-    One that is there is taken as it is: what was looked at after a dry run, and perhaps edited, is what is pushed.
+    A folder that is there already is taken as it is: users look at it after a dry run and may edit it, and `push` then
+    pushes what they saw.
 
     Raises:
-        UserError: as [`build_release`], or if the folder holds something else.
+        UserError: as [`build_release`]; or if the folder is there already and was built for another repository or tag
+            or from other weights, or if options of the build are given for it.
     """
     if not folder.exists() or not any(folder.iterdir()):
         build_release(run, folder, options)
@@ -87,20 +93,29 @@ def build_or_take(run: Path, folder: Path, options: BuildOptions) -> None:
         )
     if release.weights != weights_fingerprint(run):
         raise UserError(f"{folder} was built from other weights than {run} holds now. Delete it to build it again.")
+
+    given_options = [f"--{name}" for name in BUILD_ONLY if getattr(options, name) is not None]
+    if given_options:
+        raise UserError(
+            f"{', '.join(given_options)}: no effect on {folder}, which is there already. "
+            f"Delete {folder} to build it anew, or leave the options out."
+        )
     logger.info("Taking %s as it is; to build it again, delete it first.", folder)
 
 
 def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
-    """Build a release folder, and beside it that of the Space. It appears only once it is complete.
+    """Build a release folder, and beside it the folder of the Space.
+
+    The release folder is built under another name and renamed once it is complete.
 
     Args:
         run: Output folder of the last stage of training.
-        folder: Folder to make, missing or empty.
-        options: What the user says about the release.
+        folder: The release folder to make. It must be missing or empty.
+        options: What to build.
 
     Raises:
-        UserError: if a fact or a file is missing, the name breaks the licence, or the model has faults, which are
-            listed.
+        UserError: if a fact or a file is missing, the licence doesn't allow the name, or the model has faults; the
+            message lists the faults.
     """
     check_names(run, options)
     facts = collect_facts(run, options.text_model, options.vision_model)
@@ -120,7 +135,7 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     for path in SERVING:
         shutil.copy(path, partial)
     if facts.diagnostics:
-        save_pixels(run / "diagnostics" / "figures" / Path(PLOT).name, partial / PLOT)
+        copy_pixels(run / "diagnostics" / "figures" / Path(PLOT).name, partial / PLOT)
 
     widgets = []
     if options.widget_data is not None:
@@ -131,12 +146,12 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     (partial / CARD).write_text(card, encoding="utf-8")
 
     build_space(folder.with_name(f"{folder.name}-space"))
-    partial.rename(folder)  # an empty folder gives way
+    partial.rename(folder)  # this replaces an empty folder
 
 
 def check_names(run: Path, options: BuildOptions) -> None:
-    """Raises `UserError` if the repository or the tag can't have this name, or the run is a release itself."""
-    # All releases hold this file, those of earlier versions too.
+    """Raises `UserError` if the repository or the tag can't have its name, or if `run` is a release folder itself."""
+    # Every release folder holds this file, whichever version built it, and no run does.
     if (run / "handler.py").exists():
         raise UserError(f"{run} is a release: give the run that it was built from, and its folder as --output_dir.")
     if hub_id(options.repo_id) is None:
@@ -150,10 +165,10 @@ def check_names(run: Path, options: BuildOptions) -> None:
 
 
 def find_prose(run: Path) -> Path:
-    """The prose beside the recipe that a run was started with.
+    """The file with the card's prose: `card.yaml` beside the recipe that a run was started with.
 
     Raises:
-        UserError: if there is none.
+        UserError: if the run records no recipe, or the file is missing.
     """
     advice = "Give the card's prose with --prose; training/recipes/*/card.yaml are examples."
     record = run / "run.json"
@@ -168,17 +183,17 @@ def find_prose(run: Path) -> Path:
 
 
 def check_licensed_name(licence: Licence, repo_id: str) -> None:
-    """Raises `UserError` if the licence asks for another name."""
+    """Raises `UserError` if the licence asks for another repository name."""
     name = repo_id.split("/")[1]
     if not name.startswith(licence.name_prefix):
         raise UserError(f"The {licence.title} asks for another name than {name}: {licence.name_prefix}-{name}.")
 
 
 def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
-    """The text of `LICENSE`.
+    """The text for the release's file `LICENSE`.
 
     Raises:
-        UserError: if it is not given.
+        UserError: if the licence is not Apache's and its text is not given.
     """
     if licence is APACHE:
         return APACHE_TEXT.read_text(encoding="utf-8")
@@ -188,7 +203,7 @@ def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
 
 
 def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
-    """Copy weights, tokenizer and settings; these without names of this machine's folders."""
+    """Copy the weights, the tokenizer and the settings. The settings lose the names of this machine's folders."""
     for name in (*facts.weights.sha256, *COPIED):
         if (run / name).exists():
             shutil.copy(run / name, folder)
@@ -201,7 +216,7 @@ def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
 
 
 def without_local_names(value: Any) -> Any:
-    """The same JSON value without `_name_or_path` fields that don't name a Hub repository."""
+    """A JSON value without those `name_or_path` fields that hold no Hub id but a folder of this machine."""
     if isinstance(value, list):
         return [without_local_names(entry) for entry in value]
     if not isinstance(value, dict):
@@ -216,33 +231,40 @@ def without_local_names(value: Any) -> Any:
 
 
 def copy_class_files(run: Path, folder: Path) -> dict[str, int]:
-    """Copy this version's class files, with which the model was checked. Returns their numbers of lines."""
+    """Copy the class files of this version, with which the model was checked, and not those in the run's folder.
+
+    Returns:
+        The number of lines of each file, by its name.
+    """
     line_counts = {}
     for path in class_files(load_config(run)):
         shutil.copy(path, folder)
         text = path.read_text(encoding="utf-8")
         line_counts[path.name] = len(text.splitlines())
 
-        before = run / path.name
-        if before.exists() and before.read_text(encoding="utf-8") != text:
-            logger.info("%s is another version's. The release gets this version's.", before)
+        run_copy = run / path.name
+        if run_copy.exists() and run_copy.read_text(encoding="utf-8") != text:
+            logger.info("%s is another version's. The release gets this version's.", run_copy)
     return line_counts
 
 
 def write_licence(folder: Path, licence: Licence, text: str) -> None:
-    """Write the licence, and what goes with it."""
+    """Write `LICENSE`, and the other files that the licence asks for."""
     (folder / "LICENSE").write_text(text, encoding="utf-8")
     if licence.notice is not None:
         (folder / "NOTICE").write_text(licence.notice, encoding="utf-8")
     if licence is not APACHE:
-        shutil.copy(APACHE_TEXT, folder)  # of the class files; section 4a requires a copy
+        # The class files are under Apache's licence, whose section 4a requires a copy of it.
+        shutil.copy(APACHE_TEXT, folder)
 
 
 def make_widgets(folder: Path, data: Path) -> list[Widget]:
-    """The data's first pictures, saved into the folder, with the model's greedy answers to their first questions.
+    """Examples for the card: the data's first pictures and questions, with the model's greedy answers.
+
+    The pictures are saved into the release folder. A row is skipped if it has no question, or not exactly one picture.
 
     Raises:
-        UserError: if no row has one picture and a question.
+        UserError: if no row is left.
     """
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
@@ -253,10 +275,12 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
             continue
 
         (picture,) = open_images(row)
-        title = f"Example {len(widgets) + 1}"
-        (reply,) = answer_prompts(model, processor, [make_prompt(question, picture)], title, MAX_WIDGET_TOKENS)
-        name = f"images/example{len(widgets) + 1}.png"
+        number = len(widgets) + 1
+        prompt = make_prompt(question, picture)
+        (reply,) = answer_prompts(model, processor, [prompt], f"Example {number}", MAX_WIDGET_TOKENS)
+        name = f"images/example{number}.png"
         save_picture(picture, folder / name)
+
         content = [{"type": "image_url", "image_url": {"url": name}}, {"type": "text", "text": question}]
         widgets.append({"messages": [{"role": "user", "content": content}], "output": {"text": reply}})
         if len(widgets) == MAX_WIDGETS:
@@ -268,26 +292,27 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
 
 
 def first_question(row: dict[str, Any]) -> str | None:
-    """The first thing that a row's user says; `None` if it has no such turn."""
+    """The text of a row's first user turn, without the picture's mark; `None` if the row has no user turn."""
     for turn in row_turns(row) or []:
         if turn.get("from") == "human":
             return turn["value"].replace(IMAGE_MARK, "").strip()
     return None
 
 
-def save_pixels(source: Path, path: Path) -> None:
-    """Copy a picture without what else its file says."""
+def copy_pixels(source: Path, path: Path) -> None:
+    """Copy a picture file without its metadata."""
     with Image.open(source) as picture:
         save_picture(picture, path)
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """Save only the pixels: no EXIF, text or colour profile, all of which can name places and people."""
+    """Save a picture's pixels without its metadata, which can name places and people."""
     path.parent.mkdir(exist_ok=True)
-    Image.frombytes(picture.mode, picture.size, picture.tobytes()).save(path)
+    pixels = Image.frombytes(picture.mode, picture.size, picture.tobytes())
+    pixels.save(path)
 
 
 def build_space(folder: Path) -> None:
-    """Write the Space's files: the page, and the rule for a picture's pixels. What else is in the folder stays."""
+    """Write the Space's files into a folder. Other files in it stay as they are."""
     shutil.copytree(SPACE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     shutil.copy(PIXELS, folder)

@@ -1,4 +1,7 @@
-"""The model card: metadata and figures from [`Facts`], prose from a recipe. The template only prints."""
+"""The model card: its metadata and figures come from [`Facts`], its prose from a recipe's `card.yaml`.
+
+What the card says is decided here. The template `card.md.jinja` only prints it.
+"""
 
 import json
 from dataclasses import dataclass, field, fields
@@ -20,7 +23,7 @@ from hub_cards.release import Release
 NOT_RECORDED = "not recorded"
 NORMS = {"gwc": "a LayerNorm with gradient compensation (GWC)", "layernorm": "a LayerNorm", "none": "no norm"}
 DEFAULT_QUESTION = "What is in the picture?"
-# An example that the Hub shows: messages with a picture and a question, and the model's own answer.
+# An example that the Hub shows beside the card: messages with a picture and a question, and the model's answer.
 Widget = dict[str, Any]
 
 
@@ -30,14 +33,14 @@ class Prose:
 
     Attributes:
         summary: What the model does.
-        intended_use: What it is for.
-        out_of_scope: What it is not for.
-        training_data: What it was trained on.
-        limits: What it does badly.
-        language: Codes of the languages that it speaks.
-        datasets: Hub ids of its data.
+        intended_use: What the model is for.
+        out_of_scope: What the model is not for.
+        training_data: What the model was trained on.
+        limits: What the model does badly.
+        language: Codes of the languages that the model speaks.
+        datasets: Hub ids of the training data.
         language_model: Where the language model comes from, if it is neither on the Hub nor trained from scratch.
-        vision_encoder: The same of the vision encoder.
+        vision_encoder: Where the vision encoder comes from, if it is neither on the Hub nor trained from scratch.
     """
 
     summary: str
@@ -55,8 +58,8 @@ def read_prose(path: Path, facts: Facts) -> Prose:
     """Read a card's prose.
 
     Raises:
-        UserError: if it is not a YAML mapping, a field is unknown, missing or not text, or it says where a part comes
-            from that is on the Hub.
+        UserError: if the file is not a YAML mapping; if a field is unknown, missing or not text; or if it says where a
+            part comes from whose Hub id is known.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -88,11 +91,11 @@ def render_card(
 
     Args:
         facts: What is known about the model.
-        licence: The release's.
+        licence: The release's licence.
         prose: The recipe's text.
-        release: Repository and tag.
-        widgets: Examples.
-        line_counts: Number of lines of each class file.
+        release: The repository and the tag that the card names.
+        widgets: Examples with the model's answers.
+        line_counts: Number of lines of each class file, by its name.
     """
     config = facts.config
     environment = Environment(
@@ -107,7 +110,7 @@ def render_card(
         has_norm=config["projector_norm"] != "none",
         key_adapter_rank=config.get("key_adapter_rank"),
         parts=list_parts(facts, prose),
-        total=count(sum(facts.weights.counts.values())),
+        total=format_count(sum(facts.weights.counts.values())),
         image_size=config["vision_config"].get("image_size") or NOT_RECORDED,
         image_tokens=config.get("image_seq_length") or NOT_RECORDED,
         decoder=facts.decoder,
@@ -119,8 +122,8 @@ def render_card(
         diagnostics=facts.diagnostics,
         earlier_is_missing=bool(facts.stages) and not facts.earlier_is_recorded,
         stages=[(stage.stage or NOT_RECORDED, list_stage(stage)) for stage in facts.stages],
-        evaluations=[list_evaluation(row) for row in facts.evaluations],
-        commands=list(dict.fromkeys(cell(row.command) for row in facts.evaluations)),
+        evaluations=[list_evaluation(evaluation) for evaluation in facts.evaluations],
+        commands=list_commands(facts.evaluations),
         origins=describe_origins(facts, prose),
     )
     metadata = build_metadata(facts, licence, release, prose, widgets).to_yaml()
@@ -132,15 +135,16 @@ def build_metadata(
 ) -> ModelCardData:
     """The card's YAML block."""
     results = []
-    for row in facts.evaluations:
+    for evaluation in facts.evaluations:
         result = EvalResult(
             task_type="image-text-to-text",
-            dataset_type=row.dataset,
-            dataset_name=row.dataset,
-            dataset_split=row.split,
-            metric_type=row.metric,
-            metric_name=f"{row.metric}, {row.task}",  # results of one dataset and split share an entry
-            metric_value=row.value,
+            dataset_type=evaluation.dataset,
+            dataset_name=evaluation.dataset,
+            dataset_split=evaluation.split,
+            metric_type=evaluation.metric,
+            # The Hub lists all results of one dataset and split together, so the metric's name tells the task too.
+            metric_name=f"{evaluation.metric}, {evaluation.task}",
+            metric_value=evaluation.value,
         )
         results.append(result)
     return ModelCardData(
@@ -158,21 +162,21 @@ def build_metadata(
 
 
 def first_question(widgets: list[Widget]) -> str:
-    """The question that the card's snippet asks."""
+    """The question that the card's snippet asks: the first example's, if there are examples."""
     if not widgets:
         return DEFAULT_QUESTION
-    _, text = widgets[0]["messages"][0]["content"]
-    return text["text"]
+    _, text_part = widgets[0]["messages"][0]["content"]
+    return text_part["text"]
 
 
 def describe_norm(config: dict[str, Any]) -> str:
-    """What follows the projector."""
+    """The norm that follows the projector, in words."""
     name = config["projector_norm"]
     return NORMS.get(name, f"a norm (`projector_norm: {name}`)")
 
 
 def describe_start(facts: Facts) -> str:
-    """How the model's projector started."""
+    """Sentences on how the projector and its norm were initialized."""
     sentences = [describe_first_norm(facts)]
     if facts.config.get("projector_aligned"):
         sentences.append(
@@ -183,7 +187,7 @@ def describe_start(facts: Facts) -> str:
 
 
 def describe_first_norm(facts: Facts) -> str:
-    """At which norm the model's image tokens started."""
+    """Sentences on the L2 norm that image tokens had before training."""
     config = facts.config
     target = config.get("projector_norm_target")
     if config["projector_norm"] == "none" and config.get("projector_scaled"):
@@ -198,15 +202,15 @@ def describe_first_norm(facts: Facts) -> str:
             f"Here the norm's gain starts at a value that gives image tokens a norm of T = {target:.4g}: the mean "
             "norm of text tokens, unless composed with another `--norm_target_ratio`."
         )
-    start = facts.decoder.hidden_size**0.5
+    initial_norm = facts.decoder.hidden_size**0.5
     return (
-        f"Here the norm's gain starts at 1, which gives image tokens a norm of {start:.3g} (√d), regardless of text "
-        "tokens."
+        f"Here the norm's gain starts at 1, which gives image tokens a norm of {initial_norm:.3g} (√d), regardless of "
+        "text tokens."
     )
 
 
 def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
-    """The model's parts: name, where it comes from, number of weights."""
+    """The table of the model's parts: each part's name, where it comes from, and its number of weights."""
     counts = facts.weights.counts
     projector = "a Llava checkpoint" if facts.config.get("llava_name_or_path") else "new in this model"
     norm = "none" if facts.config["projector_norm"] == "none" else "new in this model"
@@ -222,14 +226,14 @@ def list_parts(facts: Facts, prose: Prose) -> list[tuple[str, str, str]]:
     ]
     if facts.config.get("key_adapter_rank"):
         parts.append(("key adapters in it", "new in this model", counts["key_adapter"]))
-    return [(name, origin, count(number)) for name, origin, number in parts]
+    return [(name, origin, format_count(number)) for name, origin, number in parts]
 
 
 def describe_part(base_model: str | None, prose: str) -> str:
-    """Where a part comes from: a link to the Hub, what the prose says, or nowhere."""
+    """Where a part comes from: its link on the Hub, else what the prose says, else "trained from scratch"."""
     if base_model is not None:
         return f"[{base_model}](https://huggingface.co/{base_model})"
-    return cell(prose) or "trained from scratch"
+    return escape_cell(prose) or "trained from scratch"
 
 
 def describe_origins(facts: Facts, prose: Prose) -> str:
@@ -238,13 +242,16 @@ def describe_origins(facts: Facts, prose: Prose) -> str:
     if facts.config.get("llava_name_or_path"):
         sentences.append("Converted from a Llava checkpoint.")
     sentences += [f"Made from {base_model}." for base_model in facts.base_models]
-    for part, base_model, said in (
+    parts = (
         ("language model", facts.text_model, prose.language_model),
         ("vision encoder", facts.vision_model, prose.vision_encoder),
-    ):
-        if base_model is None and said:
-            sentences.append(f"The {part}: {said}.")
-        elif base_model is None:
+    )
+    for part, base_model, part_prose in parts:
+        if base_model is not None:
+            continue
+        if part_prose:
+            sentences.append(f"The {part}: {part_prose}.")
+        else:
             sentences.append(f"The {part} was trained from scratch.")
     return " ".join(sentences)
 
@@ -252,68 +259,87 @@ def describe_origins(facts: Facts, prose: Prose) -> str:
 def list_stage(stage: TrainingStage) -> list[tuple[str, str]]:
     """The rows of one stage's table."""
     first_loss, last_loss = stage.losses
-    rows = [("steps", count(stage.steps)), ("tokens", count(stage.tokens))]
+    rows = [("steps", format_count(stage.steps)), ("tokens", format_count(stage.tokens))]
     rows += [("data", describe_source(source)) for source in stage.sources]
     rows += [
-        ("loss, first and last logged", f"{significant(first_loss)}, {significant(last_loss)}"),
-        ("time", duration(stage.seconds)),
+        ("loss, first and last logged", f"{format_number(first_loss)}, {format_number(last_loss)}"),
+        ("time", format_duration(stage.seconds)),
         ("hardware", stage.hardware or NOT_RECORDED),
         ("code", f"commit {stage.commit}" if stage.commit else NOT_RECORDED),
     ]
-    rows += [(f"`{name}`", cell(value)) for name, value in stage.arguments.items()]
+    rows += [(f"`{name}`", escape_cell(value)) for name, value in stage.arguments.items()]
     return rows
 
 
 def describe_source(source: dict[str, Any]) -> str:
-    """What a stage took from one source of data. Of a local one only the last name of its path is told."""
+    """What a stage took from one source of data. A local source is named without its folder."""
     path = source["path"]
-    described = f"[{path}](https://huggingface.co/datasets/{path})"
+    description = f"[{path}](https://huggingface.co/datasets/{path})"
     if source["is_local"]:
-        described = Path(path).name
+        description = Path(path).name
     if source["name"]:
-        described += f", {source['name']}"
+        description += f", {source['name']}"
     if source["split"] != "train":
-        described += f", {source['split']}"
+        description += f", {source['split']}"
 
-    described += f": {count(source['good_rows'])} rows"
+    description += f": {format_count(source['good_rows'])} rows"
     if source["good_rows"] < source["rows"]:
-        described += f" (of {count(source['rows'])}; the rest are bad)"
+        description += f" (of {format_count(source['rows'])}; the rest are bad)"
     if source["weight"] != 1:
-        described += f", weight {source['weight']}, {count(source['drawn'])} per epoch"
-    return cell(f"{described}; content {source['fingerprint'][:12]}")
+        description += f", weight {source['weight']}, {format_count(source['drawn'])} per epoch"
+
+    short_hash = source["fingerprint"][:12]
+    return escape_cell(f"{description}; content {short_hash}")
 
 
-def list_evaluation(row: Evaluation) -> list[str]:
-    """The cells of one result."""
-    value = significant(row.value)
-    if row.standard_error is not None:
-        value += f" ± {row.standard_error:.2g}"
-    scorer = row.harness or "a script"
-    if row.choice:
-        scorer += f"; {row.choice}"
+def list_evaluation(evaluation: Evaluation) -> list[str]:
+    """The cells of one row in the table of results."""
+    value = format_number(evaluation.value)
+    if evaluation.standard_error is not None:
+        value += f" ± {evaluation.standard_error:.2g}"
+
+    scorer = evaluation.harness or "a script"
+    if evaluation.choice:
+        scorer += f"; {evaluation.choice}"
+
     baseline = NOT_RECORDED
-    if row.baseline is not None:
-        baseline = f"{significant(row.baseline)} ({row.baseline_name})"
-    dataset = f"{row.dataset} ({row.split})"
-    cells = (row.task, dataset, row.metric, value, count(row.n), scorer, baseline)
-    return [cell(text) for text in cells]
+    if evaluation.baseline is not None:
+        baseline = f"{format_number(evaluation.baseline)} ({evaluation.baseline_name})"
+
+    cells = (
+        evaluation.task,
+        f"{evaluation.dataset} ({evaluation.split})",
+        evaluation.metric,
+        value,
+        format_count(evaluation.n),
+        scorer,
+        baseline,
+    )
+    return [escape_cell(text) for text in cells]
 
 
-def cell(value: object) -> str:
-    """Text for a cell of a Markdown table."""
-    return " ".join(str(value).split()).replace("|", r"\|").replace("<", "&lt;")
+def list_commands(evaluations: list[Evaluation]) -> list[str]:
+    """The commands that measured the results, each once."""
+    commands = dict.fromkeys(evaluation.command for evaluation in evaluations)
+    return [escape_cell(command) for command in commands]
 
 
-def count(number: int | None) -> str:
-    """A whole number with its thousands apart."""
+def escape_cell(value: object) -> str:
+    """A value as text for a cell of a Markdown table, on one line and with the table's own characters escaped."""
+    text = " ".join(str(value).split())
+    return text.replace("|", r"\|").replace("<", "&lt;")
+
+
+def format_count(number: int | None) -> str:
+    """A whole number with commas between its thousands."""
     return NOT_RECORDED if number is None else f"{number:,}"
 
 
-def significant(number: float | None) -> str:
-    """A number with four digits."""
+def format_number(number: float | None) -> str:
+    """A number with four significant digits."""
     return NOT_RECORDED if number is None else f"{number:,.4g}"
 
 
-def duration(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """A time in hours, minutes and seconds."""
     return NOT_RECORDED if seconds is None else str(timedelta(seconds=round(seconds)))

@@ -1,4 +1,4 @@
-"""Every reason not to publish a release folder, found in one pass."""
+"""Find every fault for which a release folder may not be published."""
 
 import json
 import re
@@ -14,21 +14,24 @@ from hub_cards.release import read_release
 from hub_cards.weights import Weights, read_weights
 
 
+# A user's or an organization's token of the Hub.
 TOKEN = re.compile(r"\b(?:hf|api_org)_[A-Za-z0-9]{20,}")
-# Of these a vocabulary holds all kinds of text, and the others hold none of ours.
-UNREAD = ("tokenizer.json", "chat_template.jinja")
-UNREAD_SUFFIXES = (".safetensors", ".png", ".py")
+
+# Files that are not searched for tokens and paths. A vocabulary holds all kinds of text, which would raise false
+# alarms, and the other files hold nothing that a run or a user wrote.
+UNSEARCHED = ("tokenizer.json", "chat_template.jinja")
+UNSEARCHED_SUFFIXES = (".safetensors", ".png", ".py")
 
 
 def require_no_faults(folder: Path) -> None:
-    """Raises `UserError` with everything that speaks against publishing a release folder."""
+    """Raises `UserError` with all faults of a release folder, if it has any."""
     faults = find_faults(folder)
     if faults:
         raise UserError("\n  ".join([f"{folder} can't be published:", *faults]))
 
 
 def find_faults(folder: Path) -> list[str]:
-    """All faults of a release folder, each with its file and what to do."""
+    """All faults of a release folder. Each names its file and says what to do."""
     faults = []
     for path in sorted(folder.rglob("*")):
         faults += find_file_faults(path, folder)
@@ -38,15 +41,16 @@ def find_faults(folder: Path) -> list[str]:
     try:
         read_release(folder)
         code_faults = find_code_faults(folder)
-        # Nothing is loaded by code that isn't ours.
-        model_faults = [] if code_faults else find_model_faults(folder, read_weights(folder))
+        if code_faults:  # the model is not loaded where the folder names code that isn't ours
+            return [*faults, *code_faults]
+        model_faults = find_model_faults(folder, read_weights(folder))
     except UserError as error:
         return [*faults, str(error)]
-    return [*faults, *code_faults, *model_faults]
+    return [*faults, *model_faults]
 
 
 def find_file_faults(path: Path, folder: Path) -> list[str]:
-    """Why a file may not be published: it is not on the list or a link, or it holds what is private."""
+    """Why a file may not be published: it is a link, it is not on the list, or it holds something private."""
     name = path.relative_to(folder).as_posix()
     if path.is_symlink():  # it may point out of the folder
         return [f"{name}: is a symlink. Put the file itself there, or delete it."]
@@ -54,7 +58,7 @@ def find_file_faults(path: Path, folder: Path) -> list[str]:
         return []
     if not is_listed(name):
         return [f"{name}: is not on the list of published files. Delete it."]
-    if name in UNREAD or path.suffix in UNREAD_SUFFIXES:
+    if name in UNSEARCHED or path.suffix in UNSEARCHED_SUFFIXES:
         return []
 
     faults = []
@@ -68,33 +72,38 @@ def find_file_faults(path: Path, folder: Path) -> list[str]:
 
 
 def find_code_faults(folder: Path) -> list[str]:
-    """Class files that are not this version's, and settings that name other code.
+    """Why a folder's code may not be published: its class files are not this version's, or settings name other code.
 
     Raises:
-        UserError: if config.json is no NormLlava's.
+        UserError: if config.json doesn't describe a NormLlava.
     """
     faults = []
-    config = load_config(folder)
-    own = type(config)()
-    for path in class_files(own):
-        copy = folder / path.name
-        if not copy.is_file() or copy.read_bytes() != path.read_bytes():
+    # A new config of the same class names our own class files, whatever the folder's config names.
+    own_config = type(load_config(folder))()
+    for path in class_files(own_config):
+        release_copy = folder / path.name
+        if not release_copy.is_file() or release_copy.read_bytes() != path.read_bytes():
             faults.append(f"{path.name}: is not this version's file. Delete the folder, and build it again.")
 
     for name in SETTINGS:
         if not (folder / name).is_file():
             continue
         settings = read_json(folder / name)
-        if name == "config.json" and settings.pop("auto_map", None) != own.auto_map:
-            faults.append(f"{name}: its auto_map is not {json.dumps(own.auto_map)}. Build the folder again.")
-        # Any other auto_map would have the reader run code of another repository.
+        if name == "config.json":
+            # The check below is for all other auto_maps, so this one is taken out.
+            auto_map = settings.pop("auto_map", None)
+            if auto_map != own_config.auto_map:
+                own_map = json.dumps(own_config.auto_map)
+                faults.append(f"{name}: its auto_map is not {own_map}. Build the folder again.")
+
+        # Whoever loads the release would run the code that this auto_map names, from another repository.
         if '"auto_map"' in json.dumps(settings):
             faults.append(f'{name}: holds an "auto_map" that names other code than the release\'s. Remove it.')
     return faults
 
 
 def find_model_faults(folder: Path, weights: Weights) -> list[str]:
-    """Why a model can't answer: files that are missing, weights that are not finite, or not those of the config."""
+    """Why a model can't answer: files are missing, weights are not finite, or weights don't fit the config."""
     missing = [name for name in NEEDED if not (folder / name).is_file()]
     if missing:
         return [f"{', '.join(missing)}: missing. Give the output folder of a complete run."]
@@ -103,7 +112,7 @@ def find_model_faults(folder: Path, weights: Weights) -> list[str]:
     if weights.not_finite:
         faults.append(f"weights: {shorten(weights.not_finite)}: NaN or infinite values. Train again.")
     try:
-        # On the meta device names and shapes are compared, and nothing is computed.
+        # On the meta device, loading compares names and shapes of tensors and reads no values.
         _, report = AutoModelForImageTextToText.from_pretrained(
             folder,
             dtype="auto",
@@ -122,7 +131,7 @@ def find_model_faults(folder: Path, weights: Weights) -> list[str]:
 
 
 def shorten(names: list[str]) -> str:
-    """The first name, and how many more there are: all tensors of a model can have the same fault."""
+    """The first name and the number of the others, since all tensors of a model can have the same fault."""
     if len(names) == 1:
         return names[0]
     return f"{names[0]} (and {len(names) - 1} more)"

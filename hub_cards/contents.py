@@ -1,4 +1,4 @@
-"""What a release folder holds: the list by which it is built, checked and pushed."""
+"""The list of files that a release folder may hold. The folder is built and checked by this list."""
 
 import json
 import re
@@ -15,9 +15,10 @@ from hub_cards.release import RELEASE_FILE
 
 CARD = "README.md"
 WEIGHTS_INDEX = "model.safetensors.index.json"
+# The figure that the diagnostics drew, as the card shows it.
 PLOT = "diagnostics/overview.png"
 
-# Files of a checkpoint that are copied without the names of this machine's folders.
+# JSON files of a checkpoint, if it has them. They are copied without the names of this machine's folders.
 SETTINGS = (
     "config.json",
     "generation_config.json",
@@ -40,12 +41,13 @@ SPACE = ASSETS / "space"
 APACHE_TEXT = ASSETS / "LICENSE-APACHE"
 CLASS_FOLDER = Path(str(modeling_normllava.__file__)).parent
 
-# The rule for a picture's pixels, which an endpoint and a Space share with training.
+# `pixels.py` turns any picture into RGB. Endpoints and Spaces get a copy, so that they read pictures as training does.
 PIXELS = Path(str(pixels.__file__))
 
-# What an endpoint needs beside the model.
+# Files that an inference endpoint needs beside the model.
 SERVING = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS)
 
+# Names of all files that may be published, and the pattern of those that are numbered.
 LISTED = {
     CARD,
     RELEASE_FILE,
@@ -67,7 +69,7 @@ def is_listed(name: str) -> bool:
 
 
 def class_files(config: Any) -> list[Path]:
-    """This version's class files for a model with this config: those that `auto_map` names, and what they import."""
+    """This version's class files for a model with this config: those that `auto_map` names, and those they import."""
     files = set()
     for reference in config.auto_map.values():
         module = reference.split(".")[0]
@@ -81,7 +83,7 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        UserError: if it is no valid JSON.
+        UserError: if the file is no valid JSON.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

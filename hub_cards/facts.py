@@ -1,7 +1,7 @@
-"""The card's facts, read from what a run left: weights, config, its record, evaluation, diagnostics.
+"""Read the model card's facts from a run's folder: weights, config, records of training, evaluation and diagnostics.
 
-A fact that no file holds is `None`, which the card shows as "not recorded". Records are read as JSON, so that one of
-another version is read as far as it goes.
+A fact that no file holds is `None`, and the card shows it as "not recorded". `run.json` is read as plain JSON without
+a schema, so that a record of another version, which may lack fields, can be read too.
 """
 
 import json
@@ -25,9 +25,10 @@ from hub_cards.weights import Weights, read_weights
 from modeling_normllava import NormLlavaConfig
 
 
+# The form of a Hub id, owner/name.
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-# Arguments of a run that the card lists. `run.json` has the others, such as those of Adam.
+# The arguments of a run that the card lists. `run.json` has the other arguments too, such as Adam's.
 LISTED_ARGUMENTS = (
     "num_train_epochs",
     "global_batch_size",
@@ -47,7 +48,7 @@ LISTED_ARGUMENTS = (
     "loss_type",
     "load_in_4bit",
 )
-# Arguments that every run has, and that have an effect only in some.
+# Arguments that the card lists only for runs in which they have an effect. Every run records them.
 LORA_ARGUMENTS = ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
 KEY_LOSS_ARGUMENTS = ("key_mmd_weight", "key_gram_weight")
 NORM_ARGUMENTS = ("norm_learning_rate",)
@@ -58,15 +59,15 @@ class TrainingStage:
     """One stage of training, as its folder records it.
 
     Attributes:
-        stage: Its name, such as "align".
-        steps: Optimizer steps.
-        tokens: Tokens trained on.
+        stage: The stage's name, such as "align".
+        steps: Number of optimizer steps.
+        tokens: Number of tokens trained on.
         losses: The first and the last loss that were logged.
-        seconds: Time of the run.
-        arguments: Those that had an effect.
-        hardware: Processes and device.
-        commit: Of the code.
-        sources: What it was trained on, as in `run.json`.
+        seconds: How long the run took.
+        arguments: The arguments that had an effect, of those that the card lists.
+        hardware: Number of processes, and the device.
+        commit: The commit of the code that trained.
+        sources: The data that the stage was trained on, as `run.json` records it.
     """
 
     stage: str | None
@@ -87,13 +88,15 @@ class Facts:
     Attributes:
         weights: What the weight files hold.
         config: The content of config.json.
-        decoder: The decoder's part of it, where all families have the same names for a field.
-        text_model: Hub id of the language model; `None` if it is not from the Hub.
-        vision_model: Hub id of the vision encoder. Both are that of the Llava that the model was converted from.
+        decoder: The decoder's config. Unlike in `config`, its fields have the same names in all model families.
+        text_model: Hub id of the language model; `None` if it is not from the Hub. If the model was converted from a
+            Llava checkpoint, it is the Llava's id.
+        vision_model: Hub id of the vision encoder; `None` if it is not from the Hub. If the model was converted from a
+            Llava checkpoint, it is the Llava's id.
         stages: The stages of training, in their order.
-        earlier_is_recorded: Whether the first of `stages` began with a model that had not been trained before.
+        earlier_is_recorded: Whether the parts had not been trained together before the first of `stages`.
         evaluations: Rows of `evaluation.json`.
-        diagnostics: Measured values by their names.
+        diagnostics: Measured values by their names on the card; `None` if nothing was measured.
     """
 
     weights: Weights
@@ -108,21 +111,22 @@ class Facts:
 
     @property
     def base_models(self) -> list[str]:
-        """Hub ids of the parts that are known, each once."""
+        """The known Hub ids of the model's parts, each once."""
         names = dict.fromkeys((self.text_model, self.vision_model))
         return [name for name in names if name is not None]
 
 
 def collect_facts(run: Path, text_model: str | None = None, vision_model: str | None = None) -> Facts:
-    """Read the facts in the output folder of a run's last stage, and in those of earlier stages.
+    """Read the facts from the output folders of a run's last stage and of the stages before it.
 
     Args:
-        run: The folder.
+        run: Output folder of the last stage.
         text_model: Hub id of the language model, if it was loaded from a folder.
         vision_model: Hub id of the vision encoder, if it was loaded from a folder.
 
     Raises:
-        UserError: if a file is missing or torn, an id contradicts the recorded one, or a figure is of other weights.
+        UserError: if a file is missing or torn, a given id contradicts the recorded one, or a result was measured with
+            other weights.
     """
     model_config = load_config(run)
     config = read_json(run / "config.json")
@@ -146,7 +150,7 @@ def load_config(folder: Path) -> NormLlavaConfig:
     """The config of the NormLlava in a folder, read by this version's class.
 
     Raises:
-        UserError: if there is none, or it is another model's or an adapter's.
+        UserError: if there is no config, or the folder holds an adapter or another model.
     """
     if (folder / "adapter_config.json").exists():
         raise UserError(
@@ -167,10 +171,15 @@ def load_config(folder: Path) -> NormLlavaConfig:
 
 
 def find_part_id(config: dict[str, Any], part: str, given: str | None) -> str | None:
-    """Hub id of a part, "text" or "vision", as the config records it or as it is given.
+    """Hub id of a part, from the config or, if the config records none, from the user.
+
+    Args:
+        config: The content of config.json.
+        part: "text" or "vision".
+        given: The id that the user gives.
 
     Raises:
-        UserError: if the given one is no Hub id, or another than the recorded one.
+        UserError: if the given id is no Hub id, or the config records another.
     """
     if given is not None and hub_id(given) is None:
         raise UserError(f"--{part}_model {given!r} is not owner/name.")
@@ -185,20 +194,20 @@ def find_part_id(config: dict[str, Any], part: str, given: str | None) -> str | 
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` if it has the form of a Hub id. Composing records folders by their absolute paths, which have not."""
+    """The name, if it has the form of a Hub id, else `None`. `compose.py` records folders as absolute paths."""
     return name if name and HUB_ID.fullmatch(name) else None
 
 
 def has_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
-    """Whether `stages` are all of the training that joined the parts."""
-    # Of a converted Llava's training, and of the aligned start, only this much is recorded.
+    """Whether `stages` hold all training of the model since its parts were joined."""
+    # A converted Llava was trained before, and so was an aligned projector. No record tells how.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
     return len(stages) > 0 and stages[0].stage == "align"
 
 
 def collect_stages(run: Path) -> list[TrainingStage]:
-    """The stages of training in their order, as far as their folders are local."""
+    """The stages of training in their order, back to the first one whose folder is on this machine."""
     stages: list[TrainingStage] = []
     seen: set[Path] = set()
     folder = run
@@ -209,10 +218,11 @@ def collect_stages(run: Path) -> list[TrainingStage]:
             record = read_json(folder / "run.json")
         stages.insert(0, read_stage(folder, record))
 
-        before = record.get("arguments", {}).get("model_name_or_path")
-        if before is None:
+        # A stage starts from the model in the folder of the stage before it.
+        start_model = record.get("arguments", {}).get("model_name_or_path")
+        if start_model is None:
             break
-        folder = Path(before)
+        folder = Path(start_model)
     return stages
 
 
@@ -224,7 +234,7 @@ def read_stage(folder: Path, record: dict[str, Any]) -> TrainingStage:
     tokens = [line["num_tokens"] for line in metrics if "num_tokens" in line]
     seconds = [line["train_runtime"] for line in metrics if "train_runtime" in line]
 
-    # The file of a resumed run has only the time since it was resumed.
+    # A resumed run logs only the time since it was resumed.
     has_all_time = bool(seconds) and not environment.get("resumed")
     hardware = f"{environment['num_processes']} x {environment['device']}" if environment else None
     return TrainingStage(
@@ -233,7 +243,7 @@ def read_stage(folder: Path, record: dict[str, Any]) -> TrainingStage:
         tokens=int(tokens[-1]) if tokens else None,
         losses=(losses[0], losses[-1]) if losses else (None, None),
         seconds=seconds[-1] if has_all_time else None,
-        arguments=listed_arguments(record.get("arguments", {}), metrics),
+        arguments=select_arguments(record.get("arguments", {}), metrics),
         hardware=hardware,
         commit=environment.get("commit"),
         sources=record.get("sources", []),
@@ -241,10 +251,10 @@ def read_stage(folder: Path, record: dict[str, Any]) -> TrainingStage:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`, none if it is not there.
+    """The lines of a run's `metrics.jsonl`; none if there is no such file.
 
     Raises:
-        UserError: if one is torn.
+        UserError: if a line is torn.
     """
     if not path.exists():
         return []
@@ -258,13 +268,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return metrics
 
 
-def listed_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """A run's arguments for the card: those that were set and had an effect."""
+def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arguments that the card lists for a run: those that were set and had an effect."""
     names = [*LISTED_ARGUMENTS]
     if arguments.get("stage") == "adapt":
         names += LORA_ARGUMENTS
     if any(arguments.get(name) for name in KEY_LOSS_ARGUMENTS):
         names += KEY_LOSS_ARGUMENTS
+    # A run logs the learning rate of the norm only if the model has a norm and trains it.
     if any("learning_rate/multi_modal_projector.norm" in line for line in metrics):
         names += NORM_ARGUMENTS
 
@@ -277,10 +288,10 @@ def listed_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -
 
 
 def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
-    """Rows of `evaluation.json`, none if it is not there.
+    """Rows of `evaluation.json`; none if there is no such file.
 
     Raises:
-        UserError: if a row is not whole, or of other weights.
+        UserError: if a row lacks a field, its value is not finite, or it was measured with other weights.
     """
     if not path.exists():
         return []
@@ -295,25 +306,25 @@ def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
 
 
 def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
-    """What a report of the diagnostics says of its only model; `None` if there is no report.
+    """The card's values from a report of the diagnostics, by their names; `None` if there is no report.
 
     Raises:
-        UserError: if the report is of other weights or several models, or another version wrote it.
+        UserError: if the report is about other weights or several models, or if another version wrote it.
     """
     if not path.exists():
         return None
 
-    again = "Run python -m diagnostics on this model alone, not quantized."
+    advice = "Run python -m diagnostics on this model alone, not quantized."
     try:
         models = read_json(path)["models"]
         model = models[0]
         is_quantized = model["dtype"].endswith("quantized")
-        pictures = model["num_pictures"]
+        num_pictures = model["num_pictures"]
         rows = model["summary"]["rows"]
     except (KeyError, IndexError) as error:
-        raise UserError(f"{path}: another version wrote it ({error!r}). {again}") from error
+        raise UserError(f"{path}: another version wrote it ({error!r}). {advice}") from error
     if len(models) > 1 or is_quantized or model.get("weights") != weights_hash:
-        raise UserError(f"{path} is of other weights. {again}")
+        raise UserError(f"{path} is of other weights. {advice}")
 
     summary = Summary(rows)
     estimates = {
@@ -321,8 +332,8 @@ def read_diagnostics(path: Path, weights_hash: str) -> dict[str, str] | None:
         "turning of image tokens per layer, 1 − cosine": summary.look("turning", "visual"),
         "turning of text tokens per layer": summary.look("turning", "text"),
     }
-    shown = {"pictures": str(pictures)}
+    card_values = {"pictures": str(num_pictures)}
     for name, estimate in estimates.items():
         if estimate is not None:
-            shown[name] = with_interval(estimate)
-    return shown
+            card_values[name] = with_interval(estimate)
+    return card_values

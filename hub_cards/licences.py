@@ -1,4 +1,7 @@
-"""The licence of a release. It is known from the models that it was made from, or given; otherwise it is refused."""
+"""Choose the licence of a release from the licences of its parts.
+
+The licence of a part is known by its Hub id, or the user gives one. If neither is the case, there is no release.
+"""
 
 import re
 from dataclasses import dataclass
@@ -8,15 +11,15 @@ from common.errors import UserError
 
 @dataclass(frozen=True)
 class Licence:
-    """A licence, and what it asks of a model that is made from one under it.
+    """A licence, and what it asks of a new model whose part is under it.
 
     Attributes:
-        identifier: The Hub's name for it.
-        title: Its name on the card.
-        link: Where the card's reader finds it.
+        identifier: The Hub's name for the licence.
+        title: The licence's name on the card.
+        link: Where the card's reader finds the licence.
         name_prefix: What the new model's name has to begin with.
-        notice: Text of the file `NOTICE`.
-        attribution: A sentence that the card has to show.
+        notice: Text of the file `NOTICE`; `None` if the licence asks for no such file.
+        attribution: A sentence that the card has to show; `None` if the licence asks for none.
     """
 
     identifier: str
@@ -29,7 +32,8 @@ class Licence:
 
 APACHE = Licence("apache-2.0", "Apache License 2.0", "https://www.apache.org/licenses/LICENSE-2.0")
 
-# Section 1.b of the agreement asks for a copy of it, "Built with Llama", the name, and the notice.
+# Section 1.b of the agreement asks for a copy of the agreement, the sentence "Built with Llama", a name that begins
+# with "Llama", and the notice.
 LLAMA_3_2 = Licence(
     "llama3.2",
     "Llama 3.2 Community License",
@@ -42,7 +46,8 @@ LLAMA_3_2 = Licence(
     attribution="Built with Llama",
 )
 
-# By the Hub id of a base model. Sizes are named, since Qwen2.5 has other licences at 3B and 72B.
+# Licences by a pattern of the base model's Hub id. The patterns name sizes, since Qwen2.5 has other licences at 3B and
+# 72B.
 KNOWN: dict[str, Licence] = {
     r"meta-llama/Llama-3\.2-[13]B(-Instruct)?": LLAMA_3_2,
     r"Qwen/Qwen2\.5-(0\.5|1\.5|7|14|32)B(-Instruct)?": APACHE,
@@ -53,44 +58,49 @@ KNOWN: dict[str, Licence] = {
 
 
 def choose_licence(text_model: str | None, vision_model: str | None, given: str | None) -> Licence:
-    """The licence of a model that is made from these two.
+    """The licence of a model that is made from a language model and a vision encoder.
 
     Args:
         text_model: Hub id of the language model; `None` if it is not from the Hub.
         vision_model: Hub id of the vision encoder; `None` if it is not from the Hub.
-        given: Identifier of a licence, for what no known licence covers.
+        given: Identifier of the licence that the user names, for a part whose licence is not known.
 
     Raises:
-        UserError: if the licence of a part is neither known nor given, or two of them ask more than Apache's.
+        UserError: if the licence of a part is neither known nor given, or if two different licences are not Apache's.
     """
     licences = []
     if given is not None:
-        licences.append(named_licence(given))
+        licences.append(find_named_licence(given))
 
     for option, base_model in (("--text_model", text_model), ("--vision_model", vision_model)):
-        known = known_licence(base_model)
-        if known is not None:
-            licences.append(known)
+        known_licence = find_known_licence(base_model)
+        if known_licence is not None:
+            licences.append(known_licence)
         elif given is None:
             raise UserError(describe_unknown(option, base_model))
 
-    # Apache's lets a larger work be under another licence.
-    stricter = [licence for licence in dict.fromkeys(licences) if licence is not APACHE]
-    if len(stricter) > 1:
-        titles = " and the ".join(licence.title for licence in stricter)
+    # A part under Apache's licence may go into a work under another licence, so only the others decide.
+    other_licences = [licence for licence in dict.fromkeys(licences) if licence is not APACHE]
+    if len(other_licences) > 1:
+        titles = " and the ".join(licence.title for licence in other_licences)
         raise UserError(f"The model's parts are under the {titles}, and a release can have only one licence.")
-    return stricter[0] if stricter else APACHE
+    if other_licences:
+        return other_licences[0]
+    return APACHE
 
 
-def named_licence(identifier: str) -> Licence:
-    """The licence that a user gives. Of one that is not known here, the card links the copy in the release."""
+def find_named_licence(identifier: str) -> Licence:
+    """The licence that a user names.
+
+    The card links the text of an unknown licence in the release's own file `LICENSE`.
+    """
     for licence in (APACHE, LLAMA_3_2):
         if licence.identifier == identifier:
             return licence
     return Licence(identifier, title=identifier, link="LICENSE")
 
 
-def known_licence(base_model: str | None) -> Licence | None:
+def find_known_licence(base_model: str | None) -> Licence | None:
     """The licence of a base model by its Hub id; `None` if it is not known here."""
     if base_model is None:
         return None
@@ -101,7 +111,7 @@ def known_licence(base_model: str | None) -> Licence | None:
 
 
 def describe_unknown(option: str, base_model: str | None) -> str:
-    """What to do about a part whose licence is not known."""
+    """The message for a part whose licence is not known: what is missing, and what to do."""
     if base_model is not None:
         return f"The licence of {base_model} is not known here. Read it, then name it: --license <its identifier>."
     return (

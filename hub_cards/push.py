@@ -1,4 +1,7 @@
-"""Push a release folder to the Hub: one commit, a tag, the visibility. Repeating a push finishes one that stopped."""
+"""Push a release folder to the Hub: make one commit, set the tag, and set the visibility.
+
+If a push stops, the next push does what is left.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,7 @@ from hub_cards.contents import CARD
 from hub_cards.release import read_release
 
 
-# Made by the Hub, to record which files are large.
+# Files that the Hub itself adds to a repository. This one records which files are large.
 HUB_FILES = {".gitattributes"}
 
 
@@ -20,15 +23,15 @@ class Plan:
     """What a push changes in a repository.
 
     Attributes:
-        repo_id: Its name.
+        repo_id: The repository, owner/name.
         tag: The tag to set.
-        visibility: "private", "public", or "new" where none can be seen.
-        head: Commit that the push builds on; `None` in a new repository.
-        is_tagged: Whether the tag is there already, on the same files.
-        added: Paths that are not there yet.
-        changed: Paths whose content is another.
-        deleted: Paths that the release doesn't have.
-        unchanged: Paths that are there already.
+        visibility: "private" or "public"; "new" if there is no repository that the token may read.
+        head: Latest commit of the repository, which the push builds on; `None` in a new repository.
+        is_tagged: Whether the repository has the tag already, on the same files as the release.
+        added: Paths that only the release has.
+        changed: Paths whose content in the release differs from the repository's.
+        deleted: Paths that only the repository has.
+        unchanged: Paths with the same content in both.
     """
 
     repo_id: str
@@ -44,27 +47,29 @@ class Plan:
     def __str__(self) -> str:
         tagged = "with" if self.is_tagged else "without"
         lines = [f"{self.repo_id} is {self.visibility}, {tagged} the tag {self.tag}"]
-        for sign, paths in (("+", self.added), ("~", self.changed), ("-", self.deleted), ("=", self.unchanged)):
-            lines += [f"{sign} {path}" for path in paths]
+        lines += [f"+ {path}" for path in self.added]
+        lines += [f"~ {path}" for path in self.changed]
+        lines += [f"- {path}" for path in self.deleted]
+        lines += [f"= {path}" for path in self.unchanged]
         return "\n".join(lines)
 
 
 def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
-    """Publish a release folder: one commit, which also deletes stale files, on the head that was seen, then a tag.
+    """Publish a release folder.
 
-    A repository is created private, and made public, if asked for, only after commit and tag. Where a push stopped,
-    the next one goes on.
+    One commit adds, changes and deletes files, and the tag is set on it. A new repository is created private. If it is
+    to be public, it becomes so only after the commit and the tag.
 
     Args:
         folder: A release folder without faults, see [`~hub_cards.check.require_no_faults`].
         api: The Hub's client.
-        public: Whether to make the repository public, or to change one that is.
+        public: Whether the repository shall be public. Without this, a public repository is not changed.
 
     Returns:
-        What was changed.
+        The plan that was carried out.
 
     Raises:
-        UserError: as [`plan_push`], or if the repository is public unasked.
+        UserError: as [`plan_push`], or if a public repository would change and `public` is not given.
     """
     plan = plan_push(folder, api)
     if plan.visibility == "public" and not public and not plan.is_tagged:
@@ -81,15 +86,15 @@ def push_release(folder: Path, api: HfApi, public: bool = False) -> Plan:
 
 
 def plan_push(folder: Path, api: HfApi) -> Plan:
-    """Compare a release folder with the Hub: with the tag if it is there, otherwise with the head.
+    """Compare a release folder with its repository on the Hub, at the tag if it exists, otherwise at the head.
 
     Raises:
-        UserError: if the tag's name is a branch's, or the tag is on other files.
+        UserError: if a branch has the tag's name, or the tag is on other files than the release's.
     """
     release = read_release(folder)
     repo_id = release.repo_id
     tag = release.revision
-    local = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    release_paths = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     try:
         info = api.repo_info(repo_id)
     except RepositoryNotFoundError:
@@ -99,21 +104,22 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
             visibility="new",
             head=None,
             is_tagged=False,
-            added=local,
+            added=release_paths,
             changed=[],
             deleted=[],
             unchanged=[],
         )
 
     refs = api.list_repo_refs(repo_id)
-    if tag in {branch.name for branch in refs.branches}:
+    if tag in [branch.name for branch in refs.branches]:
         raise UserError(f"{tag} is a branch of {repo_id} and can't be a tag. Push with another --revision.")
-    is_tagged = tag in {ref.name for ref in refs.tags}
+    is_tagged = tag in [ref.name for ref in refs.tags]
 
-    compared = api.verify_repo_checksums(repo_id, local_dir=folder, revision=tag if is_tagged else info.sha)
-    added = list(compared.extra_paths)
-    changed = [entry["path"] for entry in compared.mismatches]
-    deleted = sorted(set(compared.missing_paths) - HUB_FILES)
+    # The client speaks of the folder's files: "extra" ones are only in the folder, "missing" ones only on the Hub.
+    comparison = api.verify_repo_checksums(repo_id, local_dir=folder, revision=tag if is_tagged else info.sha)
+    added = list(comparison.extra_paths)
+    changed = [entry["path"] for entry in comparison.mismatches]
+    deleted = sorted(set(comparison.missing_paths) - HUB_FILES)
     different = [*added, *changed, *deleted]
     if is_tagged and different:
         raise UserError(
@@ -129,12 +135,12 @@ def plan_push(folder: Path, api: HfApi) -> Plan:
         added=added,
         changed=changed,
         deleted=deleted,
-        unchanged=[path for path in local if path not in different],
+        unchanged=[path for path in release_paths if path not in different],
     )
 
 
 def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
-    """Make the commit that a plan asks for, if it changes anything. Returns the head after it.
+    """Make the commit that a plan asks for, unless nothing changes. Returns the repository's head afterwards.
 
     Raises:
         UserError: if the Hub refuses the card.
@@ -150,6 +156,6 @@ def commit_files(folder: Path, api: HfApi, plan: Plan) -> str | None:
     message = f"Release {plan.tag}"
     try:
         commit = api.create_commit(plan.repo_id, operations, commit_message=message, parent_commit=plan.head)
-    except ValueError as error:  # how the client reports metadata that the Hub doesn't take
+    except ValueError as error:  # the client raises this if the Hub refuses the card's metadata
         raise UserError(f"The Hub refuses the card {folder / CARD}: {error}") from error
     return commit.oid

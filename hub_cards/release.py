@@ -14,12 +14,12 @@ RELEASE_FILE = "release.json"
 
 @dataclass(frozen=True)
 class Release:
-    """What a release folder was built for, and from.
+    """The content of `release.json`.
 
     Attributes:
-        repo_id: The repository on the Hub, owner/name.
-        revision: The tag.
-        weights: [`~common.files.fingerprint`] of the weights.
+        repo_id: The repository on the Hub that the folder was built for, owner/name.
+        revision: The tag that the folder was built for.
+        weights: [`~common.files.fingerprint`] of the weights that it was built from.
     """
 
     repo_id: str
@@ -35,7 +35,7 @@ def read_release(folder: Path) -> Release:
     """Read `release.json` from a folder.
 
     Raises:
-        UserError: if there is none, as in folders that an earlier version built, or it can't be read.
+        UserError: if there is no such file, as in folders that an earlier version built, or it can't be read.
     """
     path = folder / RELEASE_FILE
     if not path.exists():

@@ -1,9 +1,9 @@
-"""`transformers serve` for a NormLlava: chat requests with pictures, as the OpenAI client sends them.
+"""Run `transformers serve` for a NormLlava. It answers chat requests with pictures, as the OpenAI client sends them.
 
     python -m hub_cards serve me/Llama-NormLlava-3B --revision v1.0 --port 8000
 
-A client's `model` is the id as given here, or `<id>@<revision>`. A picture is a URL or base64. The server asks for no
-key and fetches any URL, so it listens on the loopback interface only.
+A client's `model` is the folder or id as given here, or `<id>@<revision>`. A picture is a URL or base64. The server
+asks for no key and fetches any URL, so it listens on the loopback interface only.
 """
 
 import os
@@ -20,14 +20,16 @@ from common.files import folder_or_id
 
 HOST = "127.0.0.1"
 
-# Extensions of `transformers serve`; the first can name pictures, which may be files of this machine.
+# Fields that `transformers serve` adds to OpenAI's API. Requests with them are refused: the first can name pictures
+# that are files of this machine.
 REFUSED_FIELDS = ("chat_template_kwargs", "generation_config")
 
-# The other routes of `transformers serve` load any repository that a request names, with its code, or read any file
-# that one names as audio.
+# The routes that are kept. Through other routes of `transformers serve`, a request can have the code of any repository
+# run, or any file read as audio.
 ROUTES = ("/v1/chat/completions", "/v1/responses", "/v1/models", "/health")
 
-# transformers serves only model types that it knows by this table, even with custom code.
+# transformers serves only the model types in a table of its own, even if a model brings its code. These types are
+# added to the table.
 MODEL_TYPES = {
     "normllava": "NormLlavaForConditionalGeneration",
     "normllava_key_adapters": "NormLlavaKeyAdapterForConditionalGeneration",
@@ -39,8 +41,8 @@ def serve_model(model: str, revision: str, port: int) -> None:
 
     Args:
         model: Folder or Hub id.
-        revision: Of a repository on the Hub.
-        port: To listen on.
+        revision: Revision to load, if the model is on the Hub.
+        port: Port to listen on.
 
     Raises:
         UserError: if the model can't be loaded, the port is taken, or the server is not installed.
@@ -49,7 +51,8 @@ def serve_model(model: str, revision: str, port: int) -> None:
         raise UserError("transformers' server is not installed: pip install -e '.[release]'")
     import uvicorn
 
-    try:  # before the model is loaded
+    # Loading a model takes long, so try the port before.
+    try:
         socket.create_server((HOST, port)).close()
     except OSError as error:
         raise UserError(f"--port {port} can't be used ({error}): choose another one.") from error
@@ -57,8 +60,8 @@ def serve_model(model: str, revision: str, port: int) -> None:
 
 
 def build_app(model: str, revision: str) -> Any:
-    """Load the model at `revision`, its own code included, and return the app that answers for it alone."""
-    # Here, since they need the extra "release".
+    """Load a model with its own code, and return an app that serves this model alone."""
+    # These imports need the extra "release".
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
     from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -74,32 +77,38 @@ def build_app(model: str, revision: str) -> Any:
     except ValueError as error:
         raise UserError(f"{pinned} can't be loaded: {error}") from error
 
-    # By name, since versions differ in them; the routes of those that are `None` go.
+    # Versions of transformers have different handlers, so all of them are set to `None` and only two are added.
     state = GenerationState()
-    handlers: dict[str, Any] = {name: None for name in signature(build_server).parameters if name.endswith("_handler")}
+    handler_names = [name for name in signature(build_server).parameters if name.endswith("_handler")]
+    handlers: dict[str, Any] = dict.fromkeys(handler_names)
     handlers["chat_handler"] = guard_handler(ChatCompletionHandler(manager, state), model, pinned)
     handlers["response_handler"] = guard_handler(ResponseHandler(manager, state), model, pinned)
     app = build_server(manager, generation_state=state, **handlers)
+
+    # Take out the routes that are not on the list, among them those of the handlers that are `None`.
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
 
     @app.exception_handler(HTTPException)
-    def refuse(request: Any, error: HTTPException) -> JSONResponse:
-        return JSONResponse({"error": {"message": error.detail}}, error.status_code)  # where OpenAI's client looks
+    def report_refusal(request: Any, error: HTTPException) -> JSONResponse:
+        # OpenAI's client looks for the message in this place.
+        return JSONResponse({"error": {"message": error.detail}}, error.status_code)
 
     @app.get("/")
-    def about() -> dict[str, str]:
+    def describe_server() -> dict[str, str]:
         return {"model": model, "routes": ", ".join(ROUTES), "ask": "POST /v1/chat/completions, as in OpenAI's API"}
 
     return app
 
 
 def guard_handler(handler: Any, model: str, pinned: str) -> Any:
-    """Make one of transformers' handlers refuse what reads files, and answer what it can't read with status 400.
+    """Change one of transformers' handlers so that it reads no files of this machine.
+
+    It refuses requests that name files, and answers requests that it can't read with status 400 instead of 500.
 
     Args:
-        handler: Answers the requests of a route.
+        handler: The handler that answers the requests of a route.
         model: The name by which clients may ask for the model.
-        pinned: The name by which transformers knows it.
+        pinned: The name by which transformers knows the model.
     """
     from starlette.exceptions import HTTPException
 
@@ -110,12 +119,13 @@ def guard_handler(handler: Any, model: str, pinned: str) -> Any:
             if body.get(field) is not None:
                 raise HTTPException(400, f"{field}: not accepted")
 
-        request = {"stream": False, **body}  # OpenAI's default
+        # If a request lacks the field, OpenAI's API doesn't stream. transformers does, at /v1/responses.
+        request = {"stream": False, **body}
         if request.get("model") == model:
             request["model"] = pinned
         try:
             return await handle(request, request_id)
-        except (ValueError, OSError) as error:  # what the request holds can't be read
+        except (ValueError, OSError) as error:  # the request's pictures or text can't be read
             raise HTTPException(400, str(error)) from error
 
     handler.handle_request = handle_guarded
@@ -124,18 +134,18 @@ def guard_handler(handler: Any, model: str, pinned: str) -> Any:
 
 
 def read_messages(messages: list[dict[str, Any]], modality: Any) -> list[dict[str, Any]]:
-    """What the processor gets of a request: text, and pictures that are not files.
+    """Turn a request's messages into the processor's, as transformers does, and refuse files.
 
     Raises:
-        UserError: for anything else, and for a picture that is named by a path.
+        UserError: for a part that is neither text nor a picture, and for a picture that is named by a path.
     """
     from transformers.cli.serving.utils import BaseHandler
 
-    read = BaseHandler.get_processor_inputs_from_messages(messages, modality)
-    for message in read:
+    processor_messages = BaseHandler.get_processor_inputs_from_messages(messages, modality)
+    for message in processor_messages:
         for part in message["content"]:
-            url = str(part.get("url", "data:"))
-            is_file = not url.startswith(("data:", "http://", "https://"))
-            if part["type"] not in ("text", "image") or is_file:
+            is_known = part["type"] in ("text", "image")
+            is_path = "url" in part and not str(part["url"]).startswith(("data:", "http://", "https://"))
+            if is_path or not is_known:
                 raise UserError("messages: only text, and pictures as http(s) URL or base64; files are not read")
-    return read
+    return processor_messages

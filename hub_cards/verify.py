@@ -1,4 +1,4 @@
-"""Verify a release by loading it as any user would: from an empty cache, by the card's own snippets."""
+"""Verify a release by using it as anyone would: download it into an empty cache, and run the card's snippets."""
 
 import os
 import re
@@ -18,19 +18,21 @@ from hub_cards.release import read_release
 
 
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# Variables that give the Hub's client and transformers a token, a cache or a mode; the snippets get only two.
-HIDDEN = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
+
+# Environment variables that begin with these can give the Hub's client and transformers a token, a cache or a mode.
+# The snippets run without them, except for the two below, which say where the Hub is and how to download.
+HIDDEN_PREFIXES = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
 PASSED_ON = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a download showed.
+    """What a verification found.
 
     Attributes:
-        num_files: Number of files that were compared with the Hub's hashes.
+        num_files: Number of downloaded files that were compared with the Hub's hashes.
         printed: What the card's snippets printed.
-        problems: All that is wrong.
+        problems: What is wrong with the release; empty if it is verified.
     """
 
     num_files: int
@@ -43,28 +45,29 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
 
     Args:
         repo_id: The repository, owner/name.
-        revision: Its tag.
-        folder: The release folder that was pushed, to compare with.
+        revision: The release's tag.
+        folder: The release folder that was pushed, to compare with the repository.
 
     Raises:
-        UserError: if the repository can't be read, or the folder was built for another.
+        UserError: if the repository can't be read, or the folder was built for another repository or tag.
     """
     if folder is not None:
         require_same_release(folder, repo_id, revision)
 
     with tempfile.TemporaryDirectory() as home:
         cache = Path(home) / "hub"
-        downloaded, token = download(repo_id, revision, cache)
+        snapshot, token = download_release(repo_id, revision, cache)
         api = HfApi(token=token)
-        compared = api.verify_repo_checksums(repo_id, revision=revision, cache_dir=cache)
-        problems = [f"{entry['path']}: was downloaded with another hash" for entry in compared.mismatches]
+        comparison = api.verify_repo_checksums(repo_id, revision=revision, cache_dir=cache)
+        problems = [f"{entry['path']}: was downloaded with another hash" for entry in comparison.mismatches]
         if folder is not None:
             problems += compare_with_folder(repo_id, revision, folder, api)
 
-        ran = run_snippets(downloaded / CARD, Path(home), token)
-        if ran.returncode != 0:
-            problems.append(f"the card's snippet fails: {ran.stderr.strip().splitlines()[-1]}")
-        return Verdict(compared.checked_count, ran.stdout.strip(), problems)
+        completed = run_snippets(snapshot / CARD, Path(home), token)
+        if completed.returncode != 0:
+            error = completed.stderr.strip().splitlines()[-1]
+            problems.append(f"the card's snippet fails: {error}")
+        return Verdict(comparison.checked_count, completed.stdout.strip(), problems)
 
 
 def require_same_release(folder: Path, repo_id: str, revision: str) -> None:
@@ -74,11 +77,14 @@ def require_same_release(folder: Path, repo_id: str, revision: str) -> None:
         raise UserError(f"{folder} was built for {release.repo_id}, {release.revision}, not {repo_id}, {revision}.")
 
 
-def download(repo_id: str, revision: str, cache: Path) -> tuple[Path, str | bool]:
-    """Download a repository. Returns its folder, and the token, which is `False` if it can be read without.
+def download_release(repo_id: str, revision: str, cache: Path) -> tuple[Path, str | bool]:
+    """Download a repository, without a token if that is possible.
+
+    Returns:
+        The folder of the download, and the token that it needed; `False` if it needed none.
 
     Raises:
-        UserError: if it can't be read.
+        UserError: if the repository can't be read.
     """
     try:
         return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=False)), False
@@ -92,19 +98,22 @@ def download(repo_id: str, revision: str, cache: Path) -> tuple[Path, str | bool
 
 
 def compare_with_folder(repo_id: str, revision: str, folder: Path, api: HfApi) -> list[str]:
-    """Where the repository is not what the release folder holds."""
-    compared = api.verify_repo_checksums(repo_id, revision=revision, local_dir=folder)
-    problems = [f"{entry['path']}: differs from the release folder's" for entry in compared.mismatches]
-    problems += [f"{path}: is missing" for path in compared.extra_paths]
-    problems += [f"{path}: is not in the release folder" for path in sorted(set(compared.missing_paths) - HUB_FILES)]
+    """The differences between the repository and the release folder."""
+    # The client speaks of the folder's files: "extra" ones are only in the folder, "missing" ones only on the Hub.
+    comparison = api.verify_repo_checksums(repo_id, revision=revision, local_dir=folder)
+    only_on_hub = sorted(set(comparison.missing_paths) - HUB_FILES)
+
+    problems = [f"{entry['path']}: differs from the release folder's" for entry in comparison.mismatches]
+    problems += [f"{path}: is missing" for path in comparison.extra_paths]
+    problems += [f"{path}: is not in the release folder" for path in only_on_hub]
     return problems
 
 
 def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.CompletedProcess[str]:
-    """Run a card's snippets, one after the other, in a process that sees the empty cache alone.
+    """Run a card's snippets, one after the other, in a process whose only cache is in `home`.
 
     Raises:
-        UserError: if the card has none.
+        UserError: if the card has no snippet.
     """
     snippets = SNIPPET.findall(card.read_text(encoding="utf-8"))
     if not snippets:
@@ -112,12 +121,12 @@ def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.Comple
 
     environment = {}
     for name, value in os.environ.items():
-        if name in PASSED_ON or not name.startswith(HIDDEN):
+        if name in PASSED_ON or not name.startswith(HIDDEN_PREFIXES):
             environment[name] = value
     environment["HF_HOME"] = str(home)
     if token:
         environment["HF_TOKEN"] = str(token)
 
-    # -I: without this repository's modules.
+    # -I keeps this repository's modules off Python's path, so that only the release's own files are used.
     command = [sys.executable, "-I", "-c", "\n".join(snippets)]
     return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)

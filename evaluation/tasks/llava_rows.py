@@ -1,4 +1,4 @@
-"""What the harnesses call for a held-out row of the digits or the emoji, in LLaVA's layout."""
+"""Functions that the task files here name: they read and score a row of the digits or the emoji, in LLaVA's layout."""
 
 from pathlib import Path
 from typing import Any
@@ -6,19 +6,20 @@ from typing import Any
 from PIL import Image
 
 
-# Relative to the working directory, as the tasks' rows are.
+# The folders that hold the pictures. Like the task files' paths they are relative to the repository's root.
 FOLDERS = (Path("runs/digits/data"), Path("runs/emoji/pictures"))
 
 
 def pictures(row: dict[str, Any]) -> list[Image.Image]:
-    """The picture of a row.
+    """The picture of a row, in a list, as harnesses expect it.
 
     Raises:
-        FileNotFoundError: if it is in none of the folders.
+        FileNotFoundError: if the picture is in none of the folders.
     """
     for folder in FOLDERS:
-        if (folder / row["image"]).exists():
-            return [Image.open(folder / row["image"]).convert("RGB")]
+        path = folder / row["image"]
+        if path.exists():
+            return [Image.open(path).convert("RGB")]
 
     searched = " or ".join(str(folder.absolute()) for folder in FOLDERS)
     raise FileNotFoundError(
@@ -28,5 +29,7 @@ def pictures(row: dict[str, Any]) -> list[Image.Image]:
 
 
 def score(row: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Exact match, as in the examples' own reports."""
-    return {"exact_match": float(results[0].strip() == row["conversations"][1]["value"])}
+    """1 for the right answer and 0 for any other, as in the examples' own reports."""
+    answer = results[0].strip()
+    right_answer = row["conversations"][1]["value"]
+    return {"exact_match": float(answer == right_answer)}

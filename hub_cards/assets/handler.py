@@ -1,8 +1,8 @@
-"""Inference Endpoints: chat messages with base64 pictures in, text out.
+"""Answer chat messages with base64 pictures on the Hub's Inference Endpoints.
 
 A request is `{"inputs": [messages], "parameters": {"max_new_tokens": 256, "temperature": 0.0}}`; a message's content
 is text or a list of `{"type": "text", "text": ...}` and `{"type": "image", "image": "data:image/png;base64,..."}`.
-Paths and URLs are refused, so that nobody can read files or internal networks through it.
+Paths and URLs are refused, so that nobody can read files or internal networks through the endpoint.
 """
 
 import base64
@@ -16,15 +16,16 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
-# An endpoint loads this file by its path, so the folder of the file beside it has to be named.
+# An endpoint loads this file by its path, so Python doesn't look for `pixels.py` in this file's folder by itself.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from pixels import to_rgb
 
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # of the other formats, EPS starts a program
+# Pillow reads more formats, and for one of them, EPS, it starts a program.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_NEW_TOKENS = 1024
-# Overrides the model's generation config, which may set penalties.
+# Options of a greedy answer. They override the model's generation config, which may set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 
 
@@ -66,12 +67,12 @@ def read_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     """A request's parameters as options of `generate`.
 
     Raises:
-        ValueError: if one can't be set, or to such a value.
+        ValueError: if a parameter can't be set, or can't have this value.
     """
     max_new_tokens = parameters.get("max_new_tokens", 256)
     temperature = float(parameters.get("temperature", 0.0))
-    has_others = not parameters.keys() <= {"max_new_tokens", "temperature"}
-    if has_others or not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens <= MAX_NEW_TOKENS:
+    has_unknown = any(name not in ("max_new_tokens", "temperature") for name in parameters)
+    if has_unknown or not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens <= MAX_NEW_TOKENS:
         raise ValueError(f"parameters: only max_new_tokens, from 1 to {MAX_NEW_TOKENS}, and temperature can be set")
 
     if temperature > 0:
@@ -89,7 +90,7 @@ def read_message(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
 
-    # Nothing else of a part is handed on: `url` and `path` would be opened.
+    # Only these fields of a part are handed on. The processor would open a `url` or a `path`.
     parts: list[dict[str, Any]] = []
     for part in content:
         if part["type"] == "text":
@@ -105,13 +106,13 @@ def read_image(value: str) -> Image.Image:
     """A picture from base64, with or without `data:image/...;base64,` before it, in RGB as in training.
 
     Raises:
-        ValueError: if it is none.
+        ValueError: if the text is no such picture.
     """
     try:
-        encoded = value.removeprefix("data:").rpartition(";base64,")[2]
+        encoded = value.removeprefix("data:").split(";base64,")[-1]
         content = base64.b64decode(encoded, validate=True)
         return to_rgb(Image.open(BytesIO(content), formats=FORMATS))
-    except Exception as error:  # invalid pictures fail in many ways
+    except Exception as error:  # Pillow raises many kinds of errors for invalid pictures
         raise ValueError(
             f"inputs: not a base64 picture in {', '.join(FORMATS)} ({error}); paths are refused"
         ) from error

@@ -1,4 +1,4 @@
-"""Made-up rows of the nine benchmarks, with the columns of the real ones, in folders that `datasets` finds by name.
+"""Made-up rows of the nine benchmarks, with the real columns, in folders that `datasets` loads by their names.
 
 Sources: the datasets' pages on the Hub, and what the harnesses' own code reads of a row.
 """
@@ -13,33 +13,41 @@ from PIL import Image as PILImage
 
 
 NUM_ROWS = 12
+NUM_MMLU_ROWS = 2  # in each of the 57 subjects
 LETTERS = "ABCD"
-MMLU_ROWS = 2
 PICTURE = PILImage.new("RGB", (40, 30))
 
 
 def mmbench(number: int) -> dict[str, Any]:
-    """Each question twice, the second time with its options turned around: both must be answered right.
+    """Two rows for each of six questions, the second with the options in reversed order.
 
-    "A" is right for questions 0, 2 and 4, and when these are turned for 0 and 4.
+    A model has to be right in both rows. "A" is right in both rows of the questions 0 and 4, and only in the first row
+    of question 2.
     """
-    index, turned = number // 2, number % 2
-    options = [f"thing {index} {letter}" for letter in LETTERS][:: -1 if turned else 1]
-    is_a = index % 4 == 0 or (index == 2 and not turned)
+    question = number // 2
+    is_reversed = number % 2 == 1
+    options = [f"thing {question} {letter}" for letter in LETTERS]
+    if is_reversed:
+        options.reverse()
+    is_a = question in (0, 4) or (question == 2 and not is_reversed)
     return {
-        "index": index + turned * 1_000_000, "question": f"Which thing is number {index}?", "hint": "nan",
+        "index": question + 1_000_000 * is_reversed, "question": f"Which thing is number {question}?", "hint": "nan",
         "answer": "A" if is_a else "B", **dict(zip(LETTERS, options, strict=True)),
-        "category": f"kind {index % 2}", "image": PICTURE, "source": "made up", "L2-category": "all",
+        "category": f"kind {question % 2}", "image": PICTURE, "source": "made up", "L2-category": "all",
         "comment": "nan", "split": "dev",
     }  # fmt: skip
 
 
 def mmstar(number: int) -> dict[str, Any]:
-    """Groups of different sizes, so that the mean of their means is not the mean of all rows."""
+    """Two groups, of 8 and 4 rows. "A" is right in 6 rows of the first and in 1 row of the second.
+
+    The groups differ in size, so that the mean over groups is not the mean over rows.
+    """
     group = 0 if number < 8 else 1
+    is_a = number < 6 or number == 8
     return {
         "index": number, "question": f"Question {number}?\nOptions: A: one, B: two, C: three, D: four",
-        "image": PICTURE, "answer": "A" if number in (*range(6), 8) else "C",
+        "image": PICTURE, "answer": "A" if is_a else "C",
         "category": ("math", "logical reasoning")[group], "l2_category": ("geometry", "diagram reasoning")[group],
         "meta_info": {"source": "made up", "split": "val", "image_path": f"{number}.jpg"},
     }  # fmt: skip
@@ -100,9 +108,10 @@ def mmlu(number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# By repository: configuration, split, and what makes a row.
 MakeRow = Callable[[int], dict[str, Any]]
-PICTURES: dict[str, tuple[str, str, MakeRow]] = {
+
+# The benchmarks with pictures, by repository: configuration, split, and the function that makes a row by its number.
+WITH_PICTURES: dict[str, tuple[str, str, MakeRow]] = {
     "lmms-lab-encoder/MMBench": ("en", "dev", mmbench),
     "Lin-Chen/MMStar": ("default", "val", mmstar),
     "lmms-lab-encoder/POPE": ("default", "test", pope),
@@ -114,20 +123,28 @@ PICTURES: dict[str, tuple[str, str, MakeRow]] = {
 
 
 def write_all(folder: Path, mmlu_subjects: list[str]) -> None:
-    """Write the rows of all nine below `folder`, from which the harnesses are then to be run."""
-    for repository, (config, split, make) in PICTURES.items():
-        write(folder / repository, [config], [split], make)
-    write(folder / "Rowan/hellaswag", ["default"], ["train", "validation"], hellaswag)
-    write(folder / "cais/mmlu", mmlu_subjects, ["test", "dev"], mmlu, MMLU_ROWS)
+    """Write the rows of all nine benchmarks below a folder. Harnesses that run in this folder find them."""
+    for repository, (config, split, make_row) in WITH_PICTURES.items():
+        write_repository(folder / repository, [config], [split], make_row)
+    write_repository(folder / "Rowan/hellaswag", ["default"], ["train", "validation"], hellaswag)
+    write_repository(folder / "cais/mmlu", mmlu_subjects, ["test", "dev"], mmlu, NUM_MMLU_ROWS)
 
 
-def write(folder: Path, configs: list[str], splits: list[str], make: MakeRow, count: int = NUM_ROWS) -> None:
-    """One repository's parquet files, and the card that names their configurations and splits."""
-    rows, card = Dataset.from_list([make(number) for number in range(count)]), []
+def write_repository(
+    folder: Path, configs: list[str], splits: list[str], make_row: MakeRow, count: int = NUM_ROWS
+) -> None:
+    """Write one dataset: a parquet file for each split of each configuration, and the card that lists the files.
+
+    All files hold the same rows.
+    """
+    rows = Dataset.from_list([make_row(number) for number in range(count)])
+    card_configs = []
     for config in configs:
-        files = [{"split": split, "path": f"{config}/{split}.parquet"} for split in splits]
-        card.append({"config_name": config, "data_files": files})
-        for file in files:
-            (folder / config).mkdir(parents=True, exist_ok=True)
-            rows.to_parquet(folder / file["path"])
-    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(card)}\n---\n")
+        (folder / config).mkdir(parents=True)
+        data_files = []
+        for split in splits:
+            path = f"{config}/{split}.parquet"
+            rows.to_parquet(folder / path)
+            data_files.append({"split": split, "path": path})
+        card_configs.append({"config_name": config, "data_files": data_files})
+    (folder / "README.md").write_text(f"---\nconfigs: {json.dumps(card_configs)}\n---\n")

@@ -1,4 +1,4 @@
-"""What stands around the harnesses: scores and their errors, results that are kept, tables."""
+"""Reading scores and their errors from a harness's files, keeping results, and the table. No harness runs here."""
 
 import importlib
 import json
@@ -29,154 +29,231 @@ DIGITS = OURS[0]
 SETTINGS = Settings(batch_size=8, num_processes=1, dtype="auto", limit=None)
 
 
-def scores_of(values: Sequence[float], groups: Sequence[str] = "") -> pd.Series:
-    index = [list(groups) or [""] * len(values), [str(number) for number in range(len(values))]]
-    return pd.Series(values, index, dtype=float).rename_axis(["group", "row"])
+def make_row_scores(scores: Sequence[float], groups: str | None = None) -> pd.Series:
+    """Scores of rows, indexed as `read_row_scores` does. `groups` has a letter for the group of each row."""
+    group_index = [""] * len(scores) if groups is None else list(groups)
+    row_index = [str(number) for number in range(len(scores))]
+    return pd.Series(scores, [group_index, row_index], dtype=float).rename_axis(["group", "row"])
 
 
-def result(value: float, row_scores: pd.Series | None = None, **changed: Any) -> TaskResult:
-    fields = {"task": "digits", "dataset": "d", "split": "test", "metric": "exact_match", "command": "c"}
-    fields |= {"harness": "lmms-eval 1", "choice": "0-shot", "n": 100, "standard_error": 0.01}
-    return TaskResult(Evaluation(**{**fields, **changed}, value=value), row_scores)
+def make_result(score: float, row_scores: pd.Series | None = None) -> TaskResult:
+    evaluation = Evaluation(
+        task="digits",
+        dataset="d",
+        split="test",
+        metric="exact_match",
+        value=score,
+        n=100,
+        standard_error=0.01,
+        command="c",
+        harness="lmms-eval 1",
+        choice="0-shot",
+    )
+    return TaskResult(evaluation, row_scores)
 
 
-def model_at(folder: Path, fingerprint: str = "m") -> Model:
-    return Model("runs/mine", folder, fingerprint, "weights")
+def make_model(folder: Path, fingerprint: str = "fingerprint") -> Model:
+    return Model(name="runs/mine", path=folder, fingerprint=fingerprint, weights="weights")
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def harness_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both harnesses seem to be installed, in version 1."""
     monkeypatch.setattr(harness, "version", lambda module: "1")
 
 
-def sample(number: int, **logged: Any) -> dict[str, Any]:
-    return {"doc_id": number, "target": "A", "input": f"question {number}", **logged}
+def make_sample(number: int, **fields: Any) -> dict[str, Any]:
+    """An entry of a harness's row log."""
+    sample = {"doc_id": number, "target": "A", "input": f"question {number}"}
+    return {**sample, **fields}
 
 
-def orders(*answers: str, given: str = " a.") -> list[dict[str, Any]]:
-    """MMBench's log of questions that are asked twice, the second time with their options in another order."""
-    logged = []
-    for number, answer in enumerate(answers):
-        index = number // 2 + 1_000_000 * (number % 2)
-        logged.append({"index": index, "prediction": given, "answer": answer})
-    return logged
+def log_orders(*right_answers: str) -> list[dict[str, Any]]:
+    """What MMBench's metric is given for questions that are asked twice, with their options in two orders.
+
+    The right answers come in pairs, one for each order of a question. The model's answer is always " a.".
+    """
+    metric_inputs = []
+    for number, right_answer in enumerate(right_answers):
+        question = number // 2
+        order = number % 2
+        index = question + 1_000_000 * order
+        metric_inputs.append({"index": index, "prediction": " a.", "answer": right_answer})
+    return metric_inputs
 
 
 @pytest.mark.parametrize(
-    ("task", "logged", "score", "expected"),
+    ("task", "metric_inputs", "score", "expected"),
     [
         ("digits", [1.0, 0.0, 0.0, 1.0], 0.5, [1, 0, 0, 1]),
         ("pope", [{"score": 1.0}, {"score": 0.0}], 0.5, [1, 0]),
         ("mmstar", [{"score": 1.0, "l2_category": "a"}] * 2 + [{"score": 0.0, "l2_category": "b"}], 0.5, [1, 1, 0]),
         ("seedbench_2_plus", [{"pred": "a ", "answer": "A"}, {"pred": "A and B", "answer": "A"}], 0.5, [1, 0]),
-        # The second question is not right with its options turned.
-        ("mmbench_en_dev_static", orders("A", "A", "A", "B"), 0.5, [1, 0]),
-        # F1 of these is 0.67: it is no mean of what was logged, and so has neither error nor pairs here.
+        # The second question is wrong in its second order.
+        ("mmbench_en_dev_static", log_orders("A", "A", "A", "B"), 0.5, [1, 0]),
+        # The reported score is not the rows' mean: it is their F1.
         ("pope", [{"score": 1.0}, {"score": 1.0}, {"score": 0.0}, {"score": 0.0}], 0.67, None),
-        # A log in a form that is not known.
+        # Logs of an unknown form.
         ("pope", [{"score": 1.0}, {"hit": 1.0}], 1.0, None),
         ("seedbench_2_plus", [{"score": 1.0}], 1.0, None),
         ("mmbench_en_dev_static", [{"score": 1.0}], 1.0, None),
     ],
 )
 def test_scores_of_rows_are_known_where_the_tasks_score_is_their_mean(
-    task: str, logged: list[Any], score: float, expected: list[float] | None
+    task: str, metric_inputs: list[Any], score: float, expected: list[float] | None
 ) -> None:
     benchmark = command_line.BENCHMARKS[task]
-    samples = [sample(number, **{benchmark.metric: value}) for number, value in enumerate(logged)]
+    samples = []
+    for number, metric_input in enumerate(metric_inputs):
+        samples.append(make_sample(number, **{benchmark.metric: metric_input}))
+
     scores = read_row_scores(benchmark, score, samples)
-    assert (None if scores is None else list(scores)) == expected
-
-
-def test_a_row_is_the_same_for_every_model_and_another_where_its_question_is() -> None:
-    def index(**logged: Any) -> tuple[str, str]:
-        scores = read_row_scores(DIGITS, 1.0, [sample(0, exact_match=1.0, **logged)])
+    if expected is None:
+        assert scores is None
+    else:
         assert scores is not None
-        return scores.index[0]
+        assert list(scores) == expected
 
-    assert index(doc_hash=str(object())) == index()  # a hash of an address in memory
-    for other in ({"doc_id": 1}, {"input": "another"}, {"target": "B"}, {"input": None, "prompt_hash": "p"}):
-        assert index(**other) != index()
-    # A row that is there twice is no row.
-    assert read_row_scores(DIGITS, 1.0, [sample(0, exact_match=1.0)] * 2) is None
+
+def read_row_index(**fields: Any) -> tuple[str, str]:
+    """The group and the row by which the entry of a row log is indexed."""
+    scores = read_row_scores(DIGITS, 1.0, [make_sample(0, exact_match=1.0, **fields)])
+    assert scores is not None
+    return scores.index[0]
+
+
+def test_a_row_has_the_same_index_for_every_model() -> None:
+    """lmms-eval's hash of a row depends on an address in memory, so it must not count."""
+    assert read_row_index(doc_hash=str(object())) == read_row_index()
 
 
 @pytest.mark.parametrize(
-    ("task", "entry", "counts", "expected"),
-    [
-        ("hellaswag", {"acc,none": 0.1, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.02}, [7], (0.4, 0.02, 7)),
-        ("mmbench_en_dev_static", {"submission,none": None, "gpt_eval_score,none": 60.0,
-                                   "gpt_eval_score_stderr,none": 3.0}, [5], (0.6, 0.03, 5)),
-        ("mmlu", {"acc,none": 0.6, "acc_stderr,none": "N/A"}, [2, 3], (0.6, None, 5)),
-    ],
-)  # fmt: skip
-def test_the_score_that_counts_is_taken_and_scaled(
-    task: str, entry: dict[str, Any], counts: list[int], expected: tuple[Any, ...], tmp_path: Path
-) -> None:
-    benchmark = command_line.BENCHMARKS[task]
-    tasks = [f"{task} {number}" for number in range(len(counts))]
-    write_report(tmp_path, benchmark, entry, dict(zip(tasks, counts, strict=True)))
+    "fields", [{"doc_id": 1}, {"input": "another"}, {"target": "B"}, {"input": None, "prompt_hash": "p"}]
+)
+def test_another_question_has_another_index(fields: dict[str, Any]) -> None:
+    assert read_row_index(**fields) != read_row_index()
 
-    settings = SETTINGS._replace(dtype="bfloat16", limit=3)
-    row = read_result(tmp_path, benchmark, settings, model_at(tmp_path / "secret")).evaluation
-    assert (row.value, row.standard_error, row.n) == expected
-    assert (row.dataset, row.split) == ("owner/rows, en" if len(counts) == 1 else "owner/rows", "val[:3]")
-    assert row.choice is not None
-    assert row.choice.startswith("0-shot; bfloat16; ")
-    assert row.command == f"python -m evaluation secret --tasks {task} --dtype bfloat16"  # no path of this machine
+
+def test_scores_are_unknown_where_a_row_is_there_twice() -> None:
+    sample = make_sample(0, exact_match=1.0)
+    assert read_row_scores(DIGITS, 1.0, [sample, sample]) is None
 
 
 def write_report(
-    folder: Path, benchmark: Benchmark, entry: dict[str, Any], counts: dict[str, int], without: str = ""
+    folder: Path, benchmark: Benchmark, scores: dict[str, Any], row_counts: dict[str, int], missing_field: str = ""
 ) -> None:
-    """Write a harness's report of a task, whose subtasks have so many rows; a field may be left out."""
+    """Write a harness's report about a task.
+
+    Args:
+        folder: The folder that the harness was given.
+        benchmark: The task.
+        scores: The task's scores by metric and filter.
+        row_counts: Number of rows of each subtask.
+        missing_field: A field that is left out.
+    """
     config = {"dataset_path": "owner/rows", "dataset_name": "en", "validation_split": "val"}
     report = {
-        "results": {benchmark.task: entry},
-        "configs": dict.fromkeys(counts, config),
-        "n-shot": dict.fromkeys(counts, 0),
-        "n-samples": {task: {"original": 99, "effective": count} for task, count in counts.items()},
+        "results": {benchmark.task: scores},
+        "configs": dict.fromkeys(row_counts, config),
+        "n-shot": dict.fromkeys(row_counts, 0),
+        "n-samples": {subtask: {"original": 99, "effective": count} for subtask, count in row_counts.items()},
     }
-    report.pop(without, None)
-    (folder / "m").mkdir()
-    is_lmms = benchmark.harness == "lmms-eval"
-    name = "2026_results.json" if is_lmms else "results_2026-01-01T00-00-00.0.json"
-    (folder / "m" / name).write_text(json.dumps(report))
+    report.pop(missing_field, None)
+
+    names = {"lmms-eval": "2026_results.json", "lm-eval": "results_2026-01-01T00-00-00.0.json"}
+    (folder / "model").mkdir()
+    (folder / "model" / names[benchmark.harness]).write_text(json.dumps(report))
+
+
+def test_the_benchmarks_metric_is_taken_from_all_metrics(tmp_path: Path) -> None:
+    scores = {"acc,none": 0.1, "acc_norm,none": 0.4, "acc_norm_stderr,none": 0.02}
+    benchmark = command_line.BENCHMARKS["hellaswag"]
+    write_report(tmp_path, benchmark, scores, {"hellaswag": 7})
+    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert (row.value, row.standard_error, row.n) == (0.4, 0.02, 7)
+    assert row.dataset == "owner/rows, en"
+
+
+def test_a_score_in_percent_becomes_a_fraction(tmp_path: Path) -> None:
+    scores = {"submission,none": None, "gpt_eval_score,none": 60.0, "gpt_eval_score_stderr,none": 3.0}
+    benchmark = command_line.BENCHMARKS["mmbench_en_dev_static"]
+    write_report(tmp_path, benchmark, scores, {"mmbench_en_dev_static": 5})
+    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert (row.value, row.standard_error, row.n) == (0.6, 0.03, 5)
+
+
+def test_the_rows_of_a_groups_subtasks_are_added_up(tmp_path: Path) -> None:
+    scores = {"acc,none": 0.6, "acc_stderr,none": "N/A"}
+    benchmark = command_line.BENCHMARKS["mmlu"]
+    write_report(tmp_path, benchmark, scores, {"mmlu_anatomy": 2, "mmlu_law": 3})
+    row = read_result(tmp_path, benchmark, SETTINGS, make_model(tmp_path)).evaluation
+    assert (row.value, row.standard_error, row.n) == (0.6, None, 5)
+    # The subtasks have different configurations of the dataset, so none is named.
+    assert row.dataset == "owner/rows"
+
+
+def test_a_result_says_how_it_was_measured(tmp_path: Path) -> None:
+    benchmark = command_line.BENCHMARKS["hellaswag"]
+    write_report(tmp_path, benchmark, {"acc_norm,none": 0.4}, {"hellaswag": 3})
+    settings = SETTINGS._replace(dtype="bfloat16", limit=3)
+    row = read_result(tmp_path, benchmark, settings, make_model(tmp_path / "secret")).evaluation
+    assert row.split == "val[:3]"
+    assert row.choice == f"0-shot; bfloat16; {benchmark.choice}"
+    # The command holds no path of this machine.
+    assert row.command == "python -m evaluation secret --tasks hellaswag --dtype bfloat16"
 
 
 @pytest.mark.parametrize(
-    ("entry", "without", "message"),
+    ("scores", "missing_field", "message"),
     [
         ({"exact_match,none": "N/A"}, "", r"gave no exact_match; see the report in"),
         ({"exact_match,none": 0.5}, "n-samples", r"2026_results\.json: n-samples: Field required"),
     ],
 )
 def test_a_report_without_a_score_or_in_another_form_is_named(
-    entry: dict[str, Any], without: str, message: str, tmp_path: Path
+    scores: dict[str, Any], missing_field: str, message: str, tmp_path: Path
 ) -> None:
-    write_report(tmp_path, DIGITS, entry, {"digits": 2}, without)
+    write_report(tmp_path, DIGITS, scores, {"digits": 2}, missing_field)
     with pytest.raises(UserError, match=message):
-        read_result(tmp_path, DIGITS, SETTINGS, model_at(tmp_path))
+        read_result(tmp_path, DIGITS, SETTINGS, make_model(tmp_path))
 
 
 def test_a_missing_harness_is_named(monkeypatch: pytest.MonkeyPatch, composed: Callable[..., Path]) -> None:
-    monkeypatch.undo()
+    monkeypatch.undo()  # versions are looked up for real
     monkeypatch.setitem(harness.MODULES, "lmms-eval", "no_such_harness")
     with pytest.raises(SystemExit, match=r"^error: no_such_harness missing: pip install -e '.\[evaluation\]'"):
         command_line.main([str(composed()), "--tasks", "digits", "--limit", "1"])
 
 
-def test_a_model_is_told_apart_by_what_its_answers_depend_on(composed: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "config.json",
+        "tokenizer.json",
+        "chat_template.jinja",
+        "processor_config.json",
+        "modeling_normllava.py",
+    ],
+)
+def test_files_that_answers_depend_on_change_the_fingerprint(
+    name: str, composed: Callable[..., Path], tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(composed(), tmp_path / "model"))
-    before = open_model(str(folder)).fingerprint
+    fingerprint = open_model(str(folder)).fingerprint
+    with (folder / name).open("ab") as file:
+        file.write(b" ")
+    assert open_model(str(folder)).fingerprint != fingerprint
+
+
+def test_other_files_leave_the_fingerprint(composed: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+    fingerprint = open_model(str(folder)).fingerprint
     (folder / "evaluation.json").write_text("[]")
-    assert open_model(str(folder)).fingerprint == before
-    for name in ("model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja", "processor_config.json",
-                 "modeling_normllava.py"):  # fmt: skip
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content + b" ")
-        assert open_model(str(folder)).fingerprint != before, name
-        (folder / name).write_bytes(content)
+    assert open_model(str(folder)).fingerprint == fingerprint
+
+
+def test_a_folder_without_weights_is_named() -> None:
     with pytest.raises(ValueError, match=r"me/model: no folder with model\*.safetensors.*hf download <id>"):
         open_model("me/model")
 
@@ -189,12 +266,14 @@ def test_a_path_that_harnesses_would_split_is_refused_before_anything_runs(
     monkeypatch.setattr(command_line, "run_task", lambda *_: pytest.fail("a task was run"))
     with pytest.raises(SystemExit, match=r"^error: .*can't take a path with . in it: rename the folder"):
         command_line.main([str(composed()), str(folder)])
+
+    # The message's other advice, a link, works.
     (tmp_path / "link").symlink_to(folder)
     assert open_model(str(tmp_path / "link")).path == tmp_path / "link"
 
 
 def test_an_equals_sign_in_a_path_is_taken(composed: Callable[..., Path], tmp_path: Path) -> None:
-    """Both harnesses split each argument at its first one."""
+    """Both harnesses split `pretrained=<folder>` at the first equals sign only."""
     folder = Path(shutil.copytree(composed(), tmp_path / "lr=1e-3"))
     assert open_model(str(folder)).path == folder
 
@@ -205,13 +284,16 @@ def test_a_missing_picture_of_the_examples_is_named(tmp_path: Path, monkeypatch:
     pictures = importlib.import_module("llava_rows").pictures
     with pytest.raises(FileNotFoundError, match=r"^1\.png is not in .*runs/digits/data or .*run the evaluation from"):
         pictures({"image": "1.png"})
+
     (tmp_path / "runs/emoji/pictures").mkdir(parents=True)
     Image.new("RGB", (3, 2)).save(tmp_path / "runs/emoji/pictures/1.png")
-    assert pictures({"image": "1.png"})[0].size == (3, 2)
+    (picture,) = pictures({"image": "1.png"})
+    assert picture.size == (3, 2)
 
 
 def test_lm_eval_does_not_take_the_models_penalties() -> None:
-    command = build_command(command_line.BENCHMARKS["mmlu"], Path("/m"), Settings(4, 2, "auto", 9), Path("/out"))
+    settings = Settings(batch_size=4, num_processes=2, dtype="auto", limit=9)
+    command = build_command(command_line.BENCHMARKS["mmlu"], Path("/m"), settings, Path("/out"))
     text = " ".join(command)
     assert "--nproc_per_node 2 -m lm_eval run --model hf-multimodal" in text
     assert "--gen_kwargs num_beams=1 repetition_penalty=1.0 no_repeat_ngram_size=0 --tasks mmlu" in text
@@ -220,6 +302,7 @@ def test_lm_eval_does_not_take_the_models_penalties() -> None:
 
 def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_thisIsNoToken")
+    # In place of a harness: prints its whole environment, and the beginning of the token that the Hub's client has.
     program = "import os; from huggingface_hub import get_token; print(sorted(os.environ.items()), get_token()[:7])"
     harness.run_harness([sys.executable, "-c", program], tmp_path)
     log = (tmp_path / "log.txt").read_text()
@@ -228,8 +311,7 @@ def test_the_token_reaches_the_harness_and_no_log(monkeypatch: pytest.MonkeyPatc
     assert "('PYTHONSAFEPATH', '1')" in log
 
 
-# Runs: a program in place of the harness, which writes what lmms-eval does
-
+# Below, this program runs in place of a harness. It writes the files that lmms-eval writes for the digits.
 PROGRAM = """
 import json, pathlib, sys
 folder = pathlib.Path(sys.argv[1], "model")
@@ -241,103 +323,205 @@ report = {
     "n-samples": {"digits": {"original": 10, "effective": 10}},
 }
 (folder / "2026_results.json").write_text(json.dumps(report))
-lines = [json.dumps({"doc_id": n, "target": "x", "input": str(n), "exact_match": float(n % 2)}) for n in range(10)]
-(folder / "2026_samples_digits.jsonl").write_text("\\n".join(lines) + "\\n")
+with open(folder / "2026_samples_digits.jsonl", "w") as file:
+    for n in range(10):
+        sample = {"doc_id": n, "target": "x", "input": str(n), "exact_match": float(n % 2)}
+        file.write(json.dumps(sample) + "\\n")
 print("answering")
 """
 
 
+FAILING_PROGRAM = "raise SystemExit(1)"
+
+
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The tasks that were started, in place of which a program of ours runs; all but "digits" fail."""
+def started_tasks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tasks that were started.
+
+    `PROGRAM` runs in place of the digits' harness. All other tasks fail.
+    """
     tasks: list[str] = []
 
-    def build(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
+    def build_test_command(benchmark: Benchmark, model: Path, settings: Settings, output: Path) -> list[str]:
         tasks.append(benchmark.task)
-        return [sys.executable, "-c", PROGRAM if benchmark == DIGITS else "raise SystemExit(1)", str(output)]
+        program = PROGRAM if benchmark == DIGITS else FAILING_PROGRAM
+        return [sys.executable, "-c", program, str(output)]
 
-    monkeypatch.setattr(command_line, "build_command", build)
+    monkeypatch.setattr(command_line, "build_command", build_test_command)
     return tasks
 
 
-def test_a_result_is_used_again_and_kept_until_there_is_a_new_one(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def run(model: Model = model_at(tmp_path), settings: Settings = SETTINGS) -> TaskResult:  # noqa: B008
-        return command_line.run_task(DIGITS, model, settings)
+def run_digits(folder: Path, fingerprint: str = "fingerprint", settings: Settings = SETTINGS) -> TaskResult:
+    """Run the digits on a model, unless there is a result."""
+    return command_line.run_task(DIGITS, make_model(folder, fingerprint), settings)
 
-    first = run()
-    again = run(settings=SETTINGS._replace(batch_size=2, num_processes=4))  # which change no score
-    assert (len(started), again.evaluation) == (1, first.evaluation)
-    row = first.evaluation
-    assert (row.dataset, row.split, row.choice, row.value, row.n) == ("digits", "test", "0-shot", 0.5, 10)
+
+def test_a_result_holds_what_the_harness_wrote(started_tasks: list[str], tmp_path: Path) -> None:
+    row = run_digits(tmp_path).evaluation
+    assert (row.dataset, row.split, row.choice) == ("digits", "test", "0-shot")
+    assert (row.value, row.n) == (0.5, 10)
+    # The report gives no error, so it comes from the rows: ten zeros and ones, with variance 1/4 * 10/9.
     assert row.standard_error == pytest.approx(np.sqrt(0.25 / 9))
     assert (tmp_path / "evaluation/digits/log.txt").read_text() == "answering\n"
-    run(model_at(tmp_path, "trained further"))
-    run(settings=SETTINGS._replace(dtype="bfloat16"))
-    monkeypatch.setattr(harness, "version", lambda module: "2")
-    run(settings=SETTINGS._replace(dtype="bfloat16"))
-    tasks = Path(shutil.copytree(harness.TASKS, tmp_path / "tasks"))
-    monkeypatch.setattr(harness, "TASKS", tasks)
-    (tasks / "digits.yaml").write_text("")
-    run(settings=SETTINGS._replace(dtype="bfloat16"))
-    assert len(started) == 5
-    monkeypatch.setattr(command_line, "build_command", lambda *_: [sys.executable, "-c", "raise SystemExit(1)"])
-    with pytest.raises(UserError, match=r"exited with 1; see .*digits.unfinished/log.txt"):
-        run()
-    run(settings=SETTINGS._replace(dtype="bfloat16"))  # the earlier result, without a run
 
 
-def test_a_failed_task_fails_the_command_and_leaves_the_others(
-    started: list[str], composed: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_result_is_used_again(started_tasks: list[str], tmp_path: Path) -> None:
+    """The size of batches and the number of processes change no score."""
+    first = run_digits(tmp_path)
+    second = run_digits(tmp_path, settings=SETTINGS._replace(batch_size=2, num_processes=4))
+    assert second.evaluation == first.evaluation
+    assert started_tasks == ["digits"]
+
+
+def test_a_task_runs_again_for_another_model(started_tasks: list[str], tmp_path: Path) -> None:
+    run_digits(tmp_path)
+    run_digits(tmp_path, fingerprint="trained further")
+    assert len(started_tasks) == 2
+
+
+def test_a_task_runs_again_with_another_dtype(started_tasks: list[str], tmp_path: Path) -> None:
+    run_digits(tmp_path)
+    run_digits(tmp_path, settings=SETTINGS._replace(dtype="bfloat16"))
+    assert len(started_tasks) == 2
+
+
+def test_a_task_runs_again_with_another_harness(
+    started_tasks: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    models = [str(shutil.copytree(composed(), tmp_path / name)) for name in ("first", "second")]
-    own = [{"task": "own", "value": 0.5, "seed": 42}, {"task": "other", "value": 0.1, "harness": "VLMEvalKit 0.2"}]
-    kept = Path(models[0]) / "evaluation.json"
-    kept.write_text(json.dumps(own))
-    with pytest.raises(SystemExit, match=rf"^Failed: {models[0]}: pope, {models[1]}: pope\."):
-        command_line.main([*models, "--tasks", "digits", "pope", "digits"])
-    head, _, digits, pope = capsys.readouterr().out.splitlines()
-    assert head == "| benchmark | {0} | {1} | {1} − {0} (95% interval) | how |".format(*models)
+    run_digits(tmp_path)
+    monkeypatch.setattr(harness, "version", lambda module: "2")
+    run_digits(tmp_path)
+    assert len(started_tasks) == 2
+
+
+def test_a_task_runs_again_with_another_task_file(
+    started_tasks: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run_digits(tmp_path)
+    task_files = Path(shutil.copytree(harness.TASKS, tmp_path / "tasks"))
+    (task_files / "digits.yaml").write_text("")
+    monkeypatch.setattr(harness, "TASKS", task_files)
+    run_digits(tmp_path)
+    assert len(started_tasks) == 2
+
+
+def test_a_result_is_kept_if_the_next_run_fails(
+    started_tasks: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = run_digits(tmp_path)
+    monkeypatch.setattr(command_line, "build_command", lambda *_: [sys.executable, "-c", FAILING_PROGRAM])
+    with pytest.raises(UserError, match=r"exited with 1; see .*digits.unfinished/log.txt"):
+        run_digits(tmp_path, fingerprint="trained further")
+
+    # The first model's result is still there, so this runs nothing and doesn't fail.
+    assert run_digits(tmp_path).evaluation == first.evaluation
+
+
+def test_a_failed_task_fails_the_command_and_not_the_other_tasks(
+    started_tasks: list[str], composed: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = [str(shutil.copytree(composed(), tmp_path / name)) for name in ("first", "second")]
+    with pytest.raises(SystemExit, match=rf"^Failed: {first}: pope, {second}: pope\."):
+        command_line.main([first, second, "--tasks", "digits", "pope", "digits"])
+
+    header, _, digits, pope = capsys.readouterr().out.splitlines()
+    assert header == f"| benchmark | {first} | {second} | {second} − {first} (95% interval) | how |"
     assert "| 50.0 ± 16.7 | 50.0 ± 16.7 | +0.0 (too few rows that differ) | lmms-eval 1 digits;" in digits
     assert "| POPE | no result | no result | no result |" in pope
-    assert len(started) == 4
-    *others, row = json.loads(kept.read_text())
-    assert others == own
-    assert row["command"] == "python -m evaluation first --tasks digits"
-    assert row["weights"] == open_model(models[0]).weights
-    # A trial leaves it; results of other weights, or of the same task before, are replaced.
-    command_line.main([models[0], "--tasks", "digits", "--limit", "3"])
-    assert len(json.loads(kept.read_text())) == 3
-    kept.write_text(json.dumps([*own, row | {"task": "pope", "weights": "before further training"}, row]))
-    command_line.main([models[0], "--tasks", "digits"])
-    assert json.loads(kept.read_text()) == [*own, row]
+    # Each task ran once for each model, though the digits were named twice.
+    assert started_tasks == ["digits", "pope", "digits", "pope"]
 
 
-def difference(first: pd.Series, second: pd.Series) -> str:
-    results = {"a": {"digits": result(first.mean(), first)}, "b": {"digits": result(second.mean(), second)}}
-    return render([DIGITS], results).splitlines()[2].split(" | ")[3]
+# Rows of evaluation.json that a user added.
+USER_ROWS = [{"task": "own", "value": 0.5, "seed": 42}, {"task": "other", "value": 0.1, "harness": "VLMEvalKit 0.2"}]
 
 
-def test_differences_are_students_over_pairs() -> None:
+@pytest.fixture
+def model_folder(composed: Callable[..., Path], tmp_path: Path) -> Path:
+    """A model's folder, with the user's rows in its evaluation.json."""
+    folder = Path(shutil.copytree(composed(), tmp_path / "model"))
+    (folder / "evaluation.json").write_text(json.dumps(USER_ROWS))
+    return folder
+
+
+def test_a_result_is_added_to_the_users_rows(started_tasks: list[str], model_folder: Path) -> None:
+    command_line.main([str(model_folder), "--tasks", "digits"])
+    *user_rows, row = json.loads((model_folder / "evaluation.json").read_text())
+    assert user_rows == USER_ROWS
+    assert row["command"] == "python -m evaluation model --tasks digits"
+    assert row["weights"] == open_model(str(model_folder)).weights
+
+
+def test_a_run_with_a_limit_leaves_the_results(started_tasks: list[str], model_folder: Path) -> None:
+    command_line.main([str(model_folder), "--tasks", "digits", "--limit", "3"])
+    assert json.loads((model_folder / "evaluation.json").read_text()) == USER_ROWS
+
+
+def test_results_of_other_weights_or_of_the_same_task_are_replaced(
+    started_tasks: list[str], model_folder: Path
+) -> None:
+    results_file = model_folder / "evaluation.json"
+    command_line.main([str(model_folder), "--tasks", "digits"])
+    *_, row = json.loads(results_file.read_text())
+
+    row_of_other_weights = {**row, "task": "pope", "weights": "before further training"}
+    earlier_row = {**row, "value": 0.1}
+    results_file.write_text(json.dumps([*USER_ROWS, row_of_other_weights, earlier_row]))
+    command_line.main([str(model_folder), "--tasks", "digits"])
+    assert json.loads(results_file.read_text()) == [*USER_ROWS, row]
+
+
+def render_difference(first: pd.Series, second: pd.Series) -> str:
+    """The table's cell for the difference of two models with these scores of rows."""
+    results = {
+        "a": {"digits": make_result(first.mean(), first)},
+        "b": {"digits": make_result(second.mean(), second)},
+    }
+    _, _, row = render([DIGITS], results).splitlines()
+    _, _, _, difference, _ = row.split(" | ")
+    return difference
+
+
+def test_a_differences_interval_is_that_of_a_paired_t_test() -> None:
     rng = np.random.default_rng(1)
     first = (rng.random(40) < 0.6).astype(float)
     second = np.where(rng.random(40) < 0.8, first, 1 - first)
     low, high = 100 * np.array(ttest_rel(second, first).confidence_interval(0.95))
     change = 100 * (second.mean() - first.mean())
-    assert difference(scores_of(first), scores_of(second)[::-1]) == f"{change:+.1f} ({low:+.1f} to {high:+.1f})"
-    assert "they answered other questions" in difference(scores_of([1.0, 0.0]), scores_of([1.0, 0.0, 1.0]))
-    assert "too few rows that differ" in difference(scores_of([1.0, 0.0], "ab"), scores_of([0.0, 1.0], "ab"))
+
+    # Rows are paired by their index, whatever their order.
+    reversed_second = make_row_scores(second)[::-1]
+    expected = f"{change:+.1f} ({low:+.1f} to {high:+.1f})"
+    assert render_difference(make_row_scores(first), reversed_second) == expected
 
 
-def test_differences_of_groups_take_each_group_alike() -> None:
-    first, second = scores_of([0.0] * 6, "aaaabb"), scores_of([1.0, 0.0, 0.0, 0.0, 1.0, 0.0], "aaaabb")
-    # Means 1/4 and 1/2; variances 1/4 of 4 rows and 1/2 of 2; six rows less two groups leave 4 degrees of freedom.
-    half = t.ppf(0.975, 4) * np.sqrt(0.25 / 4 + 0.5 / 2) / 2
-    assert difference(first, second).endswith(f"({100 * (0.375 - half):+.1f} to {100 * (0.375 + half):+.1f})")
+def test_a_difference_without_an_interval_says_why() -> None:
+    two_rows = make_row_scores([1.0, 0.0])
+    three_rows = make_row_scores([1.0, 0.0, 1.0])
+    assert "they answered other questions" in render_difference(two_rows, three_rows)
+
+    one_row_a_group = make_row_scores([1.0, 0.0], "ab")
+    other_scores = make_row_scores([0.0, 1.0], "ab")
+    assert "too few rows that differ" in render_difference(one_row_a_group, other_scores)
 
 
-def test_the_mean_is_of_all_nine() -> None:
-    results = {benchmark.task: result(number / 10) for number, benchmark in enumerate(PAPER)}
+def test_a_difference_is_the_mean_over_groups() -> None:
+    """Group "a" has four rows and group "b" two; both count the same."""
+    first = make_row_scores([0.0] * 6, "aaaabb")
+    second = make_row_scores([1.0, 0.0, 0.0, 0.0, 1.0, 0.0], "aaaabb")
+
+    mean = (1 / 4 + 1 / 2) / 2
+    # The variances within the groups are 1/4 and 1/2.
+    standard_error = np.sqrt((1 / 4) / 4 + (1 / 2) / 2) / 2
+    # Six rows less two groups leave 4 degrees of freedom.
+    half_width = t.ppf(0.975, 4) * standard_error
+    interval = f"({100 * (mean - half_width):+.1f} to {100 * (mean + half_width):+.1f})"
+    assert render_difference(first, second).endswith(interval)
+
+
+def test_the_mean_is_shown_only_if_all_nine_results_are_there() -> None:
+    results = {benchmark.task: make_result(number / 10) for number, benchmark in enumerate(PAPER)}
     assert "| mean of the 9 | 40.0 |" in render(PAPER, {"m": results})
-    assert "mean of the 9" not in render(PAPER, {"m": {task: results[task] for task in list(results)[1:]}})
+
+    del results[PAPER[0].task]
+    assert "mean of the 9" not in render(PAPER, {"m": results})

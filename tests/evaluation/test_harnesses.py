@@ -1,4 +1,4 @@
-"""The harnesses themselves, in an environment of their own, on rows that the tests make up."""
+"""Slow tests that run the harnesses themselves, in an environment of their own, on made-up rows."""
 
 import importlib
 import json
@@ -22,74 +22,94 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 NUM_ANSWERS = 100
-Run = Callable[..., subprocess.CompletedProcess[str]]
+RunModule = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def run(harness_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Runs a module of the harnesses' environment, offline, in a folder."""
-    home = tmp_path_factory.mktemp("home")
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home), "OPENAI_API_KEY": "none"}
+def run_module(harness_python: Path, tmp_path_factory: pytest.TempPathFactory) -> RunModule:
+    """A function that runs a Python module in the harnesses' environment, offline, in a folder."""
+    offline = {
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_OFFLINE": "1",
+        "HF_HOME": str(tmp_path_factory.mktemp("home")),
+        "OPENAI_API_KEY": "none",
+    }
+    environment = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
 
-    def run_module(folder: Path, *command: str | Path) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, **offline, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
-        return subprocess.run(
-            [harness_python, "-m", *map(str, command)], cwd=folder, env=environment, capture_output=True, text=True
-        )
+    def run(folder: Path, module: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        command = [harness_python, "-m", module, *arguments]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
-    return run_module
+    return run
 
 
-def mmlu_subjects(python: Path) -> list[str]:
+def list_mmlu_subjects(python: Path) -> list[str]:
+    """The names of MMLU's subjects, from the task files of the lm-eval that is installed."""
     code = "import importlib.util; print(importlib.util.find_spec('lm_eval').submodule_search_locations[0])"
-    package = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    files = (Path(package) / "tasks/mmlu/default").glob("mmlu_*.yaml")
-    return sorted(yaml.safe_load(path.read_text())["dataset_name"] for path in files)
+    completed = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    package_folder = Path(completed.stdout.strip())
+    task_files = (package_folder / "tasks/mmlu/default").glob("mmlu_*.yaml")
+    return sorted(yaml.safe_load(path.read_text())["dataset_name"] for path in task_files)
 
 
-def error_of_share(share: float, count: int) -> float:
-    """Standard error of a share, as the mean of zeros and ones."""
+def share_error(share: float, count: int) -> float:
+    """Standard error of a share of right answers, which is a mean of zeros and ones."""
     return sqrt(share * (1 - share) / (count - 1))
 
 
 def read_rows(folder: Path) -> dict[str, Evaluation]:
+    """The rows of a model's evaluation.json, by task."""
     rows = read_record(list[Evaluation], folder / "evaluation.json")
     return {row.task: row for row in rows}
 
 
-def test_the_nine_tasks_give_what_is_known_on_paper(
-    run: Run, always_a: Callable[..., Path], harness_python: Path, tmp_path: Path
+def test_a_model_that_always_answers_a_gets_the_scores_worked_out_by_hand(
+    run_module: RunModule, always_a: Callable[..., Path], harness_python: Path, tmp_path: Path
 ) -> None:
-    benchmark_rows.write_all(tmp_path, mmlu_subjects(harness_python))
+    benchmark_rows.write_all(tmp_path, list_mmlu_subjects(harness_python))
     model = Path(shutil.copytree(always_a(), tmp_path / "model"))
-    done = run(tmp_path, "evaluation", model)
-    assert done.returncode == 0, done.stderr[-5000:]
+    completed = run_module(tmp_path, "evaluation", model)
+    assert completed.returncode == 0, completed.stderr[-5000:]
     rows = read_rows(model)
+
+    # MM-Star has two groups, of 8 and 4 rows, with 6 and 1 right answers.
+    mmstar_error = sqrt(share_error(6 / 8, 8) ** 2 + share_error(1 / 4, 4) ** 2) / 2
+    # By task: score, number of rows, standard error.
     expected = {
-        # A question is two rows, which are scored together.
-        "mmbench_en_dev_static": (2 / 6, 12, error_of_share(2 / 6, 6)),
-        # Two groups, of 8 and 4 rows, with 6 and 1 right.
-        "mmstar": ((6 / 8 + 1 / 4) / 2, 12, sqrt(error_of_share(6 / 8, 8) ** 2 + error_of_share(1 / 4, 4) ** 2) / 2),
-        "pope": (0.0, 12, None),  # all rows alike
-        "seedbench_2_plus": (3 / 12, 12, error_of_share(3 / 12, 12)),
-        "ocrbench": (1 / 1000, 12, None),  # of rows that are not 1000, the harness's figure is no mean
-        "scienceqa_img": (4 / 12, 12, error_of_share(4 / 12, 12)),
-        "ai2d": (3 / 12, 12, error_of_share(3 / 12, 12)),
-        "mmlu": (1 / 2, 114, None),
+        # 12 rows ask 6 questions, each of which counts once.
+        "mmbench_en_dev_static": (2 / 6, 12, share_error(2 / 6, 6)),
+        "mmstar": ((6 / 8 + 1 / 4) / 2, 12, mmstar_error),
+        # No answer is right, so the rows say nothing about the error.
+        "pope": (0.0, 12, None),
+        "seedbench_2_plus": (3 / 12, 12, share_error(3 / 12, 12)),
+        # The harness divides by 1000 whatever the number of rows, so the score is not the rows' mean.
+        "ocrbench": (1 / 1000, 12, None),
+        "scienceqa_img": (4 / 12, 12, share_error(4 / 12, 12)),
+        "ai2d": (3 / 12, 12, share_error(3 / 12, 12)),
     }
-    for task, (value, count, error) in expected.items():
-        assert rows[task].value == pytest.approx(value), task
+    for task, (score, count, error) in expected.items():
+        assert rows[task].value == pytest.approx(score), task
         assert rows[task].n == count, task
-        if task != "mmlu":  # whose error is lm-eval's own, pooled over subjects of two rows each
-            assert rows[task].standard_error == (error if error is None else pytest.approx(error)), task
-    assert (rows["hellaswag"].n, rows["hellaswag"].metric) == (12, "acc_norm")
+        if error is None:
+            assert rows[task].standard_error is None, task
+        else:
+            assert rows[task].standard_error == pytest.approx(error), task
+
+    # MMLU has 57 subjects of two rows each, and lm-eval's own error.
+    assert rows["mmlu"].value == pytest.approx(1 / 2)
+    assert rows["mmlu"].n == 114
     assert rows["mmlu"].standard_error > 0
-    assert f"| mean of the 9 | {100 * sum(row.value for row in rows.values()) / 9:.1f} |" in done.stdout
+    # HellaSwag is scored by likelihood, which can't be worked out by hand.
+    assert rows["hellaswag"].n == 12
+    assert rows["hellaswag"].metric == "acc_norm"
+
+    mean = sum(row.value for row in rows.values()) / 9
+    assert f"| mean of the 9 | {100 * mean:.1f} |" in completed.stdout
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the quickstart's held-out questions where its task looks for them."""
+def digits_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the quickstart's held-out questions where the digits' task looks for them."""
     folder = tmp_path_factory.mktemp("digits")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
@@ -100,39 +120,51 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def logged_answers(folder: Path) -> list[str]:
+def read_logged_answers(folder: Path) -> list[str]:
     """The answers that a harness logged below a folder, in the order of the questions."""
     (path,) = folder.rglob("*samples_*.jsonl")
-    samples = sorted(map(json.loads, path.read_text().split("\n")[:-1]), key=lambda sample: sample["doc_id"])
-    given = [sample["filtered_resps"] for sample in samples]
-    return [(answer if isinstance(answer, str) else answer[0]).strip() for answer in given]
+    with path.open() as file:
+        samples = [json.loads(line) for line in file]
+    samples.sort(key=lambda sample: sample["doc_id"])
+
+    answers = []
+    for sample in samples:
+        answer = sample["filtered_resps"]
+        if isinstance(answer, list):  # the harnesses differ in this
+            answer = answer[0]
+        answers.append(answer.strip())
+    return answers
 
 
-def own_answers(model: Path, data: Path) -> list[str]:
-    """Those of the quickstart's report, cut where the task ends an answer."""
+def ask_as_the_report_does(model_folder: Path, data: Path) -> list[str]:
+    """The answers of the quickstart's report, cut at the end of the line, where the task ends an answer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "examples" / "digits"))
         report = importlib.import_module("report")
     questions = report.load_scene_questions(data)
-    loaded = NormLlavaForConditionalGeneration.from_pretrained(model).eval()
-    processor = AutoProcessor.from_pretrained(model)
+    model = NormLlavaForConditionalGeneration.from_pretrained(model_folder).eval()
+    processor = AutoProcessor.from_pretrained(model_folder)
     prompts = [report.with_image(question) for question in questions]
-    return [text.split("\n")[0].strip() for text in report.answer(loaded, processor, prompts, "answering")]
+    texts = report.answer(model, processor, prompts, "answering")
+    return [text.split("\n")[0].strip() for text in texts]
 
 
-def test_both_harnesses_and_the_report_read_the_same_answers(
-    run: Run, composed: Callable[..., Path], digits: Path, tmp_path: Path
+def test_both_harnesses_and_the_report_get_the_same_answers(
+    run_module: RunModule, composed: Callable[..., Path], digits_folder: Path, tmp_path: Path
 ) -> None:
-    model = composed()
-    for processes in (1, 2):  # 100 rows in batches of 7: neither goes round
-        folder = shutil.copytree(model, tmp_path / f"{processes}/model")
-        options = ["--tasks", "digits", "digits_lm_eval", "--batch_size", "7", "--num_processes", str(processes)]
-        done = run(digits, "evaluation", folder, *options)
-        assert done.returncode == 0, done.stderr[-5000:]
-    expected = own_answers(model, digits / "runs/digits/data")
+    # 100 rows can't be split evenly into batches of 7, by one process or by two.
+    options = ["--tasks", "digits", "digits_lm_eval", "--batch_size", "7"]
+    for num_processes in ("1", "2"):
+        folder = shutil.copytree(composed(), tmp_path / num_processes / "model")
+        completed = run_module(digits_folder, "evaluation", folder, *options, "--num_processes", num_processes)
+        assert completed.returncode == 0, completed.stderr[-5000:]
+
+    expected = ask_as_the_report_does(composed(), digits_folder / "runs/digits/data")
     assert len(expected) == NUM_ANSWERS
-    assert len(set(expected)) > 1
-    for processes in (1, 2):
-        for task in ("digits", "digits_lm_eval"):
-            assert logged_answers(tmp_path / f"{processes}/model/evaluation" / task) == expected, (processes, task)
+    assert len(set(expected)) > 1  # else wrongly ordered answers would pass too
+
+    for num_processes in ("1", "2"):
+        results = tmp_path / num_processes / "model" / "evaluation"
+        assert read_logged_answers(results / "digits") == expected, num_processes
+        assert read_logged_answers(results / "digits_lm_eval") == expected, num_processes
     assert read_rows(tmp_path / "1/model") == read_rows(tmp_path / "2/model")

@@ -1,4 +1,4 @@
-"""A release folder and its card: what they hold is compared with what the run's files say."""
+"""A release folder and its card hold what the run's files say."""
 
 import json
 import math
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
 from PIL import Image
@@ -23,7 +24,8 @@ from plants import WEIGHTS, change_weights, set_fields, split_weights, write_fil
 
 
 ROOT = Path(__file__).parents[2]
-OWN = {"license": "apache-2.0"}
+# Options for a model without parts from the Hub, whose licence has to be given.
+OWN_LICENCE = {"license": "apache-2.0"}
 LLAMA = "meta-llama/Llama-3.2-3B-Instruct"
 QWEN = "Qwen/Qwen2.5-7B-Instruct"
 SIGLIP = "google/siglip-so400m-patch14-384"
@@ -31,13 +33,16 @@ SIGLIP = "google/siglip-so400m-patch14-384"
 
 @pytest.fixture
 def run(trained: Path, tmp_path: Path) -> Path:
-    """A copy of the run's folder, to change."""
+    """A copy of the run's folder that a test may change."""
     return shutil.copytree(trained, tmp_path / "run")
 
 
 @pytest.fixture
 def build_card(prose: Path, tmp_path: Path) -> Callable[..., str]:
-    """Builds `tmp_path / "release"` from a run, which has no faults, and returns its card."""
+    """A function that builds `tmp_path / "release"` from a run, anew at each call, and returns the card's text.
+
+    It asserts that the release has no faults.
+    """
 
     def build(run: Path, repo_id: str = "me/Mine", **options: Any) -> str:
         folder = tmp_path / "release"
@@ -51,6 +56,7 @@ def build_card(prose: Path, tmp_path: Path) -> Callable[..., str]:
 
 
 def name_parts(run: Path, text: str | None, vision: str | None) -> None:
+    """Record in the run's config from where the language model and the vision encoder were loaded."""
     set_fields("config.json", text_config___name_or_path=text, vision_config___name_or_path=vision)(run)
 
 
@@ -60,12 +66,16 @@ def test_a_build_deletes_nothing_beside_the_release(
     for name in ("space", "release-space"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.txt").write_text("mine")
-    build_card(trained, **OWN)
+    build_card(trained, **OWN_LICENCE)
     assert (tmp_path / "space" / "mine.txt").exists()
-    assert {"mine.txt", "app.py", "pixels.py"} <= {path.name for path in (tmp_path / "release-space").iterdir()}
+
+    # The Space's files are added beside the file that was there.
+    names = [path.name for path in (tmp_path / "release-space").iterdir()]
+    for name in ("mine.txt", "app.py", "pixels.py"):
+        assert name in names
 
 
-def test_what_is_not_on_the_list_stays_behind(release: Path, trained: Path) -> None:
+def test_a_release_holds_only_the_files_of_the_list(release: Path, trained: Path) -> None:
     names = {path.relative_to(release).as_posix() for path in release.rglob("*") if path.is_file()}
     assert names == {
         "LICENSE",
@@ -88,19 +98,22 @@ def test_what_is_not_on_the_list_stays_behind(release: Path, trained: Path) -> N
         "tokenizer_config.json",
     }
 
-    # The names of this machine's folders are out.
-    text_config = json.loads((trained / "config.json").read_text())["text_config"]
-    assert Path(text_config.pop("_name_or_path")).is_absolute()
-    assert json.loads((release / "config.json").read_text())["text_config"] == text_config
+
+def test_names_of_this_machines_folders_are_taken_out(release: Path, trained: Path) -> None:
+    trained_config = json.loads((trained / "config.json").read_text())["text_config"]
+    release_config = json.loads((release / "config.json").read_text())["text_config"]
+    folder = trained_config.pop("_name_or_path")
+    assert Path(folder).is_absolute()
+    assert release_config == trained_config
 
 
-def test_it_says_what_it_was_built_for_and_from(release: Path, trained: Path) -> None:
-    said = json.loads((release / "release.json").read_text())
+def test_a_release_records_what_it_was_built_for_and_from(release: Path, trained: Path) -> None:
+    record = json.loads((release / "release.json").read_text())
     (evaluation,) = json.loads((trained / "evaluation.json").read_text())
-    assert said == {"repo_id": NAME, "revision": "v1.0", "weights": evaluation["weights"]}
+    assert record == {"repo_id": NAME, "revision": "v1.0", "weights": evaluation["weights"]}
 
 
-# What the run's files hold, see conftest.py, as the card should say it.
+# Texts that the card should hold. They say what the run's files record, which conftest.py writes.
 RECORDED = (
     f"# {NAME.split('/')[1]}\n",
     "Answers questions.",
@@ -130,18 +143,25 @@ def test_the_card_says_what_the_run_recorded(text: str, release: Path) -> None:
     assert text in (release / "README.md").read_text()
 
 
-def test_the_card_counts_weights_and_names_the_target(release: Path, trained: Path) -> None:
+def test_the_card_counts_weights(release: Path, trained: Path) -> None:
     card = (release / "README.md").read_text()
-    sizes = {name: tensor.numel() for name, tensor in load_file(trained / WEIGHTS).items()}
-    assert f"model of {sum(sizes.values()):,} weights" in card
-    vision = sum(size for name, size in sizes.items() if name.startswith("model.vision_tower."))
-    assert f"| vision encoder | trained from scratch | {vision:,} |" in card
+    total = 0
+    total_vision = 0
+    for name, tensor in load_file(trained / WEIGHTS).items():
+        total += tensor.numel()
+        if name.startswith("model.vision_tower."):
+            total_vision += tensor.numel()
+    assert f"model of {total:,} weights" in card
+    assert f"| vision encoder | trained from scratch | {total_vision:,} |" in card
 
+
+def test_the_card_names_the_norm_of_image_tokens(release: Path, trained: Path) -> None:
+    card = (release / "README.md").read_text()
     target = json.loads((trained / "config.json").read_text())["projector_norm_target"]
     assert f"a norm of T = {target:.4g}: the mean norm of text tokens" in card
 
 
-def test_the_metadata_is_what_the_hub_reads(release: Path) -> None:
+def test_the_hubs_client_reads_the_metadata(release: Path) -> None:
     data = ModelCard.load(release / "README.md").data
     assert data.pipeline_tag == "image-text-to-text"
     assert data.library_name == "transformers"
@@ -150,28 +170,40 @@ def test_the_metadata_is_what_the_hub_reads(release: Path) -> None:
     assert data.datasets == ["owner/rows"]
     assert data.base_model is None
     (result,) = data.eval_results
-    assert (result.metric_type, result.metric_value, result.dataset_split) == ("exact_match", 0.5, "test")
-    assert [widget["output"].keys() for widget in data.widget] == [{"text"}, {"text"}]
+    assert result.metric_type == "exact_match"
+    assert result.metric_value == 0.5
+    assert result.dataset_split == "test"
+    assert len(data.widget) == 2
+    for widget in data.widget:
+        assert list(widget["output"]) == ["text"]
 
 
-def test_what_is_not_there_is_not_made_up(run: Path, build_card: Callable[..., str]) -> None:
+def test_what_no_file_records_is_not_recorded_on_the_card(run: Path, build_card: Callable[..., str]) -> None:
     (run / "run.json").unlink()
-    text = build_card(run, **OWN)
+    text = build_card(run, **OWN_LICENCE)
     assert "| steps | 8 |" in text
     assert "| hardware | not recorded |\n| code | not recorded |" in text
 
     for name in ("trainer_state.json", "metrics.jsonl", "evaluation.json"):
         (run / name).unlink()
-    text = build_card(run, **OWN)
+    text = build_card(run, **OWN_LICENCE)
     assert "Procedure: not recorded." in text
     assert "## Evaluation\n\nNot recorded." in text
 
 
+def remove_norm(weights: dict[str, torch.Tensor]) -> None:
+    """Remove the weights of the norm after the projector."""
+    for name in list(weights):
+        if "projector.norm" in name:
+            del weights[name]
+
+
 def test_the_card_of_a_model_without_a_norm(run: Path, build_card: Callable[..., str]) -> None:
     set_fields("config.json", projector_norm="none", projector_norm_target=None, projector_scaled=True)(run)
-    change_weights(lambda weights: [weights.pop(name) for name in [*weights] if "projector.norm" in name])(run)
-    (run / "evaluation.json").unlink()  # of other weights now
-    text = " ".join(build_card(run, **OWN).split())
+    change_weights(remove_norm)(run)
+    (run / "evaluation.json").unlink()  # its results were measured with the norm
+
+    text = " ".join(build_card(run, **OWN_LICENCE).split())  # on one line
     assert "no norm after the projector. Its projector was scaled before training" in text
     assert "| norm after it | none | 0 |" in text
     assert "Not with `LlavaForConditionalGeneration`" not in text
@@ -180,13 +212,17 @@ def test_the_card_of_a_model_without_a_norm(run: Path, build_card: Callable[...,
 def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
     trained: Path, build_card: Callable[..., str], tmp_path: Path
 ) -> None:
+    artist = 0x013B  # the number of an EXIF field
     exif = Image.Exif()
-    exif[0x013B] = "me"
+    exif[artist] = "me"
     Image.new("RGB", (30, 20)).save(tmp_path / "0.png", exif=exif, icc_profile=b"0" * 200)
+
+    row_without_question = {"image": "0.png", "label": 3}
     turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "<image>\nwhat does it say?"}]
-    rows = [{"image": "0.png", "label": 3}, {"image": "0.png", "conversations": turns}]
+    rows = [row_without_question, {"image": "0.png", "conversations": turns}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    text = build_card(trained, widget_data=tmp_path / "rows.json", **OWN)
+
+    text = build_card(trained, widget_data=tmp_path / "rows.json", **OWN_LICENCE)
     assert "what does it say?" in text
     assert "Be brief." not in text
     with Image.open(tmp_path / "release" / "images" / "example1.png") as picture:
@@ -196,9 +232,14 @@ def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
 
 def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
     split_weights(run)
-    (run / "evaluation.json").unlink()  # of other files
-    build_card(run, **OWN)
-    assert len([*(tmp_path / "release").glob("*.safetensors*")]) == 3
+    (run / "evaluation.json").unlink()  # its results name the hash of the single file
+    build_card(run, **OWN_LICENCE)
+    names = sorted(path.name for path in (tmp_path / "release").glob("*.safetensors*"))
+    assert names == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
 
 
 def test_class_files_are_this_versions(
@@ -206,19 +247,20 @@ def test_class_files_are_this_versions(
 ) -> None:
     caplog.set_level("INFO")
     write_file("modeling_normllava.py", "# before an upgrade\n")(run)
-    build_card(run, **OWN)
+    build_card(run, **OWN_LICENCE)
     assert "modeling_normllava.py is another version's" in caplog.text
-    ours = ROOT / "modeling_normllava" / "modeling_normllava.py"
-    assert (tmp_path / "release" / "modeling_normllava.py").read_bytes() == ours.read_bytes()
+    this_version = ROOT / "modeling_normllava" / "modeling_normllava.py"
+    assert (tmp_path / "release" / "modeling_normllava.py").read_bytes() == this_version.read_bytes()
 
 
 def summary_row(measure: str, modality: str, mean: float, low: float, high: float) -> dict[str, Any]:
+    """A row of the diagnostics' summary; `low` and `high` are the ends of the interval."""
     return {"measure": measure, "modality": modality, "layer": None, "mean": mean, "low": low, "high": high, "n": 4}
 
 
 @pytest.fixture
-def measured(run: Path) -> Path:
-    """The run with a report of the diagnostics, whose numbers stand here."""
+def measured_run(run: Path) -> Path:
+    """The run with a made-up report of the diagnostics."""
     (evaluation,) = json.loads((run / "evaluation.json").read_text())
     rows = [
         summary_row("ratio", "", 1.5, 1.25, 1.75),
@@ -226,14 +268,15 @@ def measured(run: Path) -> Path:
         summary_row("turning", "text", 0.5, 0.4, 0.6),
     ]
     model = {"weights": evaluation["weights"], "dtype": "float32", "num_pictures": 4, "summary": {"rows": rows}}
+
     (run / "diagnostics" / "figures").mkdir(parents=True)
     (run / "diagnostics" / "report.json").write_text(json.dumps({"models": [model]}))
     Image.new("RGB", (40, 30), "red").save(run / "diagnostics" / "figures" / "overview.png")
     return run
 
 
-def test_the_card_shows_what_was_measured(measured: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
-    text = build_card(measured, **OWN)
+def test_the_card_shows_what_was_measured(measured_run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
+    text = build_card(measured_run, **OWN_LICENCE)
     assert "| pictures | 4 |" in text
     assert "| L2 norm of image tokens over that of text tokens, at the decoder | 1.50 (1.25 to 1.75) |" in text
     assert "| turning of image tokens per layer, 1 − cosine | 0.25 (0.20 to 0.30) |" in text
@@ -244,26 +287,26 @@ def test_the_card_shows_what_was_measured(measured: Path, build_card: Callable[.
 
 
 @pytest.mark.parametrize("change", [{"weights": "other"}, {"weights": None}, {"dtype": "float32, quantized"}])
-def test_a_report_is_of_these_weights(change: dict[str, Any], measured: Path) -> None:
-    (model,) = json.loads((measured / "diagnostics" / "report.json").read_text())["models"]
-    set_fields("diagnostics/report.json", models=[model | change])(measured)
+def test_a_report_on_other_weights_is_refused(change: dict[str, Any], measured_run: Path) -> None:
+    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
+    set_fields("diagnostics/report.json", models=[model | change])(measured_run)
     with pytest.raises(ValueError, match=r"report.json is of other weights. Run python -m diagnostics on this model"):
-        collect_facts(measured)
+        collect_facts(measured_run)
 
 
-def test_a_report_of_two_models_or_another_version_is_refused(measured: Path) -> None:
-    (model,) = json.loads((measured / "diagnostics" / "report.json").read_text())["models"]
-    set_fields("diagnostics/report.json", models=[model, model])(measured)
+def test_a_report_of_two_models_or_another_version_is_refused(measured_run: Path) -> None:
+    (model,) = json.loads((measured_run / "diagnostics" / "report.json").read_text())["models"]
+    set_fields("diagnostics/report.json", models=[model, model])(measured_run)
     with pytest.raises(ValueError, match="Run python -m diagnostics on this model alone"):
-        collect_facts(measured)
+        collect_facts(measured_run)
 
     del model["summary"]
-    set_fields("diagnostics/report.json", models=[model])(measured)
+    set_fields("diagnostics/report.json", models=[model])(measured_run)
     with pytest.raises(ValueError, match=r"report.json: another version wrote it .* Run python -m diagnostics"):
-        collect_facts(measured)
+        collect_facts(measured_run)
 
 
-def test_results_are_of_these_weights(run: Path) -> None:
+def test_results_that_are_not_finite_or_of_other_weights_are_refused(run: Path) -> None:
     (result,) = json.loads((run / "evaluation.json").read_text())
     (run / "evaluation.json").write_text(json.dumps([result | {"value": math.nan}]))
     with pytest.raises(ValueError, match=r"evaluation.json, row 0: value is NaN or infinite"):
@@ -275,8 +318,8 @@ def test_results_are_of_these_weights(run: Path) -> None:
 
 
 def test_earlier_stages_and_their_data_are_found(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
-    first = shutil.copytree(run, tmp_path / "stage1")
-    local = {
+    stage1 = shutil.copytree(run, tmp_path / "stage1")
+    local_source = {
         "path": "/home/someone/rows.json",
         "name": None,
         "split": "train",
@@ -287,50 +330,61 @@ def test_earlier_stages_and_their_data_are_found(run: Path, build_card: Callable
         "drawn": 1000,
         "fingerprint": "a" * 64,
     }
-    other = {"path": "owner/rows", "name": "large", "split": "dev", "is_local": False, "good_rows": 990, "weight": 2.5}
-    set_fields("run.json", arguments__stage="align")(first)
-    set_fields("run.json", arguments__model_name_or_path=str(first), sources=[local, local | other])(run)
-    text = build_card(run, **OWN)
+    hub_source = {
+        "path": "owner/rows",
+        "name": "large",
+        "split": "dev",
+        "is_local": False,
+        "rows": 1000,
+        "good_rows": 990,
+        "weight": 2.5,
+        "drawn": 1000,
+        "fingerprint": "b" * 64,
+    }
+    set_fields("run.json", arguments__stage="align")(stage1)
+    set_fields("run.json", arguments__model_name_or_path=str(stage1), sources=[local_source, hub_source])(run)
+
+    text = build_card(run, **OWN_LICENCE)
     assert text.index("### Stage: align") < text.index("### Stage: instruct")
     assert "Training before" not in text
     assert f"| data | rows.json: 1,000 rows; content {'a' * 12} |\n" in text
     link = "[owner/rows](https://huggingface.co/datasets/owner/rows), large, dev"
-    assert f"| data | {link}: 990 rows (of 1,000; the rest are bad), weight 2.5, 1,000 per epoch; content a" in text
+    assert f"| data | {link}: 990 rows (of 1,000; the rest are bad), weight 2.5, 1,000 per epoch; content b" in text
     assert "someone" not in text
 
-    set_fields("config.json", projector_aligned=True)(run)  # which was training too
-    assert "Training before the stage that follows: not recorded." in build_card(run, **OWN)
+    # Aligning the projector was training too, and has no record.
+    set_fields("config.json", projector_aligned=True)(run)
+    assert "Training before the stage that follows: not recorded." in build_card(run, **OWN_LICENCE)
 
 
-def test_a_stage_lists_what_had_an_effect(run: Path) -> None:
+def test_a_stage_lists_only_arguments_that_had_an_effect(run: Path) -> None:
     unused = {
         "load_in_4bit": False,
         "bnb_4bit_quant_type": "nf4",
         "lora_r": 16,
         "key_mmd_weight": 0.0,
         "data_seed": None,
-        "norm_learning_rate": 1e-4,  # the log has no rate of a norm
+        "norm_learning_rate": 1e-4,  # the run's log has no learning rate of a norm
     }
-    set_fields(
-        "run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused}, environment__resumed=True
-    )(run)
+    set_fields("run.json", arguments={"stage": "instruct", "learning_rate": 1e-5, **unused})(run)
     (stage,) = collect_facts(run).stages
     assert stage.arguments == {"learning_rate": 1e-5}
-    assert stage.seconds is None  # what is recorded is the time of a part of it
 
-    set_fields("run.json", arguments={"stage": "adapt", "lora_r": 16, "key_mmd_weight": 0.1, "key_gram_weight": 0.0})(
-        run
-    )
+
+def test_an_adapt_stage_lists_loras_the_key_losses_and_the_norms_arguments(run: Path) -> None:
+    arguments = {"lora_r": 16, "key_mmd_weight": 0.1, "key_gram_weight": 0.0, "norm_learning_rate": 1e-4}
+    set_fields("run.json", arguments={"stage": "adapt", **arguments})(run)
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"learning_rate/multi_modal_projector.norm": 0.0001}\n')
-    set_fields("run.json", arguments__norm_learning_rate=1e-4)(run)
     (stage,) = collect_facts(run).stages
-    assert stage.arguments == {
-        "lora_r": 16,
-        "key_mmd_weight": 0.1,
-        "key_gram_weight": 0.0,
-        "norm_learning_rate": 1e-4,
-    }
+    assert stage.arguments == arguments
+
+
+def test_a_resumed_stage_has_no_time(run: Path) -> None:
+    """The log of a resumed run holds only the time since it was resumed."""
+    set_fields("run.json", environment__resumed=True)(run)
+    (stage,) = collect_facts(run).stages
+    assert stage.seconds is None
 
 
 def test_a_torn_line_of_the_metrics_is_named(run: Path) -> None:
@@ -340,11 +394,13 @@ def test_a_torn_line_of_the_metrics_is_named(run: Path) -> None:
         collect_facts(run)
 
 
-def test_a_push_finds_what_training_and_diagnostics_left(
+def test_a_push_finds_the_recipes_prose_and_the_diagnostics(
     run: Path, report: Path, prose: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hub_cards.__main__.get_token", lambda: None)
     push = ["push", run, "--repo_id", "me/Mine", "--license", "apache-2.0", "--dry_run"]
+
+    # There is no card.yaml beside the recipe yet.
     set_fields("run.json", recipe=str(tmp_path / "recipes" / "stage2.yaml"))(run)
     with pytest.raises(SystemExit, match=r"recipes/card.yaml is missing. Give .* --prose; training/recipes/\*/card"):
         run_command(*push)
@@ -358,11 +414,12 @@ def test_a_push_finds_what_training_and_diagnostics_left(
 
 
 def test_the_recipes_bring_their_prose() -> None:
-    files = sorted((ROOT / "training" / "recipes").glob("*/card.yaml"))
-    assert len(files) == 4
-    for path in files:
-        said = Prose(**yaml.safe_load(path.read_text()))
-        assert all(HUB_ID.fullmatch(name) for name in said.datasets)
+    paths = list((ROOT / "training" / "recipes").glob("*/card.yaml"))
+    assert len(paths) == 4
+    for path in paths:
+        recipe_prose = Prose(**yaml.safe_load(path.read_text()))
+        for dataset in recipe_prose.datasets:
+            assert HUB_ID.fullmatch(dataset)
 
 
 @pytest.mark.parametrize(
@@ -375,7 +432,7 @@ def test_the_recipes_bring_their_prose() -> None:
         (LLAMA, SIGLIP, {"license": "gemma"}, "under the gemma and the Llama 3.2 Community License, and a release"),
     ],
 )
-def test_a_licence_that_is_not_clear_is_a_stop(
+def test_a_build_stops_where_the_licence_is_not_clear(
     text: str | None,
     vision: str | None,
     options: dict[str, str],
@@ -388,12 +445,14 @@ def test_a_licence_that_is_not_clear_is_a_stop(
         build_card(run, **options)
 
 
-def test_parts_from_folders_and_converted_llavas_are_named(run: Path, build_card: Callable[..., str]) -> None:
+def test_hub_ids_of_the_parts_are_given_or_recorded(run: Path, build_card: Callable[..., str]) -> None:
     name_parts(run, "/data/models/Qwen", SIGLIP)
     text = build_card(run, text_model=QWEN)
     assert f"Made from {QWEN}. Made from {SIGLIP}." in text
     assert ModelCard(text).data.base_model == [QWEN, SIGLIP]
 
+
+def test_a_converted_llava_is_the_base_model(run: Path) -> None:
     set_fields("config.json", llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
     facts = collect_facts(run)
     assert facts.base_models == ["llava-hf/llava-1.5-7b-hf"]
@@ -412,6 +471,7 @@ def test_llama_brings_its_agreement_its_notice_and_its_name(
     name_parts(run, LLAMA, SIGLIP)
     agreement = tmp_path / "LICENSE.txt"
     agreement.write_text("LLAMA 3.2 COMMUNITY LICENSE AGREEMENT\nand so on\n")
+
     text = build_card(run, "me/Llama-Mine", base_licence_file=agreement)
     release = tmp_path / "release"
     assert (release / "LICENSE").read_text() == agreement.read_text()
@@ -426,6 +486,7 @@ def test_a_licence_can_be_given(run: Path, build_card: Callable[..., str], tmp_p
     name_parts(run, "google/gemma-2b", SIGLIP)
     terms = tmp_path / "terms.txt"
     terms.write_text("Gemma Terms of Use: and so on\n")
+
     text = build_card(run, license="gemma", base_licence_file=terms)
     assert "license: gemma\n" in text
     assert "[gemma](LICENSE); the text is in `LICENSE`." in text
@@ -434,7 +495,7 @@ def test_a_licence_can_be_given(run: Path, build_card: Callable[..., str], tmp_p
     assert not (tmp_path / "release" / "NOTICE").exists()
 
 
-def test_two_licences_that_ask_more_than_apache_are_refused(
+def test_two_licences_other_than_apaches_are_refused(
     run: Path, build_card: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(KNOWN, "google/gemma-2b", Licence("gemma", "Gemma Terms of Use", "https://ai.google.dev"))
@@ -444,9 +505,9 @@ def test_two_licences_that_ask_more_than_apache_are_refused(
 
 
 @pytest.mark.parametrize("revision", ["main", "0" * 40, "a b"])
-def test_a_tag_is_one_that_pins_code(revision: str, run: Path, build_card: Callable[..., str]) -> None:
+def test_a_revision_that_pins_no_code_is_refused(revision: str, run: Path, build_card: Callable[..., str]) -> None:
     with pytest.raises(ValueError, match=f"--revision '{revision}' is not a tag that pins code"):
-        build_card(run, revision=revision, **OWN)
+        build_card(run, revision=revision, **OWN_LICENCE)
 
 
 @pytest.mark.parametrize(
@@ -461,13 +522,13 @@ def test_prose_that_does_not_fit_is_named(
 ) -> None:
     (tmp_path / "card.yaml").write_text(f"{prose.read_text()}{line}\n")
     with pytest.raises(ValueError, match=message):
-        build_card(run, prose=tmp_path / "card.yaml", **OWN)
+        build_card(run, prose=tmp_path / "card.yaml", **OWN_LICENCE)
 
 
-def test_an_adapter_is_merged_first(run: Path, build_card: Callable[..., str]) -> None:
+def test_an_adapter_that_is_not_merged_is_refused(run: Path, build_card: Callable[..., str]) -> None:
     (run / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"training/merge.py --adapter"):
-        build_card(run, **OWN)
+        build_card(run, **OWN_LICENCE)
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path, prose: Path) -> None:

@@ -1,4 +1,4 @@
-"""A release folder without faults, and every fault that is planted in it, found."""
+"""Every fault that is planted in a release folder is found, and a folder without faults has none."""
 
 import re
 import shutil
@@ -22,38 +22,47 @@ OTHER_CODE = "you/repo--modeling.Class"
 HOME = str(Path.home())
 
 
-def link(folder: Path) -> None:
+def add_symlink(folder: Path) -> None:
     (folder / "images" / "example9.png").symlink_to("/etc/passwd")
 
 
-def without_a_shard(folder: Path) -> None:
+def lose_shard(folder: Path) -> None:
     split_weights(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
 
 
-def fill(name: str, value: float) -> Plant:
+def set_first_value(name: str, value: float) -> Plant:
+    """Set the first value of a tensor."""
     return change_weights(lambda weights: weights[name].view(-1)[:1].fill_(value))
 
 
-# What is planted, and what the fault says.
+def transpose(name: str) -> Plant:
+    """Transpose a matrix, which changes its shape."""
+    return change_weights(lambda weights: weights.update({name: weights[name].T.contiguous()}))
+
+
+# By the fault's name: the change that makes the fault, and a pattern of the message about it.
 FAULTS: dict[str, tuple[Plant, str]] = {
     "no card": (delete_file(README), "README.md: is missing"),
-    "an earlier version's": (delete_file("release.json"), "no release.json: it is no release, or an earlier version"),
-    "token": (append_text(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
-    "path in a config": (
+    "an earlier version's folder": (
+        delete_file("release.json"),
+        "no release.json: it is no release, or an earlier version",
+    ),
+    "a token": (append_text(README, f"\n{SECRET}\n"), "README.md: holds a Hugging Face token"),
+    "a path in a config": (
         set_fields(CONFIG, note=f"{HOME}/run"),
         f"config.json: holds a path of your home folder, {HOME}/",
     ),
-    "pickle": (write_file("training_args.bin", b"x"), "training_args.bin: is not on the list"),
-    "symlink": (link, "images/example9.png: is a symlink"),
-    "a shard lost": (without_a_shard, "model-00002-of-00002.safetensors: the folder's weight files are not those of"),
-    "no head": (change_weights(lambda w: w.pop("lm_head.weight")), "lm_head.weight"),
-    "another shape": (change_weights(lambda w: w.update({VISION: w[VISION].T.contiguous()})), VISION),
+    "a pickle": (write_file("training_args.bin", b"x"), "training_args.bin: is not on the list"),
+    "a symlink": (add_symlink, "images/example9.png: is a symlink"),
+    "a shard lost": (lose_shard, "model-00002-of-00002.safetensors: the folder's weight files are not those of"),
+    "no head": (change_weights(lambda weights: weights.pop("lm_head.weight")), "lm_head.weight"),
+    "another shape": (transpose(VISION), VISION),
     "no norm in the config": (set_fields(CONFIG, projector_norm="none"), f"unexpected_keys .*{NORM}"),
-    "NaN": (fill(VISION, float("nan")), f"{VISION}: NaN or infinite values"),
+    "NaN": (set_first_value(VISION, float("nan")), f"{VISION}: NaN or infinite values"),
     "no tokenizer": (delete_file("tokenizer.json"), "tokenizer.json: missing"),
-    "not JSON": (write_file("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
-    "a config's field": (
+    "invalid JSON": (write_file("tokenizer_config.json", "{"), "tokenizer_config.json is not valid JSON"),
+    "a config's field of another type": (
         set_fields(CONFIG, projector_norm_eps="small"),
         "config.json can't be read: .*projector_norm_eps",
     ),
@@ -62,11 +71,11 @@ FAULTS: dict[str, tuple[Plant, str]] = {
         set_fields(CONFIG, auto_map__AutoModel=OTHER_CODE),
         "config.json: its auto_map is not",
     ),
-    "code of a part": (
+    "another repository's code in a part's config": (
         set_fields(CONFIG, text_config__auto_map={"A": OTHER_CODE}),
         'config.json: holds an "auto_map"',
     ),
-    "code of a tokenizer": (
+    "another repository's code in the tokenizer's config": (
         set_fields("tokenizer_config.json", auto_map={"A": OTHER_CODE}),
         'json: holds an "auto_map"',
     ),
@@ -78,26 +87,28 @@ def test_a_planted_fault_is_found(fault: str, release: Path, tmp_path: Path) -> 
     plant, message = FAULTS[fault]
     folder = shutil.copytree(release, tmp_path / "release")
     plant(folder)
+
     faults = find_faults(folder)
-    assert any(re.search(message, found) for found in faults), faults
+    assert any(re.search(message, fault) for fault in faults), faults
 
 
 def test_a_release_has_no_faults(release: Path) -> None:
     assert find_faults(release) == []
 
 
-def test_a_build_says_all_faults_and_leaves_nothing(trained: Path, prose: Path, tmp_path: Path) -> None:
+def test_a_build_lists_all_faults_and_leaves_no_folder(trained: Path, prose: Path, tmp_path: Path) -> None:
     run = shutil.copytree(trained, tmp_path / "run")
-    (run / "evaluation.json").unlink()  # of other weights
-    planted = ("no head", "NaN")
-    for fault in planted:
+    planted_faults = ("no head", "NaN")
+    for fault in planted_faults:
         plant, _ = FAULTS[fault]
         plant(run)
+    (run / "evaluation.json").unlink()  # its results were measured with the weights before
+
     options = BuildOptions(repo_id="me/Mine", prose=prose, license="apache-2.0")
     with pytest.raises(ValueError, match="run can't be published") as refused:
         build_release(run, tmp_path / "release", options)
 
-    for fault in planted:
+    for fault in planted_faults:
         _, message = FAULTS[fault]
         assert re.search(message, str(refused.value))
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -109,6 +120,6 @@ def test_every_family_as_composed_has_no_faults(vision: str, text: str, composed
     assert find_model_faults(folder, read_weights(folder)) == []
 
 
-def test_what_is_no_token() -> None:
+def test_a_token_is_told_from_a_name_that_begins_like_one() -> None:
     assert TOKEN.search(SECRET)
     assert not TOKEN.search("hf_hub_download")

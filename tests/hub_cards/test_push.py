@@ -1,5 +1,6 @@
-"""Push and verify with the real client, against a server on the loopback."""
+"""Push and verify with the Hub's real client, against a server on the loopback address."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,37 +10,40 @@ from huggingface_hub import HfApi
 from common.errors import UserError
 from hub_cards.push import plan_push, push_release
 from hub_cards.verify import verify_release
-from hub_server import NAME, TOKEN, HubServer, place_files, published, read_tree, run_command
+from hub_server import NAME, TOKEN, HubServer, place_files, read_published, read_tree, run_command
 from plants import change_weights
 
 
 @pytest.fixture
 def token(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token, as `hf auth login` leaves it."""
+    """A token in the file where `hf auth login` writes it."""
     (tmp_path / "token").write_text(TOKEN)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
 
 
-def test_what_was_looked_at_is_pushed_and_verified(
+def test_the_folder_of_a_dry_run_is_pushed_and_verified(
     trained: Path, prose: Path, hub: HubServer, token: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "release"
-    push = ["push", trained, "--repo_id", NAME, "--license", "apache-2.0", "--prose", prose, "--output_dir", folder]
-    run_command(*push, "--dry_run")
+    push = ["push", trained, "--repo_id", NAME, "--output_dir", folder]
+    run_command(*push, "--license", "apache-2.0", "--prose", prose, "--dry_run")
     assert f"{NAME} is new, without the tag v1.0\n+ LICENSE\n" in caplog.text
-    assert hub.made is None
+    assert hub.created_repository is None
 
+    # The user edits the card after the dry run, and the edited card is pushed.
     with (folder / "README.md").open("a") as card:
         card.write("\nSaid by hand.\n")
     run_command(*push)
     assert hub.repository.private
-    assert len(hub.repository.commits) == 2  # the Hub's own, and one
-    assert published(hub) == read_tree(folder)
-    assert b"Said by hand." in published(hub)["README.md"]
+    assert len(hub.repository.commits) == 2  # the Hub's first commit, and the push's
+    assert read_published(hub) == read_tree(folder)
+    assert b"Said by hand." in read_published(hub)["README.md"]
 
+    # A second push, now with --public, changes the visibility and nothing else.
     hub.requests.clear()
     run_command(*push, "--public")
-    assert [path for method, path, _ in hub.requests if method != "GET"] == [f"/api/models/{NAME}/settings"]
+    changes = [request.path for request in hub.requests if request.method != "GET"]
+    assert changes == [f"/api/models/{NAME}/settings"]
     assert not hub.repository.private
     assert len(hub.repository.commits) == 2
 
@@ -48,7 +52,23 @@ def test_what_was_looked_at_is_pushed_and_verified(
     run_command("verify", NAME, "--revision", "v1.0", "--stage", folder)
     assert f"Verified: {NAME} at v1.0" in caplog.text
     assert "The card's snippet printed: " in caplog.text
-    assert not any(authorization for _, path, authorization in hub.requests if "/resolve/" in path)  # it is public
+    # The repository is public, so its files are downloaded without a token.
+    downloads = [request for request in hub.requests if "/resolve/" in request.path]
+    assert downloads
+    assert all(request.authorization == "" for request in downloads)
+
+
+def test_options_of_the_build_are_refused_for_a_folder_that_is_there(
+    trained: Path, release: Path, prose: Path, hub: HubServer
+) -> None:
+    push = ["push", trained, "--repo_id", NAME, "--output_dir", release, "--dry_run"]
+    advice = (
+        f"no effect on {release}, which is there already. Delete {release} to build it anew, or leave the options out"
+    )
+    with pytest.raises(SystemExit, match=f"^error: --prose, --license: {re.escape(advice)}"):
+        run_command(*push, "--license", "mit", "--prose", prose)
+
+    run_command(*push)
 
 
 def test_without_a_token_a_dry_run_still_builds(
@@ -80,12 +100,13 @@ def test_a_folder_that_is_not_this_release_is_refused(
     with pytest.raises(SystemExit, match=r"was built from other weights than .*retrained holds now"):
         run_command("push", retrained, "--repo_id", NAME, "--output_dir", release)
 
-    before = shutil.copytree(release, tmp_path / "before")
-    (before / "release.json").unlink()  # as earlier versions left it
-    with pytest.raises(SystemExit, match=r"before holds no release.json: .* an earlier version built it. Delete it"):
-        run_command("push", trained, "--repo_id", NAME, "--output_dir", before)
-    with pytest.raises(SystemExit, match=r"before holds no release.json"):
-        run_command("verify", NAME, "--revision", "v1.0", "--stage", before)
+    # Earlier versions built folders without release.json.
+    old_release = shutil.copytree(release, tmp_path / "old")
+    (old_release / "release.json").unlink()
+    with pytest.raises(SystemExit, match=r"old holds no release.json: .* an earlier version built it. Delete it"):
+        run_command("push", trained, "--repo_id", NAME, "--output_dir", old_release)
+    with pytest.raises(SystemExit, match=r"old holds no release.json"):
+        run_command("verify", NAME, "--revision", "v1.0", "--stage", old_release)
     assert hub.requests == []
 
 
@@ -95,7 +116,7 @@ def test_former_commands_name_the_new_one(former: str) -> None:
         run_command(former, "runs/digits/stage2")
 
 
-def test_nothing_is_pushed_that_is_not_on_the_list(
+def test_a_folder_with_a_file_that_is_not_on_the_list_is_not_pushed(
     trained: Path, release: Path, hub: HubServer, token: None, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(release, tmp_path / "release")
@@ -105,7 +126,7 @@ def test_nothing_is_pushed_that_is_not_on_the_list(
     assert hub.requests == []
 
 
-def test_a_token_that_the_hub_refuses(
+def test_a_token_that_the_hub_refuses_ends_in_one_error(
     trained: Path, release: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_revoked")
@@ -120,50 +141,59 @@ def test_a_token_that_the_hub_refuses(
 def test_a_push_that_stopped_is_finished_by_another(
     request_that_fails: str, release: Path, hub: HubServer, api: HfApi
 ) -> None:
+    # The client itself repeats a request that fails with 500, and gives up at 403.
     hub.failures = {request_that_fails: 403, "/objects/batch": 500}
-    with pytest.raises(OSError, match="403"):  # the 500 is asked again at once
+    with pytest.raises(OSError, match="403"):
         push_release(release, api, public=True)
     assert hub.repository.private
 
     push_release(release, api, public=True)
     assert not hub.failures
-    assert published(hub) == read_tree(release)
+    assert read_published(hub) == read_tree(release)
     assert not hub.repository.private
     assert len(hub.repository.commits) == 2
-    assert len(hub.uploads()) == len(set(hub.uploads())) > 0
+
+    # No large file is uploaded twice.
+    uploads = hub.list_uploads()
+    assert uploads
+    assert len(uploads) == len(set(uploads))
 
 
 def test_stale_files_go_in_the_same_commit(release: Path, hub: HubServer, api: HfApi) -> None:
-    repository = place_files(
-        hub, {"README.md": b"before", "old.bin": b"x", "LICENSE": read_tree(release)["LICENSE"]}, private=True
-    )
+    earlier_files = {"README.md": b"before", "old.bin": b"x", "LICENSE": read_tree(release)["LICENSE"]}
+    repository = place_files(hub, earlier_files, private=True)
     repository.tags.clear()
+
     plan = plan_push(release, api)
     assert plan.changed == ["README.md"]
     assert plan.deleted == ["old.bin"]
     assert plan.unchanged == ["LICENSE"]
 
     push_release(release, api)
-    assert published(hub) == read_tree(release)
+    assert read_published(hub) == read_tree(release)
     assert len(repository.commits) == 2
 
 
-def test_a_tag_is_not_moved_and_a_public_repository_not_changed_unasked(
-    release: Path, hub: HubServer, api: HfApi
-) -> None:
+def test_a_tag_is_not_moved(release: Path, hub: HubServer, api: HfApi) -> None:
+    """The head holds the release's files, but the tag is on other files, and the tag is what counts."""
     repository = place_files(hub, read_tree(release) | {"README.md": b"other"})
-    repository.commit(read_tree(release))  # the head is the same, and is not what counts
+    repository.commit(read_tree(release))
     with pytest.raises(UserError, match=r"already has a tag v1.0, which is not moved, and README.md differs"):
         push_release(release, api)
+    assert len(repository.commits) == 2
+    assert hub.list_uploads() == []
 
+
+def test_a_public_repository_is_changed_only_with_the_option(release: Path, hub: HubServer, api: HfApi) -> None:
+    repository = place_files(hub, read_tree(release))
     repository.tags.clear()
     with pytest.raises(UserError, match=f"{NAME} is public: push with --public"):
         push_release(release, api)
-    assert len(repository.commits) == 2
-    assert hub.uploads() == []
+    assert len(repository.commits) == 1
+    assert hub.list_uploads() == []
 
 
-def test_metadata_that_the_hub_refuses_is_told(release: Path, hub: HubServer, api: HfApi) -> None:
+def test_the_hubs_reason_for_refusing_a_card_is_shown(release: Path, hub: HubServer, api: HfApi) -> None:
     hub.card_error = '"license" must be one of apache-2.0, mit'
     with pytest.raises(UserError, match=r"The Hub refuses the card .*README.md: [\s\S]*must be one of apache-2.0"):
         push_release(release, api)
@@ -171,9 +201,11 @@ def test_metadata_that_the_hub_refuses_is_told(release: Path, hub: HubServer, ap
 
 
 def test_verify_finds_what_differs(release: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = read_tree(release) | {"theirs.txt": b"x"}
+    files = read_tree(release)
     del files["LICENSE"]
-    files["README.md"] += b"\n```python\nprint(1 / 0)\n```\n"  # each snippet is run
+    files["theirs.txt"] = b"x"
+    # All snippets of the card are run, so a second one that fails is noticed.
+    files["README.md"] += b"\n```python\nprint(1 / 0)\n```\n"
     place_files(hub, files, private=True)
     with pytest.raises(UserError, match="does not exist, or is private or gated and needs a token"):
         verify_release(NAME, "v1.0")
@@ -187,7 +219,7 @@ def test_verify_finds_what_differs(release: Path, hub: HubServer, monkeypatch: p
     ]
 
 
-def test_verify_says_in_one_line_what_is_not_there(release: Path, hub: HubServer) -> None:
+def test_verify_says_in_one_line_that_a_release_is_missing_or_another(release: Path, hub: HubServer) -> None:
     place_files(hub, read_tree(release))
     with pytest.raises(SystemExit, match=r"^error: The release can't be downloaded: .*404"):
         run_command("verify", NAME, "--revision", "v2.0")

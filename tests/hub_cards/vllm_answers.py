@@ -1,4 +1,6 @@
-"""Greedy answers of a released folder by vLLM and by transformers, as JSON; run in vLLM's own environment.
+"""Write the greedy answers of a released folder's model by vLLM and by transformers, as JSON.
+
+This script runs in vLLM's own environment:
 
 python -I vllm_answers.py FOLDER ANSWERS
 """
@@ -14,31 +16,41 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from vllm import LLM, SamplingParams
 
 
-TOKENS = 8
+NUM_TOKENS = 8
 
 
-def read_prompts(processor: Any) -> list[dict[str, Any]]:
-    """A prompt with a picture and one without, in vLLM's form."""
-    prompts = []
-    for picture, question in (Image.linear_gradient("L").convert("RGB"), "what is it?"), (None, "who are you?"):
-        content = [{"type": "image"}] * (picture is not None) + [{"type": "text", "text": question}]
-        text = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        prompts.append({"prompt": text, "multi_modal_data": {"image": picture} if picture else {}})
-    return prompts
+def make_prompts(processor: Any) -> list[dict[str, Any]]:
+    """A prompt with a picture, and a prompt without, in vLLM's form."""
+    picture = Image.linear_gradient("L").convert("RGB")
+    with_picture = format_chat(processor, [{"type": "image"}, {"type": "text", "text": "what is it?"}])
+    without_picture = format_chat(processor, [{"type": "text", "text": "who are you?"}])
+    return [
+        {"prompt": with_picture, "multi_modal_data": {"image": picture}},
+        {"prompt": without_picture, "multi_modal_data": {}},
+    ]
+
+
+def format_chat(processor: Any, content: list[dict[str, str]]) -> str:
+    """The text of a chat that begins with this content of the user."""
+    messages = [{"role": "user", "content": content}]
+    return processor.apply_chat_template(messages, add_generation_prompt=True)
 
 
 def ask_transformers(model: Any, processor: Any, prompt: dict[str, Any]) -> dict[str, list[Any]]:
+    """The tokens of transformers' answer, and their log-probabilities."""
     picture = prompt["multi_modal_data"].get("image")
     inputs = processor(text=prompt["prompt"], images=picture, return_tensors="pt")
-    given = model.generate(
-        **inputs, max_new_tokens=TOKENS, do_sample=False, output_scores=True, return_dict_in_generate=True
+    generated = model.generate(
+        **inputs, max_new_tokens=NUM_TOKENS, do_sample=False, output_scores=True, return_dict_in_generate=True
     )
-    tokens = given.sequences[0, inputs["input_ids"].shape[1] :]
-    log_probabilities = torch.cat(given.scores).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    tokens = generated.sequences[0, inputs["input_ids"].shape[1] :]
+    all_log_probabilities = torch.cat(generated.scores).log_softmax(-1)  # [num_tokens, vocabulary]
+    log_probabilities = all_log_probabilities.gather(1, tokens[:, None])[:, 0]
     return {"tokens": tokens.tolist(), "log_probabilities": log_probabilities.tolist()}
 
 
 def ask_vllm(folder: str, prompts: list[dict[str, Any]]) -> list[dict[str, list[Any]]]:
+    """The tokens of vLLM's answers, and their log-probabilities."""
     engine = LLM(
         model=folder,
         model_impl="transformers",
@@ -50,21 +62,28 @@ def ask_vllm(folder: str, prompts: list[dict[str, Any]]) -> list[dict[str, list[
         kv_cache_memory_bytes=2**26,  # 256 tokens of a model of 30 layers take 12 MB, in blocks of 128
     )
     answers = []
-    for request in engine.generate(prompts, SamplingParams(temperature=0, max_tokens=TOKENS, logprobs=0)):
-        given = request.outputs[0]
-        log_probabilities = [step[token].logprob for token, step in zip(given.token_ids, given.logprobs, strict=True)]
-        answers.append({"tokens": list(given.token_ids), "log_probabilities": log_probabilities})
+    for request in engine.generate(prompts, SamplingParams(temperature=0, max_tokens=NUM_TOKENS, logprobs=0)):
+        output = request.outputs[0]
+        # Each step holds log-probabilities by token, here only that of the chosen token.
+        steps = zip(output.token_ids, output.logprobs, strict=True)
+        log_probabilities = [step[token].logprob for token, step in steps]
+        answers.append({"tokens": list(output.token_ids), "log_probabilities": log_probabilities})
     return answers
 
 
 def main() -> None:
+    """Ask both, and write their answers."""
     folder, output = sys.argv[1:]
     processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
-    prompts = read_prompts(processor)
-    expected = [ask_transformers(model, processor, prompt) for prompt in prompts]
-    Path(output).write_text(json.dumps({"transformers": expected, "vllm": ask_vllm(folder, prompts)}))
+    prompts = make_prompts(processor)
+    answers = {
+        "transformers": [ask_transformers(model, processor, prompt) for prompt in prompts],
+        "vllm": ask_vllm(folder, prompts),
+    }
+    Path(output).write_text(json.dumps(answers))
 
 
-if __name__ == "__main__":  # vLLM's workers import this file
+# vLLM's workers import this file, and must not run it.
+if __name__ == "__main__":
     main()

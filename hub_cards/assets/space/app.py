@@ -1,4 +1,4 @@
-"""Ask the model about a picture, and see its tokens' norm and turning with and without the projector's norm."""
+"""A page to ask the model about a picture. It also draws how the tokens change through the layers."""
 
 import os
 from typing import Any
@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
 MAX_NEW_TOKENS = 256
-# Overrides the model's generation config, which may set penalties.
+# Options of a greedy answer. They override the model's generation config, which may set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 CAPTION = (
     "Means over the question's tokens, without special tokens and attention sinks. Norm: of each layer's input and, "
@@ -27,7 +27,7 @@ MODEL = os.environ["MODEL"]
 REVISION = os.environ["REVISION"]
 NAME = MODEL.rstrip("/").split("/")[-1]
 
-# The model's own code is run, at that revision.
+# The model's own code is run, at this revision.
 model = AutoModelForImageTextToText.from_pretrained(
     MODEL,
     revision=REVISION,
@@ -40,12 +40,12 @@ processor = AutoProcessor.from_pretrained(MODEL, revision=REVISION, trust_remote
 
 @torch.no_grad()
 def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
-    """The model's greedy answer, and the figure."""
+    """The model's greedy answer to a question, and the figure of its tokens."""
     if picture is None or not question.strip():
         raise gr.Error("A picture and a question are needed.")
     try:
         inputs = prepare(model, processor, to_rgb(picture), question)
-    except ValueError as error:  # the question contains the image token
+    except ValueError as error:  # a question that contains the image token's text, for example
         raise gr.Error(f"The question can't be asked: {error}") from error
 
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
@@ -55,7 +55,7 @@ def answer(picture: Image.Image | None, question: str) -> tuple[str, Any]:
 
 
 def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> Any:
-    """A model's inputs."""
+    """A model's inputs for a picture and a question."""
     content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
     inputs = processor.apply_chat_template(
         [{"role": "user", "content": content}],
@@ -68,9 +68,11 @@ def prepare(model: Any, processor: Any, picture: Image.Image, question: str) -> 
 
 
 def measure_without_norm(inputs: Any) -> Measured | None:
-    """Measures of the model with its norm, if it has one, removed for one pass."""
+    """Measure the model as it is without the norm after its projector; `None` if it has no such norm."""
     if model.config.projector_norm == "none":
         return None
+
+    # The hook replaces the norm's output by its input, during this one pass.
     norm = model.base_model.multi_modal_projector.norm
     with norm.register_forward_hook(lambda norm, args, output: args[0]):
         return measure(model, processor, inputs)

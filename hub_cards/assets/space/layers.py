@@ -1,4 +1,4 @@
-"""Norm and turning of a question's tokens by layer, as the diagnostics define and measure them."""
+"""Measure and draw the L2 norm and the turning of a question's tokens at each layer, as the diagnostics do."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -9,20 +9,21 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 
-# A token is an attention sink if its norm is that many times the median of its modality.
+# A token is an attention sink if its norm is more than this many times the median norm of its modality.
 SINK_FACTOR = 10.0
 COLOURS = {"image": "#d55e00", "text": "#0072b2"}
 PANELS = {"norm": "L2 norm of tokens", "turning": "turning, 1 − cosine"}
-# A value for each layer, by panel and modality.
+# A value for each layer, by panel ("norm", "turning"), then by modality ("image", "text").
 Measured = dict[str, dict[str, list[float]]]
 
 
 def measure(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> Measured:
-    """Means over image tokens and over text tokens of one question; special tokens and sinks are neither.
+    """Means over the image tokens and over the text tokens of one question, without special tokens and sinks.
 
-    Norms are of each layer's input and, last, of the last layer's output; turning is 1 - cosine of input and output.
+    The norm is that of each layer's input and, as the last value, of the last layer's output. The turning of a layer
+    is 1 - cosine of its input and output.
     """
-    norms, turning = run_layers(model, inputs)  # [L + 1, S], [L, S]
+    norms, turning = run_layers(model, inputs)  # [num_layers + 1, num_tokens], [num_layers, num_tokens]
     input_ids = inputs["input_ids"][0].cpu()
     is_image = input_ids == model.config.image_token_id
     masks = {"image": is_image, "text": ~is_image & ~is_special_token(processor, input_ids)}
@@ -37,7 +38,11 @@ def measure(model: Any, processor: Any, inputs: Mapping[str, torch.Tensor]) -> M
 
 @torch.no_grad()
 def run_layers(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Norms of one pass, `(num_layers + 1, num_tokens)`, and its turning, `(num_layers, num_tokens)`."""
+    """Run the model once, and record norm and turning of every token at each layer.
+
+    Returns:
+        Norms, `(num_layers + 1, num_tokens)`, and turning, `(num_layers, num_tokens)`.
+    """
     entering: list[torch.Tensor] = []
     leaving: list[torch.Tensor] = []
     turning: list[torch.Tensor] = []
@@ -45,8 +50,8 @@ def run_layers(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Te
     def record(layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         after = output if isinstance(output, torch.Tensor) else output[0]
         before = args[0] if args else kwargs["hidden_states"]
-        after = after[0].float()  # [S, hidden_size]
-        before = before[0].to(after)
+        after = after[0].float()  # [num_tokens, hidden_size]
+        before = before[0].to(after)  # to the same device and dtype
         entering.append(before.norm(dim=-1).cpu())
         leaving.append(after.norm(dim=-1).cpu())
         turning.append(1 - torch.cosine_similarity(before, after, dim=-1).cpu())
@@ -59,26 +64,28 @@ def run_layers(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Te
 
 
 def is_special_token(processor: Any, input_ids: torch.Tensor) -> torch.Tensor:
-    """Which tokens are special ones, such as those of the chat format, `(num_tokens,)`."""
+    """Mask of the special tokens, such as those of the chat format, `(num_tokens,)`."""
     tokenizer = processor.tokenizer
-    special = set(tokenizer.all_special_ids)
+    special_ids = set(tokenizer.all_special_ids)
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if token.special:
-            special.add(token_id)
-    return torch.isin(input_ids, torch.tensor(sorted(special)))
+            special_ids.add(token_id)
+    return torch.isin(input_ids, torch.tensor(sorted(special_ids)))
 
 
 def without_sinks(norms: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """A modality's mask, `(num_tokens,)`, without the tokens that become attention sinks after a layer."""
-    after_layers = norms[1:, mask]  # [L, tokens of the modality]
-    medians = after_layers.median(dim=-1, keepdim=True).values
+    """A modality's mask, `(num_tokens,)`, without the tokens that are attention sinks after any layer."""
+    norms_after_layers = norms[1:, mask]  # [num_layers, tokens of the modality]
+    medians = norms_after_layers.median(dim=-1, keepdim=True).values
+    is_sink = (norms_after_layers > SINK_FACTOR * medians).any(dim=0)
+
     kept = mask.clone()
-    kept[mask] = ~(after_layers > SINK_FACTOR * medians).any(dim=0)
+    kept[mask] = ~is_sink
     return kept
 
 
 def draw(with_norm: Measured, without_norm: Measured | None) -> Figure:
-    """Both panels; lines without the norm are dashed."""
+    """Draw both panels. Dashed lines show the model without its norm, if it has one."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     for axis, (panel, label) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
         for modality, colour in COLOURS.items():

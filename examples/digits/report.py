@@ -247,8 +247,8 @@ def render_shares(shares: dict[str, Shares], num_questions: int) -> str:
 def render_norms(summaries: dict[str, Summary]) -> str:
     """The table of norms.
 
-    It has the norms of tokens at the decoder's entrance, and for each third of its layers the difference between image
-    and text tokens in the cosine that a layer leaves of a token.
+    It has the norms of tokens at the decoder's entrance and, for each third of its layers, the gap of cosines that the
+    diagnostics measure.
     """
     lines = [f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, visual - text':>36}"]
     lines.append(f"{'':26}{'visual':>10}{'text':>10}{'ratio':>11}" + "".join(f"{third:>14}" for third in THIRDS))

@@ -102,7 +102,7 @@ def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float
     steps_by_block = {block.number: block.steps for block in BLOCKS}
     minutes = []
     for record in records:
-        if record["processor"] == processor:
+        if record["processor"] == processor and record["block"] in steps_by_block:
             minutes.append(record["minutes"] / steps_by_block[record["block"]])
     return sum(minutes) / len(minutes) if minutes else None
 

@@ -47,9 +47,9 @@ def processor_name() -> str:
 
 
 def claim_folder(folder: Path, commit: str) -> None:
-    """Make a run's folder. One that is there is kept if this commit began it on this processor, otherwise emptied.
+    """Make a run's folder. An existing folder is kept if this commit began it on this processor, otherwise emptied.
 
-    Otherwise training would go on from a checkpoint of another commit or processor.
+    A training would go on from a checkpoint in the folder, which must not be that of another commit or processor.
     """
     begun_by = {"commit": commit, "processor": processor_name()}
     marker = folder / "begun_by.json"

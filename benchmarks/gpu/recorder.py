@@ -75,18 +75,18 @@ class StepRecorder(TrainerCallback):
     def watch(self, trained: Any, device: torch.device) -> None:
         """Begin to record a model's passes, and the time of each in the decoder's layers."""
         self.trained = trained
-        self.steps = Stopwatch(device)
-        self.layers = Stopwatch(device)
+        self.step_stopwatch = Stopwatch(device)
+        self.layers_stopwatch = Stopwatch(device)
         decoder = base_model(trained).model.language_model
         trained.register_forward_pre_hook(self._enter_model, with_kwargs=True)
         decoder.register_forward_pre_hook(self._enter_layers, with_kwargs=True)
         decoder.norm.register_forward_pre_hook(self._leave_layers)
-        self.steps.mark()
+        self.step_stopwatch.mark()
 
     def end_step(self) -> None:
         """Record that a step has ended."""
         self.step += 1
-        self.steps.mark()
+        self.step_stopwatch.mark()
 
     def _enter_model(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self.record_pass(inputs)
@@ -110,22 +110,22 @@ class StepRecorder(TrainerCallback):
     # Each pass marks four moments: it enters the first layer, it leaves the last layer, and on the way back its
     # gradient enters the last layer and leaves the first one.
     def _enter_layers(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        self.layers.mark()
+        self.layers_stopwatch.mark()
         inputs["inputs_embeds"].register_hook(self._mark_gradient)
 
     def _leave_layers(self, module: nn.Module, args: tuple[torch.Tensor]) -> None:
-        self.layers.mark()
+        self.layers_stopwatch.mark()
         args[0].register_hook(self._mark_gradient)
 
     def _mark_gradient(self, gradient: torch.Tensor) -> None:
-        self.layers.mark()
+        self.layers_stopwatch.mark()
 
     def summary(self) -> Figures:
         """The figures of the measured steps, as definitions.py defines them.
 
         Only the peak of memory covers the warm-up too.
         """
-        step_seconds = self.steps.seconds()[self.warmup :]
+        step_seconds = self.step_stopwatch.seconds()[self.warmup :]
         seconds = sum(step_seconds)
         passes = [forward for forward in self.passes if forward.step >= self.warmup]
         lengths: list[int] = []
@@ -157,7 +157,7 @@ class StepRecorder(TrainerCallback):
 
     def _layers_seconds(self) -> float:
         """The seconds that the measured passes spent in the decoder's layers, forward and backward."""
-        intervals = self.layers.seconds()
+        intervals = self.layers_stopwatch.seconds()
         total = 0.0
         for number, forward in enumerate(self.passes):
             if forward.step < self.warmup:

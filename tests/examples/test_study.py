@@ -56,7 +56,7 @@ from script_runs import FAST, INSTRUCT, dump_recipe, weights
 PROJECTOR = "model.multi_modal_projector"
 
 
-def record(block: Block, arm: Arm, seed: int, points: float = 30.0, processor: str = "a CPU") -> Record:
+def make_record(block: Block, arm: Arm, seed: int, points: float = 30.0, processor: str = "a CPU") -> Record:
     """A run's record. Each primary artist has 1,000 drawings, of which `points` percent have the right name."""
     digits = ("1" * round(10 * points)).ljust(1000, "0")
     return {
@@ -76,13 +76,13 @@ def record(block: Block, arm: Arm, seed: int, points: float = 30.0, processor: s
     }
 
 
-def records_of(block: Block, points: dict[Arm, list[float]], processor: str = "a CPU") -> list[Record]:
+def make_records(block: Block, points: dict[Arm, list[float]], processor: str = "a CPU") -> list[Record]:
     """Records of a block in which each arm has these percentages of right names, one for each seed."""
-    rows = []
-    for arm, shares in points.items():
-        for seed, share in zip(block.seeds, shares, strict=True):
-            rows.append(record(block, arm, seed, share, processor))
-    return rows
+    records = []
+    for arm, arm_points in points.items():
+        for seed, run_points in zip(block.seeds, arm_points, strict=True):
+            records.append(make_record(block, arm, seed, run_points, processor))
+    return records
 
 
 def eight_around(mean: float, distance: float) -> list[float]:
@@ -130,13 +130,13 @@ def test_a_processor_that_is_better_for_all_arms_changes_no_comparison() -> None
     assert with_shift.p == pytest.approx(without_shift.p)
 
     # In a model without processors, the shift would make the interval much wider.
-    ignored = ArmModel(arms, ["a CPU"] * 16, shifted).difference({"a": 1, "b": -1})
-    assert ignored.high - ignored.low > 5 * (with_shift.high - with_shift.low)
+    without_processors = ArmModel(arms, ["a CPU"] * 16, shifted).difference({"a": 1, "b": -1})
+    assert without_processors.high - without_processors.low > 5 * (with_shift.high - with_shift.low)
 
 
 def test_effects_of_norm_and_rate_by_hand() -> None:
     means = {SCALED: 36.0, SCALED_SLOWLY: 33.0, NOTHING_FAST: 31.0, NOTHING: 30.0}
-    rows = records_of(BLOCK_1, {arm: eight_around(mean, 1.0) for arm, mean in means.items()})
+    rows = make_records(BLOCK_1, {arm: eight_around(mean, 1.0) for arm, mean in means.items()})
     effects = judge_block_1(rows)
     expected = {
         "norm": 4.0,  # (36 + 33) / 2 - (31 + 30) / 2
@@ -192,7 +192,7 @@ def test_block_1_says_what_its_effects_allow(norm_p: float, rate_p: float, inter
 def test_simple_effects_are_shown_only_where_the_interaction_is_clear() -> None:
     def report_for(means: dict[Arm, float]) -> str:
         points = {arm: eight_around(mean, 1.0) for arm, mean in means.items()}
-        return report(BLOCK_1, records_of(BLOCK_1, points))
+        return report(BLOCK_1, make_records(BLOCK_1, points))
 
     # A small norm and a fast second layer each gain 3 points, together 6.
     without_interaction = report_for({SCALED: 36, SCALED_SLOWLY: 33, NOTHING_FAST: 33, NOTHING: 30})
@@ -205,8 +205,8 @@ def test_simple_effects_are_shown_only_where_the_interaction_is_clear() -> None:
 def test_a_second_look_only_where_scaling_and_norm_are_unclear() -> None:
     nothing = eight_around(30, 2.0)
     scaled = eight_around(37, 2.0)
-    unclear_rows = records_of(BLOCK_2, {NOTHING: nothing, SCALED: scaled, LAYER_NORM: eight_around(34, 2.0)})
-    clear_rows = records_of(BLOCK_2, {NOTHING: nothing, SCALED: scaled, LAYER_NORM: eight_around(30, 2.0)})
+    unclear_rows = make_records(BLOCK_2, {NOTHING: nothing, SCALED: scaled, LAYER_NORM: eight_around(34, 2.0)})
+    clear_rows = make_records(BLOCK_2, {NOTHING: nothing, SCALED: scaled, LAYER_NORM: eight_around(30, 2.0)})
     assert needs_more_seeds(unclear_rows)
     assert not needs_more_seeds(clear_rows)
     # The first look comes when all runs are done.
@@ -239,10 +239,10 @@ def test_equal_means_an_interval_within_three_points() -> None:
 
 def test_all_arms_of_a_seed_run_on_one_processor() -> None:
     # The CPU has finished seed 101 and begun 102, and the GPU has begun 103.
-    rows = [record(BLOCK_2, arm, 101, processor="a CPU") for arm in BLOCK_2.arms]
-    rows.append(record(BLOCK_2, NOTHING, 102, processor="a CPU"))
-    rows.append(record(BLOCK_2, NOTHING, 103, processor="a GPU"))
-    rows.append(record(BLOCK_2, SCALED, 103, processor="a GPU"))
+    rows = [make_record(BLOCK_2, arm, 101, processor="a CPU") for arm in BLOCK_2.arms]
+    rows.append(make_record(BLOCK_2, NOTHING, 102, processor="a CPU"))
+    rows.append(make_record(BLOCK_2, NOTHING, 103, processor="a GPU"))
+    rows.append(make_record(BLOCK_2, SCALED, 103, processor="a GPU"))
 
     def seeds_in_order(processor: str) -> list[int]:
         return list(dict.fromkeys(cell.seed for cell in cells_left(BLOCK_2, rows, processor)))
@@ -261,7 +261,7 @@ def test_all_arms_of_a_seed_run_on_one_processor() -> None:
 
 def test_no_result_is_shown_before_a_block_ends() -> None:
     points = {arm: eight_around(32, 2.0) for arm in BLOCK_2.arms}
-    rows = records_of(BLOCK_2, points)
+    rows = make_records(BLOCK_2, points)
     progress = study.describe_progress(rows[:-1], "a CPU")
     assert progress.startswith("Block 2: 1 of 24 runs left, about 0.2 hours")
     assert "less" not in progress  # as in "scaled once less LayerNorm at T"
@@ -272,7 +272,7 @@ def test_no_result_is_shown_before_a_block_ends() -> None:
     assert "less" not in progress
 
     # A clear first look ends the block.
-    clear_rows = records_of(BLOCK_2, points | {SCALED: eight_around(60, 2.0)})
+    clear_rows = make_records(BLOCK_2, points | {SCALED: eight_around(60, 2.0)})
     assert "scaled once less LayerNorm at T: ahead" in study.describe_progress(clear_rows, "a CPU")
 
 
@@ -471,7 +471,7 @@ def test_records_name_a_commit_without_changes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_record_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "RECORDS", tmp_path / "records.jsonl")
-    rows = [record(BLOCK_2, arm, 101) for arm in BLOCK_2.arms]
+    rows = [make_record(BLOCK_2, arm, 101) for arm in BLOCK_2.arms]
     lines = [json.dumps(row) for row in rows]
     # Lines that stand in the file twice are read once.
     study.RECORDS.write_text("\n".join([*lines, *lines]))
@@ -501,7 +501,7 @@ def test_a_run_begins_anew_on_another_processor(tmp_path: Path, monkeypatch: pyt
 
 def test_a_seed_counts_on_the_processor_that_finished_it_first() -> None:
     # The CPU begins the seed, the GPU runs all of its arms, and then the CPU runs the others.
-    rows = [record(BLOCK_2, NOTHING, 101, processor="a CPU")]
-    rows += [record(BLOCK_2, arm, 101, processor="a GPU") for arm in BLOCK_2.arms]
-    rows += [record(BLOCK_2, arm, 101, processor="a CPU") for arm in BLOCK_2.arms[1:]]
+    rows = [make_record(BLOCK_2, NOTHING, 101, processor="a CPU")]
+    rows += [make_record(BLOCK_2, arm, 101, processor="a GPU") for arm in BLOCK_2.arms]
+    rows += [make_record(BLOCK_2, arm, 101, processor="a CPU") for arm in BLOCK_2.arms[1:]]
     assert complete_seeds(BLOCK_2, rows) == {101: "a GPU"}

@@ -95,8 +95,8 @@ class ArmModel:
     def __init__(self, arms: Sequence[str], processors: Sequence[str], outcomes: Sequence[float]) -> None:
         self.arms = list(dict.fromkeys(arms))
         y = np.array(outcomes, dtype=float)  # [num_runs]
-        is_of_arm = np.array(arms)[:, None] == np.array(self.arms)
-        arm_columns = is_of_arm.astype(float)  # [num_runs, num_arms]
+        is_arm = np.array(arms)[:, None] == np.array(self.arms)
+        arm_columns = is_arm.astype(float)  # [num_runs, num_arms]
         processor_columns = self._processor_columns(processors)
         design = np.concatenate([arm_columns, processor_columns], axis=1)  # [num_runs, num_arms + num_processors - 1]
 

@@ -3,10 +3,10 @@
     make emoji                  # the model and rows by default
     python -m benchmarks.real   # on a GPU: --device cuda
 
-After each step of a trainer the bare loop takes one on the same batch, so that other load slows both. Its batches are
-ready; a trainer makes its own. TRL trains plain Llava of the same weights, by chat format in both stages, and packs no
-pictures. The peak is what a matrix product of the language model's shapes reaches. `--alone` leaves the loop out, and
-then the memory is the trainer's.
+After each step of a trainer the bare loop takes a step on the same batch, so that other load slows both. The trainer
+makes its batches, while the loop finds them ready. TRL trains plain Llava with the same weights, uses the chat format
+in both stages, and can't pack rows with pictures. The peak is the speed of a matrix product of the language model's
+shapes. `--alone` leaves the loop out, so that the memory is the trainer's alone.
 """
 
 import os
@@ -47,9 +47,9 @@ from training import sft
 
 
 ROWS = {"align": "captions.json", "instruct": "train.json"}  # by stage, below --data
-PACKED_LENGTH = 65536  # a step in one row
+PACKED_LENGTH = 65536  # tokens; all rows of a step fit into one packed row
 ARMS = ("ours, padded", "ours, packed", "TRL, padded")
-# Of the printed table.
+# The columns of the printed table.
 COLUMNS = ("seconds", "ratio", "tokens_per_second", "share_of_peak", "bare_share", "padding_share", "memory_gib")
 Report = dict[str, Any]
 
@@ -58,14 +58,14 @@ def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description="Compare training speed with a bare loop and plain TRL.")
     add = parser.add_argument
-    add("--alone", action="store_true", help="without the bare loop; always so on a GPU")
+    add("--alone", action="store_true", help="leave out the bare loop, as is always done on a GPU")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--output", type=Path, help="JSON file; benchmarks/results/real_<device>.json by default")
     add("--model", type=Path, default=Path("runs/emoji/aligned"), help="folder of a NormLlava")
     add("--data", type=Path, default=Path("runs/emoji/pictures"), help="folder of its rows")
     add("--steps", type=int, default=6, help="steps of each run, the first not timed")
     add("--batch_size", type=int, default=16, help="rows of a step")
-    add("--attention", default="varlen", help="of packed rows: varlen, sdpa, flash_attention_2, ...")
+    add("--attention", default="varlen", help="attention of packed rows: varlen, sdpa, flash_attention_2, ...")
     return parser
 
 
@@ -74,9 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     options = parse(build_parser(), argv)
     require_files(options)
-    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]  # one GPU
+    visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[0]  # the trainers would use all of them
     if options.device == "cuda":
-        options.alone = True  # two models would share its memory
+        options.alone = True  # with the loop, two models would share the GPU's memory
     output = options.output or Path(f"benchmarks/results/real_{options.device}.json")
 
     results = describe_run(options)
@@ -89,18 +90,19 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def require_files(options: argparse.Namespace) -> None:
-    """Check that the model and its rows are there.
+    """Check that the model and its files of rows exist.
 
     Raises:
-        UserError: if one is missing.
+        UserError: if a file is missing.
     """
-    for path in (options.model / "config.json", *(options.data / name for name in ROWS.values())):
+    row_files = [options.data / name for name in ROWS.values()]
+    for path in [options.model / "config.json", *row_files]:
         if not path.exists():
             raise UserError(f"{path} is missing: run `make emoji` first, or name others by --model and --data.")
 
 
 def describe_run(options: argparse.Namespace) -> dict[str, Any]:
-    """What the file of results says of all arms."""
+    """The fields of the file of results that hold for all arms, and the list of arms, still empty."""
     return {
         "settings": {name: str(value) for name, value in vars(options).items()},
         "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
@@ -123,12 +125,12 @@ def render_report(report: Report) -> str:
 
 
 def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
-    """Train an arm and report medians over all steps but the first; of one that runs out of memory only that."""
-    drop_trainer_before()
+    """Train an arm, and report its figures; if it runs out of memory, report only that."""
+    free_earlier_trainer()
     rows = json.loads((options.data / ROWS[stage]).read_text(encoding="utf-8"))
     rows = random.Random(42).sample(rows, options.steps * options.batch_size)
-    # Attention of padded rows is not an option.
-    loop = BareLoop(options.model, options.attention if arm == "ours, packed" else "sdpa", options.alone)
+    attention = options.attention if arm == "ours, packed" else "sdpa"
+    loop = BareLoop(options.model, attention, options.alone)
 
     with tempfile.TemporaryDirectory() as folder, called_by_all_trainers(loop):
         try:
@@ -145,8 +147,8 @@ def measure(options: argparse.Namespace, stage: str, arm: str) -> Report:
     return report
 
 
-def drop_trainer_before() -> None:
-    """Free the memory of the arm before, whose trainer refers to itself."""
+def free_earlier_trainer() -> None:
+    """Free the memory of the earlier arm's trainer, which refers to itself."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -155,7 +157,7 @@ def drop_trainer_before() -> None:
 
 @contextmanager
 def called_by_all_trainers(callback: TrainerCallback) -> Iterator[None]:
-    """Within the block every new trainer has this callback: our command makes its own trainer."""
+    """Within the block, give this callback to every new trainer, also to the one that our command makes."""
     transformers.trainer.DEFAULT_CALLBACKS.append(callback)
     try:
         yield
@@ -164,7 +166,7 @@ def called_by_all_trainers(callback: TrainerCallback) -> Iterator[None]:
 
 
 def common_fields(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Fields that TRL's trainer and ours have in common."""
+    """The fields that TRL's trainer and ours have in common."""
     on_gpu = options.device == "cuda"
     return {
         "output_dir": str(folder / "run"),
@@ -187,7 +189,7 @@ def common_fields(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def train_ours(
     stage: str, rows: Sequence[Mapping[str, Any]], options: argparse.Namespace, folder: Path, packed: bool
 ) -> None:
-    """Train by our command, in this process."""
+    """Train with our command, in this process."""
     rows_file = folder / "rows.json"
     rows_file.write_text(json.dumps(rows), encoding="utf-8")
 
@@ -207,7 +209,7 @@ def train_ours(
 
 
 def train_plain(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Namespace, folder: Path) -> None:
-    """Train plain Llava by TRL, as it documents it for pictures; TRL itself puts the pictures before the text."""
+    """Train plain Llava with TRL's trainer, as TRL's documentation does for pictures."""
     model = LlavaForConditionalGeneration.from_pretrained(options.model, dtype=torch.float32)
     if stage == "align":
         model.requires_grad_(False)
@@ -231,12 +233,12 @@ def train_plain(stage: str, rows: Sequence[dict[str, Any]], options: argparse.Na
 
 
 class BareLoop(TrainerCallback):
-    """Takes a step of its own after each of a trainer's, and times both.
+    """After each step of a trainer, takes a step of a plain PyTorch loop on the same batch, and times both.
 
     Args:
-        folder: Of the model.
-        attention: Of the loop's decoder.
-        alone: Only time the trainer.
+        folder: Folder of the model.
+        attention: Attention of the loop's decoder.
+        alone: Whether to leave the loop out and only time the trainer.
     """
 
     def __init__(self, folder: Path, attention: str, alone: bool) -> None:
@@ -244,25 +246,30 @@ class BareLoop(TrainerCallback):
         self.attention = attention
         self.alone = alone
         self.losses: list[float] = []
-        # When training began, then the ends of each step of the trainer and of this loop.
-        self.clocks: list[float] = []
+        # The time at which training began, then for each step the times at which the trainer and the loop ended it.
+        self.clock_readings: list[float] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Read the batches, and load the model."""
+        """Read all batches of the trainer, and load the loop's model."""
         loader = parts["train_dataloader"]
+        # accelerate's loader wraps the loader whose batches are still on the CPU.
         self.batches = list(getattr(loader, "base_dataloader", loader))
         self.args = args
         if not self.alone:
             self.load_model(dict(parts["model"].named_parameters()))
-        self.tick()
+        self.read_clock()
 
     def load_model(self, trained: Mapping[str, torch.nn.Parameter]) -> None:
-        """Load a model of the same weights as the trainer's, of which the same are trained."""
+        """Load the model that the trainer began with, and train the same parameters in the same dtype.
+
+        Args:
+            trained: The parameters of the trainer's model by name.
+        """
         self.model = NormLlavaForConditionalGeneration.from_pretrained(
             self.folder, dtype=torch.float32, attn_implementation={"text_config": self.attention}
         ).to(self.args.device)
         for name, parameter in self.model.train().named_parameters():
-            if name in trained:  # TRL's model has no norm
+            if name in trained:  # plain Llava lacks those of the norm
                 parameter.requires_grad_(trained[name].requires_grad)
                 parameter.data = parameter.data.to(trained[name].dtype)
         self.optimizer = torch.optim.AdamW(
@@ -270,30 +277,33 @@ class BareLoop(TrainerCallback):
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take a step. What the trainer does after it counts as part of the trainer's next one."""
-        self.tick()
+        """Take a step. What the trainer does after this callback is timed as part of its next step."""
+        self.read_clock()
         if not self.alone:
             inputs = to_device(self.batches[state.global_step - 1], args.device)
-            if state.global_step == 1:  # which is not timed
-                self.count_flops(inputs)
+            if state.global_step == 1:
+                self.count_flops(inputs)  # counting is slow, and the first step is not timed
             else:
-                self.step(inputs)
-        self.tick()
+                self.take_step(inputs)
+        self.read_clock()
 
-    def tick(self) -> None:
-        """Read the clock, once the device is done."""
+    def read_clock(self) -> None:
+        """Read the clock when the device has done its work."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.clocks.append(perf_counter())
+        self.clock_readings.append(perf_counter())
 
     def count_flops(self, inputs: dict[str, Any]) -> None:
         """Take a step and count its FLOPs."""
         with FlopCounterMode(display=False) as counter:
-            self.step(inputs)
+            self.take_step(inputs)
         self.flops_per_token = counter.get_total_flops() / inputs["input_ids"].numel()
 
-    def step(self, inputs: dict[str, Any]) -> None:
-        """The same arithmetic: the head on supervised positions, the mean loss, clipping."""
+    def take_step(self, inputs: dict[str, Any]) -> None:
+        """Take a step with the trainer's arithmetic.
+
+        The head computes supervised positions only, the loss is their mean, and gradients are clipped.
+        """
         labels = inputs.pop("labels")[:, 1:]
         supervised = labels != IGNORED
         with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.args.bf16):
@@ -307,13 +317,13 @@ class BareLoop(TrainerCallback):
         self.losses.append(loss.item())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Keep the trainer's mean loss and the peak of the device's memory: saving takes more."""
+        """Keep the trainer's mean loss and the peak of memory before the model is saved, which takes more memory."""
         self.trainer_loss = state.log_history[-1]["train_loss"]
         self.peak_memory = torch.cuda.max_memory_allocated()  # 0 on a CPU
 
     def step_seconds(self) -> torch.Tensor:
-        """Seconds of the trainer and of this loop in each step but the first, [steps - 1, 2]."""
-        seconds = torch.tensor(self.clocks, dtype=torch.float64).diff()
+        """The seconds of the trainer and of the loop in each step but the first, `[steps - 1, 2]`."""
+        seconds = torch.tensor(self.clock_readings, dtype=torch.float64).diff()
         return seconds.unflatten(0, (-1, 2))[1:]
 
     def timed_batches(self, steps: int) -> list[dict[str, Any]]:
@@ -323,34 +333,34 @@ class BareLoop(TrainerCallback):
 
 
 def report_trainer(loop: BareLoop, steps: int) -> Report:
-    """The trainer's figures."""
+    """The trainer's figures. Times are medians over all steps but the first."""
     step_seconds = loop.step_seconds()
     seconds = median(step_seconds[:, 0])
-    computed = 0
-    padding = 0
+    computed_tokens = 0
+    padding_tokens = 0
     for batch in loop.timed_batches(steps):
-        computed += batch["input_ids"].numel()
+        computed_tokens += batch["input_ids"].numel()
         if "attention_mask" in batch:
-            padding += int((batch["attention_mask"] == 0).sum())
+            padding_tokens += int((batch["attention_mask"] == 0).sum())
 
     return {
         "seconds": seconds,
         "loss": loop.trainer_loss,
-        "tokens_per_second": (computed - padding) / len(step_seconds) / seconds,
-        "padding_share": padding / computed,
+        "tokens_per_second": (computed_tokens - padding_tokens) / len(step_seconds) / seconds,
+        "padding_share": padding_tokens / computed_tokens,
         "memory_gib": loop.peak_memory / 2**30,
         "steps": step_seconds.tolist(),
     }
 
 
 def report_loop(loop: BareLoop, steps: int) -> Report:
-    """The bare loop's figures, and the trainer's beside them."""
+    """The bare loop's figures, and the trainer's compared with them."""
     step_seconds = loop.step_seconds()
     trainer_seconds = median(step_seconds[:, 0])
     bare_seconds = median(step_seconds[:, 1])
 
-    computed = sum(batch["input_ids"].numel() for batch in loop.timed_batches(steps))
-    num_tokens = computed // len(step_seconds)
+    computed_tokens = sum(batch["input_ids"].numel() for batch in loop.timed_batches(steps))
+    num_tokens = computed_tokens // len(step_seconds)  # of a step
     seconds_at_peak = loop.flops_per_token * num_tokens / measure_peak(loop.model, num_tokens)
     return {
         "bare_seconds": bare_seconds,
@@ -362,12 +372,12 @@ def report_loop(loop: BareLoop, steps: int) -> Report:
 
 
 def median(seconds: torch.Tensor) -> float:
-    """The median, between the middle two of an even number."""
+    """The median. Of an even number of values it is the mean of the middle two."""
     return seconds.quantile(0.5).item()
 
 
 def measure_peak(model: Any, num_tokens: int) -> float:
-    """FLOP/s of a matrix product as in the language model's MLP, for the tokens of a step: the best of many."""
+    """The highest FLOP/s of a matrix product of the language model's MLP, for the tokens of a step."""
     config = model.config.text_config
     factors = {
         "left": torch.rand(num_tokens, config.hidden_size),

@@ -1,4 +1,4 @@
-"""Our rows as TRL's trainer takes them."""
+"""Converts our rows into the layout that TRL's trainer takes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +13,9 @@ ROLES = {"human": "user", "gpt": "assistant"}
 
 
 def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -> Dataset:
-    """Rows in LLaVA's layout as messages and pictures, in the order in which our command takes them with this seed.
+    """Convert rows from LLaVA's layout into messages and pictures, in the order in which our command takes them.
 
-    TRL puts the pictures before the text by itself.
+    Marks of pictures are left out of the text, because TRL puts the pictures before it.
     """
     images = []
     messages = []
@@ -27,5 +27,5 @@ def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -
 
 
 def to_message(turn: dict[str, str]) -> dict[str, str]:
-    """A turn as a chat message."""
+    """Convert a turn into a chat message without the mark of a picture."""
     return {"role": ROLES[turn["from"]], "content": turn["value"].replace("<image>\n", "")}

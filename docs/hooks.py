@@ -1,6 +1,7 @@
-"""For MkDocs: the README as the first page, and the pages and pictures outside `docs/` that a page links to.
+"""MkDocs calls these functions when it builds the site.
 
-Links stay those of the repository, so that every page reads on GitHub too; here they are made those of the site.
+They add the README as the first page, and the pages and pictures outside `docs/` that a page links to. Pages link to
+files of the repository, so that their links work on GitHub. Here they are replaced by links of the site.
 """
 
 import posixpath
@@ -13,9 +14,10 @@ from mkdocs.structure.pages import Page
 
 
 ROOT = Path(__file__).resolve().parents[1]
-# The first page, in the repository and on the site.
+# The first page: its file in the repository, and its file on the site.
 README = "README.md"
 INDEX = "index.md"
+# The target of a Markdown link, unless it is an address or an anchor of the same page.
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 
 
@@ -29,21 +31,21 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not path.startswith("docs/"):
             files.append(File.generated(config, site_path(path), abs_src_path=str(ROOT / path)))
         if path.endswith(".md"):
-            new = linked_files(path) - seen
-            waiting += sorted(new)
-            seen |= new
+            unseen = linked_files(path) - seen
+            waiting += sorted(unseen)
+            seen |= unseen
     return files
 
 
 def linked_files(page: str) -> set[str]:
-    """The repository's files that a page links to."""
+    """The files of the repository that a page links to."""
     links = LINK.findall((ROOT / page).read_text(encoding="utf-8"))
     paths = {resolve(page, link) for link in links}
     return {path for path in paths if (ROOT / path).is_file()}
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make a page's links those of the site."""
+    """Replace a page's links to files of the repository by links of the site."""
     source = Path(str(page.file.abs_src_path)).relative_to(ROOT).as_posix()
     folder = posixpath.dirname(page.file.src_uri) or "."
 
@@ -54,10 +56,10 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def resolve(page: str, link: str) -> str:
-    """A link's target, as a path in the repository."""
+    """The path in the repository of a link's target."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
 
 
 def site_path(path: str) -> str:
-    """Where a file of the repository is on the site."""
+    """The path on the site of a file of the repository."""
     return INDEX if path == README else path.removeprefix("docs/")

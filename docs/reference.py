@@ -1,4 +1,4 @@
-"""Write `docs/reference.md`: the options of three commands, as their parsers have them.
+"""Writes `docs/reference.md`, the page of the options of three commands, from their parsers.
 
     python docs/reference.py
 
@@ -27,7 +27,7 @@ RECIPE_FIELDS = (
     "`ModelConfig`. The command line takes them too."
 )
 CHANGED_FIELDS = "Fields of TRL with another default or effect:"
-# By name. Of several options that set the same value, such as `--x` and `--no_x`, the first.
+# Options by name. Only the first of several options that set the same value is kept, such as `--x` of `--no_x`.
 Options = dict[str, argparse.Action]
 
 
@@ -65,7 +65,7 @@ def build_parser(module: str) -> argparse.ArgumentParser:
 
 
 def read_options(module: str) -> Options:
-    """The options of the command in a module, but for `--help`."""
+    """The options of the command in a module, without `--help`."""
     options: Options = {}
     for option in build_parser(module)._actions:
         if option.dest != "help":
@@ -74,7 +74,7 @@ def read_options(module: str) -> Options:
 
 
 def describe_recipe(options: Options) -> str:
-    """The fields of a recipe that are this project's, then those of TRL with another default or effect."""
+    """The recipe's fields that this project adds, then the fields of TRL whose default or effect it changes."""
     own_lines = [describe_option(options[name]) for name in RunArguments.__annotations__ if name in options]
 
     defaults = field_defaults(TrainingConfig)
@@ -97,14 +97,15 @@ def field_defaults(config: type) -> dict[str, Any]:
 
 
 def describe_option(option: argparse.Action, default: str | None = None) -> str:
-    """An option as an item of a list: its name, its default, what it is, and its choices.
+    """An option as an item of a list, with its name, its default, its help and its choices.
 
     Args:
         option: The option.
-        default: What to say of its default; by default what the option itself has.
+        default: The text about its default; by default that of `describe_default`.
     """
     name = f"`{option.option_strings[0]}`"
-    default = describe_default(option) if default is None else default
+    if default is None:
+        default = describe_default(option)
     if default:
         name += f" ({default})"
 
@@ -118,18 +119,19 @@ def describe_option(option: argparse.Action, default: str | None = None) -> str:
 
 
 def describe_default(option: argparse.Action) -> str:
-    """An option's default in code; nothing where there is none, or its help tells it."""
+    """An option's default as code; an empty text if it has none, or if its help names it."""
     if option.required:
         return "required"
     if option.default is None or option.default is False or option.default == argparse.SUPPRESS:
         return ""
     if "default" in help_of(option):
         return ""
-    return f"`{getattr(option.default, 'value', option.default)}`"  # an enum's value
+    value = getattr(option.default, "value", option.default)  # the value of an enum's member
+    return f"`{value}`"
 
 
 def help_of(option: argparse.Action) -> str:
-    """What `--help` says of an option, in one line."""
+    """The help of an option, in one line."""
     text = (option.help or "") % {"default": option.default}
     return " ".join(text.split())
 

@@ -1,4 +1,4 @@
-"""What the examples show of a model: a figure of pictures with its answers, and scores for its card."""
+"""Shows a model's answers: draws a figure of pictures with answers, and records scores for the model's card."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +14,12 @@ from evaluation.record import Evaluation, write_evaluations
 def draw_answers(
     images: Sequence[Image.Image], titles: Sequence[str], mistakes: Sequence[str], path: Path, credit: str = ""
 ) -> None:
-    """Write a figure of eight pictures with titles.
+    """Draw eight pictures with the model's answers, and write the figure.
 
     Args:
-        images: The pictures.
-        titles: What stands above each.
-        mistakes: What stands below each, in red; empty where the model was right.
+        images: The eight pictures.
+        titles: A text above each picture.
+        mistakes: A text below each picture, in red; empty if the model was right.
         path: File of the figure.
         credit: Who drew the pictures.
     """
@@ -37,12 +37,12 @@ def draw_answers(
 
 
 def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Write shares of exact matches into a model's evaluation.json, in place of earlier ones.
+    """Write shares of exact matches into a model's evaluation.json, where they replace earlier ones.
 
     Args:
-        folder: The model's.
-        command: Command that measured them.
-        rows: The other fields of [`~evaluation.record.Evaluation`]; the standard error follows from value and n.
+        folder: Folder of the model.
+        command: The command that measured the shares.
+        rows: The other fields of [`~evaluation.record.Evaluation`]. The standard error is computed here.
     """
     weights = weights_fingerprint(folder)
     evaluations = []
@@ -53,7 +53,7 @@ def record_scores(folder: Path, command: str, rows: Sequence[dict[str, Any]]) ->
             Evaluation(
                 **row,
                 metric="exact_match",
-                standard_error=error or None,  # unknown where all answers are right, or all wrong
+                standard_error=error or None,  # 0 would be wrong if all answers are right, or all are wrong
                 command=command,
                 weights=weights,
             )

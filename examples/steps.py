@@ -1,4 +1,4 @@
-"""Runs the steps of an example, each as a command of its own, and skips what is done."""
+"""Runs the steps of an example, each in a process of its own, and skips the steps that are done."""
 
 import logging
 import os
@@ -20,9 +20,9 @@ class Step:
     """A step of an example.
 
     Attributes:
-        title: What it makes.
-        command: Words that follow `python`, in the repository's root.
-        last_files: What it writes last, relative to the root. A step without any is always run.
+        title: A title that says what the step makes.
+        command: The words after `python`. The command runs in the repository's root.
+        last_files: The files that the step writes last, relative to the root. A step without them is always run.
     """
 
     title: str
@@ -31,7 +31,7 @@ class Step:
 
     @property
     def is_done(self) -> bool:
-        """Whether all that it writes last is there."""
+        """Whether all of `last_files` exist. A step without them is never done."""
         return bool(self.last_files) and all((ROOT / path).exists() for path in self.last_files)
 
 
@@ -39,7 +39,7 @@ def run_steps(steps: Sequence[Step]) -> None:
     """Run the steps that are not done, each in a process of its own.
 
     Raises:
-        SystemExit: if a step fails, or is missing while there are results that were made from its own.
+        SystemExit: if a step fails, or if its result is missing although a later step's result exists.
     """
     started = time.monotonic()
     for number, step in enumerate(steps, start=1):
@@ -53,27 +53,27 @@ def run_steps(steps: Sequence[Step]) -> None:
 
 
 def require_no_results(later_steps: Sequence[Step]) -> None:
-    """Check that nothing is there that was made from a result that is missing.
+    """Check that no later step has a result: it would have been made from one that is missing now.
 
     Raises:
-        SystemExit: if there is.
+        SystemExit: if a later step has one.
     """
-    made_from = []
+    outdated = []
     for step in later_steps:
-        made_from += [str(path.parent) for path in step.last_files if (ROOT / path).exists()]
-    if made_from:
-        raise SystemExit(f"Its result is missing, but {', '.join(made_from)} was made from it: remove that too.")
+        outdated += [str(path.parent) for path in step.last_files if (ROOT / path).exists()]
+    if outdated:
+        raise SystemExit(f"Its result is missing, but {', '.join(outdated)} was made from it: remove that too.")
 
 
 def run_step(step: Step) -> None:
-    """Run a step, and say how long it took.
+    """Run a step, and print how long it took.
 
     Raises:
         SystemExit: if it fails.
     """
     environment = {
         **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",  # the same minutes and the same numbers with and without a GPU
+        "CUDA_VISIBLE_DEVICES": "",  # a machine with a GPU gives the same numbers
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "OMP_WAIT_POLICY": "passive",  # threads that spin while they wait starve each other on a busy machine

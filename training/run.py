@@ -147,12 +147,12 @@ def describe_environment(device_type: str, num_processes: int, resumed: bool) ->
         device=torch.cuda.get_device_name() if device_type == "cuda" else platform.machine(),
         num_processes=num_processes,
         resumed=resumed,
-        commit=_find_commit(),
+        commit=current_commit(),
         packages={name: version(name) for name in PACKAGES},
     )
 
 
-def _find_commit() -> str | None:
+def current_commit() -> str | None:
     """The commit of this code; `None` if no repository tracks it.
 
     An installed copy may lie in a folder of another project's repository, which doesn't track it.

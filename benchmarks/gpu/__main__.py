@@ -1,12 +1,13 @@
-"""A GPU's figures in one call of under ten minutes: what training reaches, beside TRL's trainer and a bare loop.
+"""Measures training on a GPU within ten minutes: our command, TRL's trainer, and a loop of plain PyTorch.
 
     python -m benchmarks.gpu --results benchmarks/results/NVIDIA-H100-80GB-HBM3/gpu.jsonl
     python -m benchmarks.gpu --table benchmarks/results/NVIDIA-H100-80GB-HBM3/gpu.jsonl
     python -m benchmarks.gpu --cpu --results runs/rehearsal.jsonl
 
-Parts run in the order of their worth, each in a process with a limit of its own. After each arm a line is written to
-the file of results, and arms that have one are skipped: the same command goes on where it was cut off. Delete a line
-to measure its arm again. `--cpu` rehearses all of it with tiny shapes. README.md beside this file says more.
+The parts run one after the other, the most important first. Each runs in its own process, which is ended after its
+limit. After each arm a line is written to the file of results. Arms that have a line are skipped, so the same command
+goes on where it was cut off. Delete a line to measure its arm again. `--cpu` rehearses everything with tiny shapes.
+README.md in this folder says more.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-# Seconds that a part may take, of which about ten go for loading the libraries. In order of worth.
+# The parts, the most important first, and the seconds that each may take. About ten go for loading the libraries.
 LIMITS = {
     "ceilings": 60,
     "norm": 45,
@@ -28,19 +29,29 @@ LIMITS = {
     "small": 170,
     "large": 230,
     "large_full": 90,
-    "large_4bit": 300,  # most of it to compile layers with 4-bit weights
+    "large_4bit": 300,  # most of the time goes for compiling layers with 4-bit weights
 }
-# A process that has less time left isn't started.
+# No process is started if less time is left.
 LEAST_SECONDS = 25
 
 
 def run_part(part: str, args: argparse.Namespace, seconds: float, first_died: bool) -> int | None:
-    """Measure the missing arms of a part in a process of its own. Returns the process's status, `None` if it was ended
-    after so many `seconds`. `first_died` says that the first of these arms ended the process before."""
+    """Measure the missing arms of a part in a process of its own.
+
+    Args:
+        part: The part.
+        args: The command's options.
+        seconds: The process is ended after so many seconds.
+        first_died: Whether the first missing arm ended the process before. It is then not measured again.
+
+    Returns:
+        The process's exit status; `None` if it was ended because its time was over.
+    """
+    device = "cpu" if args.cpu else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         command = [
             *(sys.executable, "-m", "benchmarks.gpu.part", part),
-            f"--device={'cpu' if args.cpu else 'cuda'}",
+            f"--device={device}",
             f"--results={args.results.absolute()}",
             f"--folder={folder}",
         ]
@@ -51,7 +62,7 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_died: bo
 
         environment = {
             **os.environ,
-            "OMP_WAIT_POLICY": "passive",  # must stand before torch is loaded
+            "OMP_WAIT_POLICY": "passive",  # torch reads it when it is loaded
             "TOKENIZERS_PARALLELISM": "false",
             "HF_DATASETS_CACHE": f"{folder}/datasets",
             "HF_HUB_OFFLINE": "1",
@@ -68,47 +79,49 @@ def run_part(part: str, args: argparse.Namespace, seconds: float, first_died: bo
 
 
 def say(text: str) -> None:
-    """Tell how it goes."""
+    """Print a line at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Run the parts until the time is over."""
+    """Measure all parts, until the time is over."""
     started = time.monotonic()
     for part in args.parts:
         limit = float("inf") if args.cpu else LIMITS[part]
         part_started = time.monotonic()
-        left = args.seconds - (part_started - started)
-        finish_part(part, args, min(limit, left))
+        seconds_left = args.seconds - (part_started - started)
+        finish_part(part, args, min(limit, seconds_left))
         say(f"{part}: {time.monotonic() - part_started:.0f} s, {time.monotonic() - started:.0f} s in all")
 
 
 def finish_part(part: str, args: argparse.Namespace, seconds: float) -> None:
-    """Run a part. Where its process fails, another goes on with the arms that are left."""
+    """Measure a part within so many seconds. If its process fails, another one measures the arms that are left."""
     started = time.monotonic()
     first_died = False
     while True:
-        left = seconds - (time.monotonic() - started)
-        if left < LEAST_SECONDS:
+        seconds_left = seconds - (time.monotonic() - started)
+        if seconds_left < LEAST_SECONDS:
             say(f"No time is left for {part}: give the same command again for what is missing.")
             return
 
         lines_before = count_lines(args.results)
-        status = run_part(part, args, left, first_died)
+        status = run_part(part, args, seconds_left, first_died)
         if status is None or status == 0:
             return
 
-        gets_on = count_lines(args.results) > lines_before
-        if first_died and not gets_on:
+        wrote_lines = count_lines(args.results) > lines_before
+        if first_died and not wrote_lines:
             say(f"{part} failed.")
             return
-        first_died = not gets_on
+        first_died = not wrote_lines
 
 
 def count_lines(results: Path) -> int:
-    """Lines of a file that may not be there."""
-    return len(results.read_bytes().splitlines()) if results.exists() else 0
+    """The number of lines of the file of results; 0 if there is no file yet."""
+    if not results.exists():
+        return 0
+    return len(results.read_bytes().splitlines())
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -117,9 +130,15 @@ def build_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, help="file that lines of results are added to")
-    parser.add_argument("--parts", nargs="+", choices=LIMITS, default=list(LIMITS), help="only these, in this order")
-    parser.add_argument("--seconds", type=float, help="no process outlives them; 540, and with --cpu no limit")
-    parser.add_argument("--commit", help="of this code, where there is no git repository to read it from")
+    parser.add_argument(
+        "--parts", nargs="+", choices=LIMITS, default=list(LIMITS), help="measure only these parts, in this order"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="seconds after which all processes are ended; 540 by default, and no limit with --cpu",
+    )
+    parser.add_argument("--commit", help="commit of this code, if there is no git repository to read it from")
     parser.add_argument("--cpu", action="store_true", help="rehearse with tiny shapes")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print a file of results as Markdown, and stop")
     return parser

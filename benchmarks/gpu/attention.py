@@ -1,7 +1,10 @@
-"""Attention over a packed row, forward and backward: by sample, and by sdpa with a mask, with and without cuDNN.
+"""Measures attention over a packed row, forward and backward, with the shapes of Qwen2.5-7B's layers.
 
-The shapes are a layer's of Qwen2.5-7B. What cuDNN costs at a new length is measured by the first call at each of some
-lengths: it builds a plan for every shape that it hasn't seen, and packed rows have a new length in nearly every step.
+"varlen" attends by sample. "sdpa, masked" hides other samples by a mask, with and without cuDNN. "sdpa, causal"
+doesn't separate samples.
+
+cuDNN builds a plan for every shape that it hasn't seen, and packed rows have a new length in nearly every step. So the
+first call at each of several lengths is measured too.
 """
 
 import itertools
@@ -24,26 +27,28 @@ from training.attention import varlen_attention_forward
 NUM_HEADS = 28
 NUM_KEY_VALUE_HEADS = 4
 HEAD_DIM = 128
-# Lengths of the samples of a row of about 8192 tokens.
+# Lengths of the samples of a packed row: 8192 tokens in the first case, 8160 in the second.
 CASES = {
     "8 long samples": [1011, 1540, 736, 1203, 903, 872, 1127, 800],
     "64 short samples": [96 + number for number in range(64)],
 }
+# Lengths of packed rows at which the first call is measured.
 NEW_LENGTHS = [8192 - 40 * number for number in range(1, 13)]
+# Query, key and value.
 States = list[torch.Tensor]
 Attention = Callable[[States], torch.Tensor]
 
 
 class AttentionLayer(nn.Module):
-    """What the functions ask a layer of a decoder."""
+    """The attributes of a decoder's layer that the attention functions read."""
 
-    config = Qwen2Config()  # no sliding window
+    config = Qwen2Config()  # it has no sliding window
     is_causal = True
     num_key_value_groups = NUM_HEADS // NUM_KEY_VALUE_HEADS
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """Both cases by each kind of attention, then the first calls at new lengths; on a CPU of short samples."""
+    """Both cases by each kind of attention, then the first calls at new lengths. On a CPU all lengths are short."""
     on_gpu = device.type == "cuda"
     shrink = 1 if on_gpu else 128
     repeats = 20 if on_gpu else 2
@@ -68,14 +73,15 @@ def arms(device: torch.device) -> list[Arm]:
 
 
 def arm_name(case: str, kind: str, cudnn: bool) -> str:
-    """The name of an arm; "varlen" never asks cuDNN."""
-    without = "" if cudnn or kind == "varlen" else ", without cuDNN"
-    return f"{case}: {kind}{without}"
+    """The name of an arm. Attention by sample never uses cuDNN, so its name doesn't mention it."""
+    if cudnn or kind == "varlen":
+        return f"{case}: {kind}"
+    return f"{case}: {kind}, without cuDNN"
 
 
 @contextmanager
 def cudnn_attention(enabled: bool) -> Iterator[None]:
-    """Whether sdpa may choose cuDNN within the block."""
+    """Allow or forbid sdpa to use cuDNN within the block."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(enabled)
     try:
@@ -93,26 +99,30 @@ def make_states(num_tokens: int, device: torch.device, dtype: torch.dtype = torc
 
 
 def make_attention(kind: str, lengths: list[int], device: torch.device) -> Attention:
-    """A function that attends within the samples of a row of these lengths."""
+    """A function that computes attention over a row whose samples have these lengths."""
     layer: Any = AttentionLayer()
     by_sample: Callable[..., Any] = varlen_attention_forward
     if kind == "varlen":
-        ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-        options: dict[str, Any] = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(lengths)}
+        # 0, then the end of each sample.
+        bounds = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+        options: dict[str, Any] = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": max(lengths)}
         return lambda states: by_sample(layer, *states, None, **options)[0]
 
     if kind == "sdpa, causal":
         return lambda states: sdpa_attention_forward(layer, *states, None)[0]
 
-    samples = torch.repeat_interleave(torch.tensor(lengths, device=device))
-    mask = (samples[:, None] == samples[None, :]).tril()[None, None]
+    # A token sees the earlier tokens of its own sample.
+    sample_numbers = torch.repeat_interleave(torch.tensor(lengths, device=device))  # [num_tokens]
+    is_same_sample = sample_numbers[:, None] == sample_numbers[None, :]
+    mask = is_same_sample.tril()[None, None]  # [1, 1, num_tokens, num_tokens]
     return lambda states: sdpa_attention_forward(layer, *states, mask)[0]
 
 
 def attend_in_float32(states: States, lengths: list[int]) -> torch.Tensor:
-    """The reference: each sample by itself, written out."""
+    """The reference: attention of each sample by itself, in plain matrix products."""
+    queries, keys, values = (state[0].split(lengths, dim=1) for state in states)
     outputs = []
-    for query, key, value in zip(*(state[0].split(lengths, dim=1) for state in states), strict=True):
+    for query, key, value in zip(queries, keys, values, strict=True):
         key = key.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
         value = value.repeat_interleave(NUM_HEADS // NUM_KEY_VALUE_HEADS, dim=0)
         scores = query @ key.mT / HEAD_DIM**0.5
@@ -122,20 +132,20 @@ def attend_in_float32(states: States, lengths: list[int]) -> torch.Tensor:
 
 
 def forward_and_backward(attention: Attention, states: States, grad_output: torch.Tensor) -> States:
-    """Output and the gradients of query, key and value."""
+    """The output, and the gradients of query, key and value."""
     output = attention(states)
     return [output, *torch.autograd.grad(output, states, grad_output)]
 
 
 def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, device: torch.device) -> Figures:
-    """Median time of forward and backward, and errors against float32."""
+    """The median time of a forward and a backward pass, and the errors against float32."""
     states = make_states(sum(lengths), device)
     grad_output = torch.randn(1, sum(lengths), NUM_HEADS, HEAD_DIM, device=device, dtype=states[0].dtype)
     attention = make_attention(kind, lengths, device)
 
     stopwatch = Stopwatch(device)
     with cudnn_attention(cudnn):
-        for _ in range(3):
+        for _ in range(3):  # a warm-up
             computed = forward_and_backward(attention, states, grad_output)
         stopwatch.mark()
         for _ in range(repeats):
@@ -153,7 +163,7 @@ def measure_case(kind: str, cudnn: bool, lengths: list[int], repeats: int, devic
 
 
 def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: torch.device) -> Figures:
-    """Time of the first call at each length, and of the second. The row holds two samples."""
+    """The times of the first and of the second call at each length. The rows hold two samples."""
     first_calls = []
     second_calls = []
     with cudnn_attention(cudnn):
@@ -172,7 +182,7 @@ def measure_first_calls(kind: str, cudnn: bool, row_lengths: list[int], device: 
             first_calls.append(first * 1000)
             second_calls.append(second * 1000)
 
-    # The very first call also loads the kernels.
+    # The first length is left out, because the very first call also loads the kernels.
     return {
         "first_call_ms": statistics.median(first_calls[1:]),
         "slowest_first_call_ms": max(first_calls[1:]),

@@ -1,6 +1,7 @@
-"""A loop of plain PyTorch with compiled layers, on the model and the batches of a trainer of ours.
+"""A loop of plain PyTorch with compiled layers, on the model and the batches of our trainer.
 
-What it reaches is what the trainer's own work could give at most. Its batches are ready on the device.
+Its batches are on the device before it begins, and it does nothing but train. So it is an upper bound of our trainer's
+speed.
 """
 
 from itertools import islice
@@ -15,7 +16,7 @@ from training.stages import base_model
 
 
 class BareLoop(StepRecorder):
-    """Takes all steps itself, where a trainer would begin."""
+    """A callback that takes all steps itself when a trainer begins, and then ends the training."""
 
     def __init__(self, warmup: int, compile_backend: str) -> None:
         super().__init__(warmup)
@@ -24,21 +25,22 @@ class BareLoop(StepRecorder):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, train_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        """Train, keep the figures, and leave the trainer."""
+        """Train, keep the figures, and end the training."""
         base = base_model(model)
         for layer in base.model.language_model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True, backend=self.compile_backend)
-        passes = args.gradient_accumulation_steps
-        needed = islice(train_dataloader, passes * args.max_steps)
-        batches = [to_device(batch, args.device) for batch in needed]
+
+        passes_per_step = args.gradient_accumulation_steps
+        num_batches = passes_per_step * args.max_steps
+        batches = [to_device(batch, args.device) for batch in islice(train_dataloader, num_batches)]
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, args.learning_rate, weight_decay=0.0, fused=True)
 
         model.train()
         self.watch(model, args.device)
         losses = []
-        for start in range(0, passes * args.max_steps, passes):
-            losses.append(self.take_step(base, batches[start : start + passes], args))
+        for start in range(0, num_batches, passes_per_step):
+            losses.append(self.compute_gradients(base, batches[start : start + passes_per_step], args))
             torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
@@ -48,24 +50,25 @@ class BareLoop(StepRecorder):
         self.figures = {"loss": loss, **self.summary()}
         raise TrainingMeasured
 
-    def take_step(self, base: Any, batches: list[dict[str, Any]], args: Any) -> torch.Tensor:
-        """Forward and backward passes of a step: the mean loss of its supervised tokens."""
+    def compute_gradients(self, base: Any, batches: list[dict[str, Any]], args: Any) -> torch.Tensor:
+        """Do the forward and backward passes of a step. Returns the mean loss of its supervised tokens."""
         targets = [supervised(batch["labels"]) for batch in batches]
         num_tokens = sum(len(tokens) for _, tokens in targets)
 
         total = torch.zeros((), device=args.device)
         for batch, (places, tokens) in zip(batches, targets, strict=True):
-            self.note(batch)
+            self.record_pass(batch)
             inputs = {name: value for name, value in batch.items() if name != "labels"}
             with torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16):
                 states = base.model(**inputs, use_cache=False).last_hidden_state
                 logits = base.lm_head(states.flatten(0, 1)[places])
-            loss = F.cross_entropy(logits.float(), tokens, reduction="sum") / num_tokens
-            loss.backward()
-            total += loss.detach()
+            # Summed over the step's batches, this is the mean loss of all supervised tokens.
+            share_of_loss = F.cross_entropy(logits.float(), tokens, reduction="sum") / num_tokens
+            share_of_loss.backward()
+            total += share_of_loss.detach()
         return total
 
 
 def to_device(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A batch whose tensors are on the device."""
+    """The same batch with its tensors on the device."""
     return {name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()}

@@ -1,5 +1,6 @@
-"""What the device can do at best: matrix products in bfloat16, and a copy of its memory."""
+"""Measures the most that the device can do: matrix products in bfloat16, and a copy of its memory."""
 
+import statistics
 from functools import partial
 from typing import Any
 
@@ -9,8 +10,8 @@ from benchmarks.gpu.results import Arm, Figures
 from benchmarks.gpu.stopwatch import Stopwatch
 
 
-# Rows, inner size and columns of the products. The last two are the MLP of the models that are measured, for the
-# tokens of a step.
+# Rows, inner size and columns of each product. The last two are products of the measured models' MLPs, for the tokens
+# of a step.
 PRODUCTS = {
     "product 8192 x 8192 x 8192": (8192, 8192, 8192),
     "product of Qwen2.5-7B's MLP": (8192, 3584, 18944),
@@ -20,7 +21,7 @@ COPIED_BYTES = 4 * 2**30
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """The products and the copy; on a CPU small ones."""
+    """The products and the copy, small ones on a CPU."""
     shrink = 1 if device.type == "cuda" else 64
     repeats = 30 if device.type == "cuda" else 2
 
@@ -37,7 +38,7 @@ def arms(device: torch.device) -> list[Arm]:
 
 
 def time_product(shape: list[int], repeats: int, device: torch.device) -> Figures:
-    """The best and the median of `repeats` products of random numbers. Zeros would be faster."""
+    """The highest and the median speed of `repeats` products of random numbers. Zeros would be faster."""
     rows, inner, columns = shape
     left = torch.randn(rows, inner, dtype=torch.bfloat16, device=device)
     right = torch.randn(inner, columns, dtype=torch.bfloat16, device=device)
@@ -51,13 +52,16 @@ def time_product(shape: list[int], repeats: int, device: torch.device) -> Figure
         torch.mm(left, right, out=output)
         stopwatch.mark()
 
-    seconds = sorted(stopwatch.seconds())
+    seconds = stopwatch.seconds()
     flops = 2 * rows * inner * columns
-    return {"best_tflops": flops / seconds[0] / 1e12, "median_tflops": flops / seconds[len(seconds) // 2] / 1e12}
+    return {
+        "best_tflops": flops / min(seconds) / 1e12,
+        "median_tflops": flops / statistics.median_high(seconds) / 1e12,
+    }
 
 
 def time_copy(num_bytes: int, repeats: int, device: torch.device) -> Figures:
-    """The median of `repeats` copies, counting what is read and what is written."""
+    """The median speed of `repeats` copies, counting both the bytes read and the bytes written."""
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
 
@@ -68,5 +72,5 @@ def time_copy(num_bytes: int, repeats: int, device: torch.device) -> Figures:
         target.copy_(source)
         stopwatch.mark()
 
-    seconds = sorted(stopwatch.seconds())
-    return {"median_tb_per_second": 2 * num_bytes / seconds[len(seconds) // 2] / 1e12}
+    median_seconds = statistics.median_high(stopwatch.seconds())
+    return {"median_tb_per_second": 2 * num_bytes / median_seconds / 1e12}

@@ -1,6 +1,7 @@
-"""The shapes of Qwen2.5-7B with SigLIP-SO400M-patch14-384: stage 1, LoRA, half of the layers in full, and QLoRA.
+"""The arms with the shapes of Qwen2.5-7B and SigLIP-SO400M-patch14-384.
 
-A step is 16 rows, which are around 15,000 tokens: two packed rows of up to 8192, or two padded passes of 8.
+They are stage 1, LoRA, QLoRA, and full training of half of the decoder's layers. A step takes 16 rows, around 15,000
+tokens: two packed rows of up to 8192 tokens, or two passes of 8 padded rows.
 """
 
 from dataclasses import replace
@@ -16,14 +17,14 @@ from benchmarks.gpu.trainers import Training, Workplace, training_arm
 
 
 PACKED_LENGTH = 8192
-# Steps that are measured, after those of the warm-up.
+# Number of steps that are measured after the warm-up.
 MEASURED_STEPS = 5
-# Seen on an H200: a second graph was compiled in the third step.
+# Steps of the warm-up with compiled layers: on an H200, a second graph was compiled in the third step.
 COMPILED_WARMUP = 3
 
 
 def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """Stage 1 and LoRA with all layers. What matters most comes first."""
+    """Stage 1 and LoRA with all layers, the most important arms first."""
     place = make_workplace(device, folder, num_layers=28)
 
     varlen = packed_training(device, "adapt")
@@ -33,7 +34,8 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
     trl = replace(padded, trainer="TRL")
     bare = replace(compiled, trainer="bare")
 
-    chosen = [
+    # Each has its name, its training, and the arm that it is compared with.
+    named_trainings = [
         ("LoRA: packed, varlen", varlen, "LoRA: packed by sdpa's mask"),
         ("LoRA: packed, varlen, compiled", compiled, "LoRA: packed, varlen"),
         ("LoRA: TRL, padded", trl, None),
@@ -44,7 +46,7 @@ def packed_arms(device: torch.device, folder: Path) -> list[Arm]:
         ("stage 1: packed by sdpa's mask", replace(by_mask, stage="align"), None),
         ("LoRA: ours, padded", padded, "LoRA: TRL, padded"),
     ]
-    return [training_arm(name, training, place, beside) for name, training, beside in chosen]
+    return [training_arm(name, training, place, beside) for name, training, beside in named_trainings]
 
 
 def full_arms(device: torch.device, folder: Path) -> list[Arm]:
@@ -61,7 +63,7 @@ def full_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
-    """QLoRA by the recipe, in rows of 4096: does it run, and in how much memory?"""
+    """QLoRA as in the recipe, in packed rows of 4096 tokens: does it run, and how much memory does it take?"""
     place = make_workplace(device, folder, num_layers=28)
     varlen = replace(
         packed_training(device, "adapt"),
@@ -72,7 +74,7 @@ def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
         varlen = replace(varlen, steps=5)
     compiled = with_compiled_layers(varlen)
 
-    # Compiling takes minutes here, so it comes last.
+    # With 4-bit weights compiling takes minutes, so the compiled arm comes last.
     name = "QLoRA: packed 4096, varlen"
     return [
         training_arm(name, varlen, place),
@@ -81,7 +83,10 @@ def quantized_arms(device: torch.device, folder: Path) -> list[Arm]:
 
 
 def packed_training(device: torch.device, stage: Literal["align", "instruct", "adapt"]) -> Training:
-    """Our command at its best, but for compiled layers: packed rows, attention by sample, workers that read them."""
+    """Our command with all that makes it fast but compiled layers.
+
+    Rows are packed, attention is computed by sample, and workers of the data loader read the rows.
+    """
     measured_steps = MEASURED_STEPS if device.type == "cuda" else 1
     return Training(
         "ours",
@@ -96,13 +101,13 @@ def packed_training(device: torch.device, stage: Literal["align", "instruct", "a
 
 
 def with_compiled_layers(training: Training) -> Training:
-    """The same with compiled layers. It measures as many steps, after a longer warm-up."""
+    """The same training with compiled layers. As many steps are measured, after a longer warm-up."""
     measured_steps = training.steps - training.warmup
     return replace(training, compiled=True, steps=COMPILED_WARMUP + measured_steps, warmup=COMPILED_WARMUP)
 
 
 def make_workplace(device: torch.device, folder: Path, num_layers: int) -> Workplace:
-    """Write what all arms read."""
+    """Write the rows, the config and the processor that all arms read."""
     on_gpu = device.type == "cuda"
     config = large_config(tiny=not on_gpu, num_layers=num_layers)
     place = Workplace(

@@ -1,6 +1,6 @@
-"""Models of real shapes with random weights, made on the device, and the folder with their config and processor.
+"""Makes models of real shapes with random weights on the device, and folders with their config and processor.
 
-Speed doesn't depend on the weights' values, so nothing is downloaded and no weights are written to disk.
+Speed doesn't depend on the values of weights, so nothing is downloaded and no weights are written to disk.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneratio
 
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"]
-# What a rehearsal takes instead.
+# Shapes for rehearsals on a CPU.
 TINY_TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 320,
@@ -42,7 +42,7 @@ TINY_VISION = {
 
 
 def small_config(tiny: bool) -> NormLlavaConfig:
-    """The emoji example's: SmolLM2-135M with a DINOv2-small on pictures of 84 x 84, 36 image tokens."""
+    """The config of the emoji example: SmolLM2-135M, DINOv2-small, pictures of 84 x 84 pixels, 36 image tokens."""
     text = LlamaConfig(
         hidden_size=576,
         intermediate_size=1536,
@@ -57,11 +57,16 @@ def small_config(tiny: bool) -> NormLlavaConfig:
     if tiny:
         text = LlamaConfig(**TINY_TEXT, max_position_embeddings=8192, tie_word_embeddings=True)
         vision = Dinov2Config(**TINY_VISION)
-    return llava_config(vision, text, vision_feature_layer=-1, selects="default")
+    return llava_config(vision, text, vision_feature_layer=-1, select_strategy="default")
 
 
 def large_config(tiny: bool, num_layers: int = 28) -> NormLlavaConfig:
-    """Qwen2.5-7B with SigLIP-SO400M-patch14-384, 729 image tokens; as many decoder layers as asked for."""
+    """The config of Qwen2.5-7B with SigLIP-SO400M-patch14-384 and 729 image tokens.
+
+    Args:
+        tiny: Whether to take the shapes of rehearsals instead.
+        num_layers: Number of the decoder's layers.
+    """
     text = Qwen2Config(
         hidden_size=3584,
         intermediate_size=18944,
@@ -84,27 +89,28 @@ def large_config(tiny: bool, num_layers: int = 28) -> NormLlavaConfig:
     if tiny:
         text = Qwen2Config(**TINY_TEXT, max_position_embeddings=32768, tie_word_embeddings=False)
         vision = SiglipVisionConfig(**TINY_VISION, vision_use_head=False)
-    return llava_config(vision, text, vision_feature_layer=-2, selects="full")
+    return llava_config(vision, text, vision_feature_layer=-2, select_strategy="full")
 
 
 def llava_config(
-    vision: PreTrainedConfig, text: PreTrainedConfig, vision_feature_layer: int, selects: str
+    vision: PreTrainedConfig, text: PreTrainedConfig, vision_feature_layer: int, select_strategy: str
 ) -> NormLlavaConfig:
-    """The config of a NormLlava of these parts; `selects` is `vision_feature_select_strategy`."""
+    """The config of a NormLlava with this vision encoder and this language model."""
     return NormLlavaConfig(
         vision_config=vision,
         text_config=text,
         image_token_index=byte_tokenizer().convert_tokens_to_ids("<image>"),
         image_seq_length=(vision.image_size // vision.patch_size) ** 2,
         vision_feature_layer=vision_feature_layer,
-        vision_feature_select_strategy=selects,
+        vision_feature_select_strategy=select_strategy,
         projector_norm_target=1.0,
     )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are bytes, so that a text has as many tokens as letters, in ChatML."""
-    vocabulary = {token: index for index, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    """A tokenizer whose tokens are bytes, so that a text has as many tokens as letters. It has ChatML's tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -119,13 +125,13 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_folder(config: NormLlavaConfig, folder: Path) -> None:
-    """Write config and processor, which is all of a checkpoint but the weights."""
+    """Write the config and the processor: a checkpoint without weights."""
     vision = config.vision_config
     size = {"height": vision.image_size, "width": vision.image_size}
-    kind = BitImageProcessorPil if isinstance(vision, Dinov2Config) else SiglipImageProcessorPil
+    image_processor_class = BitImageProcessorPil if isinstance(vision, Dinov2Config) else SiglipImageProcessorPil
     tokenizer = byte_tokenizer()
     processor = LlavaProcessor(
-        image_processor=kind(size=size, crop_size=size, do_center_crop=False),
+        image_processor=image_processor_class(size=size, crop_size=size, do_center_crop=False),
         tokenizer=tokenizer,
         patch_size=vision.patch_size,
         vision_feature_select_strategy=config.vision_feature_select_strategy,
@@ -140,7 +146,7 @@ def write_folder(config: NormLlavaConfig, folder: Path) -> None:
 def make_model(
     config: NormLlavaConfig, dtype: torch.dtype, attention: str, device: torch.device
 ) -> NormLlavaForConditionalGeneration:
-    """A NormLlava with random weights, made where it is trained. `attention` is the decoder's."""
+    """A NormLlava with random weights, made on the device. `attention` is the decoder's implementation."""
     torch.manual_seed(0)
     implementation = {"text_config": attention, "vision_config": "sdpa"}
     with device:
@@ -148,7 +154,7 @@ def make_model(
 
 
 def make_plain_llava(config: NormLlavaConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """The Llava of the same shapes, for trainers that don't know ours."""
+    """A plain Llava of the same shapes with random weights, for TRL's trainer."""
     torch.manual_seed(0)
     plain = LlavaConfig(
         vision_config=config.vision_config,
@@ -163,11 +169,14 @@ def make_plain_llava(config: NormLlavaConfig, dtype: torch.dtype, device: torch.
 
 
 def quantize(model: NormLlavaForConditionalGeneration, quantization: BitsAndBytesConfig, device: torch.device) -> None:
-    """Put random 4-bit weights into the language model's linear layers, as loading a checkpoint would."""
+    """Replace the language model's linear layers by 4-bit ones with random weights.
+
+    The layers are those that loading a checkpoint with this `quantization` gives.
+    """
     import bitsandbytes
 
     quantizer = AutoHfQuantizer.from_config(quantization)
-    quantizer.preprocess_model(model, device_map={"": device})  # leaves layers without data
+    quantizer.preprocess_model(model, device_map={"": device})  # the new layers have no data yet
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             weight = 0.02 * torch.randn(module.out_features, module.in_features, device=device, dtype=model.dtype)

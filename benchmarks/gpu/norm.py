@@ -1,9 +1,9 @@
-"""What global weight compensation (GWC) costs beside `nn.LayerNorm`, and how exact it is.
+"""Measures the time of a LayerNorm with global weight compensation (GWC) beside `nn.LayerNorm`, and its errors.
 
     python -m benchmarks.gpu.norm --output benchmarks/results/norm_cpu.json
 
-This makes the CPU's figures. On a GPU `python -m benchmarks.gpu` measures it, in passes that are queued one after the
-other and large enough that the time is the device's and not that of starting kernels.
+This command makes the figures of a CPU. `python -m benchmarks.gpu` makes those of a GPU. There many passes are queued,
+and each is so large that it takes longer than starting its kernels.
 """
 
 import argparse
@@ -27,9 +27,10 @@ from modeling_normllava.modeling_normllava import MIN_MEAN_GAIN
 
 NUM_TOKENS = 8 * 729  # eight pictures of SigLIP-SO400M-patch14-384
 HIDDEN_SIZE = 3584  # Qwen2.5-7B
-# 64 pictures: with eight a GPU's kernels end before the next ones are started, and Python would be timed.
+# 64 pictures. With eight, a GPU's kernels end before Python has started the next ones, and Python's time is measured.
 NUM_TOKENS_ON_GPU = 8 * NUM_TOKENS
-GAIN = 0.80 / HIDDEN_SIZE**0.5  # T of Qwen2.5-7B (Table 1) over the root of the width
+# The mean gain: Qwen2.5-7B's T, the mean norm of its text embeddings (Table 1), over the root of the width.
+GAIN = 0.80 / HIDDEN_SIZE**0.5
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -40,24 +41,24 @@ KINDS: dict[str, type[nn.LayerNorm]] = {
 
 
 def arms(device: torch.device) -> list[Arm]:
-    """Each norm on float32 states, and on bfloat16 ones under autocast, as in training."""
+    """Each kind of norm on states in float32, and on states in bfloat16 under autocast, as in training."""
     on_gpu = device.type == "cuda"
     num_tokens = NUM_TOKENS_ON_GPU if on_gpu else 64
     passes = 200 if on_gpu else 3
 
     measured = []
     for dtype in (torch.float32, torch.bfloat16):
-        name_of_dtype = str(dtype).removeprefix("torch.")
-        settings = {"shape": [num_tokens, HIDDEN_SIZE], "dtype": name_of_dtype, "queued_passes": passes}
+        dtype_name = str(dtype).removeprefix("torch.")
+        settings = {"shape": [num_tokens, HIDDEN_SIZE], "dtype": dtype_name, "queued_passes": passes}
         for name in KINDS:
             measure = partial(measure_norm, name, dtype, num_tokens, passes, device)
-            beside = None if name == "LayerNorm" else f"LayerNorm, {name_of_dtype}"
-            measured.append(Arm(f"{name}, {name_of_dtype}", measure, settings, beside))
+            beside = None if name == "LayerNorm" else f"LayerNorm, {dtype_name}"
+            measured.append(Arm(f"{name}, {dtype_name}", measure, settings, beside))
     return measured
 
 
 def make_norm(kind: type[nn.LayerNorm], device: torch.device) -> Any:
-    """A norm with a gain as of a trained one."""
+    """A norm whose gains are spread around `GAIN`, as after training."""
     torch.manual_seed(0)
     norm = kind(HIDDEN_SIZE, eps=1e-5)
     nn.init.normal_(norm.weight, mean=GAIN, std=0.3 * GAIN)
@@ -65,31 +66,32 @@ def make_norm(kind: type[nn.LayerNorm], device: torch.device) -> Any:
 
 
 def measure_norm(name: str, dtype: torch.dtype, num_tokens: int, passes: int, device: torch.device) -> Figures:
-    """Time of a forward and backward pass, and the errors of output and input gradient."""
+    """The time of a forward and a backward pass, and the errors of the output and of the input's gradient."""
     norm = make_norm(KINDS[name], device)
     x = (30 * torch.randn(num_tokens, HIDDEN_SIZE, device=device)).to(dtype).requires_grad_()
 
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         grad_output = torch.randn_like(norm(x))
-        time_passes(norm, x, grad_output, passes)
-        seconds = [time_passes(norm, x, grad_output, passes) / passes for _ in range(5)]
+        time_passes(norm, x, grad_output, passes)  # a warm-up
+        seconds_per_pass = [time_passes(norm, x, grad_output, passes) / passes for _ in range(5)]
         output = norm(x)
         (gradient,) = torch.autograd.grad(output, x, grad_output)
 
     expected_output, expected_gradient = reference(norm, x, grad_output, compensated=name != "LayerNorm")
     return {
-        "microseconds": statistics.median(seconds) * 1e6,
+        "microseconds": statistics.median(seconds_per_pass) * 1e6,
         "output_relative_error": relative_error(output, expected_output),
         "gradient_relative_error": relative_error(gradient, expected_gradient),
     }
 
 
 def time_passes(norm: Any, x: torch.Tensor, grad_output: torch.Tensor, passes: int) -> float:
-    """Seconds of so many forward and backward passes, queued without waiting for any."""
+    """The seconds of so many forward and backward passes, which are queued without waiting for any."""
     stopwatch = Stopwatch(x.device)
     stopwatch.mark()
     for _ in range(passes):
-        x.grad = norm.weight.grad = norm.bias.grad = None
+        x.grad = None
+        norm.zero_grad()
         norm(x).backward(grad_output)
     stopwatch.mark()
     return stopwatch.seconds()[0]
@@ -98,8 +100,15 @@ def time_passes(norm: Any, x: torch.Tensor, grad_output: torch.Tensor, passes: i
 def reference(
     norm: Any, x: torch.Tensor, grad_output: torch.Tensor, compensated: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and gradient of the input in float64; `compensated` by a hook on the normalised input, as in the paper's
-    equations 22 to 26."""
+    """The output and the input's gradient, computed in float64.
+
+    Args:
+        norm: The norm whose weights are taken.
+        x: Its input.
+        grad_output: The gradient of its output.
+        compensated: Whether to divide the normalised input's gradient by the mean gain, as in the paper's equations 22
+            to 26.
+    """
     x = x.detach().double().requires_grad_()
     weight = norm.weight.detach().double()
     bias = norm.bias.detach().double()
@@ -115,12 +124,12 @@ def reference(
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """L2 norm of the difference over that of what is expected."""
+    """The L2 norm of the difference over the L2 norm of the expected tensor."""
     return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def float64_gradient_error() -> float:
-    """Relative error of GWC's input gradient in float64."""
+    """The relative error of the input's gradient that GWC computes in float64."""
     norm = make_norm(GlobalWeightCompensatedLayerNorm, torch.device("cpu")).double()
     x = (30 * torch.randn(729, HIDDEN_SIZE, dtype=torch.float64)).requires_grad_()
     grad_output = torch.randn_like(x)
@@ -130,23 +139,26 @@ def float64_gradient_error() -> float:
 
 
 def time_ratios(repeats: int) -> list[float]:
-    """GWC's time over LayerNorm's on a CPU, one for each repeat. They alternate, so that other load slows both."""
+    """GWC's time over LayerNorm's on a CPU, one ratio for each repeat.
+
+    The two norms take turns, so that other load slows both.
+    """
     device = torch.device("cpu")
-    ours = make_norm(GlobalWeightCompensatedLayerNorm, device)
-    theirs = make_norm(nn.LayerNorm, device)
+    gwc = make_norm(GlobalWeightCompensatedLayerNorm, device)
+    layer_norm = make_norm(nn.LayerNorm, device)
     x = torch.randn(NUM_TOKENS, HIDDEN_SIZE, requires_grad=True)
     grad_output = torch.randn_like(x)
-    for norm in (ours, theirs):
+    for norm in (gwc, layer_norm):  # a warm-up
         time_passes(norm, x, grad_output, passes=3)
 
     ratios = []
     for repeat in range(repeats):
-        # Each goes first equally often: a machine that gets slower or faster must not favour one.
-        order = [ours, theirs]
+        # Each norm goes first equally often, so that a machine that gets slower or faster favours neither.
+        order = [gwc, layer_norm]
         if repeat % 2 == 0:
             order.reverse()
         seconds = {norm: time_passes(norm, x, grad_output, passes=1) for norm in order}
-        ratios.append(seconds[ours] / seconds[theirs])
+        ratios.append(seconds[gwc] / seconds[layer_norm])
     return ratios
 
 
@@ -154,7 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="JSON file of the figures")
-    parser.add_argument("--repeats", type=int, default=60, help="how often each is timed")
+    parser.add_argument("--repeats", type=int, default=60, help="how often each norm is timed")
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Measures the arms of a part that have no line yet, in a process of its own; `python -m benchmarks.gpu` starts it."""
+"""Measures the arms of one part that have no line yet. `python -m benchmarks.gpu` starts this as a process."""
 
 import argparse
 import logging
@@ -19,8 +19,11 @@ logger = logging.getLogger(__name__)
 PARTS = ("ceilings", "norm", "attention", "small", "large", "large_full", "large_4bit")
 
 
-def arms_of(part: str, device: torch.device, folder: Path) -> list[Arm]:
-    """The arms of a part. Each imports what it needs and no more: loading TRL takes seconds."""
+def make_arms(part: str, device: torch.device, folder: Path) -> list[Arm]:
+    """The arms of a part.
+
+    Each part imports only its own module, because loading TRL takes seconds.
+    """
     if part == "ceilings":
         from benchmarks.gpu import ceilings
 
@@ -56,24 +59,24 @@ def measure_part(
     commit: str | None = None,
     first_died: bool = False,
 ) -> None:
-    """Measure the arms of a part in their order. A line is written after each, with its figures or its error.
+    """Measure the arms of a part in their order, and write a line after each with its figures or its error.
 
     Args:
         part: One of `PARTS`.
-        device: What to measure.
-        results: The file of results; arms that have a line there are skipped.
-        folder: For files of the part's own.
-        commit: Of this code; by default it is asked of git.
-        first_died: Whether the first arm without a line ended the process before. It gets a line that says so.
+        device: The device to measure on.
+        results: The file of results. Arms that have a line there are skipped.
+        folder: Folder for the rows, pictures and configs that the arms read.
+        commit: Commit of this code; by default git's.
+        first_died: Whether the first arm without a line ended an earlier process. It gets a line that says so.
 
     Raises:
-        RuntimeError: if an error has left the device unusable; another process can go on with the next arm.
+        RuntimeError: if an error has left the device unusable. Another process can go on with the next arm.
     """
     environment = describe_environment(device.type, num_processes=1, resumed=False)
     finished = {line.arm for line in read_lines(results) if line.part == part}
-    missing = [arm for arm in arms_of(part, device, folder) if arm.name not in finished]
+    missing = [arm for arm in make_arms(part, device, folder) if arm.name not in finished]
 
-    def write(arm: Arm, outcome: Outcome) -> None:
+    def write_line(arm: Arm, outcome: Outcome) -> None:
         line = Line(
             part=part,
             arm=arm.name,
@@ -88,13 +91,13 @@ def measure_part(
         append_line(results, line)
 
     if first_died and missing:
-        write(missing.pop(0), Outcome(error="It ended its process."))
+        write_line(missing.pop(0), Outcome(error="It ended its process."))
 
     for arm in missing:
         logger.info("%s: %s ...", part, arm.name)
         started = time.monotonic()
-        outcome = measure(arm)
-        write(arm, outcome)
+        outcome = measure_arm(arm)
+        write_line(arm, outcome)
         seconds = time.monotonic() - started
         logger.info("%s: %s took %.0f s: %s", part, arm.name, seconds, outcome.error or outcome.figures)
 
@@ -104,14 +107,14 @@ def measure_part(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of an arm: its figures or its error."""
+    """The result of an arm: its figures, or the error that ended it."""
 
     figures: Figures | None = None
     error: str | None = None
 
 
-def measure(arm: Arm) -> Outcome:
-    """Measure an arm. Whatever goes wrong, the others must have their turn."""
+def measure_arm(arm: Arm) -> Outcome:
+    """Measure an arm. Any error is caught, so that the next arm is measured too."""
     try:
         return Outcome(figures=arm.measure())
     except (Exception, SystemExit) as error:
@@ -119,7 +122,7 @@ def measure(arm: Arm) -> Outcome:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """What `python -m benchmarks.gpu` tells this process."""
+    """The options that `python -m benchmarks.gpu` gives this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)

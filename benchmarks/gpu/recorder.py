@@ -1,4 +1,4 @@
-"""Notes what each step of a training is given and when it ends, by hooks and callbacks that make no one wait."""
+"""Records the inputs and the time of each training step, by hooks and callbacks that don't wait for the device."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,41 +15,41 @@ from training.stages import base_model
 
 
 class TrainingMeasured(Exception):
-    """Ends a training when its steps are done: saving the model would take longer than they did."""
+    """Raised to end a training when its steps are done, before the model is saved, which would take longer."""
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What the model is given in a forward pass. Tensors stay on the device until the training is over."""
+    """The inputs of one forward pass. Tensors stay on the device until the training is over."""
 
     step: int
     attention_mask: torch.Tensor | None
-    sample_ends: torch.Tensor | None
-    """Of a packed row."""
+    sample_bounds: torch.Tensor | None
+    """Where the samples of a packed row begin and end: 0, then the end of each sample. `None` for padded rows."""
     num_images: int
-    supervised: torch.Tensor
-    """Which next tokens are, boolean."""
+    is_supervised: torch.Tensor
+    """For each predicted token, whether the loss counts it."""
 
     def lengths(self) -> list[int]:
-        """Tokens of each sample."""
-        if self.sample_ends is not None:
-            return self.sample_ends.diff().tolist()
+        """The number of tokens of each sample, without padding."""
+        if self.sample_bounds is not None:
+            return self.sample_bounds.diff().tolist()
         assert self.attention_mask is not None
         return self.attention_mask.sum(1).tolist()
 
     def computed_tokens(self) -> int:
-        """Tokens of all samples, padding included."""
-        if self.sample_ends is not None:
-            return int(self.sample_ends[-1])
+        """The number of tokens of all samples, padding included."""
+        if self.sample_bounds is not None:
+            return int(self.sample_bounds[-1])
         assert self.attention_mask is not None
         return self.attention_mask.numel()
 
 
 class StepRecorder(TrainerCallback):
-    """Measures all steps of a trainer but those of the warm-up.
+    """Measures the steps of a trainer that follow the warm-up.
 
     Args:
-        warmup: Steps that are not measured.
+        warmup: Number of steps at the beginning that are not measured.
     """
 
     def __init__(self, warmup: int) -> None:
@@ -59,40 +59,40 @@ class StepRecorder(TrainerCallback):
         self.figures: Figures = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Begin to watch the model."""
+        """Begin to record the model's passes."""
         self.watch(model, args.device)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time."""
+        """Record the time."""
         self.end_step()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the figures, and leave the trainer."""
+        """Keep the figures, and end the training."""
         loss = state.log_history[-1]["train_loss"]
         self.figures = {"loss": loss, **self.summary()}
         raise TrainingMeasured
 
     def watch(self, trained: Any, device: torch.device) -> None:
-        """Begin to record a model's passes, and the time that they spend in the decoder's layers."""
+        """Begin to record a model's passes, and the time of each in the decoder's layers."""
         self.trained = trained
-        self.steps = Stopwatch(device)
-        self.layers = Stopwatch(device)
+        self.step_stopwatch = Stopwatch(device)
+        self.layers_stopwatch = Stopwatch(device)
         decoder = base_model(trained).model.language_model
         trained.register_forward_pre_hook(self._enter_model, with_kwargs=True)
         decoder.register_forward_pre_hook(self._enter_layers, with_kwargs=True)
         decoder.norm.register_forward_pre_hook(self._leave_layers)
-        self.steps.mark()
+        self.step_stopwatch.mark()
 
     def end_step(self) -> None:
-        """Note that a step has ended."""
+        """Record that a step has ended."""
         self.step += 1
-        self.steps.mark()
+        self.step_stopwatch.mark()
 
     def _enter_model(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        self.note(inputs)
+        self.record_pass(inputs)
 
-    def note(self, inputs: dict[str, Any]) -> None:
-        """Keep what a pass is given."""
+    def record_pass(self, inputs: dict[str, Any]) -> None:
+        """Record the inputs of a forward pass."""
         labels = inputs.get("shift_labels")
         if labels is None:
             labels = inputs["labels"][:, 1:]
@@ -101,38 +101,42 @@ class StepRecorder(TrainerCallback):
             Pass(
                 step=self.step,
                 attention_mask=inputs.get("attention_mask"),
-                sample_ends=inputs.get("cu_seq_lens_q"),
+                sample_bounds=inputs.get("cu_seq_lens_q"),
                 num_images=0 if images is None else len(images),
-                supervised=labels != IGNORED,
+                is_supervised=labels != IGNORED,
             )
         )
 
-    # Four marks a pass: the decoder's entrance and its last norm, then the gradients that come back there.
+    # Each pass marks four moments: it enters the first layer, it leaves the last layer, and on the way back its
+    # gradient enters the last layer and leaves the first one.
     def _enter_layers(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        self.layers.mark()
+        self.layers_stopwatch.mark()
         inputs["inputs_embeds"].register_hook(self._mark_gradient)
 
     def _leave_layers(self, module: nn.Module, args: tuple[torch.Tensor]) -> None:
-        self.layers.mark()
+        self.layers_stopwatch.mark()
         args[0].register_hook(self._mark_gradient)
 
     def _mark_gradient(self, gradient: torch.Tensor) -> None:
-        self.layers.mark()
+        self.layers_stopwatch.mark()
 
     def summary(self) -> Figures:
-        """All that is known of the measured steps, by the definitions of definitions.py."""
-        step_seconds = self.steps.seconds()[self.warmup :]
+        """The figures of the measured steps, as definitions.py defines them.
+
+        Only the peak of memory covers the warm-up too.
+        """
+        step_seconds = self.step_stopwatch.seconds()[self.warmup :]
         seconds = sum(step_seconds)
-        measured = [forward for forward in self.passes if forward.step >= self.warmup]
+        passes = [forward for forward in self.passes if forward.step >= self.warmup]
         lengths: list[int] = []
-        for forward in measured:
+        for forward in passes:
             lengths += forward.lengths()
         work = Work(
             lengths=lengths,
-            num_images=sum(forward.num_images for forward in measured),
-            num_supervised=sum(int(forward.supervised.sum()) for forward in measured),
+            num_images=sum(forward.num_images for forward in passes),
+            num_supervised=sum(int(forward.is_supervised.sum()) for forward in passes),
         )
-        computed = sum(forward.computed_tokens() for forward in measured)
+        computed_tokens = sum(forward.computed_tokens() for forward in passes)
         flops = model_flops(self.trained, work)
         layers_seconds = self._layers_seconds()
 
@@ -146,21 +150,24 @@ class StepRecorder(TrainerCallback):
             "share_of_peak": flops.whole / seconds / PEAK_FLOPS,
             "layers_share_of_peak": flops.layers / layers_seconds / PEAK_FLOPS,
             "tokens_per_step": work.num_tokens / len(step_seconds),
-            "passes_per_step": len(measured) / len(step_seconds),
-            "padding_share": 1 - work.num_tokens / computed,
+            "passes_per_step": len(passes) / len(step_seconds),
+            "padding_share": 1 - work.num_tokens / computed_tokens,
             "peak_memory_gib": peak_memory_gib(),
         }
 
     def _layers_seconds(self) -> float:
-        """The time in the decoder's layers, of the measured passes."""
-        intervals = self.layers.seconds()
+        """The seconds that the measured passes spent in the decoder's layers, forward and backward."""
+        intervals = self.layers_stopwatch.seconds()
         total = 0.0
         for number, forward in enumerate(self.passes):
-            if forward.step >= self.warmup:
-                total += intervals[4 * number] + intervals[4 * number + 2]
+            if forward.step < self.warmup:
+                continue
+            # Of the intervals between a pass's four marks, the first is the forward and the third the backward time.
+            first = 4 * number
+            total += intervals[first] + intervals[first + 2]
         return total
 
 
 def peak_memory_gib() -> float:
-    """The most memory that tensors took on the device; 0 on a CPU."""
+    """The most memory that tensors have taken on the device since the peak was last reset; 0 on a CPU."""
     return torch.cuda.max_memory_allocated() / 2**30

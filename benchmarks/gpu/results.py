@@ -12,14 +12,14 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Arm:
-    """Something that is measured."""
+    """A configuration that is measured, such as one trainer with its options."""
 
     name: str
     measure: Callable[[], Figures]
     settings: dict[str, Any] = field(default_factory=dict)
-    """All that it depends on, as the line records it."""
+    """All settings that the figures depend on. They are written into the arm's line."""
     beside: str | None = None
-    """Name of the arm that the table compares it with."""
+    """Name of the arm that the table compares this one with."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def append_line(path: Path, line: Line) -> None:
 
 
 def read_lines(path: Path) -> list[Line]:
-    """All lines of the file; none where there is no file yet. A last line that was cut off is passed over."""
+    """All lines of the file; none if there is no file yet. A last line that was cut off is left out."""
     if not path.exists():
         return []
 

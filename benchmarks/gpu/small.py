@@ -1,6 +1,7 @@
-"""The emoji example's model of 135 million weights: TRL's trainer, and ours with one change after the other.
+"""The arms with the emoji example's model of 135 million weights: TRL's trainer, and ours with more and more changes.
 
-Each arm takes 20 steps of 64 rows. Such a model leaves a large GPU waiting for pictures and for kernels to start.
+Each arm takes 20 steps of 64 rows. With so small a model a large GPU mostly waits for pictures and for kernels to
+start.
 """
 
 from dataclasses import replace
@@ -14,15 +15,15 @@ from benchmarks.gpu.rows import EMOJI_LIKE, TINY, write_rows
 from benchmarks.gpu.trainers import Training, Workplace, training_arm
 
 
-PACKED_LENGTH = 16384  # all rows of a step
+PACKED_LENGTH = 16384  # tokens; all rows of a step fit into one packed row
 
 
 def arms(device: torch.device, folder: Path) -> list[Arm]:
-    """Stage 2 in steps from the defaults to the best, then stage 1. Writes rows and config first."""
+    """Write the rows and the config, and return the arms: stage 2 from the defaults to the fastest, then stage 1."""
     on_gpu = device.type == "cuda"
     place = make_workplace(device, folder)
 
-    # Each change is made on top of those before it.
+    # Each training changes one thing of an earlier one.
     trl = Training("TRL", "instruct", steps=20 if on_gpu else 3, warmup=3 if on_gpu else 1)
     trl_at_best = replace(trl, cudnn=False, workers=True, checkpointing=False)
     as_it_is = replace(trl, trainer="ours")
@@ -35,8 +36,8 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
     packed_compiled = replace(packed, compiled=True)
     bare = replace(packed_compiled, trainer="bare")
 
-    # What takes long to compile comes last.
-    chosen = [
+    # The last arm takes longest to compile. Each has its name, its training, and the arm that it is compared with.
+    named_trainings = [
         ("stage 2: TRL as it is", trl, None),
         ("stage 2: TRL, workers, no cuDNN, no checkpointing", trl_at_best, "stage 2: TRL as it is"),
         ("stage 2: ours as it is", as_it_is, "stage 2: TRL as it is"),
@@ -54,11 +55,11 @@ def arms(device: torch.device, folder: Path) -> list[Arm]:
         ("stage 1: bare loop, compiled", replace(bare, stage="align"), "stage 1: + packed, varlen, compiled"),
         ("stage 2: padded, compiled", padded_compiled, "stage 2: + no checkpointing"),
     ]
-    return [training_arm(name, training, place, beside) for name, training, beside in chosen]
+    return [training_arm(name, training, place, beside) for name, training, beside in named_trainings]
 
 
 def make_workplace(device: torch.device, folder: Path) -> Workplace:
-    """Write what all arms read."""
+    """Write the rows, the config and the processor that all arms read."""
     on_gpu = device.type == "cuda"
     config = small_config(tiny=not on_gpu)
     place = Workplace(

@@ -1,4 +1,4 @@
-"""The clock of all figures. It is the device's own and is read at the end, so that timing makes nobody wait."""
+"""The clock of all figures. On a GPU it uses the GPU's clock and reads it at the end, so that nothing has to wait."""
 
 import time
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 class Stopwatch:
     """Marks moments in the device's work.
 
-    On a GPU a mark is a CUDA event: it happens when all that was queued before it is done. On a CPU it is the time.
+    On a GPU a mark is a CUDA event, which happens when the work queued before it is done. On a CPU it is the time.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""A file of results as Markdown: a table a part, a row an arm."""
+"""Renders a file of results as Markdown: a table for each part, with a row for each arm."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from benchmarks.gpu.results import Line, read_lines
 
 
-# Heading, figure, factor and format.
+# The heading, the name of the figure, the factor that it is multiplied by, and its format.
 Column = tuple[str, str, float, str]
 TRAINING: list[Column] = [
     ("tokens/s", "tokens_per_second", 1, ",.0f"),
@@ -45,7 +45,7 @@ COLUMNS: dict[str, list[Column]] = {
     "large_full": TRAINING,
     "large_4bit": TRAINING,
 }
-# What an arm is compared by with the one beside it.
+# By part: the heading of the column that compares an arm with its `beside`, and the figure whose ratio it shows.
 COMPARED = {
     "norm": ("time over", "microseconds"),
     "attention": ("time over", "milliseconds"),
@@ -57,7 +57,7 @@ COMPARED = {
 
 
 def render(path: Path) -> str:
-    """Tables of all lines in a file, one for each device and part."""
+    """The tables of all lines in a file, one for each device and part."""
     lines = read_lines(path)
     tables = []
     for device in dict.fromkeys(line.device for line in lines):
@@ -70,9 +70,12 @@ def render(path: Path) -> str:
 
 
 def best_product(lines: list[Line]) -> float | None:
-    """FLOP/s of the best matrix product that was measured."""
-    reached = [line.figures["best_tflops"] for line in lines if line.figures and "best_tflops" in line.figures]
-    return max(reached) * 1e12 if reached else None
+    """The FLOP/s of the fastest matrix product that was measured; `None` if none was."""
+    teraflops = []
+    for line in lines:
+        if line.figures is not None and "best_tflops" in line.figures:
+            teraflops.append(line.figures["best_tflops"])
+    return max(teraflops) * 1e12 if teraflops else None
 
 
 def render_part(part: str, lines: list[Line], product: float | None) -> str:
@@ -88,34 +91,43 @@ def render_part(part: str, lines: list[Line], product: float | None) -> str:
     figures = {line.arm: with_product(line.figures, product) for line in lines if line.figures is not None}
     for line in lines:
         if line.error is not None:
-            rows.append([line.arm, line.error.splitlines()[0][:150].replace("|", "/")])
+            rows.append([line.arm, render_error(line.error)])
             continue
-        cells = [cell(figures[line.arm], column) for column in columns]
+        cells = [render_cell(figures[line.arm], column) for column in columns]
         if part in COMPARED:
-            cells += compare(line, figures, COMPARED[part][1])
+            _, compared_figure = COMPARED[part]
+            cells += render_comparison(line, figures, compared_figure)
         rows.append([line.arm, *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def with_product(figures: dict[str, Any], product: float | None) -> dict[str, Any]:
-    """Figures of training with their shares of the measured product, where there is one."""
+    """The figures of a training with its speed as a share of the fastest matrix product, if one was measured."""
     if product is None or "model_flops_per_second" not in figures:
         return figures
-    return {
-        **figures,
+    return figures | {
         "share_of_product": figures["model_flops_per_second"] / product,
         "layers_share_of_product": figures["layers_flops_per_second"] / product,
     }
 
 
-def cell(figures: dict[str, Any], column: Column) -> str:
-    """A figure as text; nothing where an arm hasn't it."""
-    _, name, factor, form = column
-    return format(figures[name] * factor, form) if name in figures else ""
+def render_error(error: str) -> str:
+    """The beginning of an error's first line, without bars, which would end the cell."""
+    first_line = error.splitlines()[0]
+    return first_line[:150].replace("|", "/")
 
 
-def compare(line: Line, figures: dict[str, dict[str, Any]], name: str) -> list[str]:
-    """A figure over that of the arm beside it, and what that arm is called."""
+def render_cell(figures: dict[str, Any], column: Column) -> str:
+    """A figure as text; an empty text if the arm doesn't have this figure."""
+    _, name, factor, number_format = column
+    if name not in figures:
+        return ""
+    return format(figures[name] * factor, number_format)
+
+
+def render_comparison(line: Line, figures: dict[str, dict[str, Any]], name: str) -> list[str]:
+    """The ratio of an arm's figure to that of the arm that it is compared with, and that arm's name."""
     if line.beside is None or line.beside not in figures:
         return ["", ""]
-    return [format(figures[line.arm][name] / figures[line.beside][name], ".2f"), line.beside]
+    ratio = figures[line.arm][name] / figures[line.beside][name]
+    return [f"{ratio:.2f}", line.beside]

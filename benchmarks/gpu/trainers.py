@@ -1,4 +1,4 @@
-"""An arm of training: our command, TRL's trainer, or a bare loop, on the same rows."""
+"""Measures an arm of training: our command, TRL's trainer, or a loop of plain PyTorch, on the same rows."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ from training.arguments import RunArguments, TrainingConfig
 
 ROWS = {"align": "captions.json", "instruct": "conversations.json", "adapt": "conversations.json"}
 LORA = {"lora_r": 64, "lora_alpha": 16}
-# LLaVA's format of stage 1, for TRL, which makes every message's content a list.
+# LLaVA's format of stage 1: the picture, then the caption. For TRL, in whose messages every content is a list.
 PLAIN_TEMPLATE = """\
 {%- for message in messages -%}
     {%- if message["role"] == "assistant" -%}
@@ -45,23 +45,23 @@ PLAIN_TEMPLATE = """\
 
 @dataclass(frozen=True)
 class Workplace:
-    """What all arms of a part share."""
+    """The folder, the device and the sizes that all arms of a part share."""
 
     folder: Path
-    """Holds rows, pictures, and in `model` the config and processor."""
+    """Folder of the rows and pictures. Its subfolder `model` holds the config and the processor."""
     config: NormLlavaConfig
     device: torch.device
     rows_per_step: int
     rows_per_pass: int
-    """Of padded rows."""
+    """Number of padded rows in a forward pass. Packed rows are passed one at a time."""
     workers: int
-    """Of the data loader, where an arm has some."""
+    """Number of the data loader's workers, in arms that have workers."""
     compile_backend: str
 
 
 @dataclass(frozen=True)
 class Training:
-    """An arm: who trains what, and how."""
+    """The options of an arm: which trainer trains which stage, and how."""
 
     trainer: Literal["ours", "TRL", "bare"]
     stage: Literal["align", "instruct", "adapt"]
@@ -74,16 +74,16 @@ class Training:
     workers: bool = False
     compiled: bool = False
     cudnn: bool = True
-    """Whether sdpa may choose cuDNN, as torch does by itself on such a GPU."""
+    """Whether sdpa may use cuDNN. By default torch uses it on these GPUs."""
     optimizer: str = "adamw_torch_fused"
     fields: dict[str, Any] = field(default_factory=dict)
     """More fields of the recipe."""
 
 
 def training_arm(name: str, training: Training, place: Workplace, beside: str | None = None) -> Arm:
-    """An arm for the list of a part."""
-    settings = {
-        **vars(training),
+    """The arm of a training."""
+    # `workers` is a number here, and not whether there are any as in `Training`.
+    settings = vars(training) | {
         "rows_per_step": place.rows_per_step,
         "rows_per_pass": None if training.packed_length else place.rows_per_pass,
         "workers": place.workers if training.workers else 0,
@@ -92,13 +92,13 @@ def training_arm(name: str, training: Training, place: Workplace, beside: str | 
 
 
 def measure_training(training: Training, place: Workplace) -> Figures:
-    """Train, and return what the recorder noted."""
+    """Train, and return the figures that the recorder made."""
     clean_up()
     recorder = StepRecorder(training.warmup)
     if training.trainer == "bare":
         recorder = BareLoop(training.warmup, place.compile_backend)
 
-    # Our command makes its own trainer, so the recorder goes in by the defaults.
+    # Our command makes its own trainer, so the recorder becomes a default callback of all trainers.
     transformers.trainer.DEFAULT_CALLBACKS.append(recorder)
     try:
         with cudnn_attention(training.cudnn):
@@ -114,7 +114,7 @@ def measure_training(training: Training, place: Workplace) -> Figures:
 
 
 def clean_up() -> None:
-    """Drop what the arm before left: its trainer refers to itself, and its graphs count towards a limit."""
+    """Free the earlier arm's trainer, which refers to itself, and its compiled graphs, whose number is limited."""
     gc.collect()
     torch.compiler.reset()
     if torch.cuda.is_available():
@@ -122,7 +122,7 @@ def clean_up() -> None:
 
 
 def common_fields(training: Training, place: Workplace) -> dict[str, Any]:
-    """Fields that TRL's trainer and ours have in common."""
+    """The fields that TRL's trainer and ours have in common."""
     on_gpu = place.device.type == "cuda"
     return {
         "output_dir": str(place.folder / "run"),
@@ -170,7 +170,7 @@ def train_ours(training: Training, place: Workplace) -> None:
 
 @contextmanager
 def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
-    """Within the block our command gets random weights, made on the device, where it would load a checkpoint's."""
+    """Within the block, our command trains random weights made on the device instead of loading a checkpoint."""
 
     def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
         trains_all = run_args.stage == "instruct"
@@ -180,27 +180,27 @@ def models_made_here(config: NormLlavaConfig) -> Iterator[None]:
             from training.adapters import quantization_config
 
             quantize(model, quantization_config(dtype), args.device)
-        model.get_input_embeddings().padding_idx = None
-        forget_peak()
+        model.get_input_embeddings().padding_idx = None  # as training/loading.py does
+        reset_peak_memory()
         return model
 
-    loader = sft.load_base
+    usual_load_base = sft.load_base
     sft.load_base = load_base
     try:
         yield
     finally:
-        sft.load_base = loader
+        sft.load_base = usual_load_base
 
 
-def forget_peak() -> None:
-    """Let the peak of memory begin here: making a model takes more than holding it."""
+def reset_peak_memory() -> None:
+    """Measure the peak of memory from here on. Making a model takes more memory than keeping it."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
 
 def train_trl(training: Training, place: Workplace) -> None:
-    """Train plain Llava by TRL, as it documents it for pictures: on padded rows."""
+    """Train plain Llava on padded rows with TRL's trainer, as TRL's documentation does for pictures."""
     lora = None
     dtype = torch.float32
     if training.stage == "adapt":
@@ -214,7 +214,7 @@ def train_trl(training: Training, place: Workplace) -> None:
         dtype = torch.bfloat16 if place.device.type == "cuda" else torch.float32
 
     model = make_plain_llava(place.config, dtype, place.device)
-    forget_peak()
+    reset_peak_memory()
     processor = AutoProcessor.from_pretrained(place.folder / "model")
     if training.stage == "align":
         model.requires_grad_(False)

@@ -1,9 +1,9 @@
-"""Trains the quickstart's backbones from scratch into ordinary checkpoint folders, instead of downloading them.
+"""Trains the quickstart's two backbones from scratch, so that nothing has to be downloaded.
 
     python examples/digits/pretrain.py --data_dir runs/digits/data --output_dir runs/digits
 
-`vision/` is a small SigLIP encoder trained to recognise digits and colours; `text/` is a small Qwen3 language model
-trained on descriptions of scenes in words, never on pictures.
+It writes two ordinary checkpoint folders. `vision/` is a small SigLIP encoder, trained to recognise digits and
+colours. `text/` is a small Qwen3 language model, trained on scenes in words and never on pictures.
 """
 
 import argparse
@@ -45,7 +45,7 @@ VISION_WIDTH = 96
 VISION_STEPS = 500
 VISION_BATCH = 128
 VISION_RATE = 2e-3
-TEST_SCENES = 500
+TEST_SCENES = 500  # scenes of unseen digits that the encoder is tested on
 
 TEXT_WIDTH = 128
 TEXT_STEPS = 700
@@ -56,8 +56,8 @@ TEXT_RATE = 2e-3
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data_dir", type=Path, required=True)
-    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--data_dir", type=Path, required=True, help="folder that scenes.py has written")
+    parser.add_argument("--output_dir", type=Path, required=True, help="parent folder of both checkpoints")
     return parser
 
 
@@ -67,18 +67,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = build_parser().parse_args(argv)
     rows = json.loads((args.data_dir / "text.json").read_text(encoding="utf-8"))
 
-    # Side by side, a thread each: so small a model is trained no faster by two threads.
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        text = pool.submit(train_text, rows, args.output_dir / "text")
-        vision = pool.submit(train_vision, args.output_dir / "vision")
-        logger.info("%s\n%s", text.result(), vision.result())
+    # Both models train at the same time with one thread each. Models this small train no faster with two.
+    pool = ProcessPoolExecutor(
+        max_workers=2,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
+    )
+    with pool:
+        text_result = pool.submit(train_text, rows, args.output_dir / "text")
+        vision_result = pool.submit(train_vision, args.output_dir / "vision")
+        logger.info("%s\n%s", text_result.result(), vision_result.result())
 
 
 # The vision encoder
 
 
 class PatchClassifier(nn.Module):
-    """The encoder, with a head that names the digit behind each patch and one that names its colour."""
+    """The encoder with two heads, which predict the digit and the colour behind each patch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,24 +104,23 @@ class PatchClassifier(nn.Module):
         })  # fmt: skip
 
     def forward(self, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Scores of the classes by head, [size, num_patches, num_classes]."""
-        # The last hidden state before the final norm: Llava reads it there.
+        """The scores of the classes by head, `[num_scenes, num_patches, num_classes]`."""
+        # The hidden states before the final norm, which are those that Llava reads.
         features = self.encoder(pixel_values, output_hidden_states=True).hidden_states[-1]
-        scores = {}
-        for name, head in self.heads.items():
-            scores[name] = head(nn.functional.layer_norm(features, (VISION_WIDTH,)))
-        return scores
+        normalised = nn.functional.layer_norm(features, (VISION_WIDTH,))
+        return {name: head(normalised) for name, head in self.heads.items()}
 
 
 class PatchBatch(NamedTuple):
-    """Pictures, and by head the class behind each of their patches, [size, num_patches]."""
+    """A batch of pictures with labels."""
 
     pixel_values: torch.Tensor
     labels: dict[str, torch.Tensor]
+    """By head: the class behind each patch, `[num_scenes, num_patches]`."""
 
 
 class PatchData:
-    """Draws random scenes of one split of the digits after the other."""
+    """Draws batches of random scenes with the digits of a split."""
 
     def __init__(self, processor: SiglipImageProcessor) -> None:
         self.processor = processor
@@ -123,21 +128,25 @@ class PatchData:
         self.sources = split_digits()
         self.rng = random.Random(1)
 
-    def draw(self, split: str, size: int) -> PatchBatch:
-        """So many new scenes of digits of a split."""
-        scenes = [draw_scene(self.rng, self.sources[split], self.digits.target) for _ in range(size)]
+    def draw(self, split: str, num_scenes: int) -> PatchBatch:
+        """Draw a batch of new scenes."""
+        scenes = [draw_scene(self.rng, self.sources[split], self.digits.target) for _ in range(num_scenes)]
         pictures = [render(scene, self.digits.images, self.rng) for scene in scenes]
         pixel_values = self.processor(pictures, return_tensors="pt")["pixel_values"]
 
         colours = list(COLOURS)
-        digit_labels = [[cell.digit for cell in scene] for scene in scenes]
-        colour_labels = [[colours.index(cell.colour) for cell in scene] for scene in scenes]
-        return PatchBatch(pixel_values, {"digit": by_patch(digit_labels), "colour": by_patch(colour_labels)})
+        digit_labels = []
+        colour_labels = []
+        for scene in scenes:
+            digit_labels.append([cell.digit for cell in scene])
+            colour_labels.append([colours.index(cell.colour) for cell in scene])
+        labels = {"digit": repeat_by_patch(digit_labels), "colour": repeat_by_patch(colour_labels)}
+        return PatchBatch(pixel_values, labels)
 
 
-def by_patch(labels: list[list[int]]) -> torch.Tensor:
-    """Labels of the patches, [size, 16], from those of the four cells: a cell is 2 x 2 patches."""
-    cells = torch.tensor(labels).unflatten(1, (2, 2))  # [size, 2, 2]
+def repeat_by_patch(cell_labels: list[list[int]]) -> torch.Tensor:
+    """The labels of a scene's 16 patches, `[num_scenes, 16]`, from those of its four cells of 2 x 2 patches."""
+    cells = torch.tensor(cell_labels).unflatten(1, (2, 2))  # [num_scenes, 2, 2]
     return cells.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2).flatten(1)
 
 
@@ -145,7 +154,7 @@ def train_vision(output_dir: Path) -> str:
     """Train the encoder and save it with its processor.
 
     Returns:
-        How well it does on unseen digits, as a sentence.
+        A sentence with the share of unseen digits and colours that it recognises.
     """
     set_seed(0)
     model = PatchClassifier()
@@ -154,7 +163,8 @@ def train_vision(output_dir: Path) -> str:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=VISION_RATE, weight_decay=0.05)
     schedule = get_cosine_schedule_with_warmup(optimizer, 30, VISION_STEPS)
-    for _ in range(VISION_STEPS):  # without a bar: the language model's is on the screen
+    # There is no progress bar here, because the language model's is on the screen at the same time.
+    for _ in range(VISION_STEPS):
         batch = data.draw("train", VISION_BATCH)
         scores = model(batch.pixel_values)
         losses = []
@@ -166,11 +176,14 @@ def train_vision(output_dir: Path) -> str:
     batch = data.draw("test", TEST_SCENES)
     with torch.no_grad():
         scores = model(batch.pixel_values)
-    right = {name: (scores[name].argmax(-1) == labels).float().mean() for name, labels in batch.labels.items()}
+    shares = {}
+    for name, labels in batch.labels.items():
+        is_right = scores[name].argmax(-1) == labels
+        shares[name] = is_right.float().mean()
 
     model.encoder.save_pretrained(output_dir)
     processor.save_pretrained(output_dir)
-    return f"vision encoder: {right['digit']:.1%} of unseen digits and {right['colour']:.1%} of colours right"
+    return f"vision encoder: {shares['digit']:.1%} of unseen digits and {shares['colour']:.1%} of colours right"
 
 
 def take_step(
@@ -179,7 +192,7 @@ def take_step(
     schedule: torch.optim.lr_scheduler.LRScheduler,
     losses: list[torch.Tensor],
 ) -> None:
-    """Change the weights so that the sum of the losses falls."""
+    """Take a step of the optimizer on the sum of the losses."""
     optimizer.zero_grad()
     torch.stack(losses).sum().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -201,11 +214,11 @@ def train_text(rows: list[Row], output_dir: Path) -> str:
     """Train the language model on conversations and captions without pictures, and save it with its tokenizer.
 
     Args:
-        rows: In LLaVA's layout, with `description` and `caption`.
+        rows: Rows in LLaVA's layout, each with a `description` and a `caption`.
         output_dir: Folder to write.
 
     Returns:
-        How far it came, as a sentence.
+        A sentence with the last losses.
     """
     set_seed(0)
     tokenizer = train_tokenizer(rows)
@@ -217,7 +230,8 @@ def train_text(rows: list[Row], output_dir: Path) -> str:
     optimizer = torch.optim.AdamW(model.parameters(), lr=TEXT_RATE, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = get_cosine_schedule_with_warmup(optimizer, 20, TEXT_STEPS)
     for _ in tqdm(range(TEXT_STEPS), desc="Training the language model, and beside it the vision encoder"):
-        # Separate batches, since padding costs as much as words. Captions teach looking up a place, as answers do.
+        # Captions teach what answers need, to look up a place. They have batches of their own, because chats and
+        # captions have different lengths and padding takes as long as words.
         chosen_chats = rng.sample(chats, TEXT_BATCH)
         chosen_captions = rng.sample(captions, TEXT_BATCH)
         losses = []
@@ -231,12 +245,12 @@ def train_text(rows: list[Row], output_dir: Path) -> str:
 
 
 def train_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
-    """Qwen2's byte-level BPE tokenizer with a small vocabulary, in which the words of the scenes are a token each."""
+    """Train Qwen2's kind of tokenizer with a small vocabulary, in which each word of the scenes is one token."""
     texts = []
     for row in rows[:500]:
         texts.append(row["caption"])
         texts += [turn["value"] for turn in row["conversations"]]
-    texts += ["user assistant system"] * 100  # of the chat format
+    texts += ["user assistant system"] * 100  # the words of the chat format
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(texts, 420, new_special_tokens=special, show_progress=False)
@@ -249,8 +263,8 @@ def train_tokenizer(rows: list[Row]) -> PreTrainedTokenizerBase:
 def make_language_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
     """A language model with random weights.
 
-    Qwen3 is Qwen2 with normalised queries and keys. Here it learns to look up a place within half a minute on every
-    seed tried; Qwen2 of this size, with its default rotary base, got stuck on some.
+    It is a Qwen3, which is a Qwen2 with normalised queries and keys. On every seed tried, it learned within half a
+    minute to look up a place. A Qwen2 of this size with the default rotary base didn't learn it on some seeds.
     """
     config = Qwen3Config(
         hidden_size=TEXT_WIDTH,
@@ -262,7 +276,7 @@ def make_language_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
         vocab_size=len(tokenizer),
         max_position_embeddings=1024,
         tie_word_embeddings=False,
-        # transformers' std of 0.02 fits wide models: at this width attention starts too flat to learn in minutes.
+        # The default of 0.02 fits wide models. At this width attention would be too even at first to learn in minutes.
         initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -274,7 +288,7 @@ def make_language_model(tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
 
 
 def encode_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
-    """A row's conversation, of which the answers are trained."""
+    """The tokens of a row's conversation. Only its answers are labels."""
     chat = tokenizer.apply_chat_template(
         to_messages(row), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -284,14 +298,14 @@ def encode_chat(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
 
 
 def encode_caption(row: Row, tokenizer: PreTrainedTokenizerBase) -> LabelledText:
-    """A row's caption after its description, as stage 1 has it after a picture; the caption is trained."""
+    """The tokens of a row's description and caption. Only the caption is a label, as in stage 1 after a picture."""
     description = tokenizer(row["description"])["input_ids"]
     caption = tokenizer(row["caption"] + "\n")["input_ids"]
     return LabelledText(description + caption, [IGNORED] * len(description) + caption)
 
 
 def pad_batch(chosen: list[LabelledText], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """`input_ids` and `labels`, padded on the right, where causal attention needs no mask."""
+    """A batch of `input_ids` and `labels`, padded on the right, where causal attention needs no mask."""
     ids = [torch.tensor(text.ids) for text in chosen]
     labels = [torch.tensor(text.labels) for text in chosen]
     return {

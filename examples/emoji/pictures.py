@@ -1,10 +1,11 @@
-"""Draws animals, plants and food as nine artists drew them, and makes the rows of the real model.
+"""Makes the real model's pictures and rows: animals, plants and food, as nine artists drew them.
 
     python -m examples.emoji.pictures
 
-The drawings are npm packages of Iconify, one form for all sets, with the same names; two sets are held out. Writes
-captions.json for the aligned start, train.json for stage 2, and twemoji.json and openmoji.json with the name of every
-held-out drawing. Text-only rows, as in LLaVA's mixture, are the untouched language model's own answers.
+The drawings come from npm packages of Iconify, a package for each artist, in which the same things have the same
+names. The sets of two artists are held out. The command writes captions.json for the aligned start and train.json for
+stage 2, and for each held-out set a file with the name of every drawing. As in LLaVA's mixture, train.json also has
+rows without pictures. Their answers are those of the language model before training.
 """
 
 import argparse
@@ -40,18 +41,19 @@ logger = logging.getLogger(__name__)
 
 ICON_SETS = Path(__file__).with_name("icon_sets.txt")
 HELD_OUT = ("twemoji", "openmoji")
-# Unicode's groups, as the package noto lists them, and what the rows call them.
+# Unicode's groups, by their names in the package noto, and their names in the rows.
 GROUPS = {"Animals & Nature": "nature", "Food & Drink": "food"}
 # The three questions about a picture.
 NAME = "What is this?"
 GROUP = "Is it nature or food?"
 THERE = "Is there any {} here?"
+# Questions without a picture.
 TEXT = ("What is a {}?", "Tell me about the {}.", "What color is a {}?", "Write a sentence with the word {}.")
 PICTURE = f"{IMAGE_MARK}\n"
-PASSES = 3  # Each with other questions about the same drawings.
+PASSES = 3  # rows of stage 2 for each drawing, which differ in their questions
 TEXT_QUESTIONS = 640
 TEXT_BATCH = 32
-TEXT_TOKENS = 40  # of an answer at most
+TEXT_TOKENS = 40  # the language model's answers have at most so many tokens
 Record = dict[str, Any]
 Turns = list[dict[str, str]]
 
@@ -71,24 +73,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = sorted({record["name"] for record in records})
     logger.info("%d names. Drawings to train on, and two sets held out:", len(names))
     for icon_set, credit in credits.items():
-        logger.info("  %4d  %s", sum(record["set"] == icon_set for record in records), credit)
+        num_drawings = sum(record["set"] == icon_set for record in records)
+        logger.info("  %4d  %s", num_drawings, credit)
 
-    # Both lists draw from it: another order would give other rows.
+    # Both kinds of rows draw from this generator, so another order would give other rows.
     draw = random.Random(42)
     text_questions = [question.format(name) for question in TEXT for name in names]
     text_rows = answer_texts(draw.sample(text_questions, TEXT_QUESTIONS))
     picture_rows = ask_about_all(records, names, draw)
 
-    named = [record | {"conversations": turns(NAME, record["name"])} for record in records]
+    naming_rows = [record | {"conversations": turns(NAME, record["name"])} for record in records]
     write_rows(folder / "pictures.json", records)
     for held_out in HELD_OUT:
-        write_rows(folder / f"{held_out}.json", [row for row in named if row["set"] == held_out])
-    write_rows(folder / "captions.json", [row for row in named if row["set"] not in HELD_OUT])
+        write_rows(folder / f"{held_out}.json", [row for row in naming_rows if row["set"] == held_out])
+    write_rows(folder / "captions.json", [row for row in naming_rows if row["set"] not in HELD_OUT])
     write_rows(folder / "train.json", picture_rows + text_rows)
 
 
 def write_rows(path: Path, rows: list[Record]) -> None:
-    """Write a file of rows, and say how many."""
+    """Write a file of rows, and print their number."""
     path.write_text(json.dumps(rows, indent=0), encoding="utf-8")
     logger.info("%s: %d rows", path.name, len(rows))
 
@@ -103,11 +106,13 @@ class Drawing:
     icon_set: str
     name: str
     group: str
-    body: str  # what stands inside the SVG
-    size: int  # width and height of its view box
+    body: str
+    """The content of the SVG element."""
+    size: int
+    """Width and height of the SVG's view box."""
 
     def render(self) -> Image.Image:
-        """The drawing on white."""
+        """The picture of the drawing on white."""
         svg = (
             '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
             f'viewBox="0 0 {self.size} {self.size}">{self.body}</svg>'
@@ -119,18 +124,22 @@ class Drawing:
 
 
 class Icon(NamedTuple):
-    """A drawing in an icon set: what stands inside its SVG, and width and height of its view box."""
+    """An icon of a set: the content of its SVG element, and the width and height of its view box."""
 
     body: str
     size: int
 
 
-# By the plain name of a thing; a set may draw it twice.
+# Icons by the plain name of the thing. A set may draw a thing twice.
 IconSet = dict[str, list[Icon]]
 
 
 def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
-    """All drawings of the names that at least two training sets and both held-out sets have; credits by set."""
+    """Read the drawings of the names that at least two training sets and both held-out sets have.
+
+    Returns:
+        The drawings, and the credit of each set.
+    """
     icon_sets: dict[str, IconSet] = {}
     credits = {}
     for line in ICON_SETS.read_text(encoding="utf-8").splitlines():
@@ -153,10 +162,10 @@ def read_drawings(folder: Path) -> tuple[list[Drawing], dict[str, str]]:
 
 
 def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str, Any]:
-    """The JSON files of a set's package by name, downloaded unless it is there.
+    """The JSON files of a set's package by name. The package is downloaded unless it is there.
 
     Raises:
-        UserError: if the package is not the one that was pinned.
+        UserError: if the package isn't the one that icon_sets.txt pins.
     """
     path = folder / f"iconify-json-{icon_set}-{version}.tgz"
     if not path.exists():
@@ -175,41 +184,46 @@ def download(icon_set: str, version: str, sha256: str, folder: Path) -> dict[str
 
 
 def read_icons(package: dict[str, Any]) -> IconSet:
-    """The icons of a package, from its icons.json, under all names that they have."""
+    """The icons of a package's icons.json by their plain names, aliases included."""
     entries = dict(package["icons"])
     for alias, entry in package.get("aliases", {}).items():
-        # Other aliases turn or mirror their parent.
+        # An alias with more fields turns or mirrors its parent, and is left out.
         if set(entry) == {"parent"} and entry["parent"] in package["icons"]:
             entries[alias] = package["icons"][entry["parent"]]
 
     icons = defaultdict(list)
     for name, entry in entries.items():
-        icons[plain(name)].append(Icon(entry["body"], entry.get("width", package.get("width", 16))))
+        size = entry.get("width", package.get("width", 16))  # 16 is Iconify's default
+        icons[plain_name(name)].append(Icon(entry["body"], size))
     return icons
 
 
-def plain(name: str) -> str:
-    """A name by which sets agree: fxemoji writes `babychick`, and streamline-emojis numbers what it has twice."""
+def plain_name(name: str) -> str:
+    """A thing's name without hyphens and number, which is the same in all sets.
+
+    For example, fxemoji writes `babychick`, and streamline-emojis numbers things that it draws twice.
+    """
     return re.sub(r"-\d$", "", name).replace("-", "")
 
 
 def is_chosen(name: str, icon_sets: dict[str, IconSet]) -> bool:
     """Whether at least two training sets and both held-out sets have a name."""
-    having = {icon_set for icon_set, icons in icon_sets.items() if plain(name) in icons}
-    return len(having.difference(HELD_OUT)) >= 2 and having.issuperset(HELD_OUT)
+    sets_with_name = {icon_set for icon_set, icons in icon_sets.items() if plain_name(name) in icons}
+    training_sets = sets_with_name.difference(HELD_OUT)
+    return len(training_sets) >= 2 and sets_with_name.issuperset(HELD_OUT)
 
 
 def find_drawings(name: str, group: str, icon_sets: dict[str, IconSet]) -> list[Drawing]:
-    """All sets' drawings of a name, each once."""
+    """The drawings of a name by all sets, each drawing once."""
     drawings = []
     for icon_set, icons in icon_sets.items():
-        for icon in dict.fromkeys(icons.get(plain(name), [])):
+        for icon in dict.fromkeys(icons.get(plain_name(name), [])):
             drawings.append(Drawing(icon_set, name.replace("-", " "), group, icon.body, icon.size))
     return drawings
 
 
 def draw_pictures(drawings: Sequence[Drawing], folder: Path) -> list[Record]:
-    """Write each drawing's picture; its record says where that is and what it shows."""
+    """Write the picture of each drawing, and return a record of each: its file, its set, and what it shows."""
     records = []
     for number, drawing in enumerate(tqdm(drawings, desc="Drawing")):
         (folder / drawing.icon_set).mkdir(parents=True, exist_ok=True)
@@ -223,7 +237,7 @@ def draw_pictures(drawings: Sequence[Drawing], folder: Path) -> list[Record]:
 
 
 def ask_about_all(records: Sequence[Record], names: list[str], draw: random.Random) -> list[Record]:
-    """Rows of stage 2 about all drawings but those held out, `PASSES` of each."""
+    """The rows of stage 2 about pictures: `PASSES` for each drawing of the training sets."""
     rows = []
     for _ in range(PASSES):
         for record in records:
@@ -233,33 +247,38 @@ def ask_about_all(records: Sequence[Record], names: list[str], draw: random.Rand
 
 
 def ask_about(record: Record, names: list[str], draw: random.Random) -> Turns:
-    """A picture's turns: its name is always asked, for four in ten also its group or whether something is there."""
+    """Turns that ask for a picture's name, and in four rows of ten also for its group or whether it shows a thing."""
     questions = [(NAME, record["name"])]
     if draw.random() < 0.4:
         is_there = draw.random() < 0.5
-        shown = record["name"] if is_there else draw.choice([name for name in names if name != record["name"]])
+        thing = record["name"] if is_there else draw_other_name(record, names, draw)
         about_group = (GROUP, record["group"])
-        about_thing = (THERE.format(shown), "yes" if is_there else "no")
-        other = draw.choice([about_group, about_thing])
-        questions.insert(draw.randrange(2), other)
+        about_thing = (THERE.format(thing), "yes" if is_there else "no")
+        second_question = draw.choice([about_group, about_thing])
+        questions.insert(draw.randrange(2), second_question)  # before or after the question for the name
 
-    # The picture stands before the first question.
-    asked = turns(*questions[0])
+    # The mark of the picture stands before the first question only.
+    all_turns = turns(*questions[0])
     for question, answer in questions[1:]:
-        asked += turns(question, answer, mark="")
-    return asked
+        all_turns += turns(question, answer, mark="")
+    return all_turns
+
+
+def draw_other_name(record: Record, names: Sequence[str], draw: random.Random) -> str:
+    """Draw a name that isn't the drawing's."""
+    return draw.choice([name for name in names if name != record["name"]])
 
 
 def turns(question: str, answer: str, mark: str = PICTURE) -> Turns:
-    """LLaVA's turns of a question and its answer, about a picture unless `mark` is empty."""
+    """A question and its answer as LLaVA's turns. An empty `mark` makes them turns without a picture."""
     return [{"from": "human", "value": mark + question}, {"from": "gpt", "value": answer}]
 
 
 @torch.no_grad()
 def answer_texts(questions: list[str]) -> list[Record]:
-    """Rows of questions and the language model's greedy answers, asked in the composed model's format.
+    """Rows without pictures: the questions, with the language model's greedy answers.
 
-    Answers that are cut at `TEXT_TOKENS` are left out.
+    The language model is asked in the composed model's format. Answers that are cut at `TEXT_TOKENS` are left out.
     """
     model = AutoModelForCausalLM.from_pretrained(RUN / "text").eval()
     tokenizer = AutoTokenizer.from_pretrained(RUN / "text", padding_side="left")

@@ -1,10 +1,10 @@
-"""The first real model: from packages to a model that names what an artist drew whom nobody trained on.
+"""Makes the real model: it names drawings by artists that it wasn't trained on.
 
     python -m examples.emoji.run
 
-Downloads two pretrained backbones and nine sets of drawings, composes, aligns, trains and asks. Every step says how
-long it takes on this processor, writes a folder below `runs/emoji`, and is skipped where that folder is complete. A
-training that was stopped goes on from its last checkpoint.
+It downloads two pretrained backbones and nine sets of drawings, composes and aligns a model, trains it, and asks it
+questions. Every step prints how long it will take on this processor, and writes a folder below `runs/emoji`. A step is
+skipped if its folder is complete. A training that was stopped goes on from its last checkpoint.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from examples.steps import Step, run_steps
 
 logger = logging.getLogger(__name__)
 
-# Of the processor that the minutes below were taken on: two cores with AVX2.
+# The speed of the processor on which the minutes below were measured: two cores with AVX2.
 REFERENCE_GFLOPS = 90
 
 
@@ -33,7 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the missing steps; the report is always rebuilt."""
+    """Run the steps that are not done, and the questions at the end."""
     parse(build_parser(), argv)
     gflops = measure_processor()
     steps = []
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def plan_steps() -> list[tuple[Step, float]]:
-    """All steps of the example, and the minutes that each takes at `REFERENCE_GFLOPS`."""
+    """The steps of the example, each with the minutes that it takes at `REFERENCE_GFLOPS`."""
     get_parts = Step(
         "Two pretrained backbones",
         ["-m", "examples.emoji.parts"],
@@ -74,7 +74,7 @@ def plan_steps() -> list[tuple[Step, float]]:
         "Stage 2: everything",
         [
             *("-m", "accelerate.commands.launch", "--num_processes", "1", "--mixed_precision", "no"),
-            # By itself accelerate gives a process a single one.
+            # By default accelerate gives a process one thread.
             *("--num_cpu_threads_per_process", str(torch.get_num_threads())),
             *("training/sft.py", "--config", "training/recipes/SmolLM2-135M-Instruct/stage2.yaml"),
             *("--resume_from_checkpoint", "true"),
@@ -86,11 +86,14 @@ def plan_steps() -> list[tuple[Step, float]]:
 
 
 def measure_processor() -> float:
-    """GFLOP/s of a float32 matrix product of the language model's shape."""
-    rows, width, columns = 1024, 576, 1536
+    """The GFLOP/s of a float32 matrix product: SmolLM2-135M's MLP on 1024 tokens."""
+    rows = 1024
+    width = 576
+    columns = 1536
     factors = {"left": torch.rand(rows, width), "right": torch.rand(width, columns)}
     timer = Timer("left @ right", globals=factors, num_threads=torch.get_num_threads())
-    return 2 * rows * width * columns / timer.blocked_autorange().median / 1e9
+    flops = 2 * rows * width * columns
+    return flops / timer.blocked_autorange().median / 1e9
 
 
 if __name__ == "__main__":

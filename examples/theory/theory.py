@@ -1,8 +1,8 @@
-"""The theory of "The Unseen Bias" (arXiv 2512.08374) as functions, and a check of it by random draws.
+"""Functions for the theory of "The Unseen Bias" (arXiv 2512.08374), and a check of its statements by random draws.
 
     python examples/theory/theory.py
 
-What holds and what doesn't is written up in THEORY.md beside this file. Angles are in radians.
+THEORY.md in this folder says which statements hold. Angles are in radians.
 """
 
 import argparse
@@ -17,10 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_angle: torch.Tensor) -> torch.Tensor:
-    """Angle between a token of norm ‖h‖ before and after an update of norm ‖Δh‖ at an angle φ to it (eq. 8, 13).
+    """The angle θ by which an update turns a token (eq. 8, 13).
 
-    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`, by atan2: an update that is longer than the token and points backwards
-    turns it by more than a right angle, which a plain arctangent folds back.
+    `tan θ = ‖Δh‖ sin φ / (‖h‖ + ‖Δh‖ cos φ)`. An update that is longer than the token and points backwards turns it by
+    more than a right angle. This uses atan2, as a plain arctangent would give a wrong angle there.
+
+    Args:
+        hidden_norm: The token's norm ‖h‖.
+        update_norm: The update's norm ‖Δh‖.
+        update_angle: The angle φ between the token and the update.
     """
     return torch.atan2(update_norm * update_angle.sin(), hidden_norm + update_norm * update_angle.cos())
 
@@ -28,11 +33,18 @@ def turning_angle(hidden_norm: torch.Tensor, update_norm: torch.Tensor, update_a
 def expected_cosine(
     cosine: torch.Tensor, theta_image: torch.Tensor, theta_text: torch.Tensor, attraction: torch.Tensor | float = 0.0
 ) -> torch.Tensor:
-    """Expected cosine of an image and a text token, `cosine` before, after they have turned by their angles.
+    """The expected cosine of an image and a text token after both have turned.
 
-    Without attraction this is Theorem 1 (eq. 15, 16): `cos θ_v cos θ_t cos α`, for updates in random directions. With
-    attraction κ, from -1 to 1, the part κ of each unit update, orthogonal to its token, points to the other token, and
-    the rest is random: `(cos θ_v cos θ_t - κ² sin θ_v sin θ_t) cos α + κ sin(θ_v + θ_t) sin α`. This is ours.
+    Without attraction the tokens turn in random directions, and this is Theorem 1 (eq. 15, 16):
+    `cos θ_v cos θ_t cos α`. Attraction is our addition: a part κ of each token's direction of turning points to the
+    other token, and the rest is random. Then it is
+    `(cos θ_v cos θ_t - κ² sin θ_v sin θ_t) cos α + κ sin(θ_v + θ_t) sin α`.
+
+    Args:
+        cosine: The cosine of the tokens before, cos α.
+        theta_image: The angle by which the image token turns, θ_v.
+        theta_text: The angle by which the text token turns, θ_t.
+        attraction: κ, from -1 to 1.
     """
     kept = theta_image.cos() * theta_text.cos() - attraction**2 * theta_image.sin() * theta_text.sin()
     sine = (1 - cosine.square()).clamp(min=0).sqrt()
@@ -40,23 +52,25 @@ def expected_cosine(
 
 
 def balanced_angle(theta_image: torch.Tensor, theta_text: torch.Tensor) -> torch.Tensor:
-    """The angle that both tokens turn by when the product of the tangents is shared evenly (Lemma 1)."""
+    """The angle whose tangent is the geometric mean of the two angles' tangents (Lemma 1)."""
     return (theta_image.tan() * theta_text.tan()).sqrt().atan()
 
 
 def attraction_window(
     cosine: torch.Tensor, theta_text: torch.Tensor, theta_before: torch.Tensor, theta_after: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attractions with which turning an image token further brings it closer to a text token.
+    """The attractions κ for which an image token ends closer to a text token if it turns by the larger of two angles.
+
+    All angles are at most right angles.
 
     Args:
-        cosine: Of the two tokens before they turn; above 0.
-        theta_text: Angle that the text token turns by; at most a right one, as the others.
-        theta_before: The smaller angle that the image token turns by.
-        theta_after: The larger one.
+        cosine: The cosine of the two tokens before they turn; above 0.
+        theta_text: The angle by which the text token turns.
+        theta_before: The smaller angle by which the image token may turn.
+        theta_after: The larger angle by which the image token may turn.
 
     Returns:
-        Both ends of the window of κ in [0, 1]; they are equal where it never helps.
+        Both ends of the window of κ within [0, 1]. They are equal if the larger angle helps at no attraction.
     """
     # The gain in `expected_cosine` is a quadratic in κ that opens downwards: a κ² + b κ + c.
     a = -(theta_after.sin() - theta_before.sin()) * theta_text.sin() * cosine
@@ -72,7 +86,7 @@ def attraction_window(
 def simulate_cosine(
     cosine: float, theta_image: float, theta_text: float, attraction: float, size: int, draws: int, seed: int
 ) -> torch.Tensor:
-    """Cosines after random updates of two tokens of a hidden size, `(draws,)` in float64."""
+    """The cosines of two tokens after random updates, `(draws,)` in float64. `size` is the hidden size."""
     generator = torch.Generator().manual_seed(seed)
     image = torch.zeros(size, dtype=torch.float64)
     image[0] = 1
@@ -93,9 +107,18 @@ def turn_at_random(
     draws: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """A token turned by an angle in random directions, of which a part points to another token, `(draws, size)`.
+    """Turn a token of norm 1 by an angle in random directions.
 
-    Both tokens have norm 1.
+    Args:
+        token: The token.
+        other: The other token, also of norm 1.
+        theta: The angle.
+        attraction: The part of the direction that points to the other token. The rest is random.
+        draws: How many directions are drawn.
+        generator: The source of randomness.
+
+    Returns:
+        The turned tokens, `(draws, size)`.
     """
     towards = torch.nn.functional.normalize(other - (other @ token) * token, dim=0)
     random = torch.randn(draws, len(token), dtype=torch.float64, generator=generator)
@@ -106,8 +129,8 @@ def turn_at_random(
     return math.cos(theta) * token + math.sin(theta) * direction
 
 
-def count_failures(draws: int, seed: int) -> dict[str, float]:
-    """Shares of random draws in which each statement fails, and how far a simulation is from the formulas."""
+def check_statements(draws: int, seed: int) -> dict[str, float]:
+    """The share of random draws in which each statement holds, and a simulation's distance from the formula."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> torch.Tensor:
@@ -119,7 +142,7 @@ def count_failures(draws: int, seed: int) -> dict[str, float]:
     one = torch.ones(1, dtype=torch.float64)
     lemma_fails = expected_cosine(one, theta_image, theta_text) > expected_cosine(one, balanced, balanced) + 1e-12
 
-    # The norm of text tokens and all updates stay as they are; only the norm of image tokens comes down to it.
+    # Only the norm of image tokens changes: it is lowered to that of text tokens.
     text_norm = uniform(0.5, 2)
     image_norm = uniform(2, 100) * text_norm
     update_norm = uniform(0.1, 2)
@@ -130,7 +153,7 @@ def count_failures(draws: int, seed: int) -> dict[str, float]:
     retention_falls = expected_cosine(cosine, after, after) < expected_cosine(cosine, before, after)
     low, high = attraction_window(cosine, after, before, after)
 
-    # Any direction of the update; the tangent turns negative where the angle passes 90 degrees.
+    # Here the update may point backwards. If it turns the token by more than 90 degrees, the tangent is negative.
     any_angle = uniform(0.001, math.pi - 0.001)
     longer_turn = turning_angle(image_norm, update_norm, any_angle)
     shorter_turn = turning_angle(text_norm, update_norm, any_angle)
@@ -152,8 +175,10 @@ def share(holds: torch.Tensor) -> float:
 
 
 def largest_simulation_error(seed: int, draws: int = 20_000) -> float:
-    """How far a simulation's mean cosine is from the formula, in standard errors: the largest of three attractions."""
-    cosine, theta_image, theta_text = 0.4, 0.3, 0.9
+    """The largest distance of a simulation's mean from the formula, in standard errors, at three attractions."""
+    cosine = 0.4
+    theta_image = 0.3
+    theta_text = 0.9
     errors = []
     for attraction in (0.0, 0.3, 0.8):
         simulated = simulate_cosine(cosine, theta_image, theta_text, attraction, size=256, draws=draws, seed=seed)
@@ -171,10 +196,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print what holds in 200,000 draws."""
+    """Print the shares of 200,000 draws in which the statements hold."""
     build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for name, value in count_failures(200_000, seed=0).items():
+    for name, value in check_statements(200_000, seed=0).items():
         logger.info("%-72s %8.4f", name, value)
 
 

@@ -1,4 +1,4 @@
-"""What needs a GPU, rehearsed on the CPU with tiny shapes, so that no minute of a GPU is lost to a slip."""
+"""Rehearses the GPU's benchmarks on the CPU with tiny shapes, so that mistakes don't cost time on a GPU."""
 
 import argparse
 import json
@@ -27,13 +27,14 @@ CONFIGS = {"CLS token": small_config, "no CLS token": large_config}
 
 
 def config_that_reads_all(family: str) -> NormLlavaConfig:
-    """A tiny config whose encoder has no layer that isn't read: torch counts these too."""
+    """A tiny config of which all encoder layers are read. torch counts layers that aren't read, and we don't."""
     config = CONFIGS[family](tiny=True)
     config.vision_feature_layer = -1
     return config
 
 
-def prepared(config: NormLlavaConfig, stage: Stage) -> Any:
+def make_trained_model(config: NormLlavaConfig, stage: Stage) -> Any:
+    """A model prepared for a stage; in stage "adapt" the `PeftModel` around it."""
     model: Any = NormLlavaForConditionalGeneration._from_config(config, attn_implementation="eager")
     trained = add_adapters(model, rank=4, alpha=8) if stage is Stage.ADAPT else model
     prepare_stage(model, stage, LearningRates(common=1e-3, vision=1e-3, norm=1e-3))
@@ -43,10 +44,13 @@ def prepared(config: NormLlavaConfig, stage: Stage) -> Any:
 @pytest.mark.parametrize("stage", list(Stage))
 @pytest.mark.parametrize("family", list(CONFIGS))
 def test_model_flops_are_those_that_torch_counts(family: str, stage: Stage) -> None:
-    trained = prepared(config_that_reads_all(family), stage)
+    trained = make_trained_model(config_that_reads_all(family), stage)
     model = trained.get_base_model() if stage is Stage.ADAPT else trained
-    config, text = model.config, model.config.text_config
-    num_patches, length, num_supervised = config.image_seq_length, 12, 3
+    config = model.config
+    text = config.text_config
+    num_patches = config.image_seq_length
+    length = 12
+    num_supervised = 3
     input_ids = torch.full((1, length), 7)
     input_ids[:, 1 : 1 + num_patches] = config.image_token_id
     pixel_values = torch.randn(1, 3, config.vision_config.image_size, config.vision_config.image_size)
@@ -57,29 +61,41 @@ def test_model_flops_are_those_that_torch_counts(family: str, stage: Stage) -> N
         F.cross_entropy(logits.flatten(0, 1), torch.zeros(num_supervised, dtype=torch.long)).backward()
 
     flops = model_flops(trained, Work([length], num_images=1, num_supervised=num_supervised))
-    # Where torch counts otherwise: eager attention computes what its mask hides.
+    # torch counts what is computed, which differs from model FLOPs in three places.
+    # 1. Eager attention also computes what its mask hides: twice as much as causal attention needs.
     differences = text.num_hidden_layers * 6 * length**2 * text.hidden_size
-    # A layer whose input needs no gradient computes none for it, and the CLS token is no patch.
+    # 2. The patch embedding isn't computed for the CLS token, and no gradient of the pixels is computed.
     [patches] = [module for module in model.model.vision_tower.modules() if isinstance(module, torch.nn.Conv2d)]
-    num_positions = num_patches + (config.vision_feature_select_strategy == "default")
-    factor, counted = (6, 4) if stage is Stage.INSTRUCT else (2, 2)
-    differences -= patches.weight.numel() * (factor * num_positions - counted * num_patches)
+    has_cls_token = config.vision_feature_select_strategy == "default"
+    num_positions = num_patches + 1 if has_cls_token else num_patches
+    if stage is Stage.INSTRUCT:
+        differences -= patches.weight.numel() * (6 * num_positions - 4 * num_patches)
+    else:
+        differences -= patches.weight.numel() * (2 * num_positions - 2 * num_patches)
+    # 3. If the encoder is frozen, no gradient of the projector's input is computed.
     if stage is not Stage.INSTRUCT:
-        first = model.get_submodule("model.multi_modal_projector")
-        first = first.modules_to_save["default"].linear_1 if stage is Stage.ADAPT else first.linear_1
-        differences -= 2 * first.weight.numel() * num_patches
+        projector = model.get_submodule("model.multi_modal_projector")
+        if stage is Stage.ADAPT:
+            projector = projector.modules_to_save["default"]
+        differences -= 2 * projector.linear_1.weight.numel() * num_patches
+
     assert counter.get_total_flops() == flops.whole + differences
     assert 0 < flops.layers < flops.whole
 
 
 def test_an_encoder_layer_that_is_not_read_costs_nothing() -> None:
     work = Work([12], num_images=2, num_supervised=3)
-    deep, shallow = config_that_reads_all("no CLS token"), large_config(tiny=True)
-    width = deep.vision_config.hidden_size
-    matrices = 4 * width**2 + 2 * width * deep.vision_config.intermediate_size
-    a_layer = 2 * matrices * deep.image_seq_length + 4 * deep.image_seq_length**2 * width
-    whole, read = (model_flops(prepared(config, Stage.ALIGN), work).whole for config in (deep, shallow))
-    assert whole - read == work.num_images * a_layer
+    reads_all = config_that_reads_all("no CLS token")
+    reads_all_but_one = large_config(tiny=True)
+    flops_of_all = model_flops(make_trained_model(reads_all, Stage.ALIGN), work).whole
+    flops_of_all_but_one = model_flops(make_trained_model(reads_all_but_one, Stage.ALIGN), work).whole
+
+    # A frozen layer has four matrices of attention and two of the MLP, and attention itself.
+    width = reads_all.vision_config.hidden_size
+    num_weights = 4 * width**2 + 2 * width * reads_all.vision_config.intermediate_size
+    num_patches = reads_all.image_seq_length
+    layer_flops = 2 * num_weights * num_patches + 4 * num_patches**2 * width
+    assert flops_of_all - flops_of_all_but_one == work.num_images * layer_flops
 
 
 @pytest.mark.parametrize("name", list(norm.KINDS))
@@ -104,19 +120,20 @@ def test_trainers_are_compared_on_the_same_tokens(tmp_path: Path) -> None:
         "padded": "stage 1: ours, padded",
         "packed": "stage 1: + packed, varlen",
     }
-    figures = {who: arms[name].measure() for who, name in names.items()}
-    for who in names:
-        assert figures[who]["tokens_per_step"] == figures["padded"]["tokens_per_step"]
-        assert 0 < figures[who]["layers_seconds_per_step"] < figures[who]["seconds_per_step"]
-        assert len(figures[who]["steps"]) == 2
-    assert figures["TRL"]["padding_share"] == figures["padded"]["padding_share"] > 0
+    figures = {short_name: arms[name].measure() for short_name, name in names.items()}
+    for arm_figures in figures.values():
+        assert arm_figures["tokens_per_step"] == figures["padded"]["tokens_per_step"]
+        assert 0 < arm_figures["layers_seconds_per_step"] < arm_figures["seconds_per_step"]
+        assert len(arm_figures["steps"]) == 2  # three, of which one is the warm-up
+    assert figures["padded"]["padding_share"] > 0
+    assert figures["TRL"]["padding_share"] == figures["padded"]["padding_share"]
     assert figures["packed"]["padding_share"] == 0
-    # TRL trains plain Llava, whose first step starts elsewhere; packed and padded rows learn the same.
+    # Packed and padded rows train alike. TRL trains another model, a plain Llava, whose loss is only similar.
     assert figures["packed"]["loss"] == pytest.approx(figures["padded"]["loss"], abs=1e-5)
     assert figures["TRL"]["loss"] == pytest.approx(figures["padded"]["loss"], rel=0.01)
 
 
-def test_one_arm_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arm_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> dict[str, Any]:
         raise ValueError("no such kernel")
 
@@ -124,14 +141,15 @@ def test_one_arm_that_fails_stops_no_other(tmp_path: Path, monkeypatch: pytest.M
         raise SystemExit(2)
 
     arms = [Arm("died", dict), Arm("fails", fail), Arm("stops", stop), Arm("runs", lambda: {"speed": 1.0})]
-    monkeypatch.setattr(part, "arms_of", lambda *_: arms)
+    monkeypatch.setattr(part, "make_arms", lambda *_: arms)
     results = tmp_path / "results.jsonl"
     part.measure_part("small", CPU, results, tmp_path, commit="abc", first_died=True)
     died, fails, stops, runs = read_lines(results)
     assert died.error == "It ended its process."
     assert fails.error == "ValueError: no such kernel"
     assert stops.error == "SystemExit: 2"
-    assert (runs.figures, runs.commit) == ({"speed": 1.0}, "abc")
+    assert runs.figures == {"speed": 1.0}
+    assert runs.commit == "abc"
 
 
 def test_the_command_goes_on_where_it_was_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,9 +162,13 @@ def test_the_command_goes_on_where_it_was_cut_off(tmp_path: Path, capsys: pytest
     lines = read_lines(results)
     assert lines[0] == done
     assert len(lines) == 4
-    assert all(line.figures is not None and line.figures["best_tflops"] > 0 for line in lines[1:])
+    for line in lines[1:]:
+        assert line.figures is not None
+        assert line.figures["best_tflops"] > 0
 
-    results.write_text(results.read_text() + json.dumps({"part": "ceilings"})[:-1])  # a line that was cut off
+    # A last line that was cut off is left out.
+    with results.open("a") as file:
+        file.write('{"part": "ceilings"')
     assert read_lines(results) == lines
     command.main(["--table", str(results)])
     assert "| copy |  |  | 1.50 |" in capsys.readouterr().out
@@ -162,11 +184,19 @@ def test_a_process_is_ended_when_its_time_is_over(tmp_path: Path, capsys: pytest
 def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
 
-    def add(name: str, arm: str, figures: Any = None, **fields: Any) -> None:
-        append_line(results, Line(name, arm, "H100", None, {}, {}, figures=figures, **fields))
+    def add(part_name: str, arm: str, figures: Any = None, **fields: Any) -> None:
+        append_line(results, Line(part_name, arm, "H100", None, {}, {}, figures=figures, **fields))
 
-    training = {"seconds_per_step": 1.0, "share_of_peak": 0.4, "layers_share_of_peak": 0.5, "peak_memory_gib": 20.0}
-    training |= {"model_flops_per_second": 4e14, "layers_flops_per_second": 6e14, "padding_share": 0, "loss": 2.0}
+    training = {
+        "seconds_per_step": 1.0,
+        "share_of_peak": 0.4,
+        "layers_share_of_peak": 0.5,
+        "peak_memory_gib": 20.0,
+        "model_flops_per_second": 4e14,
+        "layers_flops_per_second": 6e14,
+        "padding_share": 0,
+        "loss": 2.0,
+    }
     add("ceilings", "product", {"best_tflops": 800.0, "median_tflops": 700.0})
     add("large", "TRL", {"tokens_per_second": 1000, **training})
     add("large", "ours", {"tokens_per_second": 1500, **training}, beside="TRL")
@@ -180,16 +210,17 @@ def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> N
 def test_compiled_layers_warm_up_longer_and_are_measured_as_long(
     make_arms: Callable[[torch.device, Path], list[Arm]], tmp_path: Path
 ) -> None:
-    """Two graphs are compiled, the second in the third step, and every step has rows of its own."""
+    """The warm-up covers the third step, in which a second graph is compiled, and there are rows for all steps."""
     arms = {arm.name: arm for arm in make_arms(CPU, tmp_path)}
     compiled = [arm for arm in arms.values() if arm.settings["compiled"]]
     assert compiled
     for arm in compiled:
-        assert arm.settings["warmup"] >= 3
-        beside = arms[str(arm.beside)].settings
-        assert arm.settings["steps"] - arm.settings["warmup"] == beside["steps"] - beside["warmup"]
+        settings = arm.settings
+        uncompiled = arms[str(arm.beside)].settings
+        assert settings["warmup"] >= 3
+        assert settings["steps"] - settings["warmup"] == uncompiled["steps"] - uncompiled["warmup"]
         rows = json.loads((tmp_path / "conversations.json").read_text())
-        assert len(rows) >= arm.settings["steps"] * arm.settings["rows_per_step"]
+        assert len(rows) >= settings["steps"] * settings["rows_per_step"]
 
 
 def test_every_part_has_a_limit() -> None:
@@ -198,10 +229,11 @@ def test_every_part_has_a_limit() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_all_of_it_runs(tmp_path: Path) -> None:
+def test_all_parts_run(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     command.main(["--cpu", "--results", str(results)])
     lines = read_lines(results)
     assert {line.part for line in lines} == set(command.LIMITS)
-    assert [(line.arm, line.error) for line in lines if line.error is not None] == []
+    errors = {line.arm: line.error for line in lines if line.error is not None}
+    assert errors == {}
     render(results)

@@ -1,4 +1,4 @@
-"""A trainer and the bare loop beside it learn the same from the same batches, so that their times can be compared."""
+"""Checks that each trainer and the bare loop train alike on the same batches, so that their times can be compared."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ from benchmarks.real import ARMS, ROWS, main
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Two would wait for each other longer than they compute, on a busy machine."""
+    """One thread for torch: on a busy machine, two wait for each other longer than they compute."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -24,12 +24,13 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_what_is_compared_does_the_same(composed: Callable[..., Path], tmp_path: Path) -> None:
+def test_trainers_and_the_bare_loop_train_alike(composed: Callable[..., Path], tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = []
     for number in range(6):
         pixels = np.random.default_rng(number).integers(0, 256, (20, 30, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(tmp_path / f"{number}.png")
-        turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "n" * (4 * number + 1)}]
+        answer = "n" * (4 * number + 1)  # answers of different lengths, so that rows are padded
+        turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": answer}]
         rows.append({"image": f"{number}.png", "conversations": turns})
     for name in ROWS.values():
         (tmp_path / name).write_text(json.dumps(rows))
@@ -37,16 +38,22 @@ def test_what_is_compared_does_the_same(composed: Callable[..., Path], tmp_path:
     main([f"--{name}={value}" for name, value in options.items()])
 
     reports = json.loads((tmp_path / "out.json").read_text())["arms"]
-    assert [(report["stage"], report["arm"]) for report in reports] == list(itertools.product(ROWS, ARMS))
+    stages_and_arms = [(report["stage"], report["arm"]) for report in reports]
+    assert stages_and_arms == list(itertools.product(ROWS, ARMS))
     for report in reports:
-        assert len(report["steps"]) == 2
+        assert len(report["steps"]) == 2  # three, of which the first is not timed
         assert report["ratio"] > 0
         assert 0 < report["share_of_peak"] < 1
-        assert (report["padding_share"] > 0) == report["arm"].endswith("padded")
+        has_padding = report["padding_share"] > 0
+        assert has_padding == report["arm"].endswith("padded")
         if report["arm"].startswith("ours"):
             assert report["loss"] == pytest.approx(report["bare_loss"], rel=1e-5)
-    # In stage 2 TRL tokenizes the same rows in the same batches: the bare loop's loss says so.
-    assert reports[5]["bare_loss"] == pytest.approx(reports[3]["bare_loss"])
+
+    # In stage 2 TRL makes the same batches as our command, so the loop has the same loss on both.
+    by_stage_and_arm = dict(zip(stages_and_arms, reports, strict=True))
+    bare_loss_on_ours = by_stage_and_arm["instruct", "ours, padded"]["bare_loss"]
+    bare_loss_on_trl = by_stage_and_arm["instruct", "TRL, padded"]["bare_loss"]
+    assert bare_loss_on_trl == pytest.approx(bare_loss_on_ours)
 
 
 def test_without_the_real_model_it_says_how_to_make_it(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
-"""The blocks of code on a Markdown page."""
+"""Finds the blocks of code on a Markdown page."""
 
 import re
 import textwrap
 
 
 def fences(text: str) -> list[tuple[str, str]]:
-    """Language and code of each block, in their order; a block in a list is brought to the margin."""
+    """The language and the code of each block, in their order. The indentation of blocks in lists is removed."""
     blocks = []
     for match in re.finditer(r"^( *)```(\w+)\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE):
         _, language, code = match.groups()

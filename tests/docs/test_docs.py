@@ -1,4 +1,4 @@
-"""README and docs: what they name is there, their commands take the options that they give, and run."""
+"""Checks README and docs: files that they name exist, and commands that they show take their options and run."""
 
 import dataclasses
 import re
@@ -22,10 +22,10 @@ from training.command_line import parse_arguments
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
-# Why a block is not run here: its first line says so to the reader.
-NOT_HERE = ("# needs the Hub", "# needs a GPU", "# takes an hour", "# after make emoji", "# two terminals")
-# Lines that are not run as part of a block: by CI, or because they would change this environment.
-ELSEWHERE = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
+# First lines of blocks that are not run here. They tell the reader what a block needs.
+NOT_RUN = ("# needs the Hub", "# needs a GPU", "# takes an hour", "# after make emoji", "# two terminals")
+# Beginnings of lines that are not run in a block: CI runs them already, or they would change this environment.
+LINES_NOT_RUN = ("make test", "make install", "make quality", "make docs", ".venv/bin/pre-commit install")
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether it can run on a CPU without the Hub."""
-        return not self.text.startswith(NOT_HERE)
+        """Whether the tests run it: it needs neither a GPU nor the Hub, and doesn't take long."""
+        return not self.text.startswith(NOT_RUN)
 
     @property
     def commands(self) -> list[list[str]]:
@@ -48,7 +48,8 @@ class Block:
         lines = self.text.replace("\\\n", " ").splitlines()
         commands = []
         for line in lines:
-            words = [word for word in shlex.split(line, comments=True) if not re.fullmatch(r"[A-Z_]+=.*", word)]
+            words = shlex.split(line, comments=True)
+            words = [word for word in words if not re.fullmatch(r"[A-Z_]+=.*", word)]  # without variables
             if words:
                 commands.append(words)
         return commands
@@ -58,10 +59,11 @@ class Block:
 
 
 def blocks(*languages: str) -> Iterator[Block]:
-    """All blocks of code in these languages; the Python of `CONTRIBUTING.md` has tests of its own."""
+    """All blocks of code in these languages, but the Python of CONTRIBUTING.md, which test_contributing.py tests."""
     for page in PAGES:
-        for number, (language, code) in enumerate(fences(page.read_text(encoding="utf-8")), 1):
-            if language in languages and (language, page.name) != ("python", "CONTRIBUTING.md"):
+        for number, (language, code) in enumerate(fences(page.read_text(encoding="utf-8")), start=1):
+            is_tested_elsewhere = language == "python" and page.name == "CONTRIBUTING.md"
+            if language in languages and not is_tested_elsewhere:
                 yield Block(page.name, number, language, code)
 
 
@@ -69,28 +71,36 @@ SHELL = list(blocks("bash"))
 
 
 def module_of(words: list[str]) -> tuple[str, list[str]] | None:
-    """The module of ours that a command line starts, and its arguments."""
+    """The module that a command line starts, and its arguments; `None` if it doesn't start Python."""
     if words[:2] == ["accelerate", "launch"]:
         return "training.sft", words[words.index("training/sft.py") + 1 :]
     if not words[0].endswith("python"):
         return None
     if words[1] != "-m":
         return words[1].removesuffix(".py").replace("/", "."), words[2:]
-    package = words[2]
-    is_package = (ROOT / package.replace(".", "/") / "__main__.py").exists()
-    return (f"{package}.__main__" if is_package else package), words[3:]
+
+    module = words[2]
+    is_package = (ROOT / module.replace(".", "/") / "__main__.py").exists()
+    if is_package:
+        module += ".__main__"
+    return module, words[3:]
 
 
-COMMANDS = sorted({shlex.join(words) for block in SHELL for words in block.commands})
+def command_lines() -> list[str]:
+    """All different command lines of the pages."""
+    lines = set()
+    for block in SHELL:
+        lines.update(shlex.join(words) for words in block.commands)
+    return sorted(lines)
 
 
 def test_the_reference_is_that_of_the_code() -> None:
-    """If this fails: python docs/reference.py"""
+    """If this fails, run `python docs/reference.py`."""
     assert reference.PAGE.read_text(encoding="utf-8") == reference.render()
 
 
 def options_on_page(heading: str) -> dict[str, str]:
-    """What the page of options says of each option of a command, by the option."""
+    """The text of each option in a section of the reference, by the option."""
     section = reference.PAGE.read_text(encoding="utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
     return dict(re.findall(r"^- `(--\w+)`(.*)$", section, re.MULTILINE))
 
@@ -101,51 +111,59 @@ def options_on_page(heading: str) -> dict[str, str]:
 def test_the_reference_has_what_help_prints(heading: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     printed = reference.build_parser(module).format_help()
-    printed = re.sub(r"\n {10,}", "  ", printed)  # the help of an option with a long name stands below it
+    printed = re.sub(r"\n {10,}", "  ", printed)  # puts the help of options with long names into their lines
     options = re.findall(r"^  (--\w+)(.*)$", printed, re.MULTILINE)
     on_page = options_on_page(heading)
     assert [name for name, _ in options] == list(on_page)
 
     for name, text in options:
         default = re.search(r"\(default: (.*)\)$", text)
-        if default is not None and default[1] not in ("None", "False"):
-            value = default[1]
-            assert f"(`{value}`)" in on_page[name] or f"(default: {value})" in on_page[name], name
+        if default is None or default[1] in ("None", "False"):
+            continue
+        # The page gives a default in code behind the name, or as the help gives it.
+        value = default[1]
+        assert f"(`{value}`)" in on_page[name] or f"(default: {value})" in on_page[name], name
 
 
 def test_the_reference_has_every_field_of_a_recipe_with_its_default() -> None:
     on_page = options_on_page("sft")
+    fields = {field.name: field for field in dataclasses.fields(RunArguments)}
     for name in RunArguments.__annotations__:
-        (field,) = [field for field in dataclasses.fields(RunArguments) if field.name == name]
+        field = fields[name]
         if not field.init:
-            continue  # no option
-        said = on_page[f"--{name}"]
-        if field.default is not None and field.default is not False:
-            assert f"(`{field.default}`)" in said
+            continue  # it is computed, so there is no option for it
+        text = on_page[f"--{name}"]
+        if field.default is None or field.default is False:
+            assert not text.startswith(" (")
         else:
-            assert not said.startswith(" (")
-    # TRL's own default stands beside ours where they differ.
+            assert f"(`{field.default}`)" in text
+
+    # Where our default isn't TRL's, the page gives both.
     assert on_page["--max_length"].startswith(" (`None`, in TRL `1024`)")
     assert on_page["--use_cpu"].startswith(" (`False`)")
 
 
 def test_the_pages_are_built_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """MkDocs also warns of a link or an anchor that leads nowhere."""
+    """MkDocs also warns of links to missing files and anchors."""
     config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path))
     with caplog.at_level("WARNING", logger="mkdocs"):
         build(config)
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("mkdocs")] == []
+    warnings = [record.getMessage() for record in caplog.records if record.name.startswith("mkdocs")]
+    assert warnings == []
     assert (tmp_path / "index.html").exists()
     assert (tmp_path / "examples" / "digits" / "norms.png").exists()
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", command_lines())
 def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # without the folders that a page's command writes, which a parser may refuse
+    # In an empty folder no parser refuses a command because its output exists already.
+    monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     if words[0] == "make":
-        assert words[1] in re.findall(r"^([\w./()$-]+):", makefile(), re.MULTILINE)
+        targets = re.findall(r"^([\w./()$-]+):", makefile(), re.MULTILINE)
+        assert words[1] in targets
         return
+
     started = module_of(words)
     if started is None or started[0] in ("lmms_eval", "pytest"):
         return  # another project's command
@@ -153,23 +171,24 @@ def test_commands_take_the_options_of_pages(command: str, tmp_path: Path, monkey
     assert (ROOT / module.split(".")[0]).is_dir()
     parser = reference.build_parser(module)
     if "--config" in arguments:
-        at = arguments.index("--config")
-        assert (ROOT / arguments[at + 1]).exists()
-        if module in ("training.sft", "training.plan"):  # whose parser reads the recipe's fields elsewhere
-            del arguments[at : at + 2]
+        position = arguments.index("--config")
+        assert (ROOT / arguments[position + 1]).exists()
+        if module in ("training.sft", "training.plan"):  # their parsers don't have this option, which is read before
+            del arguments[position : position + 2]
     _, unknown = parser.parse_known_args(arguments)
     assert unknown == []
 
 
 def test_the_recipe_of_the_readme_is_whole(tmp_path: Path) -> None:
-    (recipe,) = (block.text for block in blocks("yaml") if block.page == "README.md")
-    (tmp_path / "recipe.yaml").write_text(recipe, encoding="utf-8")
-    run_args, _ = parse_arguments(["--config", str(tmp_path / "recipe.yaml")])  # it refuses what lacks
+    (block,) = [block for block in blocks("yaml") if block.page == "README.md"]
+    (tmp_path / "recipe.yaml").write_text(block.text, encoding="utf-8")
+    # An error is raised here if the recipe lacks a required field.
+    run_args, _ = parse_arguments(["--config", str(tmp_path / "recipe.yaml")])
     assert run_args.stage == "instruct"
 
 
 def makefile() -> str:
-    """The Makefile, with the names of its environments filled in."""
+    """The text of the Makefile, with the values of its variables filled in."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     for name, value in re.findall(r"^(\w+) \?= (.*)$", text, re.MULTILINE):
         text = text.replace(f"$({name})", value)
@@ -178,7 +197,7 @@ def makefile() -> str:
 
 @pytest.fixture(scope="module")
 def workplace() -> Path:
-    """The repository, with the quickstart done and what earlier tests of this module left cleared away."""
+    """The repository, with the quickstart done and without the folder that the pages' commands write."""
     subprocess.run([sys.executable, "-m", "examples.digits.quickstart"], cwd=ROOT, check=True, capture_output=True)
     shutil.rmtree(ROOT / "runs" / "docs", ignore_errors=True)
     return ROOT
@@ -190,9 +209,9 @@ def workplace() -> Path:
 def test_a_block_of_commands_runs(
     block: Block, workplace: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    if ".venv-evaluation" in block.text:
+    if ".venv-evaluation" in block.text:  # the fixture makes this environment
         request.getfixturevalue("harness_python")
-    lines = [line for line in block.text.splitlines() if not line.startswith(ELSEWHERE)]
+    lines = [line for line in block.text.splitlines() if not line.startswith(LINES_NOT_RUN)]
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=":")
     run = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join(lines)], cwd=workplace, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The gains that README's table and the findings give follow from the records in the repository."""
+"""Checks that the gains in README's table and in the findings are those of the records in the repository."""
 
 import re
 from pathlib import Path
@@ -10,8 +10,9 @@ from examples.emoji.gains import ARMS, CONTROL, differences, read_runs, t_interv
 
 
 ROOT = Path(__file__).parents[2]
+# Kinds of questions about digits; columns of depth.csv.
 KINDS = ["digit", "colour", "both", "compare", "count", "sum", "long"]
-# Decoder, arm and variant of each comparison of the digits in README's table.
+# The comparisons on digits in README's table: decoder, arm and variant of depth.csv. The controls are the arm "none".
 DIGITS = [
     ("3x128", "gwc", "plain"),
     ("3x256", "gwc", "plain"),
@@ -23,21 +24,21 @@ DIGITS = [
 
 
 def as_written(gains: pd.Series) -> str:
-    """A gain and its interval as pages write them."""
+    """The mean gain and its interval, as pages write them."""
     mean, low, high = t_interval(gains)
     return f"{mean:.1f} ({low:.1f} to {high:.1f})".replace("-", "−")
 
 
 @pytest.fixture(scope="module")
 def decoder_gains() -> list[str]:
-    """Those of the pretrained decoder."""
+    """The gains with the pretrained decoder."""
     runs = read_runs()
     return [as_written(differences(runs, arm, CONTROL, ["seed", "processor"])) for arm in ARMS]
 
 
 @pytest.fixture(scope="module")
 def digit_gains() -> list[str]:
-    """Those of the digits."""
+    """The gains on digits."""
     runs = pd.read_csv(ROOT / "examples" / "digits" / "depth.csv")
     runs["score"] = runs[KINDS].mean(axis=1)
 
@@ -56,4 +57,5 @@ def test_the_readme_gives_the_gains_of_the_records(decoder_gains: list[str], dig
 
 def test_the_findings_give_the_gains_of_the_records(decoder_gains: list[str]) -> None:
     text = (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
-    assert [gain for gain in decoder_gains if gain not in text] == []
+    missing = [gain for gain in decoder_gains if gain not in text]
+    assert missing == []

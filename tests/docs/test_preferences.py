@@ -1,4 +1,4 @@
-"""The page's DPO and GRPO train a NormLlava, and what they save loads as a stranger loads it."""
+"""Checks docs/preferences.md: its DPO and GRPO train a NormLlava, and a user can load the models that they save."""
 
 import json
 import math
@@ -17,12 +17,14 @@ from transformers import AutoModelForImageTextToText
 
 
 ROOT = Path(__file__).parents[2]
-DPO, GRPO = [code for language, code in fences((ROOT / "docs/preferences.md").read_text(encoding="utf-8"))]
+PAGE = (ROOT / "docs/preferences.md").read_text(encoding="utf-8")
+# The page has two blocks of code.
+DPO, GRPO = [code for _, code in fences(PAGE)]
 
 
 @pytest.fixture
 def quickstart(composed: Callable[..., Path], tmp_path: Path) -> Path:
-    """A folder with a small random model and rows, where the quickstart writes its own."""
+    """A folder with a small random model and rows, in the places where the quickstart puts its model and rows."""
     data = tmp_path / "runs/digits/data"
     data.mkdir(parents=True)
     (tmp_path / "runs/digits/stage2").symlink_to(composed())
@@ -35,23 +37,22 @@ def quickstart(composed: Callable[..., Path], tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_block(block: str, folder: Path) -> str:
-    """Run a block of the page with fewer steps, each of them logged. Returns what it prints."""
-    block = re.sub(r"max_steps=\d+", "max_steps=3, logging_steps=1", block)
-    block += "\nprint('LOG', json.dumps(trainer.state.log_history))"
+def run_block(block: str, folder: Path) -> list[dict[str, float]]:
+    """Run a block of the page for three steps. Returns what the trainer logged."""
+    code = re.sub(r"max_steps=\d+", "max_steps=3, logging_steps=1", block)
+    code += "\nprint('LOG', json.dumps(trainer.state.log_history))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    run = subprocess.run([sys.executable, "-c", block], cwd=folder, env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout
+    (line,) = [line for line in run.stdout.splitlines() if line.startswith("LOG ")]
+    return json.loads(line.removeprefix("LOG "))
 
 
 def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart: Path) -> None:
-    printed = run_block(DPO, quickstart)
-    (line,) = [line for line in printed.splitlines() if line.startswith("LOG ")]
-    first, *_, last, _ = json.loads(line.removeprefix("LOG "))
-    # As long as the model is its reference, the loss is ln 2 (arXiv 2305.18290, eq. 7).
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3)
-    assert last["rewards/margins"] > 0
+    first_step, *_, last_step, _ = run_block(DPO, quickstart)  # the last entry sums up the training
+    # In the first step the model is equal to its reference, so the loss is ln 2 (arXiv 2305.18290, eq. 7).
+    assert first_step["loss"] == pytest.approx(math.log(2), abs=1e-3)
+    assert last_step["rewards/margins"] > 0
 
     trained = AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/dpo", trust_remote_code=True)
     before = AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/stage2", trust_remote_code=True)
@@ -59,8 +60,6 @@ def test_dpo_starts_at_the_reference_and_prefers_what_is_chosen(quickstart: Path
 
 
 def test_grpo_generates_and_saves(quickstart: Path) -> None:
-    printed = run_block(GRPO, quickstart)
-    (line,) = [line for line in printed.splitlines() if line.startswith("LOG ")]
-    first, *_ = json.loads(line.removeprefix("LOG "))
-    assert first["completions/mean_length"] > 0
+    first_step, *_ = run_block(GRPO, quickstart)
+    assert first_step["completions/mean_length"] > 0
     AutoModelForImageTextToText.from_pretrained(quickstart / "runs/digits/grpo", trust_remote_code=True)

@@ -1,4 +1,4 @@
-"""The study's gains against counting the answers by hand, and what the chart shows of them."""
+"""The gains of the first study's arms against a count by hand, and what the figures show of them."""
 
 import json
 
@@ -21,15 +21,19 @@ from examples.emoji.gains import (
 
 
 def gains_by_hand(arm: str) -> list[float]:
-    """Each pair's difference in points, counted from the answers to the single drawings."""
-    records = [json.loads(line) for line in RECORDS.read_text(encoding="utf-8").splitlines()]
-    named = {(row["arm"], row["seed"], row["processor"]): row["hits"] for row in records if "hits" in row}
+    """The difference of each pair in percentage points, counted from the digits of single drawings."""
+    hits_by_run: dict[tuple[str, int, str], str] = {}
+    for line in RECORDS.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if "hits" in record:
+            hits_by_run[record["arm"], record["seed"], record["processor"]] = record["hits"]
 
     gains = []
-    for (name, seed, processor), hits in named.items():
-        control = named.get((CONTROL, seed, processor))
-        if name == arm and control is not None:
-            gains.append(100 * (hits.count("1") - control.count("1")) / len(hits))
+    for (run_arm, seed, processor), hits in hits_by_run.items():
+        control_hits = hits_by_run.get((CONTROL, seed, processor))
+        if run_arm == arm and control_hits is not None:
+            more_right = hits.count("1") - control_hits.count("1")
+            gains.append(100 * more_right / len(hits))
     return gains
 
 
@@ -40,10 +44,11 @@ def test_a_pair_shares_seed_and_processor() -> None:
         ("norm", 1, "CPU", 33.0), ("norm", 1, "GPU", 27.0), ("norm", 2, "GPU", 90.0), ("norm", 3, "CPU", 90.0),
     ]  # fmt: skip
     runs = pd.DataFrame(rows, columns=columns)
+    # Only two runs of "norm" have a control: 33 - 30 on the CPU, and 27 - 20 on the GPU.
     assert sorted(differences(runs, "norm", "none", ["seed", "processor"])) == [3.0, 7.0]
 
 
-def test_the_interval_is_students() -> None:
+def test_the_interval_is_that_of_students_t() -> None:
     values = pd.Series([1.0, 2.5, -0.5, 4.0, 3.0])
     low, high = stats.ttest_1samp(values, 0).confidence_interval()
     assert t_interval(values) == pytest.approx((2.0, low, high))
@@ -69,27 +74,35 @@ def test_the_chart_shows_each_gain_with_its_interval() -> None:
         "LayerNorm, held at 30 T: −18.1 (−24.4 to −11.7), 9 pairs",
     ]
 
-    def ends(line: Line2D) -> list[float]:
+    def x_values(line: Line2D) -> list[float]:
         return [float(x) for x in line.get_xdata()]
 
-    at_zero, *lines = axis.lines  # then an interval and its mean for each arm
-    assert ends(at_zero) == [0, 0]
-    for arm, interval, mean in zip(ARMS, lines[::2], lines[1::2], strict=True):
+    # The axis holds the line at zero, and then for each arm its interval and its mean.
+    line_at_zero, *lines = axis.lines
+    intervals = lines[::2]
+    means = lines[1::2]
+    assert x_values(line_at_zero) == [0, 0]
+    for arm, interval, mean in zip(ARMS, intervals, means, strict=True):
         expected, low, high = t_interval(pd.Series(gains_by_hand(arm)))
-        assert ends(interval) == pytest.approx([low, high])
-        assert ends(mean) == pytest.approx([expected])
+        assert x_values(interval) == pytest.approx([low, high])
+        assert x_values(mean) == pytest.approx([expected])
 
 
 def test_right_names_are_drawn_over_the_norm_tested_at() -> None:
-    """A seed that ran on two processors counts once, and an arm's curve lies around the norm it was trained at."""
+    """Of a curve the point at scale 1 is checked: its norm is that of training, and it is a mean over seeds."""
     runs = read_runs()
     (axis,) = draw_norms(runs).axes
-    curves = {line.get_label(): line for line in axis.lines if not str(line.get_label()).startswith("_")}
+    curves = {}
+    for line in axis.lines:
+        label = str(line.get_label())
+        if not label.startswith("_"):  # matplotlib's names of lines without a label
+            curves[label] = line
     assert list(curves) == ["no norm", *ARMS.values()]
 
-    of_arm = runs[runs["arm"] == "GWC at T"]
-    norms, shares = curves["LayerNorm at T"].get_data()
+    arm_runs = runs[runs["arm"] == "GWC at T"]
+    norms, scores = curves["LayerNorm at T"].get_data()
     at_one = SCALES.index(1)
-    assert norms[at_one] == pytest.approx(of_arm["length"].mean())
-    by_seed = {seed: rows["names, x 1"].mean() for seed, rows in of_arm.groupby("seed")}
-    assert shares[at_one] == pytest.approx(sum(by_seed.values()) / len(by_seed))
+    assert norms[at_one] == pytest.approx(arm_runs["norm"].mean())
+    # A seed that ran on two processors counts once.
+    means_by_seed = [seed_runs["names, x 1"].mean() for _, seed_runs in arm_runs.groupby("seed")]
+    assert scores[at_one] == pytest.approx(sum(means_by_seed) / len(means_by_seed))

@@ -1,7 +1,8 @@
-"""The notebooks run, on any models and pictures."""
+"""The notebooks run with other models and pictures than their own."""
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-DIAGNOSE, COMPOSE_AND_TRAIN = EXAMPLES / "diagnose.ipynb", EXAMPLES / "compose_and_train.ipynb"
+DIAGNOSE = EXAMPLES / "diagnose.ipynb"
+COMPOSE_AND_TRAIN = EXAMPLES / "compose_and_train.ipynb"
 
 
 def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
@@ -23,19 +25,21 @@ def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
 
 
 def set_parameters(notebook: nbformat.NotebookNode, **values: object) -> None:
-    """Put other values in place of those of the first cell, which holds nothing else."""
-    first = code_cells(notebook)[0]
-    names = [line.split("=")[0].split(":")[0].strip() for line in first.source.splitlines() if "=" in line]
+    """Replace the values of the notebook's parameters, which its first cell sets."""
+    first_cell = code_cells(notebook)[0]
+    # An assignment is `NAME = value` or `NAME: type = value`.
+    names = re.findall(r"^(\w+)[^=\n]*=", first_cell.source, re.MULTILINE)
     assert names == list(values)
-    first.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    first_cell.source = "\n".join(f"{name} = {value!r}" for name, value in values.items())
 
 
 def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run a notebook in a folder; what its cells show, as JSON."""
+    """Run a notebook in a folder. Returns its cells' outputs as JSON."""
     for cell in code_cells(notebook):
         cell.outputs = []
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # what Jupyter shows figures by
+    python_path = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", python_path)
+    monkeypatch.setenv("MPLBACKEND", "module://matplotlib_inline.backend_inline")  # Jupyter's backend for figures
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(folder)}}).execute()
     return json.dumps([cell.outputs for cell in code_cells(notebook)])
 
@@ -44,17 +48,19 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.M
 def test_the_notebook_measures_models(
     composed: Callable[..., Path], picture: Image.Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for turn in range(4):
-        picture.rotate(90 * turn).save(tmp_path / f"{turn}.png")
+    for number in range(4):
+        picture.rotate(90 * number).save(tmp_path / f"{number}.png")
     notebook = nbformat.read(DIAGNOSE, as_version=4)
     models = {"with": str(composed()), "without": str(composed(projector_norm="none"))}
     set_parameters(notebook, MODELS=models, DATA=str(tmp_path))
-    last = code_cells(notebook)[-1]
-    assert "../runs/digits/report" in last.source
-    last.source = last.source.replace("../runs/digits/report", str(tmp_path / "report"))
-    shown = execute(notebook, tmp_path, monkeypatch)
-    assert "image tokens enter the decoder" in shown
-    assert shown.count("image/png") == 2
+    # The last cell writes a report, here into another folder.
+    last_cell = code_cells(notebook)[-1]
+    assert "../runs/digits/report" in last_cell.source
+    last_cell.source = last_cell.source.replace("../runs/digits/report", str(tmp_path / "report"))
+
+    outputs = execute(notebook, tmp_path, monkeypatch)
+    assert "image tokens enter the decoder" in outputs
+    assert outputs.count("image/png") == 2
     assert (tmp_path / "report" / "report.html").exists()
 
 
@@ -62,36 +68,41 @@ def test_the_notebook_measures_models(
 def test_the_notebook_composes_and_trains(
     backbones: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From random backbones, which it keeps, and data that it makes, in two steps a stage."""
+    """The notebook is given random backbones, so that it doesn't train any, and trains two steps in each stage."""
     for name, family in (("vision", "siglip"), ("text", "qwen2")):
         shutil.copytree(backbones(family), tmp_path / "digits" / name)
     notebook = nbformat.read(COMPOSE_AND_TRAIN, as_version=4)
     output = tmp_path / "output"
     options = ["--max_steps", "2", "--logging_steps", "1"]
     set_parameters(notebook, DIGITS=str(tmp_path / "digits"), OUTPUT=str(output), OPTIONS=options)
-    shown = execute(notebook, tmp_path, monkeypatch)
-    assert "image tokens before the norm" in shown
-    assert "stage: align" in shown
-    assert "stage: instruct" in shown
-    assert shown.count("image/png") == 3
-    assert all(f">{name}</td>" in shown for name in ("without the norm", "composed", "trained"))
+
+    outputs = execute(notebook, tmp_path, monkeypatch)
+    assert "image tokens before the norm" in outputs
+    assert "stage: align" in outputs
+    assert "stage: instruct" in outputs
+    assert outputs.count("image/png") == 3
+    for name in ("without the norm", "composed", "trained"):
+        assert f">{name}</td>" in outputs
+
     for stage in ("stage1", "stage2"):
-        metrics = (output / stage / "metrics.jsonl").read_text().splitlines()
-        assert ["norm/ratio" in json.loads(line) for line in metrics] == [True, True, False]
-    before, after = (
-        NormLlavaForConditionalGeneration.from_pretrained(folder).state_dict()
-        for folder in (output / "composed", output / "stage2")
-    )
-    assert {name.split(".")[1] for name in before if not before[name].equal(after[name])} >= {
-        "vision_tower",
-        "multi_modal_projector",
-        "language_model",
-    }
+        lines = (output / stage / "metrics.jsonl").read_text().splitlines()
+        *step_metrics, summary = [json.loads(line) for line in lines]
+        assert len(step_metrics) == 2
+        assert all("norm/ratio" in metrics for metrics in step_metrics)
+        assert "norm/ratio" not in summary
+
+    # Training has changed all parts of the model.
+    before = NormLlavaForConditionalGeneration.from_pretrained(output / "composed").state_dict()
+    after = NormLlavaForConditionalGeneration.from_pretrained(output / "stage2").state_dict()
+    changed_parts = {name.split(".")[1] for name in before if not before[name].equal(after[name])}
+    assert {"vision_tower", "multi_modal_projector", "language_model"} <= changed_parts
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.ipynb")), ids=lambda path: path.stem)
 def test_the_notebook_names_no_machine(path: Path) -> None:
-    """What was printed when it was run is kept; folders of whoever ran it are not."""
+    """The notebook's outputs are kept in the repository, but not folders of the machine that it was run on."""
     notebook = nbformat.read(path, as_version=4)
     assert any(cell.outputs for cell in code_cells(notebook))
-    assert not any(place in path.read_text(encoding="utf-8") for place in ("/home/", "/work/", "/root/", "/tmp/"))
+    text = path.read_text(encoding="utf-8")
+    for folder in ("/home/", "/work/", "/root/", "/tmp/"):
+        assert folder not in text

@@ -1,4 +1,4 @@
-"""The steps of an example: what is done is skipped, and nothing is made anew below results of the old."""
+"""The steps of an example: steps that are done are skipped, and results of later steps are never outdated."""
 
 from pathlib import Path
 
@@ -16,21 +16,24 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def writing(name: str, always: bool = False) -> Step:
-    """A step that adds a line to a file."""
+def line_step(name: str, has_last_file: bool = True) -> Step:
+    """A step that adds a line to the file of this name."""
     program = f"import pathlib; pathlib.Path('{name}').open('a').write('run\\n')"
-    return Step(name, ["-c", program], () if always else (Path(name),))
+    last_files = (Path(name),) if has_last_file else ()
+    return Step(name, ["-c", program], last_files)
 
 
 def test_done_steps_are_skipped_and_those_without_files_always_run(root: Path) -> None:
-    plan = [writing("first"), writing("second"), writing("report", always=True)]
+    plan = [line_step("first"), line_step("second"), line_step("report", has_last_file=False)]
     run_steps(plan)
     run_steps(plan)
-    assert [len((root / name).read_text().splitlines()) for name in ("first", "second", "report")] == [1, 1, 2]
+    assert (root / "first").read_text() == "run\n"
+    assert (root / "second").read_text() == "run\n"
+    assert (root / "report").read_text() == "run\nrun\n"
 
 
-def test_a_step_is_not_run_where_its_result_is_gone_and_a_later_one_is_there(root: Path) -> None:
-    plan = [writing("first"), writing("second")]
+def test_a_step_is_not_run_if_its_result_is_gone_but_that_of_a_later_step_is_there(root: Path) -> None:
+    plan = [line_step("first"), line_step("second")]
     run_steps(plan)
     (root / "first").unlink()
     with pytest.raises(SystemExit, match=r"^Its result is missing, but \. was made from it: remove that too"):
@@ -39,13 +42,16 @@ def test_a_step_is_not_run_where_its_result_is_gone_and_a_later_one_is_there(roo
 
 def test_a_step_that_fails_ends_the_example(root: Path) -> None:
     with pytest.raises(SystemExit, match="This step failed"):
-        run_steps([Step("fails", ["-c", "raise SystemExit(3)"]), writing("later")])
+        run_steps([Step("fails", ["-c", "raise SystemExit(3)"]), line_step("later")])
     assert not (root / "later").exists()
 
 
 def test_the_examples_name_files_of_their_own_run() -> None:
-    emoji = [step for step, _ in run.plan_steps()]
-    for plan, folder in ((quickstart.plan_steps(), quickstart.RUN), (emoji, run.RUN)):
-        assert [step.title for step in plan if not step.last_files] == [plan[-1].title]  # the report
-        for step in plan:
+    emoji_plan = [step for step, _ in run.plan_steps()]
+    for plan, folder in ((quickstart.plan_steps(), quickstart.RUN), (emoji_plan, run.RUN)):
+        # Only the last step, which reports, is always run.
+        *earlier_steps, report = plan
+        assert report.last_files == ()
+        for step in earlier_steps:
+            assert step.last_files
             assert all(path.is_relative_to(folder) for path in step.last_files)

@@ -2,9 +2,10 @@
 
     python -m examples.emoji.study
 
-Before it, make backbones and drawings: the first two steps of `examples.emoji.run`. Each run adds a line to
-`runs/emoji/study/records.jsonl`; lines from another machine go into that file first. A block's results are printed
-once all its runs are done, and not before. On a GPU, `--at_once` runs share it.
+The study needs the backbones and the drawings, which the first two steps of `examples.emoji.run` make. Each run adds
+a line to `runs/emoji/study/records.jsonl`. To go on with runs of another machine, copy their lines into that file
+first. A block's results are printed only when all of its runs are done. `--at_once` is the number of runs that share a
+GPU.
 """
 
 import argparse
@@ -26,18 +27,18 @@ from common.errors import UserError
 from examples.emoji.parts import RUN
 from examples.emoji.study.analysis import needs_more_seeds, report
 from examples.emoji.study.cells import (
+    BLOCK_2,
+    BLOCK_2_MORE_SEEDS,
     BLOCKS,
-    MORE_SEEDS,
-    WHAT_TO_DO,
     Block,
     Cell,
     Record,
     cells_left,
-    counted,
+    records_that_count,
 )
-from examples.emoji.study.run import claim, processor_name
+from examples.emoji.study.run import claim_folder, processor_name
 from examples.steps import ROOT
-from training.run import describe_environment
+from training.run import current_commit
 
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,10 @@ RECORDS = WORK / "records.jsonl"
 
 
 def read_records() -> list[Record]:
-    """The runs that are done, in their order; a line that stands there twice counts once.
+    """The records of the runs that are done, in the order of the file. Equal lines are read once.
 
     Raises:
-        UserError: if a run has two different records, or records are of different rows.
+        UserError: if a run has two different records, or if runs were trained on different rows.
     """
     if not RECORDS.exists():
         return []
@@ -67,38 +68,47 @@ def read_records() -> list[Record]:
 
 
 def planned_blocks(records: Sequence[Record]) -> list[Block]:
-    """The blocks in their order; block 2 with eight seeds more where its first look asks for them."""
-    blocks = list(BLOCKS)
-    if needs_more_seeds(records):
-        more = dataclasses.replace(WHAT_TO_DO, seeds=[*WHAT_TO_DO.seeds, *MORE_SEEDS])
-        blocks[blocks.index(WHAT_TO_DO)] = more
-    return blocks
+    """The blocks in the order in which they run. Block 2 has more seeds if its first look asks for them."""
+    if not needs_more_seeds(records):
+        return list(BLOCKS)
+    longer_block_2 = dataclasses.replace(BLOCK_2, seeds=[*BLOCK_2.seeds, *BLOCK_2_MORE_SEEDS])
+    return [longer_block_2 if block == BLOCK_2 else block for block in BLOCKS]
 
 
 def describe_progress(records: Sequence[Record], processor: str) -> str:
-    """What is left of each block and how long it takes here; of a block that is done, what it shows."""
-    minutes_a_step = [
-        record["minutes"] / block.steps
-        for block in BLOCKS
-        for record in records
-        if record["block"] == block.number and record["processor"] == processor
-    ]
-    lines = []
+    """A text about each block: its results if it is done, otherwise how many runs are left and how long they take."""
+    minutes_per_step = measure_minutes_per_step(records, processor)
+    texts = []
     for block in planned_blocks(records):
-        left = len(cells_left(block, records, processor))
-        if not left:
-            lines.append(report(block, counted(block, records)))
+        num_left = len(cells_left(block, records, processor))
+        if num_left == 0:
+            texts.append(report(block, records_that_count(block, records)))
             continue
-        line = f"Block {block.number}: {left} of {len(block.arms) * len(block.seeds)} runs left"
-        if minutes_a_step:
-            hours = left * block.steps * sum(minutes_a_step) / len(minutes_a_step) / 60
-            line += f", about {hours:.1f} hours of this processor, one at a time"
-        lines.append(line)
-    return "\n".join(lines)
+
+        num_runs = len(block.arms) * len(block.seeds)
+        text = f"Block {block.number}: {num_left} of {num_runs} runs left"
+        if minutes_per_step is not None:
+            hours = num_left * block.steps * minutes_per_step / 60
+            text += f", about {hours:.1f} hours, divided by --at_once"
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def measure_minutes_per_step(records: Sequence[Record], processor: str) -> float | None:
+    """Mean minutes of a training step in the runs of this processor; `None` if it has done no run.
+
+    The mean is too low if a run was stopped and resumed: its `minutes` are those since it was resumed.
+    """
+    steps_by_block = {block.number: block.steps for block in BLOCKS}
+    minutes = []
+    for record in records:
+        if record["processor"] == processor and record["block"] in steps_by_block:
+            minutes.append(record["minutes"] / steps_by_block[record["block"]])
+    return sum(minutes) / len(minutes) if minutes else None
 
 
 class Runner:
-    """Runs cells, several at once, each in processes of its own.
+    """Runs cells, each in processes of its own and several at the same time.
 
     Args:
         commit: The code's commit, written into each record.
@@ -107,18 +117,19 @@ class Runner:
 
     def __init__(self, commit: str, at_once: int) -> None:
         self._commit = commit
-        self._writing = Lock()
-        self._aligning: dict[int, Lock] = {}
+        self._at_once = at_once
+        self._records_lock = Lock()
+        # A lock for each seed: only one of the seed's runs may make its shared start.
+        self._start_locks: dict[int, Lock] = {}
         self._environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_WAIT_POLICY": "passive"}
         if at_once > 1:
             threads = max(1, (os.cpu_count() or 1) // at_once)
             self._environment["OMP_NUM_THREADS"] = str(threads)
-        self._at_once = at_once
 
     def run_all(self, cells: Sequence[Cell]) -> None:
-        """Run all cells; a failed one raises when the others that had begun are done."""
+        """Run all cells. If one fails, those that have begun are finished, and the failure is raised."""
         for cell in cells:
-            self._aligning.setdefault(cell.seed, Lock())
+            self._start_locks.setdefault(cell.seed, Lock())
         with ThreadPoolExecutor(self._at_once) as pool:
             futures = [pool.submit(self._run, cell) for cell in cells]
             try:
@@ -127,51 +138,59 @@ class Runner:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _start(self, seed: int) -> Path:
-        """The seed's shared start, made by the first run that needs it; by this code on this processor."""
-        folder = WORK / f"seed{seed}"
-        with self._aligning[seed]:
-            claim(folder, self._commit)
-            if not (folder / "start").exists():
-                self._python("examples.emoji.study.starts", seed, folder / "start")
-        return folder / "start"
-
     def _run(self, cell: Cell) -> None:
-        start = self._start(cell.seed)
-        folder = WORK / f"block{cell.block.number}-arm{cell.block.arms.index(cell.arm)}-seed{cell.seed}"
-        record_file = folder / "record.json"
-        named = (cell.block.number, cell.arm.name, cell.seed)
-        self._python("examples.emoji.study.run", *named, start, folder, self._commit)
+        start = self._make_start(cell.seed)
+        arm_number = cell.block.arms.index(cell.arm)
+        folder = WORK / f"block{cell.block.number}-arm{arm_number}-seed{cell.seed}"
+        cell_names = (cell.block.number, cell.arm.name, cell.seed)
+        self._run_module("examples.emoji.study.run", *cell_names, start, folder, self._commit)
 
-        with self._writing:
-            record = json.loads(record_file.read_text(encoding="utf-8"))
+        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        with self._records_lock:
             with RECORDS.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
             records = read_records()
         logger.info("%s", describe_progress(records, record["processor"]))
-        # The models of a block's first seed stay, to be looked at.
+        # The models of a block's first seed are kept, so that they can be measured further.
         if cell.seed != cell.block.seeds[0]:
             shutil.rmtree(folder)
 
-    def _python(self, module: str, *arguments: object) -> None:
-        given = [str(argument) for argument in arguments]
-        subprocess.run([sys.executable, "-m", module, *given], cwd=ROOT, env=self._environment, check=True)
+    def _make_start(self, seed: int) -> Path:
+        """Make the seed's shared start unless this code has made it on this processor. Returns its folder."""
+        folder = WORK / f"seed{seed}"
+        start = folder / "start"
+        with self._start_locks[seed]:
+            claim_folder(folder, self._commit)
+            if not start.exists():
+                self._run_module("examples.emoji.study.starts", seed, start)
+        return start
+
+    def _run_module(self, module: str, *arguments: object) -> None:
+        words = [str(argument) for argument in arguments]
+        subprocess.run([sys.executable, "-m", module, *words], cwd=ROOT, env=self._environment, check=True)
 
 
 def find_commit(given: str | None) -> str:
-    """The commit of this code, by git, or as given where there is no repository.
+    """The commit of this code: git's if there is a repository, otherwise the given one.
+
+    Args:
+        given: The value of `--commit`.
 
     Raises:
-        UserError: if files have changed since, another is given, or there is no repository and none is given.
+        UserError: if files have changed since the commit, if git's commit is not the given one, or if there is neither
+            a repository nor a given commit.
     """
-    commit = describe_environment("cpu", 1, resumed=False).commit
-    if commit is None and given is None:
-        raise UserError("This copy has no git repository: give --commit, the hash that it was archived from.")
-    if commit is not None and commit.endswith("-dirty"):
+    commit = current_commit()
+    if commit is None:
+        if given is None:
+            raise UserError("This copy has no git repository: give --commit, the hash that it was archived from.")
+        return given
+
+    if commit.endswith("-dirty"):
         raise UserError("Files have changed since the last commit: commit them, so that records name their code.")
-    if None not in (commit, given) and commit != given:
+    if given is not None and given != commit:
         raise UserError(f"--commit {given}: this is {commit}.")
-    return str(commit or given)
+    return commit
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -179,13 +198,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--at_once", type=int, default=1, help="runs that share the machine; 15 fit an H100")
     parser.add_argument("--commit", help="hash of this code, where it was copied without its repository")
-    parser.add_argument("--report", action="store_true", help="only say what is left and what came out")
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="run nothing: print how many runs are left, and the results of blocks that are done",
+    )
     return parser
 
 
 @command()
 def main() -> None:
-    """Run what is left, block by block."""
+    """Run the runs that are left, block by block."""
     options = parse(build_parser())
     WORK.mkdir(parents=True, exist_ok=True)
     processor = processor_name()
@@ -196,11 +219,20 @@ def main() -> None:
     runner = Runner(find_commit(options.commit), options.at_once)
     while True:
         records = read_records()
-        unfinished = [cells for block in planned_blocks(records) if (cells := cells_left(block, records, processor))]
-        if not unfinished:
+        # The blocks are planned anew after each: block 2's results decide whether it gets more seeds.
+        cells = next_cells(planned_blocks(records), records, processor)
+        if not cells:
             break
-        # Block by block: what comes next may depend on what a block shows.
-        runner.run_all(unfinished[0])
+        runner.run_all(cells)
+
+
+def next_cells(blocks: Sequence[Block], records: Sequence[Record], processor: str) -> list[Cell]:
+    """The runs that are left of the first unfinished block; none if all blocks are done."""
+    for block in blocks:
+        cells = cells_left(block, records, processor)
+        if cells:
+            return cells
+    return []
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m examples.emoji.study.check SEED
 
-The study makes all arms from one alignment; the command aligns each arm by itself. For each arm of block 2 and both
-ways this prints the norm of its image tokens, the names that they point at, and the cosine between them and those of
-the shared start. The same goes into `runs/emoji/study/check-SEED.json`.
+The study makes all arms from one alignment; the command aligns each arm by itself. This makes every arm of block 2 in
+both ways. For each model it prints the norm of its image tokens, the percentage of drawings whose image tokens point
+at the right name, and the mean cosine between its image tokens and those of the shared start. It writes the same into
+`runs/emoji/study/check-SEED.json`.
 """
 
 import argparse
@@ -21,9 +22,9 @@ from transformers import AutoProcessor
 
 from common.console import command, parse
 from examples.emoji.parts import RUN
-from examples.emoji.study.cells import WHAT_TO_DO, Projector, Record
+from examples.emoji.study.cells import BLOCK_2, Projector, Record
 from examples.emoji.study.measures import PRIMARY, drawings_by, image_tokens, measure_tokens
-from examples.emoji.study.starts import begin, make_start, write_rows
+from examples.emoji.study.starts import make_arm_model, make_start, write_rows
 from examples.steps import ROOT
 from modeling_normllava import NormLlavaForConditionalGeneration
 
@@ -31,6 +32,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 logger = logging.getLogger(__name__)
 
 WORK = RUN / "study"
+# The options of `training/compose.py` that make each arm's projector.
 OPTIONS = {
     Projector.PLAIN: ["--projector_norm=none"],
     Projector.SCALED: ["--projector_norm=none", "--scale_projector"],
@@ -39,7 +41,7 @@ OPTIONS = {
 
 
 def compose_by_command(projector: Projector, seed: int, folder: Path) -> None:
-    """Compose and align an arm as a user would, without the drawings that decide."""
+    """Compose and align an arm by the command, on the same captions as the study."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     captions = write_rows("captions.json", folder.parent)
     compose = [
@@ -57,26 +59,28 @@ def compose_by_command(projector: Projector, seed: int, folder: Path) -> None:
 
 
 def mean_cosine(tokens: torch.Tensor, others: torch.Tensor) -> float:
-    """Mean cosine of image tokens, both `(num_drawings, num_patches, hidden_size)`."""
+    """The mean cosine between corresponding image tokens, both `(num_drawings, num_patches, hidden_size)`."""
     return nn.functional.cosine_similarity(tokens, others, dim=-1).mean().item()
 
 
-def check(seed: int) -> list[Record]:
-    """A row for each arm and each way of making it."""
+def check_arms(seed: int) -> list[Record]:
+    """A row of measures for each arm and each way of making it."""
     start = WORK / f"check-{seed}" / "start"
     if not start.exists():
         make_start(seed, start)
-    drawings = [record for artist in PRIMARY for record in drawings_by(artist)]
+    drawings = []
+    for artist in PRIMARY:
+        drawings += drawings_by(artist)
     shared = NormLlavaForConditionalGeneration.from_pretrained(start).eval()
     shared_tokens = image_tokens(shared, AutoProcessor.from_pretrained(start), drawings)
 
     rows = []
-    for arm in WHAT_TO_DO.arms:
+    for arm in BLOCK_2.arms:
         composed = WORK / f"check-{seed}" / arm.projector.value
         if not (composed / "processor_config.json").exists():
             compose_by_command(arm.projector, seed, composed)
         by_command = NormLlavaForConditionalGeneration.from_pretrained(composed)
-        by_study, processor = begin(arm, start)
+        by_study, processor = make_arm_model(arm, start)
 
         for way, model in (("study", by_study), ("command", by_command)):
             measured = measure_tokens(model.eval(), processor)
@@ -88,16 +92,16 @@ def check(seed: int) -> list[Record]:
 def build_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seed", type=int, help="one of block 2's")
+    parser.add_argument("seed", type=int, help="a seed, such as one of block 2's: 101 to 108")
     return parser
 
 
 @command()
 def main() -> None:
-    """Check a seed's arms."""
+    """Print and write the comparison of a seed's arms."""
     seed = parse(build_parser()).seed
     WORK.mkdir(parents=True, exist_ok=True)
-    rows = check(seed)
+    rows = check_arms(seed)
     (WORK / f"check-{seed}.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
     logger.info("%s", pd.DataFrame(rows).to_string(index=False, float_format="%.3f"))
 

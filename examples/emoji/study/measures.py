@@ -1,4 +1,4 @@
-"""What the study measures of a model: right names, norms, and what image tokens alone point at."""
+"""Measures a model of the study: its right names, the norm of its image tokens, and the names that they point at."""
 
 import json
 from pathlib import Path
@@ -17,12 +17,14 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 from training.align import embed_captions
 
 
-# The two artists whose drawings decide, and one who is secondary. None is trained on.
+# The study's outcome is measured on the drawings of the primary artists. The secondary artist's are only reported. No
+# model is trained on any of them.
 PRIMARY = ("twemoji", "emojione")
 SECONDARY = ("openmoji",)
 BATCH_SIZE = 64
-# Names whose drawings nearly agree, among those that are trained on: they count as one.
-ONE_NAME = {
+# Names whose drawings nearly agree, already among the drawings that models are trained on. A name on the left counts
+# as the name on the right.
+SAME_DRAWING = {
     "ram": "ewe",
     "two hump camel": "camel",
     "spouting whale": "whale",
@@ -44,18 +46,18 @@ def drawings_by(artist: str) -> list[Record]:
 
 
 def all_names() -> list[str]:
-    """The names to choose from."""
+    """All names that a model chooses from."""
     return sorted({record["name"] for record in read_pictures()})
 
 
 def is_right(given: str, record: Record) -> bool:
-    """Whether a name is a drawing's, or that of a near copy."""
+    """Whether a given name is right for a drawing. The name of a near copy is right too."""
     wanted = record["name"]
-    return ONE_NAME.get(given, given) == ONE_NAME.get(wanted, wanted)
+    return SAME_DRAWING.get(given, given) == SAME_DRAWING.get(wanted, wanted)
 
 
 def as_digits(hits: list[bool]) -> str:
-    """A digit a drawing, 1 where its name was right."""
+    """One digit for each drawing: 1 where its name was right, otherwise 0."""
     return "".join(str(int(hit)) for hit in hits)
 
 
@@ -75,39 +77,51 @@ def image_tokens(
 
 @torch.no_grad()
 def measure_tokens(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> Record:
-    """Of the drawings that decide, the image tokens' norm and the share whose tokens point at their name.
+    """Measure the image tokens of the primary artists' drawings, without running the language model.
 
-    `norm` is their mean L2 norm over T, the text embeddings' (eq. 11). `names_by_tokens` is in percent: a drawing's
-    tokens point at the name whose embeddings they are nearest to in direction, as in the aligned start
-    (training/align.py). The language model doesn't run.
+    Returns:
+        `norm`, the mean L2 norm of image tokens over T, the mean norm of text embeddings (eq. 11); and
+        `names_by_tokens`, the percentage of drawings whose tokens point at the right name. Tokens point at the name
+        whose embeddings have the nearest direction, as training/align.py defines it.
     """
     records = [record for artist in PRIMARY for record in drawings_by(artist)]
     names = all_names()
     tokens = image_tokens(model, processor, records)
     target = text_norm_target(vocabulary_norms(model))
 
-    directions, mean = embed_captions(model, processor, names)
-    pointing = (nn.functional.normalize(tokens, dim=-1) - mean).mean(dim=1)  # [num_drawings, hidden_size]
-    nearest = (nn.functional.normalize(pointing, dim=-1) @ directions.T).argmax(dim=-1)
+    name_directions, mean_direction = embed_captions(model, processor, names)
+    token_directions = nn.functional.normalize(tokens, dim=-1) - mean_direction
+    drawing_directions = nn.functional.normalize(token_directions.mean(dim=1), dim=-1)  # [num_drawings, hidden_size]
+    cosines = drawing_directions @ name_directions.T  # [num_drawings, num_names]
+    nearest = cosines.argmax(dim=-1)
 
     hits = [is_right(names[index], record) for index, record in zip(nearest.tolist(), records, strict=True)]
-    return {"norm": token_norms(tokens).mean().item() / target, "names_by_tokens": 100 * sum(hits) / len(hits)}
+    return {
+        "norm": token_norms(tokens).mean().item() / target,
+        "names_by_tokens": 100 * sum(hits) / len(hits),
+    }
 
 
 @torch.no_grad()
 def measure_model(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> Record:
-    """The right names by artist, a digit a drawing, and the perplexity of text that nothing here trains on."""
+    """Measure the model's answers and its language.
+
+    Returns:
+        `hits`, for each artist the digits of `as_digits`; and `perplexity`, of text that no model here is trained on.
+    """
     names = all_names()
     hits = {}
     for artist in (*PRIMARY, *SECONDARY):
         records = drawings_by(artist)
-        given = name_pictures(model, processor, [open_picture(record) for record in records], names)
-        hits[artist] = as_digits([is_right(name, record) for name, record in zip(given, records, strict=True)])
+        images = [open_picture(record) for record in records]
+        given_names = name_pictures(model, processor, images, names)
+        are_right = [is_right(name, record) for name, record in zip(given_names, records, strict=True)]
+        hits[artist] = as_digits(are_right)
     return {"hits": hits, "perplexity": perplexity(model, processor.tokenizer)}
 
 
 def measure_gain(model: Any) -> float | None:
-    """The norm's mean gain over the gain that it started with; `None` where there is no norm."""
+    """The mean gain of the projector's norm over the gain that it started with; `None` if there is no norm."""
     config = model.config
     if config.projector_norm == "none":
         return None
@@ -116,11 +130,17 @@ def measure_gain(model: Any) -> float | None:
 
 
 def read_training(folder: Path, max_grad_norm: float = 1.0) -> Record:
-    """The losses of the logged steps, and by module the share of them, in percent, whose gradient was clipped."""
+    """Read what a training logged.
+
+    Returns:
+        `losses`, the loss of each logged step; and `clipped`, for each module the percentage of logged steps in which
+        its gradient was clipped.
+    """
     steps = pd.read_json(folder / "metrics.jsonl", lines=True).dropna(subset="loss")
     clipped = {}
     for column in steps.columns:
         if column.startswith("grad_norm/"):
             module = column.removeprefix("grad_norm/")
-            clipped[module] = 100 * float((steps[column] > max_grad_norm).mean())
+            is_clipped = steps[column] > max_grad_norm
+            clipped[module] = 100 * float(is_clipped.mean())
     return {"losses": steps["loss"].tolist(), "clipped": clipped}

@@ -1,8 +1,9 @@
-"""Where a run begins: one aligned projector a seed, and each arm's form of it.
+"""Makes the untrained models of the study: a shared start for each seed, and from it the model of each arm.
 
     python -m examples.emoji.study.starts SEED FOLDER
 
-All arms of a seed share one alignment, so that they differ in nothing but what the arm names.
+The shared start is a composed model with a scaled and aligned projector. As all arms of a seed begin with it, they
+differ only in what the arm changes.
 """
 
 import json
@@ -23,13 +24,18 @@ from training.align import align
 from training.compose import compose, interface_norms
 
 
-# Not trained on: with Twemoji it decides.
+# The artist whose drawings are left out of training, in addition to the two that the example itself holds out. The
+# study's outcome is measured on EmojiOne's and Twemoji's drawings.
 LEFT_OUT = "emojione"
 START_FILE = "start.json"
 
 
 def write_rows(name: str, folder: Path) -> Path:
-    """Write the rows of one of the example's files without those of `LEFT_OUT`, and return the new file."""
+    """Copy one of the example's files of rows into a folder, without the rows about drawings of `LEFT_OUT`.
+
+    Returns:
+        The new file.
+    """
     rows = json.loads((RUN / "pictures" / name).read_text(encoding="utf-8"))
     kept = [row for row in rows if not row.get("image", "").startswith(f"{LEFT_OUT}/")]
 
@@ -39,10 +45,10 @@ def write_rows(name: str, folder: Path) -> Path:
 
 
 def make_start(seed: int, folder: Path) -> None:
-    """Compose a model with a projector scaled to the text's norm, align it, and save it with its scale.
+    """Make a seed's shared start: compose a model, scale its projector to the text's norm, align it, and save it.
 
-    What `training/compose.py --projector_norm none --scale_projector --captions` does. `start.json` holds `k`: image
-    tokens would enter with k times the text's norm if the projector weren't scaled.
+    This is what `training/compose.py --projector_norm none --scale_projector --captions` does. `start.json` holds `k`,
+    the norm of image tokens over the text's norm before the projector was scaled.
     """
     parts: dict[str, Any] = {
         "vision_model_path": str(RUN / "vision"),
@@ -51,10 +57,11 @@ def make_start(seed: int, folder: Path) -> None:
         "vision_feature_layer": -1,
         "seed": seed,
     }
-    plain, processor = compose(**parts)
-    norms = interface_norms(plain, processor)
-    del plain
+    unscaled, processor = compose(**parts)
+    norms = interface_norms(unscaled, processor)
+    del unscaled
 
+    # All is written into a folder aside, which gets its name at the end: a folder with that name is whole.
     aside = folder.with_name(f"{folder.name}-aside")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -69,14 +76,14 @@ def make_start(seed: int, folder: Path) -> None:
     aside.replace(folder)
 
 
-def read_k(start: Path) -> float:
-    """By how much the shared start's second layer was divided."""
+def read_norm_ratio(start: Path) -> float:
+    """The k of docs/study.md: image tokens' norm over the text's norm, before the projector was scaled to it."""
     return json.loads((start / START_FILE).read_text(encoding="utf-8"))["k"]
 
 
 @torch.no_grad()
-def begin(arm: Arm, start: Path) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """The model that an arm begins with, made from the seed's shared start."""
+def make_arm_model(arm: Arm, start: Path) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
+    """The untrained model of an arm, made from the seed's shared start, and its processor."""
     model: Any = NormLlavaForConditionalGeneration.from_pretrained(start)
     processor = AutoProcessor.from_pretrained(start)
     projector = model.model.multi_modal_projector
@@ -84,7 +91,7 @@ def begin(arm: Arm, start: Path) -> tuple[NormLlavaForConditionalGeneration, Lla
     if arm.projector is not Projector.SCALED:
         model.config.projector_scaled = False
         for parameter in projector.linear_2.parameters():
-            parameter *= read_k(start)
+            parameter *= read_norm_ratio(start)
 
     if arm.projector is Projector.NORM:
         target = text_norm_target(vocabulary_norms(model))

@@ -1,4 +1,4 @@
-"""Trains a run's model: training/sft.py, with a learning rate of its own for the projector's second layer.
+"""Trains a run's model by training/sft.py, with another learning rate for the projector's second layer.
 
 python -m examples.emoji.study.train RATE --config training/recipes/SmolLM2-135M-Instruct/stage2.yaml ...
 """
@@ -17,9 +17,9 @@ from training.trainer import NormLlavaTrainer
 
 
 class SecondLayerTrainer(NormLlavaTrainer):
-    """[`NormLlavaTrainer`] whose optimizer moves the projector's second layer at a rate of its own.
+    """A [`NormLlavaTrainer`] with another learning rate for the projector's second layer.
 
-    Only the optimizer knows of it: both layers are clipped together, as ever.
+    Gradients are clipped as in `NormLlavaTrainer`: both layers of the projector together, as one module.
     """
 
     def __init__(self, second_layer_rate: float, *args: Any, **kwargs: Any) -> None:
@@ -28,7 +28,7 @@ class SecondLayerTrainer(NormLlavaTrainer):
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of the run, with one more group."""
+        """The optimizer of `NormLlavaTrainer`, with the second layer's parameters in groups of their own."""
         if self.optimizer is not None:
             return self.optimizer
 
@@ -38,27 +38,28 @@ class SecondLayerTrainer(NormLlavaTrainer):
         groups = []
         for group in optimizer.param_groups:
             others = [parameter for parameter in group["params"] if parameter not in second_layer]
-            second = [parameter for parameter in group["params"] if parameter in second_layer]
+            moved_out = [parameter for parameter in group["params"] if parameter in second_layer]
             if others:
-                groups.append({**group, "params": others})
-            if second:
-                groups.append({**group, "params": second, "lr": self._second_layer_rate})
+                groups.append(group | {"params": others})
+            if moved_out:
+                groups.append(group | {"params": moved_out, "lr": self._second_layer_rate})
         optimizer.param_groups = groups
         return optimizer
 
 
 def main(rate: float, argv: list[str]) -> None:
-    """Train with the options of training/sft.py."""
+    """Train with the options of training/sft.py, and this learning rate for the projector's second layer."""
     # Convolutions would otherwise round to 10 bits on a GPU.
     torch.backends.cudnn.allow_tf32 = False
-    sft_trainer: Any = partial(SecondLayerTrainer, rate)
-    # The study's code alone knows this rate, so it takes the place of sft's trainer instead of an option there.
-    trainer = sft.NormLlavaTrainer
-    sft.NormLlavaTrainer = sft_trainer  # type: ignore[misc]
+
+    # sft has no option for this rate, as only the study needs it. So its trainer is replaced while it runs.
+    study_trainer: Any = partial(SecondLayerTrainer, rate)
+    usual_trainer = sft.NormLlavaTrainer
+    sft.NormLlavaTrainer = study_trainer  # type: ignore[misc]
     try:
         sft.main(argv)
     finally:
-        sft.NormLlavaTrainer = trainer  # type: ignore[misc]
+        sft.NormLlavaTrainer = usual_trainer  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -111,13 +111,15 @@ class GlobalWeightCompensatedLayerNorm(Float32LayerNorm):
 class NormLlavaMultiModalProjector(LlavaMultiModalProjector):
     """Llava's two-layer MLP over merged patches, followed by the norm that `config.projector_norm` names."""
 
+    linear_1: nn.Linear
+
     def __init__(self, config: NormLlavaConfig) -> None:
         super().__init__(config)
         self.spatial_merge_size = config.spatial_merge_size
         if self.spatial_merge_size > 1:
-            unmerged = self.linear_1  # Llava's layer, whose input is a single patch
-            merged_size = unmerged.in_features * self.spatial_merge_size**2
-            self.linear_1: nn.Linear = nn.Linear(merged_size, unmerged.out_features, bias=unmerged.bias is not None)
+            # Llava's first layer takes the features of one patch, this one those of a square of patches.
+            merged_size = self.linear_1.in_features * self.spatial_merge_size**2
+            self.linear_1 = nn.Linear(merged_size, self.linear_1.out_features, bias=config.multimodal_projector_bias)
 
         norms = {"gwc": GlobalWeightCompensatedLayerNorm, "layernorm": Float32LayerNorm}
         if config.projector_norm == "none":

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor
 
-from diagnostics.answers import CHUNK, answer_ids, encode_prompts, likeliest, make_prompt, read_prompt
+from diagnostics.answers import CHUNK_SIZE, answer_ids, encode_prompts, likeliest, make_prompt, read_prompt
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
@@ -20,7 +20,7 @@ def test_likeliest_is_exact(composed: Callable[..., Path], picture: Image.Image,
     with torch.no_grad():
         model.lm_head.weight *= sharpness
     words = ["a", "ab", "abc", "b", "bbbb", "cat", "car", "cart", "dog", "do", "zebra", "zoo", "x", "xy", "no", "nod"]
-    assert len(words) > CHUNK
+    assert len(words) > CHUNK_SIZE
     answers = [processor.tokenizer(f"{word}<|im_end|>", add_special_tokens=False).input_ids for word in words]
     found = []
     for question in ("What is this?", "Why?", "Name it.", "b", "zzz"):

@@ -29,7 +29,7 @@ class AttentionCalls(ExitStack):
         values: By layer, values in float32, `(num_key_value_heads, num_kept, value_head_dim)`.
 
     Args:
-        decoder: The module that holds the layers. Nothing is recorded unless it runs with `attn_implementation="sdpa"`.
+        decoder: The module with the layers. If it does not run with `attn_implementation="sdpa"`, nothing is recorded.
         layers: The layers to record, by number.
         queries: Positions of the queries, `(num_queries,)`.
         key_positions: Positions of the keys and values that are kept, `(num_kept,)`.
@@ -74,8 +74,8 @@ class AttentionCalls(ExitStack):
         if self._implementation != "sdpa":
             return [f"attention, keys: not recorded, the decoder runs with {self._implementation}, not with sdpa"]
         return [
-            f"keys of layer {', '.join(without_keys)}: not recorded, there is no attention over the sample, or none of "
-            f"its {', '.join(KEYS_MODULES)} returns the keys that are rotated"
+            f"keys of layer {', '.join(without_keys)}: not recorded, there is no attention over the sample, or none "
+            f"of its {', '.join(KEYS_MODULES)} returns the keys that are rotated"
         ]
 
     def _watch_keys(self) -> None:
@@ -157,8 +157,8 @@ def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.
 
     norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     norms_after = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
-    # The norms differ by the rounding of the rotated keys, a few eps in low precision. The mean is added for keys whose
-    # norm is near 0.
+    # Rounding changes the norms a little, in low precision by a few eps. The mean norm keeps the tolerance above 0 for
+    # keys whose own norm is near 0.
     relative_tolerance = max(8 * torch.finfo(key.dtype).eps, 1e-3)
     tolerance = relative_tolerance * (norms_after + norms_after.mean())
     is_rotation = ((norms_before - norms_after).abs() <= tolerance).all()  # False for keys that overflow

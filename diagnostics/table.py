@@ -162,7 +162,7 @@ def over_layers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one model with more rows: means over its layers, and for `BY_THIRD` over each third of its layers."""
+    """The rows of one model and their means over its layers, and for `BY_THIRD` over each third of its layers."""
     tables = [rows, over_layers(rows)]
 
     by_third = rows[rows["measure"].isin(BY_THIRD)]

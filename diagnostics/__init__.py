@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
+    from diagnostics.attention_maps import attention_map
     from diagnostics.comparison import Comparison, compare, measure, sweep
 
-__all__ = ["Comparison", "compare", "measure", "sweep"]
+__all__ = ["Comparison", "attention_map", "compare", "measure", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
@@ -17,6 +18,8 @@ def __getattr__(name: str) -> Any:
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from diagnostics import comparison
+    from diagnostics import attention_maps, comparison
 
+    if name == "attention_map":
+        return attention_maps.attention_map
     return getattr(comparison, name)

@@ -3,7 +3,7 @@
     python -m diagnostics --model llava-hf/llava-1.5-7b-hf --data questions.json --output_dir report/
 
 `--data` is what training takes (LLaVA's JSON or JSONL, a dataset on disk or on the Hub) or a folder of pictures. Out
-come `report.html`, `report.json`, `report.csv`, `rows.csv`, the figures, and of a sweep `sweep.csv`.
+come `report.html`, `report.json`, `report.csv`, `rows.csv`, `key_map.csv`, the figures, and of a sweep `sweep.csv`.
 """
 
 import argparse
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         layers=args.layers,
         command="python -m diagnostics " + shlex.join(given),
         sweep=args.sweep,
+        attention_word=args.attention_map,
     )
     for comparison in comparisons:
         # After each model, so that what is measured is kept if the next one fails.
@@ -66,6 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--names", nargs="+", help="their names in the report (default: as given in --model)")
     add("--output_dir", type=Path, required=True, help="folder for the report; an existing one is overwritten")
     add("--layers", type=int, nargs="+", help="layers whose attention and keys are measured (default: 6 of them)")
+    add("--attention_map", metavar="WORD", help="also draw what this word of questions or answers looks at")
     add("--sweep", action="store_true", help="also test how answers change with image tokens x 0.03 to 30")
     return parser
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -14,11 +14,13 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 from common.files import write_whole
+from diagnostics.attention_maps import AttentionMap, draw_attention_maps, map_questions, questions_with_word
+from diagnostics.key_map import draw_key_map, place_keys
 from diagnostics.keys import measure_space
 from diagnostics.loading import QUESTION, Question, Questions, load_questions, questions_about
 from diagnostics.measures import measure_all
 from diagnostics.norm_sweep import sweep_model
-from diagnostics.parts import DiagnosticsError, find_decoder, spread_layers
+from diagnostics.parts import DiagnosticsError, choose_layers, find_decoder
 from diagnostics.plots import FIGURES, draw_figures, save_figure
 from diagnostics.probe import Record
 from diagnostics.recording import record_questions
@@ -35,11 +37,15 @@ class Comparison:
         rows: All numbers: `model` and the columns of [`~diagnostics.table`].
         swept: With `sweep`, the rows of [`~diagnostics.norm_sweep.sweep_model`]: `model`, `dose`, `control` and those
             columns.
+        key_map: Keys on a plane: `model` and the columns of [`~diagnostics.key_map.place_keys`].
+        attention_maps: With `attention_word`, what it looks at in some pictures, by model.
     """
 
     report: Report
     rows: pd.DataFrame
     swept: pd.DataFrame = field(default_factory=pd.DataFrame)
+    key_map: pd.DataFrame = field(default_factory=pd.DataFrame)
+    attention_maps: dict[str, list[AttentionMap]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [measured_on(self.report)]
@@ -60,11 +66,18 @@ class Comparison:
         by_dose = {}
         if not self.swept.empty:
             by_dose = {name: summaries_by_dose(rows) for name, rows in self.swept.groupby("model")}
-        return draw_figures(summaries, by_dose)
+        figures = draw_figures(summaries, by_dose)
+
+        if not self.key_map.empty:
+            with_keys = {name: summaries[name] for name in self.key_map["model"].unique()}
+            figures["key_map"] = draw_key_map(with_keys, self.key_map)
+        if self.attention_maps:
+            figures["attention_map"] = draw_attention_maps(self.attention_maps)
+        return figures
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `sweep.csv`, and below
-        `figures/` all figures as PNG and PDF. What an earlier report left there goes."""
+        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `key_map.csv`,
+        `sweep.csv`, and below `figures/` all figures as PNG and PDF. What an earlier report left there goes."""
         folder = Path(folder)
         figures_folder = folder / "figures"
         figures_folder.mkdir(parents=True, exist_ok=True)
@@ -74,15 +87,21 @@ class Comparison:
 
         write_whole(folder / "report.csv", self.frame().to_csv(index=False))
         write_whole(folder / "rows.csv", self.rows.to_csv(index=False))
-        (folder / "sweep.csv").unlink(missing_ok=True)
-        if not self.swept.empty:
-            write_whole(folder / "sweep.csv", self.swept.to_csv(index=False))
+        write_table(folder / "key_map.csv", self.key_map)
+        write_table(folder / "sweep.csv", self.swept)
         write_whole(folder / "report.json", json.dumps(asdict(self.report), indent=1, allow_nan=False))
 
         for name, figure in self.figures().items():
             save_figure(figure, figures_folder / f"{name}.png")
             save_figure(figure, figures_folder / f"{name}.pdf")
         write_whole(folder / "report.html", render_html(self.report, self.rows, figures_folder))
+
+
+def write_table(path: Path, table: pd.DataFrame) -> None:
+    """Write a table; an empty one has no file, and what an earlier report left there goes."""
+    path.unlink(missing_ok=True)
+    if not table.empty:
+        write_whole(path, table.to_csv(index=False))
 
 
 def measure(model: PreTrainedModel, processor: Any, data: Any, name: str = "model", **options: Any) -> Comparison:
@@ -102,6 +121,7 @@ def compare(
     num_samples: int = 32,
     layers: Sequence[int] | None = None,
     sweep: bool = False,
+    attention_word: str | None = None,
 ) -> Comparison:
     """Measure models side by side on the same questions.
 
@@ -112,6 +132,8 @@ def compare(
         num_samples: How many pictures at most.
         layers: Layers whose attention and keys are measured; six evenly spread ones by default.
         sweep: Also multiply image tokens, see [`~diagnostics.norm_sweep.sweep_model`].
+        attention_word: Also draw what this word of the questions or answers looks at, see
+            [`~diagnostics.attention_maps.attention_map`].
 
     Raises:
         DiagnosticsError: if a model can't be measured on this data; the message says why.
@@ -125,8 +147,20 @@ def compare(
         data_name = "pictures in memory"
 
     loaded = [(name, model, processor) for name, (model, processor) in models.items()]
-    comparisons = measure_models(loaded, questions, data_name, layers=layers, sweep=sweep)
+    comparisons = measure_models(
+        loaded, questions, data_name, layers=layers, sweep=sweep, attention_word=attention_word
+    )
     return list(comparisons)[-1]
+
+
+class ModelResults(NamedTuple):
+    """What was measured of one model; its tables have no column `model`."""
+
+    report: ModelReport
+    rows: pd.DataFrame
+    key_map: pd.DataFrame
+    swept: pd.DataFrame
+    attention_maps: list[AttentionMap]
 
 
 def measure_models(
@@ -136,6 +170,7 @@ def measure_models(
     layers: Sequence[int] | None = None,
     command: str = "diagnostics.compare",
     sweep: bool = False,
+    attention_word: str | None = None,
 ) -> Iterator[Comparison]:
     """Measure models one after the other, so that only one has to be in memory.
 
@@ -148,39 +183,26 @@ def measure_models(
         layers: Layers whose attention and keys are measured; six evenly spread ones by default.
         command: Shown in the report.
         sweep: Also multiply image tokens.
+        attention_word: Also draw what this word of the questions or answers looks at.
 
     Raises:
-        DiagnosticsError: if a model can't be measured; the message begins with its name.
+        DiagnosticsError: if no question has the word, or a model can't be measured; then the message begins with the
+            model's name.
     """
-    reports: list[ModelReport] = []
-    rows_of_models: list[pd.DataFrame] = []
-    swept_of_models: list[pd.DataFrame] = [pd.DataFrame()]
+    if attention_word is not None:
+        questions_with_word(questions.questions, attention_word)  # raises before a model is loaded
+
+    results: dict[str, ModelResults] = {}
     for name, model, processor in models:
         try:
-            report, rows = measure_model(model, processor, questions.questions, name, layers)
-            swept = pd.DataFrame()
-            if sweep:
-                swept = sweep_model(model, processor, questions.questions, name).assign(model=name)
-                report = replace(report, sweep=tell_sweep(swept))
+            results[name] = measure_model(
+                model, processor, questions.questions, name, layers=layers, sweep=sweep, attention_word=attention_word
+            )
         except DiagnosticsError as error:
             raise DiagnosticsError(f"{name}: {error}") from error
         del model, processor  # before the next one is loaded
 
-        reports.append(report)
-        rows_of_models.append(rows.assign(model=name))
-        swept_of_models.append(swept)
-        yield Comparison(
-            report=Report(
-                command=command,
-                versions={"torch": torch.__version__, "transformers": transformers.__version__},
-                data=data,
-                passed_over=questions.passed_over,
-                unreadable=questions.unreadable,
-                models=list(reports),
-            ),
-            rows=pd.concat(rows_of_models, ignore_index=True)[["model", *COLUMNS]],
-            swept=pd.concat(swept_of_models),
-        )
+        yield join_results(results, questions, data, command)
 
 
 def measure_model(
@@ -189,8 +211,58 @@ def measure_model(
     questions: Sequence[Question],
     name: str,
     layers: Sequence[int] | None = None,
-) -> tuple[ModelReport, pd.DataFrame]:
-    """Every measure of one model: its report and its rows.
+    sweep: bool = False,
+    attention_word: str | None = None,
+) -> ModelResults:
+    """All that is asked for of one model. Raises `DiagnosticsError` if that can't be measured."""
+    attention_maps = []
+    if attention_word is not None:  # first, since it's quick and refuses some models
+        attention_maps = map_questions(model, processor, questions, attention_word, layers)
+
+    report, rows, key_map = measure_questions(model, processor, questions, name, layers)
+
+    swept = pd.DataFrame()
+    if sweep:
+        swept = sweep_model(model, processor, questions, name)
+        report = replace(report, sweep=tell_sweep(swept))
+
+    return ModelResults(report, rows, key_map, swept, attention_maps)
+
+
+def join_results(results: Mapping[str, ModelResults], questions: Questions, data: str, command: str) -> Comparison:
+    """The comparison of some models by what was measured of each, by name."""
+    report = Report(
+        command=command,
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+        data=data,
+        passed_over=questions.passed_over,
+        unreadable=questions.unreadable,
+        models=[result.report for result in results.values()],
+    )
+    rows = join_tables({name: result.rows for name, result in results.items()})
+    return Comparison(
+        report=report,
+        rows=rows[["model", *COLUMNS]],
+        swept=join_tables({name: result.swept for name, result in results.items()}),
+        key_map=join_tables({name: result.key_map for name, result in results.items()}),
+        attention_maps={name: result.attention_maps for name, result in results.items() if result.attention_maps},
+    )
+
+
+def join_tables(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all models' tables, with a column `model`; empty without any rows."""
+    with_rows = [table.assign(model=name) for name, table in tables.items() if not table.empty]
+    return pd.concat(with_rows, ignore_index=True) if with_rows else pd.DataFrame()
+
+
+def measure_questions(
+    model: PreTrainedModel,
+    processor: Any,
+    questions: Sequence[Question],
+    name: str,
+    layers: Sequence[int] | None = None,
+) -> tuple[ModelReport, pd.DataFrame, pd.DataFrame]:
+    """Every measure of a model as it is: its report, its rows, and its keys on a plane.
 
     Attention and keys are measured in `layers`, by default in six that are evenly spread.
 
@@ -198,10 +270,7 @@ def measure_model(
         DiagnosticsError: if one of `layers` does not exist, or a question can't be measured.
     """
     num_layers = len(find_decoder(model).layers)
-    chosen = spread_layers(num_layers) if layers is None else sorted(set(layers))
-    if not set(chosen) <= set(range(num_layers)):
-        given = " ".join(str(layer) for layer in chosen)
-        raise DiagnosticsError(f"It has layers 0 to {num_layers - 1}, got --layers {given}.")
+    chosen = choose_layers(num_layers, layers)
 
     records = record_questions(model, processor, questions, chosen, f"{name}: pictures")
     measured = [
@@ -223,7 +292,7 @@ def measure_model(
         notes=sorted({note for record in records for note in record.notes}),
         summary=Summary.of(rows),
     )
-    return report, rows
+    return report, rows, place_keys(records, rows)
 
 
 def describe_dtype(model: PreTrainedModel) -> str:

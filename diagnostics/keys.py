@@ -1,7 +1,7 @@
 """Distances between image and text tokens in key space, before rotary embedding, and in value space.
 
-Rotary embedding separates keys of the same distribution at different positions. MMD is what MaLoRA's abstract
-names (arXiv 2510.26721); what it leaves open is chosen here and stated on the report's page.
+Rotary embedding separates keys of the same distribution at different positions. MMD and Jensen-Shannon divergence are
+what MaLoRA's abstract names (arXiv 2510.26721); what it leaves open is chosen here and stated on the report's page.
 """
 
 from collections.abc import Sequence
@@ -13,6 +13,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold, cross_val_score
 
+from diagnostics.divergence import FLOOR_QUANTILE, Split, measure_divergence
 from diagnostics.probe import TINY, Record
 from diagnostics.table import jackknife_rows, make_rows
 from diagnostics.tokens import Tokens
@@ -26,12 +27,7 @@ MIN_TOKENS = 8
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
 # Random splits of the pictures into halves.
 HALVES = 200
-# The interval of halves: so many of them are below.
-HALVES_LEVEL = 0.95
 MAX_FOLDS = 5
-# Two sets of groups of tokens, boolean, `(num_ways, 2 * num_pictures)` each: the image tokens of each picture are a
-# group, then the text tokens of each.
-Split = tuple[np.ndarray, np.ndarray]
 
 
 def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.DataFrame | None:
@@ -115,7 +111,7 @@ def take_evenly(tokens: np.ndarray, count: int) -> np.ndarray:
 
 
 class Splits(NamedTuple):
-    """The sets that are compared.
+    """The sets that are compared. The image tokens of each picture are a group, then the text tokens of each.
 
     Attributes:
         observed: Image and text tokens of all pictures.
@@ -161,7 +157,8 @@ def text_groups(pictures: np.ndarray) -> np.ndarray:
 
 
 def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
-    """Medians over heads: of MMD² with its jackknife, of MMD² between halves, and of the probe's accuracy."""
+    """Medians over heads: of MMD² with its jackknife, of the divergence, both between halves too, and of the probe's
+    accuracy."""
     heads = points.scaled.transpose(1, 0, 2)  # [num_heads, 2n, head_dim]
     kernels = [kernel(head) for head in heads]
     picture_of_group = np.arange(2 * points.num_pictures) % points.num_pictures
@@ -177,9 +174,12 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
         make_rows("probe", layers=[layer], whole=accuracy),
         make_rows("tokens", layers=[layer], whole=len(points.pictures)),
     ]
+    divergences = measure_divergence(heads, points.groups, splits.observed, splits.halves)
+    rows += [make_rows(measure, layers=[layer], whole=divergence) for measure, divergence in divergences.items()]
+
     halves = median_mmd(splits.halves)
     if len(halves):
-        rows.append(make_rows("mmd_halves", layers=[layer], whole=np.quantile(halves, HALVES_LEVEL)))
+        rows.append(make_rows("mmd_halves", layers=[layer], whole=np.quantile(halves, FLOOR_QUANTILE)))
     return pd.concat(rows)
 
 

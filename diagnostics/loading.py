@@ -111,7 +111,7 @@ def load_model(
         OSError: if a file is missing, or there is no such model on the Hub.
     """
     processor = load_processor(name, trust_remote_code)
-    model = _from_pretrained(
+    model = load_pretrained(
         AutoModelForImageTextToText, name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
 
@@ -129,11 +129,16 @@ def load_processor(name: str, trust_remote_code: bool = False) -> Any:
         UserError: if the folder holds no processor, or if the processor needs a package that is missing.
         OSError: if there is no such model on the Hub.
     """
-    return _from_pretrained(AutoProcessor, name, trust_remote_code=trust_remote_code)
+    return load_pretrained(AutoProcessor, name, trust_remote_code=trust_remote_code)
 
 
-def _from_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
-    """Call `auto_class.from_pretrained`. Errors about what the folder holds become one line that names the folder."""
+def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
+    """Call `auto_class.from_pretrained`. Errors about what the folder holds become one line that names the folder.
+
+    Raises:
+        UserError: if the folder can't be loaded, or if the model needs a package that is missing.
+        OSError: if a file is missing, or there is no such model on the Hub.
+    """
     try:
         return auto_class.from_pretrained(name, **options)
     except (ValueError, ImportError) as error:

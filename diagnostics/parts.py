@@ -1,6 +1,6 @@
 """Finds the parts of a vision-language model that are measured, the same way for every model of transformers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,29 @@ def layer_groups(num_layers: int) -> dict[str, np.ndarray]:
     return dict(zip(names, groups, strict=True))
 
 
-def spread_layers(num_layers: int) -> list[int]:
-    """Numbers of `NUM_SPREAD` layers, evenly spread from the first to the last; all layers, if there are no more."""
-    evenly_spread = np.linspace(0, num_layers - 1, NUM_SPREAD).round().astype(int)
+def choose_layers(num_layers: int, layers: Sequence[int] | None, count: int = NUM_SPREAD) -> list[int]:
+    """Numbers of the layers to measure, in ascending order.
+
+    Args:
+        num_layers: Number of layers of the decoder.
+        layers: Numbers that the user chose; `None` for `count` layers that are evenly spread.
+        count: Number of layers if the user chose none.
+
+    Raises:
+        DiagnosticsError: if the decoder lacks a chosen layer.
+    """
+    if layers is None:
+        return spread_layers(num_layers, count)
+
+    chosen = sorted(set(layers))
+    missing = set(chosen) - set(range(num_layers))
+    if missing:
+        given = " ".join(str(layer) for layer in chosen)
+        raise DiagnosticsError(f"It has layers 0 to {num_layers - 1}, got --layers {given}.")
+    return chosen
+
+
+def spread_layers(num_layers: int, count: int = NUM_SPREAD) -> list[int]:
+    """Numbers of `count` layers, evenly spread from the first to the last; all layers, if there are no more."""
+    evenly_spread = np.linspace(0, num_layers - 1, count).round().astype(int)
     return sorted(set(evenly_spread.tolist()))

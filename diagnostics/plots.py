@@ -61,7 +61,7 @@ STYLE: Any = {
     "text.parse_math": False,  # names and questions hold dollars
 }
 # Names of the report's figures, whose captions are in its template; a report may lack some.
-FIGURES = ("overview", "sweep", "layers", "keys")
+FIGURES = ("overview", "sweep", "layers", "attention_map", "keys", "key_map")
 
 
 class SweepCurve(NamedTuple):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pandas as pd
 from jinja2 import Environment, FileSystemLoader, Template
 
-from diagnostics import keys
+from diagnostics import divergence, key_map, keys
 from diagnostics.parts import layer_groups
 from diagnostics.table import Estimate, Summary, subtract_rows, summaries_by_dose, summarize_rows, with_means
 from diagnostics.tokens import SINK_FACTOR
@@ -35,8 +35,8 @@ CHAPTERS = {
     ),
     "Norm and turning by layer": Chapter(("layers",), ("norm", "turning", "gap", "update_")),
     "The norm after the projector": Chapter((), ("gain_", "bias_")),
-    "Attention to the picture": Chapter((), ("attention",)),
-    KEYS_AND_VALUES: Chapter(("keys",), ("keys.", "values.")),
+    "Attention to the picture": Chapter(("attention_map",), ("attention",)),
+    KEYS_AND_VALUES: Chapter(("keys", "key_map"), ("keys.", "values.")),
     OTHER_MEASURES: Chapter((), ()),
 }
 
@@ -231,6 +231,8 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
         tables={title: table.to_html(border=0) for title, table in tables.items()},
         images=images,
         keys=keys,
+        divergence=divergence,
+        key_map=key_map,
         sink_factor=SINK_FACTOR,
     )
 

@@ -47,8 +47,9 @@ def test_two_models_side_by_side(composed: Composed, data: Path, tmp_path: Path)
     models = (composed(projector_norm="none"), composed())
     broken = shutil.copytree(composed(), tmp_path / "broken")
     (broken / "model.safetensors").unlink()
+    named = ("--model", *models, broken, "--names", *names, "broken")
     with pytest.raises(SystemExit, match="no file named"):  # what was measured before is kept
-        run("--model", *models, broken, "--names", *names, "broken", "--data", data, "--output_dir", out)
+        run(*named, "--data", data, "--attention_map", "them", "--output_dir", out)
     report = read_record(Report, out / "report.json")
     assert (report.data, report.passed_over) == ("questions.json", 1)
     before, after = report.models
@@ -62,7 +63,8 @@ def test_two_models_side_by_side(composed: Composed, data: Path, tmp_path: Path)
     page = (out / "report.html").read_text()
     assert f"Command: python -m diagnostics --model {models[0]}" in page
     figures = {path.stem for path in (out / "figures").glob("*.png")}
-    assert page.count("<img") == len(figures) == 3
+    assert page.count("<img") == len(figures)
+    assert figures == {"overview", "layers", "attention_map", "keys", "key_map"}
     assert figures == {path.stem for path in (out / "figures").glob("*.pdf")}
 
 
@@ -89,6 +91,10 @@ def test_what_is_refused_before_a_model_is_loaded(
     with pytest.raises(SystemExit, match=r"has no pictures to ask about \(1 rows without one"):
         run("--model", composed(), "--data", texts, *rest)
     assert (loaded, (tmp_path / "report").exists()) == ([], False)
+
+    with pytest.raises(SystemExit, match=r'error: --attention_map: no question .* has "zebra"'):
+        run("--model", composed(), "--data", data, "--attention_map", "zebra", *rest)
+    assert loaded == []
 
 
 def test_bfloat16_and_offloaded_weights_give_the_same_numbers(data: Path, composed: Composed, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_the_page_needs_nothing_else_and_text_is_only_text(tmp_path: Path) -> No
     named = [(HOSTILE, make_rows_of_a_model()), ("plain", make_rows_of_a_model(seed=1, with_keys=False))]
     report = replace(make_report(*named), data=HOSTILE, command=HOSTILE, unreadable=[HOSTILE])
     figures = draw_figures({model.name: model.summary for model in report.models})
-    assert {*figures, "sweep"} == set(FIGURES)
+    assert {*figures, "attention_map", "key_map", "sweep"} == set(FIGURES)
     assert plt.get_fignums() == []  # else a notebook would show all of them below every cell
     for name, figure in figures.items():
         save_figure(figure, tmp_path / f"{name}.png")

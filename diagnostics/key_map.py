@@ -1,7 +1,7 @@
 """Draws the keys of image and text tokens on a plane, by t-SNE, next to their Jensen-Shannon divergence by layer.
 
-MaLoRA (arXiv 2510.26721) has such a figure. Its abstract does not say which layers and heads the figure shows. Here the
-keys of all heads of a layer are joined to one vector, standardized, and reduced by PCA.
+MaLoRA (arXiv 2510.26721) has such a figure. Its abstract does not say which layers and heads the figure shows. Here
+the keys of all heads of a layer are joined to one vector, standardized, and reduced by PCA.
 """
 
 from collections.abc import Mapping, Sequence

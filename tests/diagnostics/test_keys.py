@@ -116,17 +116,24 @@ def test_modalities_that_lie_apart_and_modalities_that_are_alike(record: Record)
     assert values["probe"].mean == 1
 
 
-def draw_records(record: Record, num_pictures: int, num_heads: int, shift: float, seed: int) -> list[Record]:
+def draw_records(
+    record: Record,
+    generator: torch.Generator,
+    num_pictures: int = 8,
+    num_heads: int = 1,
+    head_dim: int = 8,
+    shift: float = 0.0,
+) -> list[Record]:
     """Records of pictures whose image tokens lie around one random place, and whose text tokens lie at another.
 
     Both places are drawn from the same distribution, so modalities differ only by `shift`, which image tokens get.
     """
-    generator = torch.Generator().manual_seed(seed)
+    places = torch.randn(num_pictures, 2, num_heads, 1, head_dim, generator=generator)
     records = []
-    for _ in range(num_pictures):
-        image_place, text_place = torch.randn(2, num_heads, 1, 8, generator=generator)
-        noise = 0.3 * torch.randn(num_heads, 16, 8, generator=generator)
-        records.append(set_vectors(record, image_place + noise + shift, text_place.expand(num_heads, 12, 8)))
+    for image_place, text_place in places:
+        noise = 0.3 * torch.randn(num_heads, 16, head_dim, generator=generator)
+        text_vectors = text_place.expand(num_heads, 12, head_dim)
+        records.append(set_vectors(record, image_place + noise + shift, text_vectors))
     return records
 
 
@@ -134,7 +141,7 @@ def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -
     mmd = []
     floor = []
     for seed in range(20):
-        estimates = measure_only_layer(draw_records(record, num_pictures=8, num_heads=1, shift=0, seed=seed))
+        estimates = measure_only_layer(draw_records(record, torch.Generator().manual_seed(seed)))
         mmd.append(estimates["mmd"].mean)
         floor.append(estimates["mmd_halves"].mean)
 
@@ -145,14 +152,16 @@ def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -
 
 
 def test_one_picture_is_not_measured(record: Record) -> None:
-    assert measure_space("keys", draw_records(record, num_pictures=1, num_heads=1, shift=0, seed=0)) is None
+    generator = torch.Generator().manual_seed(0)
+    assert measure_space("keys", draw_records(record, generator, num_pictures=1)) is None
 
 
 def test_the_interval_of_mmd_holds_its_mean(record: Record) -> None:
     """With pairs of tokens within a picture, the mean would lie above the interval."""
+    generator = torch.Generator().manual_seed(0)
     estimates = []
-    for seed in range(30):
-        records = draw_records(record, num_pictures=8, num_heads=3, shift=0.5, seed=seed)
+    for _ in range(30):
+        records = draw_records(record, generator, num_heads=3, head_dim=4, shift=0.5)
         estimates.append(measure_only_layer(records)["mmd"])
 
     mean, low, high = np.array(estimates).T

@@ -1,4 +1,4 @@
-"""Measurements of a vision-language model: norms at the modality interface, and how the decoder treats them."""
+"""Measurements of a vision-language model: norms at the modality interface, and what the decoder does with tokens."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,11 @@ __all__ = ["Comparison", "attention_map", "compare", "measure", "sweep"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names above when they are first used: training needs parts of this package, and none of what a report
-    needs (matplotlib, scikit-learn), which takes seconds to import."""
+    """Import the names of `__all__` only when one of them is first used.
+
+    They need matplotlib and scikit-learn, which take seconds to import. Training imports only other modules of this
+    package, and so does not wait for them.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from diagnostics import attention_maps, comparison

@@ -2,8 +2,9 @@
 
     python -m diagnostics --model llava-hf/llava-1.5-7b-hf --data questions.json --output_dir report/
 
-`--data` is what training takes (LLaVA's JSON or JSONL, a dataset on disk or on the Hub) or a folder of pictures. Out
-come `report.html`, `report.json`, `report.csv`, `rows.csv`, `key_map.csv`, the figures, and of a sweep `sweep.csv`.
+`--data` is what training takes (LLaVA's JSON or JSONL, a dataset on disk or on the Hub) or a folder of pictures. The
+command writes `report.html`, `report.json`, `report.csv`, `rows.csv`, `key_map.csv`, figures, and with `--sweep`
+`sweep.csv`.
 """
 
 import argparse
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = build_parser()
     args = parse(parser, argv)
     names = choose_names(parser, args)
-    given = sys.argv[1:] if argv is None else argv
+    command_line = sys.argv[1:] if argv is None else argv
 
     questions = read_questions(args)
     check_processors(args)
@@ -46,12 +47,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         questions,
         data=Path(args.data).name,
         layers=args.layers,
-        command="python -m diagnostics " + shlex.join(given),
+        command="python -m diagnostics " + shlex.join(command_line),
         sweep=args.sweep,
         attention_word=args.attention_map,
     )
     for comparison in comparisons:
-        # After each model, so that what is measured is kept if the next one fails.
+        # The report is saved after each model, so that it is kept if the next model fails.
         with_weights(comparison, args.model).save(args.output_dir)
     logger.info("\n%s\n\nReport: %s", comparison, args.output_dir / "report.html")
 
@@ -73,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def choose_names(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
-    """The models' names in the report; different ones, or the parser ends the command."""
+    """The models' names in the report. If two are the same, or if names are missing, the parser ends the command."""
     names = args.names or args.model
     if len(names) != len(args.model):
         parser.error(f"--names gives {len(names)} names for {len(args.model)} models")
@@ -83,7 +84,11 @@ def choose_names(parser: argparse.ArgumentParser, args: argparse.Namespace) -> l
 
 
 def check_processors(args: argparse.Namespace) -> None:
-    """Raise `UserError` for a model that takes no pictures, before the first one is measured for hours."""
+    """Check that every model takes pictures, before hours are spent on the first one.
+
+    Raises:
+        UserError: if a model takes no pictures.
+    """
     for path in args.model:
         processor = load_processor(folder_or_id(path), args.trust_remote_code)
         if isinstance(processor, PreTrainedTokenizerBase):
@@ -91,18 +96,27 @@ def check_processors(args: argparse.Namespace) -> None:
 
 
 def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, Any]]:
-    """Name, model and processor, one after the other; no reference is kept here."""
+    """Load the models one after the other: name, model and processor.
+
+    No variable here refers to a model, so that it can be freed before the next one is loaded.
+    """
     for path, name in zip(args.model, names, strict=True):
         logger.info("Loading %s ...", path)
         yield name, *load_model(path, **model_options(args))
 
 
 def with_weights(comparison: Comparison, paths: Sequence[str]) -> Comparison:
-    """The comparison so far, with the fingerprint of the weights of each model that was measured."""
+    """The comparison with the fingerprint of each model's weights in its report.
+
+    Args:
+        comparison: The comparison of the models that were measured so far.
+        paths: Folder or Hub id of all models, in the same order.
+    """
     models = []
     for model, path in zip(comparison.report.models, paths, strict=False):
         models.append(replace(model, weights=weights_fingerprint(Path(path))))
-    return replace(comparison, report=replace(comparison.report, models=models))
+    report = replace(comparison.report, models=models)
+    return replace(comparison, report=report)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a model says: greedy answers to many questions, and exactly which of a list of answers it finds likeliest."""
+"""Asks a model for greedy answers to many questions, or for the likeliest of a list of answers to one question."""
 
 import copy
 from collections.abc import Sequence
@@ -13,28 +13,29 @@ from transformers import DynamicCache, PreTrainedModel, ProcessorMixin
 from diagnostics.parts import DiagnosticsError
 
 
-# A conversation of one turn, as chat templates take it.
+# A question as chat messages.
 Prompt = list[dict[str, Any]]
 BATCH_SIZE = 50
-# Overrides the checkpoint's generation config, which may set penalties.
+# Options of `generate` for plain greedy decoding. A checkpoint's generation config may sample or set penalties.
 GREEDY = {"do_sample": False, "num_beams": 1, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-# Answers that `likeliest` scores together.
-CHUNK = 8
+# Number of answers that `likeliest` scores in one pass.
+CHUNK_SIZE = 8
 
 
 def make_prompt(question: str, image: Image.Image | None = None) -> Prompt:
-    """One question as a conversation, about a picture if there is one."""
+    """A question as chat messages, with a picture if one is given."""
     if image is None:
         return [{"role": "user", "content": question}]
-    return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
+    content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
+    return [{"role": "user", "content": content}]
 
 
 def encode_prompts(processor: Any, prompts: list[Prompt]) -> Any:
     """A padded batch of prompts, each up to where the answer begins."""
-    # A tokenizer takes its options as they are, a processor in a dictionary.
+    # Both pad, but a tokenizer takes `padding` as its own argument, and a processor inside `processor_kwargs`.
     padding: dict[str, Any] = {"padding": True}
     if isinstance(processor, ProcessorMixin):
-        padding = {"processor_kwargs": padding}
+        padding = {"processor_kwargs": {"padding": True}}
 
     return processor.apply_chat_template(
         prompts,
@@ -50,7 +51,15 @@ def encode_prompts(processor: Any, prompts: list[Prompt]) -> Any:
 def answer_prompts(
     model: PreTrainedModel, processor: Any, prompts: list[Prompt], title: str, max_new_tokens: int = 6
 ) -> list[str]:
-    """Greedy answers. `processor` may be a tokenizer, for text alone; `title` is what the progress bar says."""
+    """Greedy answers to prompts, in their order.
+
+    Args:
+        model: The model.
+        processor: Its processor, or a tokenizer if no prompt has a picture.
+        prompts: The questions.
+        title: Text of the progress bar.
+        max_new_tokens: Length at which an answer is cut off.
+    """
     answers: list[str] = []
     for start in tqdm(range(0, len(prompts), BATCH_SIZE), desc=title):
         inputs = encode_prompts(processor, prompts[start : start + BATCH_SIZE]).to(model.device)
@@ -63,35 +72,39 @@ def answer_prompts(
 def answer_ids(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     """Token ids of an answer as the chat template writes it after the prompt, with the token that ends the turn.
 
-    Where the template writes no such token, those of the answer with the tokenizer's own end.
+    If the template writes the answer in another form or ends the turn without a special token, these are the ids of
+    the plain answer and the tokenizer's end token.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    written = _written_after(processor, prompt, answer)
-    end = _first_special(tokenizer, written)
-    if end is not None and tokenizer.decode(written[:end]).strip() == answer:
-        return written[: end + 1]
+    answer_turn = _ids_after_prompt(processor, prompt, answer)
+    end = _find_first_special(tokenizer, answer_turn)
+    if end is not None and tokenizer.decode(answer_turn[:end]).strip() == answer:
+        return answer_turn[: end + 1]
     return tokenizer(answer + tokenizer.eos_token, add_special_tokens=False).input_ids
 
 
-def _written_after(processor: Any, prompt: Prompt, answer: str) -> list[int]:
-    """Token ids that the chat template writes after a prompt for an answer; none if it has another form."""
+def _ids_after_prompt(processor: Any, prompt: Prompt, answer: str) -> list[int]:
+    """Token ids that the chat template writes after the prompt if the assistant gives this answer.
+
+    Empty if the template can't write the conversation, or if it writes the prompt in another way once it is answered.
+    """
     turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
     try:
-        before = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
-        whole = processor.apply_chat_template([*prompt, turn], tokenize=False)
-    except (TypeError, ValueError, TemplateError):  # There is no template, or it takes no lists.
+        prompt_text = processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        answered_text = processor.apply_chat_template([*prompt, turn], tokenize=False)
+    except (TypeError, ValueError, TemplateError):  # There is no template, or it takes no lists of parts.
         return []
 
     tokenizer = getattr(processor, "tokenizer", processor)
-    before_ids = tokenizer(before, add_special_tokens=False).input_ids
-    whole_ids = tokenizer(whole, add_special_tokens=False).input_ids
-    if whole_ids[: len(before_ids)] != before_ids:
+    prompt_ids = tokenizer(prompt_text, add_special_tokens=False).input_ids
+    answered_ids = tokenizer(answered_text, add_special_tokens=False).input_ids
+    if answered_ids[: len(prompt_ids)] != prompt_ids:
         return []
-    return whole_ids[len(before_ids) :]
+    return answered_ids[len(prompt_ids) :]
 
 
-def _first_special(tokenizer: Any, ids: Sequence[int]) -> int | None:
-    """Index of the first special token among ids."""
+def _find_first_special(tokenizer: Any, ids: Sequence[int]) -> int | None:
+    """Index of the first id that is a special token; `None` if there is none."""
     special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
     for index, token_id in enumerate(ids):
         if token_id in special:
@@ -100,7 +113,12 @@ def _first_special(tokenizer: Any, ids: Sequence[int]) -> int | None:
 
 
 class ReadPrompt(NamedTuple):
-    """A prompt's keys and values, and log-probabilities of the token after it, `(vocab_size,)`."""
+    """What a model keeps of a prompt that it has read, to score answers after it.
+
+    Attributes:
+        cache: Keys and values of the prompt.
+        first: Log-probabilities of the first token after the prompt, `(vocab_size,)`.
+    """
 
     cache: DynamicCache
     first: torch.Tensor
@@ -108,7 +126,12 @@ class ReadPrompt(NamedTuple):
 
 @torch.no_grad()
 def read_prompt(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
-    """Read a prompt of one row, as [`encode_prompts`] returns it."""
+    """Run a model on one prompt.
+
+    Args:
+        model: The model.
+        inputs: The prompt as [`encode_prompts`] returns it, with a batch size of 1.
+    """
     cache = DynamicCache(config=model.config.get_text_config())
     logits = model(**inputs, past_key_values=cache, logits_to_keep=1).logits
     return ReadPrompt(cache, logits[0, -1].float().log_softmax(dim=-1))
@@ -116,7 +139,15 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
 
 @torch.no_grad()
 def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Log-probabilities of the next token at each token of each answer, `(len(answer), vocab_size)`.
+    """For each answer, the log-probabilities that the model gives the vocabulary in the place of each answer token.
+
+    Args:
+        model: The model.
+        prompt: The prompt that the answers follow.
+        answers: Token ids of each answer.
+
+    Returns:
+        A tensor `(len(answer), vocab_size)` for each answer.
 
     Raises:
         DiagnosticsError: if the decoder keeps more of a prompt than keys and values.
@@ -124,41 +155,53 @@ def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[
     cache = copy.deepcopy(prompt.cache)
     try:
         cache.batch_repeat_interleave(len(answers))
-    except AttributeError as error:  # Of a layer's state that is no keys and values.
+    except AttributeError as error:  # A layer without attention has no keys and values to repeat.
         raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
 
-    # Padded to two tokens at least: the last token isn't read, and a pass needs one.
+    # The model reads all tokens of an answer but the last, after which nothing is asked. It has to read at least one
+    # token, so answers are padded to at least two.
     longest = max(2, *map(len, answers))
     padded = torch.zeros(len(answers), longest, dtype=torch.long, device=model.device)
     for row, answer in zip(padded, answers, strict=True):
         row[: len(answer)] = torch.tensor(answer)
 
-    # No mask: padding comes last, and decoders with positions in three axes take none beside a cache.
+    # Without an attention mask: no answer token sees the padding, which comes last, and decoders with positions in
+    # three axes (Qwen2-VL) take no mask together with a cache.
     logits = model(input_ids=padded[:, :-1], past_key_values=cache).logits
-    after_each = logits.float().log_softmax(dim=-1)  # [num_answers, longest - 1, vocab_size]
+    log_probabilities = logits.float().log_softmax(dim=-1)  # [num_answers, longest - 1, vocab_size]
 
-    scores = []
-    for answer, after in zip(answers, after_each, strict=True):
-        scores.append(torch.cat([prompt.first[None], after[: len(answer) - 1]]))
-    return scores
+    distributions_by_answer = []
+    for answer, after_each_token in zip(answers, log_probabilities, strict=True):
+        after_first = after_each_token[: len(answer) - 1]
+        distributions_by_answer.append(torch.cat([prompt.first[None], after_first]))
+    return distributions_by_answer
 
 
 def likeliest(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> int:
-    """Index of the answer with the highest log-probability after a prompt, its end token included. Exact.
+    """Index of the answer with the highest log-probability after a prompt.
 
-    An answer can't be likelier than its first token. So answers are scored in the order of their first tokens, a few
-    at a time on the prompt's keys and values, until the best one so far beats all that are left. Each is given as at
-    least two token ids, its end token included.
+    The result is exact, but not every answer has to be scored: an answer can't be likelier than its first token. So
+    answers are scored a few at a time, the one with the likeliest first token first, until the best answer so far is
+    likelier than the first token of each remaining answer.
+
+    Args:
+        model: The model.
+        prompt: The prompt that the answers follow.
+        answers: Token ids of each answer with its end token, so at least two.
     """
-    first_scores = prompt.first[[tokens[0] for tokens in answers]]  # [num_answers]
+    first_tokens = [tokens[0] for tokens in answers]
+    first_scores = prompt.first[first_tokens]  # [num_answers]
+    by_first_score = first_scores.argsort(descending=True, stable=True)
+
     best = -1
     best_score = -torch.inf
-    for chunk in first_scores.argsort(descending=True, stable=True).split(CHUNK):
+    for chunk in by_first_score.split(CHUNK_SIZE):
         if first_scores[chunk[0]] < best_score:
             break
 
-        scored = distributions(model, prompt, [answers[index] for index in chunk.tolist()])
-        for index, log_probabilities in zip(chunk.tolist(), scored, strict=True):
+        indices = chunk.tolist()
+        chunk_distributions = distributions(model, prompt, [answers[index] for index in indices])
+        for index, log_probabilities in zip(indices, chunk_distributions, strict=True):
             tokens = answers[index]
             score = log_probabilities[range(len(tokens)), tokens].sum().item()
             if score > best_score:

@@ -1,4 +1,4 @@
-"""Records each layer's attention call: probabilities of chosen queries, keys before rotation, and values."""
+"""Records the attention of a decoder's layers: probabilities of chosen queries, keys before rotation, and values."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -11,28 +11,29 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 
-# The first of these that an attention module has returns its keys before rotation.
+# Names of the submodule that returns the keys before rotation. If an attention module has several of these, the first
+# in this list is the last that the keys pass.
 KEYS_MODULES = ("k_norm", "k_layernorm", "k_proj")
 
 
 class AttentionCalls(ExitStack):
-    """Records the attention calls of a decoder's layers until it is left or closed.
+    """Records the attention of a decoder's layers until the context is left or closed.
 
-    transformers' layers look their attention up by name, `"sdpa"`, at every call: while this is open, they find a
-    function that records what it is given, and then calls the usual one.
+    At every call, the layers of transformers look up their attention function by its name, `"sdpa"`. While the context
+    is open, this name stands for a function that records its arguments and then calls transformers' own function.
 
     Attributes:
-        attention: By layer, probabilities of the queries, `(num_heads, num_queries, S)`.
-        visible: By layer, which keys the mask lets each query see, `(num_queries, S)`.
-        keys: By layer, before rotation, in float32, `(num_key_value_heads, num_kept, head_dim)`.
-        values: By layer, in float32, `(num_key_value_heads, num_kept, value_head_dim)`.
+        attention: By layer, attention probabilities of the queries, `(num_heads, num_queries, S)`.
+        visible: By layer, mask of the keys that each query sees, `(num_queries, S)`.
+        keys: By layer, keys before rotation in float32, `(num_key_value_heads, num_kept, head_dim)`.
+        values: By layer, values in float32, `(num_key_value_heads, num_kept, value_head_dim)`.
 
     Args:
-        decoder: Holds the layers. Nothing is recorded unless it runs with `attn_implementation="sdpa"`.
-        layers: Those to watch, by number.
+        decoder: The module with the layers. If it does not run with `attn_implementation="sdpa"`, nothing is recorded.
+        layers: The layers to record, by number.
         queries: Positions of the queries, `(num_queries,)`.
         key_positions: Positions of the keys and values that are kept, `(num_kept,)`.
-        length: Of the sample, `S`.
+        length: Number of tokens of the sample, `S`.
     """
 
     def __init__(
@@ -52,8 +53,12 @@ class AttentionCalls(ExitStack):
         self._queries = queries
         self._key_positions = key_positions
         self._length = length
-        # The layer's number of each module in it, and what the keys module of an attention module returned.
-        self._numbers = {module: number for number, layer in layers.items() for module in layer.modules()}
+        # For each module inside a layer, the number of this layer.
+        self._numbers: dict[nn.Module, int] = {}
+        for number, layer in layers.items():
+            for module in layer.modules():
+                self._numbers[module] = number
+        # For each attention module, what its keys module has returned in the current forward pass.
         self._projected: dict[nn.Module, torch.Tensor] = {}
 
         self._implementation = decoder.config._attn_implementation
@@ -63,14 +68,14 @@ class AttentionCalls(ExitStack):
 
     def notes(self) -> list[str]:
         """What was not recorded, and why."""
-        missed = [str(number) for number in self._layers if number not in self.keys]
-        if not missed:
+        without_keys = [str(number) for number in self._layers if number not in self.keys]
+        if not without_keys:
             return []
         if self._implementation != "sdpa":
             return [f"attention, keys: not recorded, the decoder runs with {self._implementation}, not with sdpa"]
         return [
-            f"keys of layer {', '.join(missed)}: not recorded, there is no attention over the sample, or none of its "
-            f"{', '.join(KEYS_MODULES)} returns the keys that are rotated"
+            f"keys of layer {', '.join(without_keys)}: not recorded, there is no attention over the sample, or none "
+            f"of its {', '.join(KEYS_MODULES)} returns the keys that are rotated"
         ]
 
     def _watch_keys(self) -> None:
@@ -80,7 +85,7 @@ class AttentionCalls(ExitStack):
                 handle = keys_module.register_forward_hook(partial(self._see_keys, module))
                 self.callback(handle.remove)
 
-    def _see_keys(self, attention: nn.Module, module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    def _see_keys(self, attention: nn.Module, keys_module: nn.Module, args: Any, output: torch.Tensor) -> None:
         self._projected[attention] = output.detach()[0]
 
     def _replace_attention(self) -> None:
@@ -89,9 +94,11 @@ class AttentionCalls(ExitStack):
         self.callback(ALL_ATTENTION_FUNCTIONS.__setitem__, "sdpa", self._sdpa)
 
     def _attend(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """transformers' sdpa, recorded where it attends from the whole sample to the whole sample."""
+        """Call transformers' sdpa, and record the call if a watched layer attends from all tokens to all tokens."""
         is_watched = module in self._numbers
-        if is_watched and query.shape[2] == self._length and key.shape[2] == self._length:
+        num_queries = query.shape[2]
+        num_keys = key.shape[2]
+        if is_watched and num_queries == self._length and num_keys == self._length:
             self._record(module, query, key, *args, **kwargs)
         return self._sdpa(module, query, key, *args, **kwargs)
 
@@ -120,23 +127,24 @@ class AttentionCalls(ExitStack):
 
 
 def find_keys_module(attention: nn.Module) -> nn.Module | None:
-    """The part of an attention module that returns its keys before rotation; `None` of a module without one."""
+    """The submodule of an attention module that returns its keys before rotation; `None` if there is none."""
     for name in KEYS_MODULES:
-        part = getattr(attention, name, None)
-        if part is not None:
-            return part
+        keys_module = getattr(attention, name, None)
+        if keys_module is not None:
+            return keys_module
     return None
 
 
 def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """Keys before rotation, `(num_heads, S, head_dim)`.
+    """Keys before rotation, `(num_heads, S, head_dim)`; `None` if they are not known.
+
+    Rotation keeps the norm of each key. So if the norms of `projected` and `key` differ, `projected` is not what was
+    rotated to `key`.
 
     Args:
-        projected: What the keys module returned, with tokens or heads first; `None` if it wasn't called.
-        key: What attention gets, after rotation, `(num_heads, S, head_dim)`.
-
-    Returns:
-        `None` if `projected` isn't what was rotated: rotation keeps norms.
+        projected: What the keys module returned, in the shape of `key`, or with tokens before heads; `None` if the
+            module wasn't called.
+        key: Keys after rotation, as the attention function gets them, `(num_heads, S, head_dim)`.
     """
     if projected is None or projected.numel() != key.numel():
         return None
@@ -149,44 +157,49 @@ def before_rotation(projected: torch.Tensor | None, key: torch.Tensor) -> torch.
 
     norms_before = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32)
     norms_after = torch.linalg.vector_norm(key, dim=-1, dtype=torch.float32)
+    # Rounding changes the norms a little, in low precision by a few eps. The mean norm keeps the tolerance above 0 for
+    # keys whose own norm is near 0.
     relative_tolerance = max(8 * torch.finfo(key.dtype).eps, 1e-3)
     tolerance = relative_tolerance * (norms_after + norms_after.mean())
-    is_rotation = ((norms_before - norms_after).abs() <= tolerance).all()  # False where they overflow
+    is_rotation = ((norms_before - norms_after).abs() <= tolerance).all()  # False for keys that overflow
     return keys if is_rotation else None
 
 
 def attention_rows(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, rows: torch.Tensor, scaling: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention probabilities of some queries in float32, as transformers' sdpa computes them, and their visible keys.
+    """Attention probabilities of chosen queries as transformers' sdpa computes them, and the keys that they see.
 
     Args:
         query: `(1, num_heads, S, head_dim)`.
         key: `(1, num_key_value_heads, S, head_dim)`.
-        mask: `None` for a causal one, or boolean or additive, `(1, 1 or num_heads, S, S)`.
-        rows: Positions of the queries, `(num_queries,)`.
-        scaling: Of the products; 1/√head_dim by default.
+        mask: A boolean or additive mask, `(1, 1 or num_heads, S, S)`; `None` for a causal mask.
+        rows: Positions of the chosen queries, `(num_queries,)`.
+        scaling: Factor of the dot products; 1/√head_dim by default.
 
     Returns:
-        Probabilities `(num_heads, num_queries, S)`, and which keys the mask allows, `(num_queries, S)`.
+        The probabilities in float32, `(num_heads, num_queries, S)`, and a mask of the keys that each query sees,
+        `(num_queries, S)`.
     """
     rows = rows.to(query.device)
     queries = query[0][:, rows].float()  # [num_heads, num_queries, head_dim]
-    keys = key[0].float()
-    keys = keys.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0)  # [num_heads, S, head_dim]
+    keys = key[0].float()  # [num_key_value_heads, S, head_dim]
+    queries_per_key = queries.shape[0] // keys.shape[0]
+    keys = keys.repeat_interleave(queries_per_key, dim=0)  # [num_heads, S, head_dim]
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     scores = queries @ keys.transpose(1, 2) * scaling  # [num_heads, num_queries, S]
 
     if mask is None:
         positions = torch.arange(keys.shape[1], device=rows.device)
-        allowed = (positions <= rows[:, None])[None]  # [1, num_queries, S]
+        visible = (positions <= rows[:, None])[None]  # [1, num_queries, S]
     elif mask.dtype == torch.bool:
-        allowed = mask[0][:, rows]
+        visible = mask[0][:, rows]
     else:
-        added = mask[0][:, rows]
-        scores = scores + added.float()
-        allowed = added > torch.finfo(mask.dtype).min / 2
+        addends = mask[0][:, rows]
+        scores = scores + addends.float()
+        # A hidden key gets the dtype's lowest number, or about that if several masks were added.
+        visible = addends > torch.finfo(mask.dtype).min / 2
 
-    probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(dim=-1)
-    return probabilities, allowed[0]
+    probabilities = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return probabilities, visible[0]

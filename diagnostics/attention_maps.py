@@ -1,7 +1,7 @@
-"""Where in a picture a word looks: the attention of its tokens to the image tokens, drawn over the picture.
+"""Where in a picture a word looks: the attention of the word's tokens to the image tokens, drawn over the picture.
 
-These are the pictures in App. G of "The Unseen Bias" (arXiv 2512.08374), with the text query under each. Which layers
-and heads they show is not said there; here they are a few layers, from the first to the last, and means over heads.
+The figure is that of App. G of "The Unseen Bias" (arXiv 2512.08374). The paper does not say which layers and heads it
+shows. This figure shows a few layers, from the first to the last, and means over heads.
 """
 
 import re
@@ -28,14 +28,15 @@ from diagnostics.recording import eval_mode, prepare_inputs
 from diagnostics.tokens import Inputs
 
 
-# Layers that are drawn unless others are chosen.
+# Number of layers that are drawn, unless the user names layers.
 NUM_LAYERS = 4
-# Pictures that the report shows.
+# Largest number of pictures that the report shows.
 MAX_PICTURES = 3
 COLOURS = "YlOrRd"
-# Opacity of the strongest attention; of none it is 0.
+# Opacity of the strongest attention. The opacity of no attention is 0.
 MAX_OPACITY = 0.8
-# The colours end where this share of all patches lies below, so that a single sink doesn't darken all others.
+# The scale of colours ends at this quantile of all patches' attention. If it ended at the largest, a single sink would
+# leave all other patches without colour.
 QUANTILE = 0.99
 
 
@@ -45,12 +46,12 @@ class AttentionMap:
 
     Attributes:
         word: The word.
-        text: The text that it stands in, for titles.
+        text: The text that the word stands in, for titles.
         picture: The picture as the vision encoder gets it, cropped and resized.
         layers: Numbers of the layers.
-        weights: Attention to each image token, `(num_layers, num_rows, num_columns)`, the picture's top row first.
-            They are probabilities, means over heads and over the word's tokens; a layer's sum is the share of the
-            word's attention that falls on the picture.
+        weights: Attention to each image token, `(num_layers, num_rows, num_columns)`, with the picture's top row
+            first. The weights are probabilities, means over heads and over the word's tokens. The sum over a layer is
+            the share of the word's attention that falls on the picture.
     """
 
     word: str
@@ -72,23 +73,23 @@ def attention_map(
     """What a word of a question looks at in a picture, or a word of its answer.
 
     Args:
-        model: Its decoder runs with `attn_implementation="sdpa"`.
-        processor: Its processor.
-        picture: The picture, which comes before the question.
+        model: The model. Its decoder has to run with `attn_implementation="sdpa"`.
+        processor: The model's processor.
+        picture: The picture. The model is given it before the question.
         question: The question.
-        word: A word or some words of the question or the answer; of several places, the first.
-        layers: Numbers of layers; four by default, from the first to the last.
-        answer: What the model is to have answered, if it is a word of this.
+        word: A word, or several words in a row, of the question or the answer. Only its first place counts.
+        layers: Numbers of layers; four layers from the first to the last by default.
+        answer: The model's answer, if the word may be in it.
 
     Returns:
-        A map whose `weights` are `(num_layers, num_rows, num_columns)`, as [`AttentionMap`] describes them. Draw some
-        by `draw_attention_maps({"before": [...], "after": [...]})`.
+        The map. `draw_attention_maps({"before": [...], "after": [...]})` draws maps of several models.
 
     Raises:
-        DiagnosticsError: if the word is not there, or the model's attention can't be mapped.
+        DiagnosticsError: if neither text has the word, or if the model's attention can't be mapped.
     """
-    (asked,) = questions_about([picture], question, num_samples=1).questions
-    return map_question(model, processor, replace(asked, answer=answer), word, layers)
+    (question_about_picture,) = questions_about([picture], question, num_samples=1).questions
+    answered = replace(question_about_picture, answer=answer)
+    return map_question(model, processor, answered, word, layers)
 
 
 def map_questions(
@@ -98,18 +99,19 @@ def map_questions(
     word: str,
     layers: Sequence[int] | None = None,
 ) -> list[AttentionMap]:
-    """What a word looks at in the first three questions that have it, as [`attention_map`] does for one."""
+    """What a word looks at in the pictures of the first `MAX_PICTURES` questions that have the word."""
     chosen = questions_with_word(questions, word)
     return [map_question(model, processor, question, word, layers) for question in chosen]
 
 
 def questions_with_word(questions: Iterable[Question], word: str) -> list[Question]:
-    """The first three questions about one picture that have the word behind it, or in their answer.
+    """The first `MAX_PICTURES` questions about a single picture that have the word after it, or in their answer.
 
     Raises:
-        DiagnosticsError: if there is none.
+        DiagnosticsError: if no question has the word there.
     """
-    chosen = [question for question in questions if word_pattern(word).search(text_after_picture(question))]
+    pattern = word_pattern(word)
+    chosen = [question for question in questions if pattern.search(text_after_picture(question))]
     if not chosen:
         raise DiagnosticsError(
             f'--attention_map: no question about a single picture, and no answer, has "{word}" after the picture.'
@@ -118,25 +120,29 @@ def questions_with_word(questions: Iterable[Question], word: str) -> list[Questi
 
 
 def text_after_picture(question: Question) -> str:
-    """What is said after a question's picture, its answer included; empty for one with several pictures."""
-    parts = [part for message in question.prompt for part in message["content"]]
-    is_picture = [part["type"] == "image" for part in parts]
-    if sum(is_picture) != 1:
+    """The texts after a question's picture, and its answer; empty if the question has several pictures."""
+    parts: list[dict[str, Any]] = []
+    for message in question.prompt:
+        parts += message["content"]
+    types = [part["type"] for part in parts]
+    if types.count("image") != 1:
         return ""
-    texts = [part["text"] for part in parts[is_picture.index(True) + 1 :]]
+
+    after_picture = parts[types.index("image") + 1 :]
+    texts = [part["text"] for part in after_picture]
     return "\n".join([*texts, question.answer]).strip()
 
 
 def map_question(
     model: PreTrainedModel, processor: Any, question: Question, word: str, layers: Sequence[int] | None
 ) -> AttentionMap:
-    """What a word of a question about one picture, or of its answer, looks at."""
+    """What a word of a question, or of its answer, looks at in the question's only picture."""
     inputs = prepare_inputs(model, processor, with_answer(question))
     return map_attention(model, processor, inputs, word, text_after_picture(question), layers)
 
 
 def with_answer(question: Question) -> list[Message]:
-    """A question's prompt with its answer, where there is one, so that words of the answer can be found too."""
+    """A question's prompt, followed by its answer if it has one."""
     if not question.answer:
         return question.prompt
     return [*question.prompt, {"role": "assistant", "content": [{"type": "text", "text": question.answer}]}]
@@ -151,18 +157,18 @@ def map_attention(
     text: str,
     layers: Sequence[int] | None = None,
 ) -> AttentionMap:
-    """Run a model on one prompt and map the attention of a word behind its picture.
+    """Run a model on one prompt, in eval mode, and map the attention of a word after its picture.
 
     Args:
-        model: Its decoder runs with `attn_implementation="sdpa"`. It runs in eval mode, without dropout.
-        processor: Its processor.
-        inputs: What the model is given for one prompt with one picture, `input_ids` of `(1, S)`.
-        word: A word or some words, in capital or small letters.
-        text: For the map's title.
-        layers: Numbers of layers; four by default, evenly spread.
+        model: The model. Its decoder has to run with `attn_implementation="sdpa"`.
+        processor: The model's processor.
+        inputs: The model's inputs for one prompt with one picture, with `input_ids` of shape `(1, S)`.
+        word: A word, or several words in a row. Capital and small letters are the same.
+        text: The text that the word stands in, for the map's title.
+        layers: Numbers of layers; four layers that are evenly spread by default.
 
     Raises:
-        DiagnosticsError: if the word is not there, or the model's attention can't be mapped.
+        DiagnosticsError: if the prompt does not have the word, or if the model's attention can't be mapped.
     """
     decoder = find_decoder(model)
     chosen = choose_layers(len(decoder.layers), layers, count=NUM_LAYERS)
@@ -172,8 +178,13 @@ def map_attention(
     num_rows, num_columns = find_grid(model, inputs.get("pixel_values"), len(image_positions))
     word_positions = find_word(processor.tokenizer, input_ids, image_positions, word)
 
-    watched = {number: decoder.layers[number] for number in chosen}
-    calls = AttentionCalls(decoder, watched, word_positions, image_positions, len(input_ids))
+    calls = AttentionCalls(
+        decoder,
+        layers={number: decoder.layers[number] for number in chosen},
+        queries=word_positions,
+        key_positions=image_positions,
+        length=len(input_ids),
+    )
     with eval_mode(model), calls:
         model.base_model(**inputs)
     missing = [str(number) for number in chosen if number not in calls.attention]
@@ -197,18 +208,19 @@ def map_attention(
 
 
 def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_image_tokens: int) -> tuple[int, int]:
-    """Rows and columns of a picture's image tokens, of which each is one patch, row by row.
+    """Number of rows and of columns of a picture's image tokens, if each image token is one patch of the picture.
 
     Args:
-        model: Its config names the size of a patch.
-        pixel_values: Of one picture as a whole, `(1, 3, height, width)`.
-        num_image_tokens: In the prompt.
+        model: The model, whose config has the size of a patch.
+        pixel_values: The pixels of the prompt's picture. Only the shape `(1, 3, height, width)` can be mapped.
+        num_image_tokens: Number of image tokens in the prompt.
 
     Raises:
-        DiagnosticsError: if image tokens are no patches of one picture, so that where they lie isn't known.
+        DiagnosticsError: if image tokens are not the patches of one picture, so that their places are not known.
     """
     patch_size = getattr(getattr(model.config, "vision_config", None), "patch_size", None)
     if patch_size is not None and pixel_values is not None and pixel_values.ndim == 4 and len(pixel_values) == 1:
+        # The size is a number, or height and width.
         patch_height, patch_width = np.broadcast_to(patch_size, 2).tolist()
         num_rows = pixel_values.shape[2] // patch_height
         num_columns = pixel_values.shape[3] // patch_width
@@ -222,59 +234,72 @@ def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_ima
 
 
 def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Tensor, word: str) -> torch.Tensor:
-    """Positions of the tokens of a word, where it first stands after the picture, `(num_word_tokens,)`.
+    """Positions of the tokens of a word, `(num_word_tokens,)`, at its first place after the picture.
+
+    A word before the picture can't look at it.
 
     Args:
-        tokenizer: Of the model.
-        input_ids: `(S,)`.
+        tokenizer: The model's tokenizer.
+        input_ids: The prompt, `(S,)`.
         image_positions: Positions of the image tokens, `(num_image_tokens,)`.
-        word: It must stand alone: "cat" isn't in "category".
+        word: The word. It has to stand alone: "cat" isn't found in "category".
 
     Raises:
-        DiagnosticsError: if it isn't there. Before the picture a word sees nothing of it.
+        DiagnosticsError: if the word is not there.
     """
     start = int(image_positions[-1]) + 1
     ids = input_ids[start:].tolist()
-
-    # How long the text is with the first tokens. A letter counts from its last token, and is "�" until then.
-    lengths = [len(tokenizer.decode(ids[:count]).rstrip("�")) for count in range(len(ids) + 1)]
     text = tokenizer.decode(ids)
     match = word_pattern(word).search(text)
     if match is None:
         raise DiagnosticsError(f'"{word}" is not in the text after the picture: "{text.strip()}"')
 
+    # Where in the text each token ends; the text before the first token ends at 0. A letter may consist of several
+    # tokens: until its last token it is decoded as "�", and does not count.
+    ends = []
+    for count in range(len(ids) + 1):
+        decoded = tokenizer.decode(ids[:count])
+        ends.append(len(decoded.rstrip("�")))
+
     positions = []
     for number in range(len(ids)):
-        if lengths[number] < match.end() and lengths[number + 1] > match.start():
+        token_start = ends[number]
+        token_end = ends[number + 1]
+        if token_start < match.end() and token_end > match.start():
             positions.append(start + number)
     return torch.tensor(positions)
 
 
 def word_pattern(word: str) -> re.Pattern[str]:
-    """Finds a word or some words that stand alone, in capital or small letters."""
+    """A pattern that finds a word, or several words in a row, if it stands alone, in capital or small letters."""
     return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
 
 
 def seen_picture(image_processor: Any, pixels: torch.Tensor) -> Image.Image:
-    """The picture that the vision encoder gets, from its pixels `(3, height, width)`, normalized or not."""
+    """The picture that the vision encoder gets.
+
+    Args:
+        image_processor: The image processor that made the pixels, and may have normalized them.
+        pixels: What the vision encoder is given, `(3, height, width)`.
+    """
     levels = pixels.float().cpu()
     if getattr(image_processor, "do_normalize", False):
         mean = torch.tensor(image_processor.image_mean)[:, None, None]
         deviation = torch.tensor(image_processor.image_std)[:, None, None]
         levels = levels * deviation + mean
-    levels = (255 * levels.clamp(0, 1)).round().to(torch.uint8)
-    return Image.fromarray(levels.permute(1, 2, 0).numpy())
+    bytes_of_pixels = (255 * levels.clamp(0, 1)).round().to(torch.uint8)
+    return Image.fromarray(bytes_of_pixels.permute(1, 2, 0).numpy())
 
 
 @styled
 def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
-    """Attention over each picture, by layer; models below each other, all in the same colours.
+    """Draw maps of the same word in the same pictures: a row for each picture and model, a column for each layer.
 
-    Colours show a patch's attention in multiples of an even share of what the picture gets. The share of the word's
-    attention that the picture gets stands below each map.
+    Colours show the attention to a patch in multiples of the mean over the picture's patches, on the same scale in all
+    maps. Below each map stands the share of the word's attention that falls on the picture.
 
     Args:
-        models: By name, maps of the same word in the same pictures.
+        models: The maps of each model by its name, one for each picture.
     """
     num_pictures = max(len(maps) for maps in models.values())
     rows: list[tuple[str, AttentionMap]] = []
@@ -282,11 +307,14 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
         rows += [(name, maps[number]) for name, maps in models.items()]
 
     num_columns = 1 + max(len(attention_map.layers) for _, attention_map in rows)
-    values = np.concatenate([relative_weights(attention_map).ravel() for _, attention_map in rows])
-    scale = Normalize(0, max(2.0, float(np.quantile(values, QUANTILE))))
+    all_weights = np.concatenate([relative_weights(attention_map).ravel() for _, attention_map in rows])
+    # The scale reaches at least 2, so that attention that is nearly even is not drawn as if it was strong somewhere.
+    scale = Normalize(0, max(2.0, float(np.quantile(all_weights, QUANTILE))))
 
-    tallest = max(attention_map.picture.height / attention_map.picture.width for _, attention_map in rows)
-    row_height = tallest * (WIDTH - 0.6) / num_columns + 0.42
+    # In inches: a column is the page's width without margins, divided by their number, and a row has room for text.
+    column_width = (WIDTH - 0.6) / num_columns
+    height_of_width = max(attention_map.picture.height / attention_map.picture.width for _, attention_map in rows)
+    row_height = height_of_width * column_width + 0.42
     figure, axes = plt.subplots(
         len(rows),
         num_columns,
@@ -312,20 +340,24 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
 
 
 def relative_weights(attention_map: AttentionMap) -> np.ndarray:
-    """A map's weights in multiples of their mean in each layer, `(num_layers, num_rows, num_columns)`."""
+    """A map's weights in multiples of the mean of their layer, `(num_layers, num_rows, num_columns)`."""
     means = attention_map.weights.mean(axis=(1, 2), keepdims=True)
-    return attention_map.weights / np.maximum(means, 1e-12)
+    return attention_map.weights / np.maximum(means, 1e-12)  # a layer may give the picture no attention
 
 
 def _draw_map(axes: Sequence[Axes], attention_map: AttentionMap, scale: Normalize) -> None:
-    """One layer's attention on each axis, over the picture in grey, the stronger the less transparent."""
+    """Draw each layer's attention over the picture in grey. The stronger attention is, the less transparent it is."""
     grey = attention_map.picture.convert("L")
+    # Edges of the picture, so that the patches are stretched over all of it.
     extent = (-0.5, grey.width - 0.5, grey.height - 0.5, -0.5)
-    shares = attention_map.weights.sum(axis=(1, 2))
-    layers = zip(axes, attention_map.layers, relative_weights(attention_map), shares, strict=False)
-    for axis, layer, relative, share in layers:
+    relative = relative_weights(attention_map)
+
+    for number, layer in enumerate(attention_map.layers):
+        axis = axes[number]
         axis.imshow(grey, cmap="gray", vmin=0, vmax=255)
-        opacity = MAX_OPACITY * np.clip(scale(relative), 0, 1)
-        axis.imshow(relative, extent=extent, cmap=COLOURS, norm=scale, alpha=opacity, interpolation="nearest")
+        opacity = MAX_OPACITY * np.clip(scale(relative[number]), 0, 1)
+        axis.imshow(relative[number], extent=extent, cmap=COLOURS, norm=scale, alpha=opacity, interpolation="nearest")
+
+        share = attention_map.weights[number].sum()
         label = f"layer {layer}, {share:.0%} on picture"
         axis.text(0.5, -0.04, label, fontsize=7, ha="center", va="top", transform=axis.transAxes)

@@ -33,12 +33,11 @@ class Comparison:
     """What was measured of one or several models on the same questions.
 
     Attributes:
-        report: What was measured, on what.
-        rows: All numbers: `model` and the columns of [`~diagnostics.table`].
-        swept: With `sweep`, the rows of [`~diagnostics.norm_sweep.sweep_model`]: `model`, `dose`, `control` and those
-            columns.
-        key_map: Keys on a plane: `model` and the columns of [`~diagnostics.key_map.place_keys`].
-        attention_maps: With `attention_word`, what it looks at in some pictures, by model.
+        report: Models, data and results, as `report.json` holds them.
+        rows: The rows of all measures, with the columns of [`~diagnostics.table`] and a column `model`.
+        swept: The rows of [`~diagnostics.norm_sweep.sweep_model`] with a column `model`; empty without `sweep`.
+        key_map: The rows of [`~diagnostics.key_map.place_keys`] with a column `model`.
+        attention_maps: By model, what `attention_word` looks at in some pictures; empty without `attention_word`.
     """
 
     report: Report
@@ -55,13 +54,16 @@ class Comparison:
         return "\n".join(lines)
 
     def frame(self) -> pd.DataFrame:
-        """A row for each measure, modality and layer of each model, with `mean`, `low`, `high` (its 95% interval) and
-        `n` (pictures). Rows without a layer are means over layers, or measures without layers."""
+        """A table of means over pictures: a row for each measure, modality and layer of each model.
+
+        Its columns `low` and `high` are the ends of the 95% interval, `n` is the number of pictures. A row without a
+        layer is a mean over layers, or a measure that has no layers.
+        """
         frames = [model.summary.frame.assign(model=model.name) for model in self.report.models]
         return pd.concat(frames, ignore_index=True)
 
     def figures(self) -> dict[str, Figure]:
-        """The report's figures by name; those without data are left out."""
+        """The report's figures by name. A figure without data is left out."""
         summaries = {model.name: model.summary for model in self.report.models}
         by_dose = {}
         if not self.swept.empty:
@@ -69,15 +71,18 @@ class Comparison:
         figures = draw_figures(summaries, by_dose)
 
         if not self.key_map.empty:
-            with_keys = {name: summaries[name] for name in self.key_map["model"].unique()}
-            figures["key_map"] = draw_key_map(with_keys, self.key_map)
+            summaries_with_keys = {name: summaries[name] for name in self.key_map["model"].unique()}
+            figures["key_map"] = draw_key_map(summaries_with_keys, self.key_map)
         if self.attention_maps:
             figures["attention_map"] = draw_attention_maps(self.attention_maps)
         return figures
 
     def save(self, folder: str | Path) -> None:
-        """Write `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `key_map.csv`,
-        `sweep.csv`, and below `figures/` all figures as PNG and PDF. What an earlier report left there goes."""
+        """Write the report to a folder, in the place of an earlier report.
+
+        The files are `report.html`, `report.json`, `report.csv` ([`frame`]), `rows.csv` ([`rows`]), `key_map.csv`,
+        `sweep.csv`, and in `figures/` each figure as PNG and PDF. Tables and figures without data have no file.
+        """
         folder = Path(folder)
         figures_folder = folder / "figures"
         figures_folder.mkdir(parents=True, exist_ok=True)
@@ -98,19 +103,19 @@ class Comparison:
 
 
 def write_table(path: Path, table: pd.DataFrame) -> None:
-    """Write a table; an empty one has no file, and what an earlier report left there goes."""
+    """Write a table in the place of an earlier report's. An empty table gets no file."""
     path.unlink(missing_ok=True)
     if not table.empty:
         write_whole(path, table.to_csv(index=False))
 
 
 def measure(model: PreTrainedModel, processor: Any, data: Any, name: str = "model", **options: Any) -> Comparison:
-    """Every measure of one model. Options are those of [`compare`]."""
+    """Measure one model. The options are those of [`compare`]."""
     return compare({name: (model, processor)}, data, **options)
 
 
 def sweep(model: PreTrainedModel, processor: Any, data: Any, **options: Any) -> Comparison:
-    """[`measure`] that also multiplies image tokens, as [`~diagnostics.norm_sweep.sweep_model`] does."""
+    """Measure one model, and sweep the norm of its image tokens with [`~diagnostics.norm_sweep.sweep_model`]."""
     return measure(model, processor, data, sweep=True, **options)
 
 
@@ -126,12 +131,12 @@ def compare(
     """Measure models side by side on the same questions.
 
     Args:
-        models: Each with its processor, by its name in the report. They are not changed.
-        data: Pictures, or what `--data` takes.
-        question: Asked about pictures that come without one.
-        num_samples: How many pictures at most.
-        layers: Layers whose attention and keys are measured; six evenly spread ones by default.
-        sweep: Also multiply image tokens, see [`~diagnostics.norm_sweep.sweep_model`].
+        models: Model and processor by name in the report. The models are not changed.
+        data: Pictures, or anything that `--data` takes.
+        question: What is asked about pictures without rows.
+        num_samples: The largest number of pictures.
+        layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
+        sweep: Also sweep the norm of image tokens, see [`~diagnostics.norm_sweep.sweep_model`].
         attention_word: Also draw what this word of the questions or answers looks at, see
             [`~diagnostics.attention_maps.attention_map`].
 
@@ -146,11 +151,11 @@ def compare(
         questions = questions_about(data, question, num_samples)
         data_name = "pictures in memory"
 
-    loaded = [(name, model, processor) for name, (model, processor) in models.items()]
+    named_models = [(name, model, processor) for name, (model, processor) in models.items()]
     comparisons = measure_models(
-        loaded, questions, data_name, layers=layers, sweep=sweep, attention_word=attention_word
+        named_models, questions, data_name, layers=layers, sweep=sweep, attention_word=attention_word
     )
-    return list(comparisons)[-1]
+    return list(comparisons)[-1]  # the last one has all models
 
 
 class ModelResults(NamedTuple):
@@ -172,25 +177,26 @@ def measure_models(
     sweep: bool = False,
     attention_word: str | None = None,
 ) -> Iterator[Comparison]:
-    """Measure models one after the other, so that only one has to be in memory.
+    """Measure models one after the other, and yield the comparison of the models so far after each.
 
-    After each comes the comparison so far, for its caller to keep.
+    If `models` loads a model only when it is asked for the next one, a single model is in memory at a time.
 
     Args:
-        models: Name, model and processor of each.
-        questions: Asked of all of them.
+        models: Name, model and processor of each model.
+        questions: What each model is asked.
         data: Name of the data in the report.
-        layers: Layers whose attention and keys are measured; six evenly spread ones by default.
-        command: Shown in the report.
-        sweep: Also multiply image tokens.
+        layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
+        command: Command that the report shows.
+        sweep: Also sweep the norm of image tokens.
         attention_word: Also draw what this word of the questions or answers looks at.
 
     Raises:
-        DiagnosticsError: if no question has the word, or a model can't be measured; then the message begins with the
-            model's name.
+        DiagnosticsError: if no question has the word, or if a model can't be measured. In the second case the message
+            begins with the model's name.
     """
     if attention_word is not None:
-        questions_with_word(questions.questions, attention_word)  # raises before a model is loaded
+        # This raises for a word that no question has, before the first model is loaded.
+        questions_with_word(questions.questions, attention_word)
 
     results: dict[str, ModelResults] = {}
     for name, model, processor in models:
@@ -200,7 +206,8 @@ def measure_models(
             )
         except DiagnosticsError as error:
             raise DiagnosticsError(f"{name}: {error}") from error
-        del model, processor  # before the next one is loaded
+        # Without these two references, the model can be freed before the next one is loaded.
+        del model, processor
 
         yield join_results(results, questions, data, command)
 
@@ -214,9 +221,14 @@ def measure_model(
     sweep: bool = False,
     attention_word: str | None = None,
 ) -> ModelResults:
-    """All that is asked for of one model. Raises `DiagnosticsError` if that can't be measured."""
+    """Measure one model, with its sweep and its attention maps if these are asked for.
+
+    Raises:
+        DiagnosticsError: if the model can't be measured.
+    """
     attention_maps = []
-    if attention_word is not None:  # first, since it's quick and refuses some models
+    # Attention maps come first: they are quick, and can't be made of every model.
+    if attention_word is not None:
         attention_maps = map_questions(model, processor, questions, attention_word, layers)
 
     report, rows, key_map = measure_questions(model, processor, questions, name, layers)
@@ -230,7 +242,7 @@ def measure_model(
 
 
 def join_results(results: Mapping[str, ModelResults], questions: Questions, data: str, command: str) -> Comparison:
-    """The comparison of some models by what was measured of each, by name."""
+    """The comparison of models from the results of each, by the model's name."""
     report = Report(
         command=command,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
@@ -250,9 +262,11 @@ def join_results(results: Mapping[str, ModelResults], questions: Questions, data
 
 
 def join_tables(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    """The rows of all models' tables, with a column `model`; empty without any rows."""
-    with_rows = [table.assign(model=name) for name, table in tables.items() if not table.empty]
-    return pd.concat(with_rows, ignore_index=True) if with_rows else pd.DataFrame()
+    """The rows of all models' tables, with a column `model`; an empty table if there are no rows."""
+    tables_with_rows = [table.assign(model=name) for name, table in tables.items() if not table.empty]
+    if not tables_with_rows:
+        return pd.DataFrame()
+    return pd.concat(tables_with_rows, ignore_index=True)
 
 
 def measure_questions(
@@ -262,23 +276,31 @@ def measure_questions(
     name: str,
     layers: Sequence[int] | None = None,
 ) -> tuple[ModelReport, pd.DataFrame, pd.DataFrame]:
-    """Every measure of a model as it is: its report, its rows, and its keys on a plane.
+    """All measures of a model as it is.
 
-    Attention and keys are measured in `layers`, by default in six that are evenly spread.
+    Args:
+        model: The model.
+        processor: The model's processor.
+        questions: What the model is asked.
+        name: Name of the model.
+        layers: Layers whose attention and keys are measured; six layers that are evenly spread by default.
+
+    Returns:
+        The model's report, the rows of all measures, and what [`~diagnostics.key_map.place_keys`] returns.
 
     Raises:
-        DiagnosticsError: if one of `layers` does not exist, or a question can't be measured.
+        DiagnosticsError: if one of `layers` does not exist, or if a question can't be measured.
     """
     num_layers = len(find_decoder(model).layers)
     chosen = choose_layers(num_layers, layers)
 
-    records = record_questions(model, processor, questions, chosen, f"{name}: pictures")
-    measured = [
+    records = record_questions(model, processor, questions, chosen, title=f"{name}: pictures")
+    tables = [
         measure_all(model, records),
         measure_space("keys", records),
         measure_space("values", records),
     ]
-    rows = pd.concat([table for table in measured if table is not None], ignore_index=True)
+    rows = pd.concat([table for table in tables if table is not None], ignore_index=True)
 
     report = ModelReport(
         name=name,

@@ -1,9 +1,9 @@
-"""Jensen-Shannon divergence between the image and the text tokens of a layer, and how much of it is chance.
+"""Jensen-Shannon divergence between a layer's image and text tokens, and how much of the divergence is chance.
 
-MaLoRA (arXiv 2510.26721) standardizes keys, reduces them by PCA and gives their Jensen-Shannon divergence. We have
-read its abstract, which leaves the base, the histograms and the number of components open. Here the base is 2, so that
-the divergence lies between 0 (the same distribution) and 1 bit (no value in common), and there is a histogram for each
-of ten principal components. These are each model's own: the paper doesn't say how it compares two models.
+MaLoRA (arXiv 2510.26721) standardizes keys, reduces them by PCA, and measures their Jensen-Shannon divergence. We have
+read only its abstract, which leaves the details open. Here the divergence is in bits: 0 for equal distributions, 1 for
+distributions without a common value. It is computed from a histogram for each of ten principal components. Each model
+has principal components of its own.
 """
 
 import numpy as np
@@ -13,30 +13,33 @@ from sklearn.decomposition import PCA
 
 COMPONENTS = 10
 BINS = 16
-# The floor of a distance: so many of the distances between random halves are below.
+# The floor of a distance is this quantile of the distances between random halves.
 FLOOR_QUANTILE = 0.95
-# Two sets of groups of tokens, for each way to split them: boolean, `(num_ways, num_groups)` each.
+# For each of several ways to split tokens, the groups of tokens in a first and in a second set: two boolean arrays,
+# `(num_ways, num_groups)` each.
 Split = tuple[np.ndarray, np.ndarray]
 
 
 def measure_divergence(heads: np.ndarray, groups: np.ndarray, observed: Split, halves: Split) -> dict[str, float]:
     """Divergence in bits between the modalities, `"jsd"`, and its floor, `"jsd_halves"`; medians over heads.
 
-    The floor is the 95% quantile over random halves of the pictures, within one modality. Few tokens fill histograms
-    unevenly, which raises every divergence; halves have the fewest, so the floor is rather too high than too low.
+    The floor is the 95% quantile of the divergences between random halves of the pictures, within one modality. It is
+    rather too high than too low: the fewer tokens there are, the larger is the divergence by chance, and halves have
+    fewer tokens than modalities.
 
     Args:
         heads: Keys of each head, of image tokens and then of text tokens, `(num_heads, num_tokens, head_dim)`.
         groups: The group of each token, which is one modality of one picture, `(num_tokens,)`.
         observed: The two modalities.
-        halves: Random halves of the pictures, within one modality. Without any, there is no `"jsd_halves"`.
+        halves: Random halves of the pictures, within one modality. If there are none, `"jsd_halves"` is left out.
     """
     between_modalities = [histogram_divergence(head, groups, observed) for head in heads]
     divergences = {"jsd": float(np.median(between_modalities))}
 
     if len(halves[0]) > 0:
-        within_modalities = [histogram_divergence(head, groups, halves) for head in heads]  # [num_heads][num_ways]
-        divergences["jsd_halves"] = float(np.quantile(np.median(within_modalities, axis=0), FLOOR_QUANTILE))
+        within_modalities = [histogram_divergence(head, groups, halves) for head in heads]
+        median_over_heads = np.median(within_modalities, axis=0)  # [num_ways]
+        divergences["jsd_halves"] = float(np.quantile(median_over_heads, FLOOR_QUANTILE))
 
     return divergences
 
@@ -44,8 +47,9 @@ def measure_divergence(heads: np.ndarray, groups: np.ndarray, observed: Split, h
 def histogram_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -> np.ndarray:
     """Jensen-Shannon divergence in bits between the two sets of each split, `(num_ways,)`.
 
-    It is the mean over the principal components of all points, weighted by the variance that each explains. On a
-    component the sets share the edges of 16 bins. Each bin holds as many of all points, whatever the outliers.
+    It is the mean over the principal components of all points, weighted by the variance that each component explains.
+    On each component both sets have the same 16 bins. The bins' edges are quantiles of all points, so that each bin
+    holds equally many points even if there are outliers.
 
     Args:
         points: One head's keys, `(num_tokens, head_dim)`.
@@ -53,27 +57,29 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -
         split: Which groups are in the first set and which in the second, `(num_ways, num_groups)` each.
     """
     first, second = split
+    # PCA can't explain the variance of points that are all the same.
     if (points == points[0]).all():
         return np.zeros(len(first))
 
     pca = PCA(n_components=min(COMPONENTS, *points.shape), random_state=0).fit(points)
     components = points @ pca.components_.T  # [num_tokens, num_components]
 
-    by_component = []
+    divergences = []
     for component in components.T:
         inner_edges = np.quantile(component, np.arange(1, BINS) / BINS)
         bins = np.searchsorted(inner_edges, component, side="right")
-        counts = np.zeros((first.shape[1], BINS))
-        np.add.at(counts, (groups, bins), 1)  # [num_groups, num_bins]
-        by_component.append(jensen_shannon(first @ counts, second @ counts))
+        counts = np.zeros((first.shape[1], BINS))  # [num_groups, num_bins]
+        np.add.at(counts, (groups, bins), 1)
+        divergences.append(jensen_shannon(first @ counts, second @ counts))
 
-    return np.average(by_component, axis=0, weights=pca.explained_variance_ratio_)
+    return np.average(divergences, axis=0, weights=pca.explained_variance_ratio_)
 
 
 def jensen_shannon(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Jensen-Shannon divergence in bits of histograms, counts `(..., num_bins)` each; NaN for an empty one.
+    """Jensen-Shannon divergence in bits of two histograms, counts `(..., num_bins)` each; NaN for an empty histogram.
 
-    This is the square of scipy's `jensenshannon`, whose root is NaN where rounding makes the divergence negative.
+    It is the square of scipy's `jensenshannon`. That function is not used, because it takes the root, which is NaN if
+    rounding makes the divergence negative.
     """
     with np.errstate(invalid="ignore"):
         first = first / first.sum(axis=-1, keepdims=True)

@@ -1,8 +1,9 @@
-"""Norms and turning through a run's checkpoints (Fig. 5 of "The Unseen Bias", arXiv 2512.08374).
+"""Measures norms and turning in each checkpoint of a run (Fig. 5 of "The Unseen Bias", arXiv 2512.08374).
 
     python -m diagnostics.dynamics --run runs/digits/stage1 --data questions.json
 
-`dynamics.csv` in the run's folder gets the rows of each checkpoint with a column `step`. What is in it is skipped.
+The rows of each checkpoint are added to `dynamics.csv` in the run's folder, with a column `step`. A checkpoint whose
+rows are in the file already is skipped.
 """
 
 import argparse
@@ -55,16 +56,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def measure_run(run: Path, questions: Sequence[Question], start: str | None = None, **options: Any) -> pd.DataFrame:
-    """Measure every checkpoint of a run's folder that is not in its `dynamics.csv` yet, and add it there; all rows.
+    """Measure the checkpoints of a run that are not in its `dynamics.csv` yet, and add their rows to this file.
 
     Args:
-        run: The folder.
+        run: The run's folder.
         questions: Asked of each checkpoint.
         start: The model that the run started from, measured as step 0.
-        options: Those of [`load_model`].
+        options: Keyword arguments of [`load_model`].
+
+    Returns:
+        All rows of the file, with a column `step`.
 
     Raises:
-        UserError: if there are no checkpoints, or the file's rows are of other questions or another `dtype`.
+        UserError: if there are no checkpoints, or if the file has rows of other questions or another `dtype`.
     """
     models = find_models(run, start)
     measured_as = fingerprint_measurement(questions, options.get("dtype"))
@@ -74,23 +78,27 @@ def measure_run(run: Path, questions: Sequence[Question], start: str | None = No
         raise UserError(f"{path} holds rows of other questions or another dtype: give the same, or move it away.")
 
     for step, name in sorted(models.items()):
+        # A model on the Hub has no files here to fingerprint: its name stands for its weights.
         weights = weights_fingerprint(Path(name)) or name
-        is_step = table["step"] == step
-        if (is_step & (table["weights"] == weights)).any():
+        is_this_step = table["step"] == step
+        is_measured = is_this_step & (table["weights"] == weights)
+        if is_measured.any():
             logger.info("step %d is in %s already", step, path)
             continue
 
         rows = _measure_checkpoint(name, questions, **options)
         rows = rows.assign(step=step, weights=weights, measured_as=measured_as)
-        others = table[~is_step]  # A resumed run replaces its checkpoints.
-        table = rows if others.empty else pd.concat([others, rows])
+
+        # Rows of this step are of a checkpoint that a resumed run has replaced since.
+        other_steps = table[~is_this_step]
+        table = rows if other_steps.empty else pd.concat([other_steps, rows])
         table = table.sort_values("step", kind="stable")
         write_whole(path, table.to_csv(index=False))
     return table.drop(columns=["weights", "measured_as"])
 
 
 def find_models(run: Path, start: str | None) -> dict[int, str]:
-    """Folder of each checkpoint of a run by its step, and where the run started from as step 0.
+    """Folders of a run's checkpoints by step. The model that the run started from, if given, is step 0.
 
     Raises:
         UserError: if there are no checkpoints.
@@ -109,16 +117,20 @@ def find_models(run: Path, start: str | None) -> dict[int, str]:
 
 
 def fingerprint_measurement(questions: Sequence[Question], dtype: str | None) -> str:
-    """What the rows of two measurements must share to be compared: pictures, texts and dtype."""
+    """A fingerprint of pictures, texts and dtype: two checkpoints can be compared only if these are the same."""
     asked = []
     for question in questions:
-        parts = [part for message in question.prompt for part in message["content"]]
-        asked.append((question.picture, [part.get("text") for part in parts]))
-    return hashlib.sha256(repr((asked, dtype)).encode()).hexdigest()[:16]
+        texts = []
+        for message in question.prompt:
+            texts += [part.get("text") for part in message["content"]]
+        asked.append((question.picture, texts))
+
+    description = repr((asked, dtype))
+    return hashlib.sha256(description.encode()).hexdigest()[:16]
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """The rows that were measured before; none, if there is no such file."""
+    """The rows of an earlier measurement; an empty table if there is no such file."""
     if not path.exists():
         return pd.DataFrame({"step": [], "weights": [], "measured_as": []})
 
@@ -127,9 +139,13 @@ def read_table(path: Path) -> pd.DataFrame:
 
 
 def _measure_checkpoint(name: str, questions: Sequence[Question], **options: Any) -> pd.DataFrame:
-    """A function of its own, so that no checkpoint stays in memory while the next one is loaded."""
+    """Rows of one checkpoint.
+
+    The model is a local variable here, so that it is freed before the next checkpoint is loaded.
+    """
     model, processor = load_model(name, **options)
-    return measure_all(model, record_questions(model, processor, questions, (), name))
+    records = record_questions(model, processor, questions, layers=(), title=name)
+    return measure_all(model, records)
 
 
 if __name__ == "__main__":

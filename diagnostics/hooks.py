@@ -11,39 +11,40 @@ from transformers import PreTrainedModel
 from diagnostics.parts import PROJECTORS, find_decoder, find_encoder, find_norm, find_projector
 
 
-# The norm before a layer's MLP is the last of these. Layers whose MLP is given what attention is given have none.
+# Names that a decoder layer may give the norm before its MLP. Where a layer has several of these norms, the last one
+# stands before the MLP. A layer that gives its MLP the same input as its attention has none of them.
 MLP_NORMS = ("post_attention_layernorm", "pre_feedforward_layernorm", "ffn_norm")
 
 
 class InterfaceHooks(ExitStack):
-    """Calls a function with the tensor at each place of the modality interface, until it is left or closed.
+    """Calls a function with the tensor at each place of the modality interface, until the context is left or closed.
 
     The places, in the order of a forward pass:
 
     - `"encoder_output"`: the vision encoder's last hidden states
-    - `"projector_input"`
-    - `"norm_input"`: input of the norm after a NormLlava's projector
-    - `"projector_output"`
+    - `"projector_input"`: what the projector is given
+    - `"norm_input"`: what the norm at the end of a NormLlava's projector is given
+    - `"projector_output"`: what the projector returns
     - `"decoder"`: input of the decoder's first layer
-    - `"before_mlp"`: what entered plus what that layer's attention added; only where a norm stands before its MLP
-    - `"after_mlp"`: what that layer returns
+    - `"before_mlp"`: the first layer's input plus the output of its attention; only where a norm stands before the MLP
+    - `"after_mlp"`: output of the first layer
 
-    The function gets the tensor that the forward pass uses, `(..., width)`, every time that a place is passed,
-    including recomputation in the backward pass.
+    The function gets the tensor that the forward pass uses, `(..., width)`. It is called every time that the model
+    computes the tensor, and so again where gradient checkpointing recomputes it in the backward pass.
 
     Args:
-        model: The model. The hooks go when the context is left.
-        see: Takes the place and the tensor. What it returns for `"decoder"`, unless `None`, enters the first layer in
-            the tensor's place; hooks that are added later see that.
+        model: The model. Its hooks are removed when the context is left.
+        on_place: Called with the name of the place and the tensor. If it returns a tensor for `"decoder"`, this tensor
+            replaces the input of the first layer, also for hooks that are registered later.
 
     Attributes:
-        notes: Places that were not found in the model.
+        notes: What could not be hooked in this model, or what a change at `"decoder"` does not reach: one line each.
     """
 
-    def __init__(self, model: PreTrainedModel, see: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+    def __init__(self, model: PreTrainedModel, on_place: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
         super().__init__()
         self.notes: list[str] = []
-        self._see = see
+        self._on_place = on_place
 
         self._watch_encoder(find_encoder(model))
         self._watch_projector(find_projector(model))
@@ -51,71 +52,83 @@ class InterfaceHooks(ExitStack):
         self._watch_first_layer(find_decoder(model).layers[0])
 
         if "deepstack" in str(model.config.to_dict()):
-            self.notes.append("deepstack: pictures enter later layers too, which nothing at the entrance changes")
+            self.notes.append(
+                "deepstack: picture features also enter later layers, where changing the image tokens that enter the "
+                "first layer does not change them"
+            )
 
     def _watch_encoder(self, encoder: nn.Module | None) -> None:
         if encoder is None:
             self.notes.append("vision encoder: not recorded, the model names none")
             return
 
-        def see_output(module: nn.Module, args: Any, output: Any) -> None:
+        def pass_output(module: nn.Module, args: Any, output: Any) -> None:
             features = output if isinstance(output, torch.Tensor) else output.last_hidden_state
-            self._see("encoder_output", features)
+            self._on_place("encoder_output", features)
 
-        self._remove_later(encoder.register_forward_hook(see_output))
+        self._remove_on_exit(encoder.register_forward_hook(pass_output))
 
     def _watch_projector(self, projector: nn.Module | None) -> None:
         if projector is None:
             self.notes.append(f"projector: not recorded, no module is called {', '.join(PROJECTORS)}")
             return
 
-        def see_both(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-            before = _first_float_tensor([*args, *kwargs.values()])
-            after = output if isinstance(output, torch.Tensor) else _first_float_tensor(output)
-            if before is not None and after is not None:  # Ovis2 also looks up its indicator tokens in this table.
-                self._see("projector_input", before)
-                self._see("projector_output", after)
+        def pass_input_and_output(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            features = _first_float_tensor([*args, *kwargs.values()])
+            projected = output if isinstance(output, torch.Tensor) else _first_float_tensor(output)
 
-        self._remove_later(projector.register_forward_hook(see_both, with_kwargs=True))
+            # Ovis2's projector is an embedding table, which it also calls with ids to embed the tokens around a
+            # picture. Such a call has no features, so it is passed over.
+            if features is not None and projected is not None:
+                self._on_place("projector_input", features)
+                self._on_place("projector_output", projected)
+
+        self._remove_on_exit(projector.register_forward_hook(pass_input_and_output, with_kwargs=True))
 
     def _watch_norm(self, norm: nn.Module | None) -> None:
         if norm is None:
             return
 
-        def see_input(module: nn.Module, args: Any) -> None:
-            self._see("norm_input", args[0])
+        def pass_input(module: nn.Module, args: Any) -> None:
+            self._on_place("norm_input", args[0])
 
-        self._remove_later(norm.register_forward_pre_hook(see_input))
+        self._remove_on_exit(norm.register_forward_pre_hook(pass_input))
 
     def _watch_first_layer(self, layer: nn.Module) -> None:
-        def see_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-            changed = self._see("decoder", args[0] if args else kwargs["hidden_states"])
-            if changed is None:
+        def pass_and_replace_input(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            replacement = self._on_place("decoder", hidden_states)
+            if replacement is None:
                 return None
             if args:
-                return (changed, *args[1:]), kwargs
-            return args, {**kwargs, "hidden_states": changed}
+                return (replacement, *args[1:]), kwargs
+            return args, {**kwargs, "hidden_states": replacement}
 
-        def see_before_mlp(module: nn.Module, args: Any) -> None:
-            self._see("before_mlp", args[0])
+        def pass_mlp_norm_input(module: nn.Module, args: Any) -> None:
+            self._on_place("before_mlp", args[0])
 
-        def see_output(module: nn.Module, args: Any, output: Any) -> None:
-            self._see("after_mlp", output if isinstance(output, torch.Tensor) else output[0])
+        def pass_output(module: nn.Module, args: Any, output: Any) -> None:
+            hidden_states = output if isinstance(output, torch.Tensor) else output[0]
+            self._on_place("after_mlp", hidden_states)
 
-        self._remove_later(layer.register_forward_pre_hook(see_input, with_kwargs=True))
+        self._remove_on_exit(layer.register_forward_pre_hook(pass_and_replace_input, with_kwargs=True))
         mlp_norm = find_mlp_norm(layer)
         if mlp_norm is not None:
-            self._remove_later(mlp_norm.register_forward_pre_hook(see_before_mlp))
-        self._remove_later(layer.register_forward_hook(see_output))
+            self._remove_on_exit(mlp_norm.register_forward_pre_hook(pass_mlp_norm_input))
+        self._remove_on_exit(layer.register_forward_hook(pass_output))
 
-    def _remove_later(self, handle: Any) -> None:
+    def _remove_on_exit(self, handle: Any) -> None:
         self.callback(handle.remove)
 
 
 def find_mlp_norm(layer: nn.Module) -> nn.Module | None:
-    """The norm before a decoder layer's MLP, whose input is the layer's plus what attention added; `None` without."""
+    """The norm before a decoder layer's MLP; `None` if there is none.
+
+    Its input is the layer's input plus the output of the layer's attention.
+    """
     children = dict(layer.named_children())
-    # Where the MLP's output is normed and its input isn't, the norm after attention norms what attention returns.
+    # A layer that norms the MLP's output but not its input (OLMo 2) norms attention's output in the same way: there,
+    # `post_attention_layernorm` is given only what attention returns.
     if "post_feedforward_layernorm" in children and "pre_feedforward_layernorm" not in children:
         return None
 

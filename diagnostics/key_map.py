@@ -1,7 +1,7 @@
-"""Where the keys of image and text tokens lie: a picture of them by t-SNE, beside their Jensen-Shannon divergence.
+"""Draws the keys of image and text tokens on a plane, by t-SNE, next to their Jensen-Shannon divergence by layer.
 
-It is MaLoRA's picture (arXiv 2510.26721), whose abstract doesn't say which layers and heads it shows, nor t-SNE's
-perplexity. Here all heads of a layer are one vector, standardized and reduced by PCA, as that paper does.
+MaLoRA (arXiv 2510.26721) has such a figure. Its abstract does not say which layers and heads the figure shows. Here
+the keys of all heads of a layer are joined to one vector, standardized, and reduced by PCA.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from diagnostics.probe import Record
 from diagnostics.table import Summary
 
 
-# Layers that are drawn: the first, the middle and the last of those whose keys are measured.
+# Largest number of layers that are drawn: the first, the middle and the last layer whose keys are measured.
 MAX_LAYERS = 3
 COMPONENTS = 50
 PERPLEXITY = 30.0
@@ -29,44 +29,45 @@ MARKERS = {"visual": "o", "text": "^"}
 
 
 def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFrame:
-    """Places of image and text tokens on a plane by t-SNE of their keys, for drawing: distances in it mean nothing.
+    """Places of image and text tokens on a plane, by t-SNE of their keys. Distances on the plane mean nothing.
 
     Args:
         records: One for each picture.
-        measured: The rows that `measure_space` made of them. Layers without a divergence have too few keys to place.
+        measured: The rows of the records' measures. A layer without a row of `keys.jsd` has too few keys to place.
 
     Returns:
-        A row for each token of at most three layers, with columns `layer`, `modality`, `x` and `y`.
+        A row for each token of at most `MAX_LAYERS` layers, with columns `layer`, `modality`, `x` and `y`.
     """
     layers = measured.loc[measured["measure"] == "keys.jsd", "layer"].dropna().astype(int).tolist()
-    chosen = np.linspace(0, len(layers) - 1, min(MAX_LAYERS, len(layers))).round().astype(int)
+    if not layers:
+        return pd.DataFrame(columns=["layer", "modality", "x", "y"])
 
-    placed = [pd.DataFrame(columns=["layer", "modality", "x", "y"])]
-    for number in chosen:
-        layer = layers[number]
+    tables = []
+    for index in np.linspace(0, len(layers) - 1, min(MAX_LAYERS, len(layers))).round().astype(int):
+        layer = layers[index]
         points = take_points("keys", layer, records)
-        num_tokens = len(points.pictures)  # of each modality
-        plane = project(points.scaled.reshape(2 * num_tokens, -1))
-        modality = ["visual"] * num_tokens + ["text"] * num_tokens
-        placed.append(pd.DataFrame({"layer": layer, "modality": modality, "x": plane[:, 0], "y": plane[:, 1]}))
+        num_of_modality = len(points.pictures)  # image tokens come first, then as many text tokens
+        modality = ["visual"] * num_of_modality + ["text"] * num_of_modality
+        places = project(points.scaled.reshape(len(modality), -1))
+        tables.append(pd.DataFrame({"layer": layer, "modality": modality, "x": places[:, 0], "y": places[:, 1]}))
 
-    return pd.concat(placed[1:] or placed, ignore_index=True)
+    return pd.concat(tables, ignore_index=True)
 
 
 def project(vectors: np.ndarray) -> np.ndarray:
-    """t-SNE of vectors `(n, size)` on a plane, `(n, 2)`; always the same for the same vectors."""
+    """Places of vectors `(n, size)` on a plane by t-SNE, `(n, 2)`; the same vectors always get the same places."""
     reduced = PCA(min(COMPONENTS, *vectors.shape), random_state=SEED).fit_transform(vectors)
-    perplexity = min(PERPLEXITY, len(vectors) / 4)  # t-SNE needs less than the number of vectors
+    perplexity = min(PERPLEXITY, len(vectors) / 4)  # it has to be less than the number of vectors
     return TSNE(perplexity=perplexity, init="pca", random_state=SEED).fit_transform(reduced)
 
 
 @styled
 def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
-    """Divergence by layer with its floor, then the keys of up to three layers; a row for each model.
+    """A row for each model: the divergence by layer with its floor, and the keys of up to three layers.
 
     Args:
-        models: Of every model that has keys, by name.
-        placed: What `place_keys` returns for each, with a column `model`.
+        models: Summaries by name of the models in `placed`.
+        placed: What `place_keys` returns for each model, with a column `model`.
     """
     num_columns = 1 + placed.groupby("model")["layer"].nunique().max()
     figure, axes = plt.subplots(
@@ -81,17 +82,18 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
     for row, (name, summary) in zip(axes, models.items(), strict=True):
         _draw_divergence(row[0], summary)
         row[0].set_title(name[-80:], loc="left", fontweight="bold")
-        layers = placed[placed["model"] == name].groupby("layer")
-        for axis, (layer, of_layer) in zip(row[1:], layers, strict=False):
-            _draw_tokens(axis, of_layer)
+        tokens_by_layer = placed[placed["model"] == name].groupby("layer")
+        for axis, (layer, tokens) in zip(row[1:], tokens_by_layer, strict=False):
+            _draw_tokens(axis, tokens)
             axis.set_xlabel(f"keys of layer {layer}")
-        for axis in row[1 + len(layers) :]:
+        # A model may have fewer layers than another.
+        for axis in row[1 + len(tokens_by_layer) :]:
             axis.axis("off")
 
-    curves = axes[-1, 0].get_legend_handles_labels()
-    tokens = axes[-1, 1].get_legend_handles_labels()
-    figure.legend(*curves, loc="outside lower left", ncols=2)
-    figure.legend(*tokens, loc="outside lower right", ncols=2, markerscale=2, handletextpad=0)
+    curve_labels = axes[-1, 0].get_legend_handles_labels()
+    token_labels = axes[-1, 1].get_legend_handles_labels()
+    figure.legend(*curve_labels, loc="outside lower left", ncols=2)
+    figure.legend(*token_labels, loc="outside lower right", ncols=2, markerscale=2, handletextpad=0)
     return figure
 
 
@@ -104,10 +106,10 @@ def _draw_divergence(axis: plt.Axes, summary: Summary) -> None:
 
 
 def _draw_tokens(axis: plt.Axes, tokens: pd.DataFrame) -> None:
-    for modality, of_modality in tokens.groupby("modality", sort=False):
+    for modality, places in tokens.groupby("modality", sort=False):
         axis.scatter(
-            of_modality["x"],
-            of_modality["y"],
+            places["x"],
+            places["y"],
             s=6,
             color=MODALITY_COLOURS[modality],
             marker=MARKERS[modality],

@@ -1,4 +1,4 @@
-"""Load any vision-language model with its processor, and pictures with questions."""
+"""Loads any vision-language model with its processor, and chooses pictures with questions from data."""
 
 import argparse
 import itertools
@@ -25,10 +25,10 @@ from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 
 logger = logging.getLogger(__name__)
 
-# After so many rows that can't be read at the start, no more are tried.
+# If none of the first rows can be read, the search ends after this many.
 MAX_UNREADABLE = 100
 QUESTION = "Describe this picture."
-# Pillow can't read HEIC, and says so for each file; without the suffix they would be passed over.
+# Pillow can't read HEIC. Its suffixes are here so that such a file gets a message and is not ignored in silence.
 PICTURE_SUFFIXES = (".avif", ".bmp", ".gif", ".heic", ".heif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 # A chat message: its role, and its content as a list of texts and pictures.
 Message = dict[str, Any]
@@ -39,11 +39,11 @@ class Question:
     """A picture with a question, as chat messages.
 
     Attributes:
-        source: Where it comes from, for messages.
+        source: File and row, or file of the picture, to name the question in messages.
         picture: Fingerprint of the content of the prompt's pictures, independent of their paths.
-        prompt: Messages up to the first answer, with pictures in RGB.
-        image: The first picture.
-        answer: The row's first answer; empty if it has none.
+        prompt: Chat messages up to the first answer, with their pictures in RGB.
+        image: The first picture of the prompt.
+        answer: The row's first answer; empty if the row has none.
     """
 
     source: str
@@ -53,17 +53,26 @@ class Question:
     answer: str = ""
 
     def about(self, image: Image.Image) -> list[Message]:
-        """The prompt with another picture in the place of each of its own."""
-        return [{**message, "content": _show(message["content"], image)} for message in self.prompt]
+        """The prompt with `image` in the place of each of its pictures."""
+        messages = []
+        for message in self.prompt:
+            content = _replace_pictures(message["content"], image)
+            messages.append({"role": message["role"], "content": content})
+        return messages
 
     @property
     def texts(self) -> list[tuple[str, list[str]]]:
-        """The prompt without its pictures: role and texts of each message."""
+        """Role and texts of each message of the prompt, without pictures."""
         return [(message["role"], _texts(message["content"])) for message in self.prompt]
 
 
-def _show(content: list[dict[str, Any]], image: Image.Image) -> list[dict[str, Any]]:
-    return [{**part, "image": image} if part["type"] == "image" else part for part in content]
+def _replace_pictures(content: list[dict[str, Any]], image: Image.Image) -> list[dict[str, Any]]:
+    replaced = []
+    for part in content:
+        if part["type"] == "image":
+            part = {"type": "image", "image": image}
+        replaced.append(part)
+    return replaced
 
 
 def _texts(content: list[dict[str, Any]]) -> list[str]:
@@ -75,9 +84,9 @@ class Questions:
     """Questions chosen from some data.
 
     Attributes:
-        questions: In order, each about another picture.
-        passed_over: Number of skipped rows without a picture.
-        unreadable: A line for each skipped row that can't be read, with the reason.
+        questions: The questions in the order of the data, each about a different picture.
+        passed_over: Number of rows that were skipped because they have no picture before the first answer.
+        unreadable: A line for each row that was skipped because it can't be read, with the reason.
     """
 
     questions: list[Question]
@@ -92,13 +101,13 @@ def load_model(
 
     Args:
         name: The folder or Hub id.
-        dtype: `"auto"` for the checkpoint's own, or torch's name of one.
+        dtype: Name of a torch dtype, or `"auto"` for the dtype that the checkpoint was saved in.
         device_map: As in `from_pretrained`; `"auto"` spreads a model over the available devices.
         trust_remote_code: Run the code in the repository; not needed for NormLlava.
 
     Raises:
         DiagnosticsError: if the model has no image tokens.
-        UserError: if the folder holds no model, not all of its weights, or needs a package that is missing.
+        UserError: if the folder holds no model or lacks weights, or if the model needs a package that is missing.
         OSError: if a file is missing, or there is no such model on the Hub.
     """
     processor = load_processor(name, trust_remote_code)
@@ -106,7 +115,7 @@ def load_model(
         AutoModelForImageTextToText, name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
 
-    # Raise here, before a model that can't be measured is asked anything.
+    # Both raise for a model that can't be measured, here and not only after the data is loaded.
     image_token_id(model)
     find_decoder(model)
 
@@ -114,20 +123,20 @@ def load_model(
 
 
 def load_processor(name: str, trust_remote_code: bool = False) -> Any:
-    """A model's processor, from a folder or the Hub; its tokenizer, if it takes no pictures.
+    """A model's processor, from a folder or the Hub. For a model that takes no pictures this is its tokenizer.
 
     Raises:
-        UserError: if the folder holds none, or one that needs a package that is missing.
+        UserError: if the folder holds no processor, or if the processor needs a package that is missing.
         OSError: if there is no such model on the Hub.
     """
     return load_pretrained(AutoProcessor, name, trust_remote_code=trust_remote_code)
 
 
 def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
-    """`auto_class.from_pretrained`, whose errors about what the folder holds become one line that names the folder.
+    """Call `auto_class.from_pretrained`. Errors about what the folder holds become one line that names the folder.
 
     Raises:
-        UserError: if the folder can't be loaded, or needs a package that is missing.
+        UserError: if the folder can't be loaded, or if the model needs a package that is missing.
         OSError: if a file is missing, or there is no such model on the Hub.
     """
     try:
@@ -138,7 +147,7 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
-    """Options of every command that measures: the data, and how a model is loaded."""
+    """Add the options that every command that measures has: the data, and how a model is loaded."""
     add = parser.add_argument
     add("--data", required=True, help="pictures and questions, or a folder of pictures")
     add("--image_folder", help="base folder of a JSON file's picture paths (default: the file's folder)")
@@ -151,15 +160,15 @@ def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:
 
 
 def model_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Options of [`load_model`] from the command line."""
+    """Keyword arguments of [`load_model`] from the command line's options."""
     return {"dtype": args.dtype, "device_map": args.device_map, "trust_remote_code": args.trust_remote_code}
 
 
 def read_questions(args: argparse.Namespace) -> Questions:
-    """[`load_questions`] with the command line's options.
+    """The questions that the command line's options choose.
 
     Raises:
-        UserError: if there are none, or `--question` has no use.
+        UserError: if there are no questions, or if `--question` is given for data that has questions.
     """
     if args.question is not None and find_pictures(Path(args.data)) is None:
         raise UserError(f"--question is not used, because {args.data} holds rows with their own: leave it out.")
@@ -176,13 +185,18 @@ def read_questions(args: argparse.Namespace) -> Questions:
 def load_questions(
     data: str | Path, num_samples: int, question: str = QUESTION, image_folder: str | None = None, split: str = "train"
 ) -> Questions:
-    """What [`take_questions`] takes of rows as training reads them, or of pictures, all asked `question`.
+    """Choose questions from rows in any form that training reads, or ask `question` about each of some pictures.
 
-    `data` may be a picture, or a folder of them; those in subfolders count too, hidden files don't. Data on the Hub is
-    read as far as needed.
+    Args:
+        data: Rows, a picture, or a folder of pictures. Pictures in subfolders count, hidden files don't. Rows on the
+            Hub are streamed, so that only the rows that are needed are downloaded.
+        num_samples: The largest number of questions.
+        question: What is asked about pictures without rows.
+        image_folder: Base folder of the picture paths in a JSON file; by default the file's folder.
+        split: Split of a dataset.
 
     Raises:
-        UserError: if there is no such data, or nothing in it can be asked about.
+        UserError: if there is no such data, or if it has no pictures to ask about.
     """
     paths = find_pictures(Path(data))
     rows: Iterable[Row]
@@ -190,43 +204,51 @@ def load_questions(
         is_on_hub = not find_source(str(data)).is_local
         rows = load_rows(str(data), image_folder, split=split, streaming=is_on_hub)
     else:
-        turns = [{"from": "human", "value": f"<image>\n{question}"}]
-        rows = [{"images": [str(path)], "conversations": turns, "source": str(path)} for path in paths]
+        conversation = [{"from": "human", "value": f"<image>\n{question}"}]
+        rows = [{"images": [str(path)], "conversations": conversation, "source": str(path)} for path in paths]
     return take_questions(rows, num_samples, str(data))
 
 
 def find_pictures(data: Path) -> list[Path] | None:
-    """The picture files that `--data` names, itself or in a folder; `None` if it names rows.
+    """The picture files that `--data` names: a picture itself, or a folder's pictures; `None` if it names rows.
 
-    A folder of rows may hold pictures too: beside a JSON file, or inside a dataset.
+    A folder with rows in it names rows, even if there are pictures beside them.
     """
     data = data.expanduser()
     if data.is_file():
         return [data] if is_picture(data) else None
+
+    # Not on this machine, a JSON file in its folder, or a dataset as `save_to_disk` writes it.
     if not data.is_dir() or find_source(str(data)).kind != "dataset":
         return None
+    # Files of rows in any other form.
     for file in data.rglob("*"):
         if file.suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:
             return None
 
-    visible = [data / name for name in iglob("**", root_dir=data, recursive=True)]
-    return sorted(path for path in visible if is_picture(path))
+    not_hidden = [data / name for name in iglob("**", root_dir=data, recursive=True)]
+    return sorted(path for path in not_hidden if is_picture(path))
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file's name is that of a picture."""
+    """Whether a file has the suffix of a picture."""
     return path.suffix.lower() in PICTURE_SUFFIXES
 
 
 def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Questions:
-    """The first rows that have a new picture before their first answer, at most `num_samples`.
+    """Questions of the first rows that have a picture before their first answer, each about a different picture.
 
-    Rows that can't be read, malformed or with a broken or missing picture, are skipped with a warning.
+    Rows that are malformed, or that have a broken or missing picture, are skipped with a warning.
+
+    Args:
+        rows: The rows to choose from.
+        num_samples: The largest number of questions.
+        data: Name of the rows in messages.
 
     Raises:
-        DiagnosticsError: if none is left; the message names the rows as `data`.
+        DiagnosticsError: if no row can be asked about.
     """
-    taken: dict[str, Question] = {}  # by fingerprint of the picture
+    taken: dict[str, Question] = {}  # by fingerprint of the prompt's pictures
     unreadable: list[str] = []
     passed_over = 0
     for row in rows:
@@ -258,28 +280,41 @@ def take_questions(rows: Iterable[Row], num_samples: int, data: str) -> Question
 
 
 def to_question(row: Row) -> Question | None:
-    """A row up to its first answer; `None` if there is no picture before it."""
+    """The question of a row up to its first answer; `None` if there is no picture before the first answer."""
     turns = row_turns(row)
-    asked = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", turns))
-    answer = turns[len(asked)]["value"].strip() if len(asked) < len(turns) else ""
+    turns_before_answer = list(itertools.takewhile(lambda turn: turn["from"] != "gpt", turns))
+    turns_after = turns[len(turns_before_answer) :]
+    answer = turns_after[0]["value"].strip() if turns_after else ""
 
-    prompt = to_messages({**row, "conversations": asked})
-    places = [part for message in prompt for part in message["content"] if part["type"] == "image"]
-    images = open_images(row)[: len(places)]
+    prompt = to_messages({**row, "conversations": turns_before_answer})
+    image_parts = []
+    for message in prompt:
+        image_parts += [part for part in message["content"] if part["type"] == "image"]
+
+    # The row's other pictures come after the first answer.
+    images = open_images(row)[: len(image_parts)]
     if not images:
         return None
 
-    for place, image in zip(places, images, strict=True):
-        place["image"] = image
-    return Question(row["source"], fingerprint(images), prompt, images[0], answer)
+    for part, image in zip(image_parts, images, strict=True):
+        part["image"] = image
+    return Question(
+        source=row["source"],
+        picture=fingerprint(images),
+        prompt=prompt,
+        image=images[0],
+        answer=answer,
+    )
 
 
 def questions_about(pictures: Iterable[Image.Image], question: str, num_samples: int) -> Questions:
-    """The same question about each of the first different pictures in memory, turned as their EXIF says.
+    """The same question about each of the first `num_samples` different pictures in memory.
+
+    Pictures are turned as their EXIF data says.
 
     Raises:
-        TypeError: if one is no picture.
-        DiagnosticsError: if there are none.
+        TypeError: if an entry of `pictures` is no picture.
+        DiagnosticsError: if there are no pictures.
     """
     taken: dict[str, Question] = {}  # by fingerprint of the picture
     for number, picture in enumerate(pictures):
@@ -290,9 +325,13 @@ def questions_about(pictures: Iterable[Image.Image], question: str, num_samples:
 
         image = to_rgb(picture)
         content = [{"type": "image", "image": image}, {"type": "text", "text": question}]
-        prompt = [{"role": "user", "content": content}]
-        asked = Question(f"picture {number}", fingerprint([image]), prompt, image)
-        taken.setdefault(asked.picture, asked)
+        question_about_image = Question(
+            source=f"picture {number}",
+            picture=fingerprint([image]),
+            prompt=[{"role": "user", "content": content}],
+            image=image,
+        )
+        taken.setdefault(question_about_image.picture, question_about_image)
 
     if not taken:
         raise DiagnosticsError("There are no pictures to ask about.")

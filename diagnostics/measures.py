@@ -20,12 +20,17 @@ from diagnostics.probe import TINY, Record
 from diagnostics.table import make_rows, ratio_rows
 
 
-# Text tokens enter the decoder scaled if their factors agree within this, and differ from 1 by more.
+# Two factors of text tokens count as equal if they differ by less than this share.
 SCALE_TOLERANCE = 0.02
 
 
 def measure_all(model: PreTrainedModel, records: Sequence[Record]) -> pd.DataFrame:
-    """Rows of all measures of this module, of one record for each picture."""
+    """Rows of all measures of this module.
+
+    Args:
+        model: The model.
+        records: One for each picture.
+    """
     measured = [
         measure_interface(records, vocabulary_norms(model)),
         measure_layers(records),
@@ -40,7 +45,7 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
 
     Args:
         records: One for each picture.
-        vocabulary: Norms of the embedding layer's output by token id, `(vocab_size,)`.
+        vocabulary: Norm of the text embedding of each token id, `(vocab_size,)`.
     """
     text_norms = [record.layer_norms[0, record.tokens.text] for record in records]
     image_norms = [record.layer_norms[0, record.tokens.visual] for record in records]
@@ -68,32 +73,36 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
 
 
 def mean_of_each(samples: Sequence[torch.Tensor]) -> np.ndarray:
-    """Mean over the tokens of each sample, `(num_samples,)`."""
-    return np.array([tokens.double().mean().item() for tokens in samples])
+    """Mean over the tokens of each sample, `(num_samples,)`.
+
+    Args:
+        samples: A number for each token of each sample, `(num_tokens,)` each.
+    """
+    return np.array([numbers.double().mean().item() for numbers in samples])
 
 
 def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
-    """What a decoder multiplies its input by: 1 unless it is the same for every one of several text tokens.
-
-    Where positions are added, each token has a factor of its own.
+    """The factor by which a decoder multiplies its input before the first layer (Granite); 1 if it doesn't.
 
     Args:
         entering: Norms of text tokens at the decoder's first layer, `(num_tokens,)`.
-        embedded: Norms of their embeddings, `(num_tokens,)`.
+        embedded: Norms of the same tokens' embeddings, `(num_tokens,)`.
     """
     factors = (entering / embedded)[embedded > 0]
     if len(factors) < 2:
         return 1.0
 
+    # A decoder that adds position embeddings changes the norm of each token by another factor. This is no scale.
     scale = factors.median().item()
-    agree = (factors - scale).abs().max() < SCALE_TOLERANCE * scale
-    if not agree or abs(scale - 1) <= SCALE_TOLERANCE:
+    all_equal = (factors - scale).abs().max() < SCALE_TOLERANCE * scale
+    is_one = abs(scale - 1) <= SCALE_TOLERANCE
+    if is_one or not all_equal:
         return 1.0
     return scale
 
 
 def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
-    """Rows of norms, turning and updates by layer and modality, and of their differences."""
+    """Rows of norms, turning and updates by layer and modality, and of how the two modalities differ in them."""
     image_masks = [record.tokens.visual for record in records]
     text_masks = [record.tokens.text for record in records]
     layer_norms = [record.layer_norms for record in records]
@@ -103,7 +112,7 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
 
     num_layers = len(cosines[0])
     layers = range(num_layers)
-    # The last norm is that of the last layer's output.
+    # Norms are those of each layer's input, and one more of the last layer's output.
     norm_layers = range(num_layers + 1)
 
     rows = []
@@ -128,92 +137,98 @@ def mean_by_layer(samples: Sequence[torch.Tensor], masks: Sequence[torch.Tensor]
 
     Args:
         samples: A number for each layer and token, `(num_layers, S)` each.
-        masks: Which tokens to choose, `(S,)` each.
+        masks: True for the chosen tokens, `(S,)` each.
     """
     means = []
-    for by_token, mask in zip(samples, masks, strict=True):
-        means.append(by_token[:, mask].double().mean(dim=1).numpy())
+    for numbers, mask in zip(samples, masks, strict=True):
+        means.append(numbers[:, mask].double().mean(dim=1).numpy())
     return np.stack(means)
 
 
 def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
-    """Rows of the text's attention to the picture by layer; `None` where the model's attention was not recorded."""
-    layers = sorted(set.intersection(*(set(record.attention) for record in records)))
+    """Rows of the text's attention to the picture by layer; `None` if the model's attention was not recorded."""
+    recorded_layers = [set(record.attention) for record in records]
+    layers = sorted(set.intersection(*recorded_layers))
     if not layers:
         return None
 
-    # By measure, a row for each picture and a column for each layer.
+    # By measure, a list for each picture with a share for each layer.
     shares: dict[str, list[list[float]]] = {
         "attention": [], "attention_even": [], "attention_without_sinks": [], "attention_even_without_sinks": [],
     }  # fmt: skip
     for record in records:
         probabilities = [record.attention[layer] for layer in layers]
-        even = [record.visible[layer][None] for layer in layers]
+        # Uniform attention has the same weight for each key that a query sees.
+        even = [record.visible[layer][None] for layer in layers]  # [1, num_queries, S] each
 
-        image_tokens = record.with_sinks.visual
-        all_keys = torch.ones_like(image_tokens)
-        shares["attention"].append(attention_shares(probabilities, image_tokens, all_keys))
-        shares["attention_even"].append(attention_shares(even, image_tokens, all_keys))
+        is_image_token = record.with_sinks.visual
+        is_any_key = torch.ones_like(is_image_token)
+        shares["attention"].append(attention_shares(probabilities, is_image_token, is_any_key))
+        shares["attention_even"].append(attention_shares(even, is_image_token, is_any_key))
 
-        image_tokens = record.tokens.visual
-        ordinary = image_tokens | record.tokens.text
-        shares["attention_without_sinks"].append(attention_shares(probabilities, image_tokens, ordinary))
-        shares["attention_even_without_sinks"].append(attention_shares(even, image_tokens, ordinary))
+        is_image_token = record.tokens.visual
+        is_ordinary_key = is_image_token | record.tokens.text
+        shares["attention_without_sinks"].append(attention_shares(probabilities, is_image_token, is_ordinary_key))
+        shares["attention_even_without_sinks"].append(attention_shares(even, is_image_token, is_ordinary_key))
 
     return pd.concat([make_rows(name, by_picture, layers=layers) for name, by_picture in shares.items()])
 
 
 def attention_shares(
-    attention: Sequence[torch.Tensor], is_image_token: torch.Tensor, counted: torch.Tensor
+    attention: Sequence[torch.Tensor], is_image_token: torch.Tensor, is_counted_key: torch.Tensor
 ) -> list[float]:
     """Share of the attention on the counted keys that falls on image tokens, mean over heads and queries, by layer.
 
     Args:
-        attention: Of each layer, of any scale, `(num_heads, num_queries, S)`.
-        is_image_token: `(S,)`.
-        counted: Which keys count, `(S,)`.
+        attention: Weights of each layer, `(num_heads, num_queries, S)` each. They don't have to sum to 1.
+        is_image_token: Mask of the keys, `(S,)`.
+        is_counted_key: Mask of the keys whose attention makes up the whole, `(S,)`.
     """
     shares = []
-    for probabilities in attention:
-        weights = probabilities.double() * counted
-        on_image = weights[..., is_image_token].sum(dim=-1)
-        on_all = weights.sum(dim=-1).clamp(min=TINY)
+    for weights in attention:
+        counted_weights = weights.double() * is_counted_key
+        on_image = counted_weights[..., is_image_token].sum(dim=-1)
+        on_all = counted_weights.sum(dim=-1).clamp(min=TINY)
         shares.append((on_image / on_all).mean().item())
     return shares
 
 
 def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
-    """How far a picture's image tokens have turned as keys and as values from those of its `baseline` record.
+    """How far the keys and the values of a picture's image tokens have turned from those of its `baseline` record.
 
-    1 less the cosine, mean over heads and over all layers but the first, whose input differs only in norm. Empty where
-    no keys were recorded.
+    The numbers are 1 minus the cosine of the two, mean over heads and layers. The first layer is left out: a sweep
+    changes only the norm of its input. Keys or values that were not recorded have no number.
     """
     is_image_token = baseline.tokens.visual[baseline.key_positions]
 
     turned = {}
     for space in ("keys", "values"):
-        now = getattr(record, space)
-        before = getattr(baseline, space)
+        vectors_by_layer = getattr(record, space)
+        baseline_by_layer = getattr(baseline, space)
+        recorded_layers = vectors_by_layer.keys() & baseline_by_layer.keys()
+
         cosines = []
-        for layer in now.keys() & before.keys():
-            if layer != 0:
-                by_token = cosine_similarity(now[layer], before[layer], dim=-1)  # [num_heads, num_kept]
-                cosines.append(by_token[:, is_image_token].mean().item())
+        for layer in recorded_layers - {0}:
+            vectors = vectors_by_layer[layer][:, is_image_token]  # [num_heads, num_image_tokens, head_dim]
+            baseline_vectors = baseline_by_layer[layer][:, is_image_token]
+            cosines.append(cosine_similarity(vectors, baseline_vectors, dim=-1).mean().item())
         if cosines:
             turned[f"{space}, turned"] = 1 - sum(cosines) / len(cosines)
     return turned
 
 
 def measure_projector_norm(model: PreTrainedModel) -> pd.DataFrame | None:
-    """Rows of gain and bias; `None` for a model whose projector does not end in a norm."""
+    """Rows of the projector norm's gain and bias; `None` for a model whose projector does not end in a norm."""
     norm = find_norm(model)
     if norm is None:
         return None
 
-    with align_module_device(norm):  # Offloaded weights are on the meta device otherwise.
+    # Offloaded weights are on the meta device; inside this context they are loaded.
+    with align_module_device(norm):
         gain = norm.weight.detach().double().cpu()
         bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double().cpu()
 
+    # The gain starts so that a normed token has the target as its norm.
     target = getattr(model.config, "projector_norm_target", None)
     gain_at_start = 1.0 if target is None else target / sqrt(len(gain))
     return pd.concat([

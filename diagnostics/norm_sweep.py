@@ -1,6 +1,7 @@
-"""A sweep: image tokens are multiplied where they enter the decoder, and the model's answers are scored again.
+"""Sweeps the norm of a model's image tokens, and scores the model's answers at each norm.
 
-Nothing else changes, so that what an answer loses is due to the norm of its image tokens. `sweep.csv` has the rows.
+Image tokens are multiplied by one factor after the other, called doses, where they enter the decoder. Nothing else
+changes, so any change of the answers comes from the norm of the image tokens. The rows are written to `sweep.csv`.
 """
 
 import logging
@@ -29,16 +30,16 @@ from diagnostics.table import COLUMNS, make_rows
 
 logger = logging.getLogger(__name__)
 
-# Intervals over fewer pictures say nothing.
+# Over fewer pictures, an interval is too wide to say anything.
 MIN_PICTURES = 3
-# Of a greedy answer, whose change is measured.
+# Length at which a greedy answer is cut off.
 MAX_NEW_TOKENS = 8
-# Numbers of one answer by measure.
+# Scores of one answer, by name of the measure.
 Scores = dict[str, float]
 
 
 class Measured(NamedTuple):
-    """One number of one picture."""
+    """The value of one measure for one picture."""
 
     picture: int
     measure: str
@@ -52,7 +53,7 @@ class Baseline(NamedTuple):
 
     Attributes:
         records: One for each picture, with keys and values.
-        layer_1: Of each picture, what [`measure_layer_1`] returns.
+        layer_1: What [`measure_layer_1`] returns for each picture.
         image_norm: Mean norm of the image tokens that enter the decoder.
         text_norm: Mean norm of the text tokens that enter the decoder.
     """
@@ -65,13 +66,13 @@ class Baseline(NamedTuple):
 
 @torch.no_grad()
 def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> pd.DataFrame:
-    """Rows of a model whose image tokens are multiplied by each dose, one after the other.
+    """Rows of a model at each dose, with the columns of [`~diagnostics.table`] and two more, `dose` and `control`.
 
-    They have the columns of [`~diagnostics.table`], and `dose` and `control`. Norms are multiples of the mean norm of
-    the text tokens that enter the decoder.
+    Norms in the rows are multiples of the mean norm of the text tokens that enter the decoder.
 
     Raises:
-        DiagnosticsError: for fewer than three pictures, a model that trains, or one that can't score answers.
+        DiagnosticsError: if there are fewer than three pictures, if the model is in training mode, or if its answers
+            can't be scored.
     """
     check_sweep(model, questions)
 
@@ -79,21 +80,26 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
     baseline = record_baseline(model, processor, questions, name)
     seconds = time.perf_counter() - started
 
+    # The last dose gives image tokens the norm of text tokens.
     doses = [*DOSES, baseline.text_norm / baseline.image_norm]
-    tell_duration(name, len(questions), len(doses), seconds)
+    log_duration(name, len(questions), len(doses), seconds)
 
-    rows = [ask_questions(model, processor, questions, doses, name)]
+    tables = [ask_questions(model, processor, questions, doses, name)]
     for dose in doses:
-        # Records are large: those of a dose are measured and dropped before the next.
-        rows.append(measure_turning(model, processor, questions, baseline, dose, name))
-    rows.append(layer_1_rows(model, baseline))
+        # Records are large, so `measure_turning` drops those of one dose before the next dose begins.
+        tables.append(measure_turning(model, processor, questions, baseline, dose, name))
+    tables.append(layer_1_rows(model, baseline))
 
-    table = pd.concat(rows, ignore_index=True)[[*COLUMNS, "dose", "control"]]
-    return table.astype({"layer": "Int64", "picture": "Int64"})
+    rows = pd.concat(tables, ignore_index=True)[[*COLUMNS, "dose", "control"]]
+    return rows.astype({"layer": "Int64", "picture": "Int64"})
 
 
 def check_sweep(model: PreTrainedModel, questions: Sequence[Question]) -> None:
-    """Raise `DiagnosticsError` for what a sweep can't compare."""
+    """Check that a sweep of this model over these questions means something.
+
+    Raises:
+        DiagnosticsError: if there are fewer than three pictures, or if the model is in training mode.
+    """
     if len(questions) < MIN_PICTURES:
         raise DiagnosticsError(
             f"A sweep compares pictures, and there are {len(questions)}: give at least {MIN_PICTURES}."
@@ -102,50 +108,63 @@ def check_sweep(model: PreTrainedModel, questions: Sequence[Question]) -> None:
         raise DiagnosticsError("The model is in training mode, where dropout changes its answers: call model.eval().")
 
 
-def tell_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -> None:
-    """Log how long a sweep takes, by the seconds of one pass over all pictures."""
-    # For each dose one to record, and answers about three pictures; for the greedy answer about four more.
+def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -> None:
+    """Log about how long a sweep will take.
+
+    Args:
+        name: Name of the model.
+        num_pictures: Number of pictures.
+        num_doses: Number of doses.
+        seconds: Duration of one pass over all pictures.
+    """
+    # At each dose the prompt is read four times: to record it, and to ask about the own picture, a white one and
+    # another question's. The greedy answer takes about four more passes.
     passes = 4 * num_doses + 4
-    minutes = 1.5 * passes * seconds / 60  # with the passes over answers
+    # About half as much again for the passes over the answers' tokens.
+    minutes = 1.5 * passes * seconds / 60
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, num_pictures, minutes)
 
 
 def record_baseline(model: PreTrainedModel, processor: Any, questions: Sequence[Question], name: str) -> Baseline:
-    """The model as it is: a record of each picture, and norms in its first layer."""
+    """Record the model as it is: what its decoder does with each picture, and norms in its first layer."""
     layers = spread_layers(len(find_decoder(model).layers))
     records = []
     layer_1 = []
     for question in tqdm(questions, desc=f"{name}: x 1", unit="picture"):
-        states: dict[str, torch.Tensor] = {}
-        with InterfaceHooks(model, states.__setitem__):
+        states_by_place: dict[str, torch.Tensor] = {}
+        with InterfaceHooks(model, states_by_place.__setitem__):
             (record,) = record_questions(model, processor, [question], layers, title="")
         records.append(record)
-        layer_1.append(measure_layer_1(states, record.tokens.visual))
+        layer_1.append(measure_layer_1(states_by_place, record.tokens.visual))
 
     image_norms = mean_of_each([record.layer_norms[0, record.tokens.visual] for record in records])
     text_norms = mean_of_each([record.layer_norms[0, record.tokens.text] for record in records])
     return Baseline(records, layer_1, float(image_norms.mean()), float(text_norms.mean()))
 
 
-def measure_layer_1(states: dict[str, torch.Tensor], is_image_token: torch.Tensor) -> dict[str, float]:
-    """Norms in layer 1, means over the image tokens of a sample that [`InterfaceHooks`] saw.
+def measure_layer_1(states_by_place: dict[str, torch.Tensor], is_image_token: torch.Tensor) -> dict[str, float]:
+    """Mean norms over a sample's image tokens in the decoder's first layer.
 
-    `length` is the norm of what enters (sweep.csv's name for it), `attention_update` of what attention adds,
-    `mlp_update` of what the MLP adds. Without a norm module before the MLP these two can't be told apart, and are
-    left out.
+    The norms are `length` of the image tokens that enter the layer (the name is that of sweep.csv), `attention_update`
+    of what attention adds to them, and `mlp_update` of what the MLP adds to them. If no norm module stands before the
+    MLP, the two updates can't be told apart and are left out.
+
+    Args:
+        states_by_place: What [`InterfaceHooks`] passed at each place.
+        is_image_token: Mask of the image tokens, `(S,)`.
     """
-    entered = states["decoder"][0, is_image_token].float()
+    entered = states_by_place["decoder"][0, is_image_token].float()
     norms = {"length": mean_norm(entered)}
-    if "before_mlp" in states:
-        before_mlp = states["before_mlp"][0, is_image_token].float()
-        after_mlp = states["after_mlp"][0, is_image_token].float()
+    if "before_mlp" in states_by_place:
+        before_mlp = states_by_place["before_mlp"][0, is_image_token].float()
+        after_mlp = states_by_place["after_mlp"][0, is_image_token].float()
         norms["attention_update"] = mean_norm(before_mlp - entered)
         norms["mlp_update"] = mean_norm(after_mlp - before_mlp)
     return norms
 
 
 def mean_norm(states: torch.Tensor) -> float:
-    """Mean L2 norm of tokens, `(num_tokens, hidden_size)`."""
+    """Mean L2 norm of hidden states `(num_tokens, hidden_size)`."""
     return token_norms(states).mean().item()
 
 
@@ -153,13 +172,15 @@ def layer_1_rows(model: PreTrainedModel, baseline: Baseline) -> pd.DataFrame:
     """Rows of the norms in layer 1, and of `eps`: the norm of a token whose mean square is the eps of its RMSNorm."""
     config = model.config.get_text_config()
     eps_norm = (config.hidden_size * getattr(config, "rms_norm_eps", 0)) ** 0.5
+    num_pictures = len(baseline.layer_1)
 
-    rows = []
+    tables = []
     for measure in baseline.layer_1[0]:
         norms = np.array([norms_of_picture[measure] for norms_of_picture in baseline.layer_1])
-        rows.append(make_rows(measure, norms / baseline.text_norm))
-    rows.append(make_rows("eps", np.full(len(baseline.layer_1), eps_norm) / baseline.text_norm))
-    return pd.concat(rows).assign(dose=AS_IT_IS, control=OWN)
+        tables.append(make_rows(measure, norms / baseline.text_norm))
+    eps_norms = np.full(num_pictures, eps_norm)
+    tables.append(make_rows("eps", eps_norms / baseline.text_norm))
+    return pd.concat(tables).assign(dose=AS_IT_IS, control=OWN)
 
 
 def ask_questions(
@@ -173,31 +194,39 @@ def ask_questions(
 
 
 def tabulate_measured(measured: Sequence[Measured]) -> pd.DataFrame:
-    """Numbers of pictures as rows, without a modality or a layer."""
+    """A table of measured values, with the columns that they lack left empty: modality and layer."""
     return pd.DataFrame(measured, columns=Measured._fields).assign(modality="", layer=pd.NA)
 
 
 def ask_question(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], number: int, doses: Sequence[float]
 ) -> list[Measured]:
-    """Scores of the answers to one question at each dose, the first of which is 1.
+    """Scores of the answers to one question at each dose.
 
-    Where its right answer is known, the question is also asked about a blank and about another's picture. A `_change`
-    is the difference to the own picture at the first dose.
+    If the right answer is known, the question is also asked about a white picture and about another question's
+    picture. Each score also has a `_change`: its difference to the score for the question's own picture at dose 1.
+
+    Args:
+        model: The model.
+        processor: The model's processor.
+        questions: All questions.
+        number: Index of the question to ask.
+        doses: The doses, of which the first is 1.
     """
     question = questions[number]
     choices = find_choices(processor, questions, question)
 
-    scored = {OWN: ask_own_picture(model, processor, question, choices, doses)}
+    scores_by_control = {OWN: ask_own_picture(model, processor, question, choices, doses)}
     if choices.right:
-        blank = Image.new("RGB", question.image.size, "white")
+        white = Image.new("RGB", question.image.size, "white")
+        # For the first question this is the picture of the last one.
         anothers = questions[number - 1].image
-        scored[BLANK] = ask_other_picture(model, processor, question.about(blank), choices, doses)
-        scored[ANOTHERS] = ask_other_picture(model, processor, question.about(anothers), choices, doses)
+        scores_by_control[BLANK] = ask_other_picture(model, processor, question.about(white), choices, doses)
+        scores_by_control[ANOTHERS] = ask_other_picture(model, processor, question.about(anothers), choices, doses)
 
-    as_it_is = scored[OWN][0]
+    as_it_is = scores_by_control[OWN][0]
     measured = []
-    for control, scores_by_dose in scored.items():
+    for control, scores_by_dose in scores_by_control.items():
         for dose, scores in zip(doses, scores_by_dose, strict=True):
             for measure, value in scores.items():
                 change = value - as_it_is[measure]
@@ -210,8 +239,8 @@ class Choices(NamedTuple):
     """The answers that a model can choose from.
 
     Attributes:
-        tokens: Token ids of each different answer to the same question in the data.
-        right: Token ids of the question's own answer; empty if it has none.
+        tokens: Token ids of each different answer that the data gives to the same question.
+        right: Token ids of the question's own answer; empty if it has no answer.
     """
 
     tokens: list[list[int]]
@@ -219,9 +248,9 @@ class Choices(NamedTuple):
 
 
 def find_choices(processor: Any, questions: Sequence[Question], question: Question) -> Choices:
-    """The right answer to a question, and all answers to those that differ from it only in the picture."""
-    alike = [other for other in questions if other.texts == question.texts]
-    answers = sorted({other.answer for other in alike if other.answer})
+    """The right answer to a question, and all answers to the questions that ask the same about another picture."""
+    same_questions = [other for other in questions if other.texts == question.texts]
+    answers = sorted({other.answer for other in same_questions if other.answer})
     tokens = [answer_ids(processor, question.prompt, answer) for answer in answers]
     right = tokens[answers.index(question.answer)] if question.answer else []
     return Choices(tokens, right)
@@ -230,17 +259,20 @@ def find_choices(processor: Any, questions: Sequence[Question], question: Questi
 def ask_own_picture(
     model: PreTrainedModel, processor: Any, question: Question, choices: Choices, doses: Sequence[float]
 ) -> list[Scores]:
-    """Scores of a question about its own picture, at each dose.
+    """Scores at each dose of the answers to a question about its own picture.
 
-    `kl` is the mean divergence of the tokens of the greedy answer from those of the model as it is, `changed` whether
-    the greedy answer is another. With a right answer, `loss` is its mean loss, and with other answers, too, `named`
-    whether the model finds it likelier than all of them.
+    - `kl`: KL divergence from the model as it is, mean over the tokens of its greedy answer
+    - `changed`: 1 if the greedy answer differs from that of the model as it is, otherwise 0
+    - `loss`: mean loss of the right answer's tokens; only if the right answer is known
+    - `named`: 1 if the model finds the right answer likelier than all other answers, otherwise 0; only if there are
+      other answers
     """
     inputs = prepare_inputs(model, processor, question.prompt)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
 
+    prompt_length = len(is_image_token)
     generated = model.generate(**inputs, **GREEDY, max_new_tokens=MAX_NEW_TOKENS)
-    greedy = generated[0, len(is_image_token) :].tolist()
+    greedy = generated[0, prompt_length:].tolist()
     (as_it_is,) = distributions(model, read_prompt(model, inputs), [greedy])  # [num_tokens, vocab_size]
 
     scores_by_dose = []
@@ -248,15 +280,16 @@ def ask_own_picture(
         with scaled(model, is_image_token, dose):
             prompt = read_prompt(model, inputs)
 
-        # Both in one pass; without a right answer the greedy one stands in for it.
-        scaled_greedy, scaled_right = distributions(model, prompt, [greedy, choices.right or greedy])
-        divergences = (as_it_is.exp() * (as_it_is - scaled_greedy)).sum(dim=-1)
+        # Both answers are scored in one pass. If there is no right answer, the greedy answer is scored twice.
+        at_greedy, at_right = distributions(model, prompt, [greedy, choices.right or greedy])
+        divergences = (as_it_is.exp() * (as_it_is - at_greedy)).sum(dim=-1)  # [num_tokens]
+        likeliest_tokens = at_greedy.argmax(dim=-1).tolist()
         scores = {
             "kl": divergences.mean().item(),
-            "changed": float(scaled_greedy.argmax(dim=-1).tolist() != greedy),
+            "changed": float(likeliest_tokens != greedy),
         }
         if choices.right:
-            scores["loss"] = mean_loss(scaled_right, choices.right)
+            scores["loss"] = mean_loss(at_right, choices.right)
         if choices.right and len(choices.tokens) > 1:
             chosen = likeliest(model, prompt, choices.tokens)
             scores["named"] = float(choices.tokens[chosen] == choices.right)
@@ -267,7 +300,7 @@ def ask_own_picture(
 def ask_other_picture(
     model: PreTrainedModel, processor: Any, messages: list[Message], choices: Choices, doses: Sequence[float]
 ) -> list[Scores]:
-    """Loss of the right answer where the messages show a picture that says nothing of it, at each dose."""
+    """Loss of the right answer at each dose, if the messages show a picture that the answer is not about."""
     inputs = prepare_inputs(model, processor, messages)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
 
@@ -281,7 +314,12 @@ def ask_other_picture(
 
 
 def mean_loss(log_probabilities: torch.Tensor, tokens: Sequence[int]) -> float:
-    """Mean loss of an answer's tokens, from log-probabilities at each, `(num_tokens, vocab_size)`."""
+    """Mean loss of an answer's tokens.
+
+    Args:
+        log_probabilities: Of the vocabulary in the place of each token, `(num_tokens, vocab_size)`.
+        tokens: Ids of the answer's tokens.
+    """
     return -log_probabilities[range(len(tokens)), tokens].mean().item()
 
 
@@ -293,23 +331,26 @@ def measure_turning(
     dose: float,
     name: str,
 ) -> pd.DataFrame:
-    """Rows of how far hidden states, keys and values turn at one dose, and of attention."""
+    """Rows of one dose: how far hidden states, keys and values turn, and where attention goes."""
     layers = spread_layers(len(find_decoder(model).layers))
     records: list[Record] = []
     drifts: list[Measured] = []
     for number, question in enumerate(tqdm(questions, desc=f"{name}: x {dose:.2g}", unit="picture")):
-        as_it_is = baseline.records[number]
-        with scaled(model, as_it_is.input_ids == image_token_id(model), dose):
+        record_as_it_is = baseline.records[number]
+        is_image_token = record_as_it_is.input_ids == image_token_id(model)
+        with scaled(model, is_image_token, dose):
             (record,) = record_questions(model, processor, [question], layers, title="")
 
-        for measure, value in measure_drift(record, as_it_is).items():
+        for measure, value in measure_drift(record, record_as_it_is).items():
             drifts.append(Measured(number, measure, value, dose, OWN))
+        # Keys and values are the largest part of a record, and are not needed any more.
         record.keys.clear()
         record.values.clear()
         records.append(record)
 
     by_layer = measure_layers(records)
-    is_first = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
-    first = by_layer[is_first].assign(measure="turning, layer 1", layer=pd.NA)
-    rows = pd.concat([by_layer, first, measure_attention(records)]).assign(dose=dose, control=OWN)
+    # The sweep's figure needs the turning in layer 1 as a measure of its own, without a layer.
+    is_turning_in_layer_1 = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
+    layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
+    rows = pd.concat([by_layer, layer_1, measure_attention(records)]).assign(dose=dose, control=OWN)
     return pd.concat([rows, tabulate_measured(drifts)])

@@ -1,4 +1,4 @@
-"""L2 norms of tokens and of the text embeddings, always in float32.
+"""L2 norms of hidden states and of text embeddings, always computed in float32.
 
 Source: "The Unseen Bias" (arXiv 2512.08374), Table 1 and eq. 11.
 """
@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from common.errors import UserError
 
 
-# Ids that are embedded at a time, which bounds the memory.
-CHUNK = 8192
+# Number of token ids that are embedded at a time, which bounds the memory.
+CHUNK_SIZE = 8192
 
 
 def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
@@ -22,23 +22,31 @@ def token_norms(hidden_states: torch.Tensor) -> torch.Tensor:
 def vocabulary_norms(model: PreTrainedModel) -> torch.Tensor:
     """L2 norms `(num_embeddings,)` of what the embedding layer returns for each token id.
 
-    The layer is called instead of reading its weight, because some decoders (Gemma) scale the embeddings.
+    The layer is called, and its weight is not read, because some decoders (Gemma) scale the embeddings in the layer.
     """
-    embeddings = model.get_input_embeddings()
-    device = next(embeddings.parameters()).device
-    if device.type == "meta":  # Offloaded: accelerate takes ids from any device.
+    embedding_layer = model.get_input_embeddings()
+    device = next(embedding_layer.parameters()).device
+    # accelerate leaves an offloaded weight on the meta device, and then takes ids from any device.
+    if device.type == "meta":
         device = torch.device("cpu")
 
-    ids = torch.arange(embeddings.num_embeddings, device=device)
-    norms = [token_norms(embeddings(chunk[None])[0]).cpu() for chunk in ids.split(CHUNK)]
+    token_ids = torch.arange(embedding_layer.num_embeddings, device=device)
+    norms = []
+    for chunk in token_ids.split(CHUNK_SIZE):
+        batch = chunk[None]  # [1, chunk_size], the shape that decoders pass
+        embeddings = embedding_layer(batch)[0]  # [chunk_size, hidden_size]
+        norms.append(token_norms(embeddings).cpu())
     return torch.cat(norms)
 
 
 def text_norm_target(norms: torch.Tensor) -> float:
-    """T: the mean of `norms`, the `(num_embeddings,)` L2 norms of the text embeddings, over those above 0 (eq. 11).
+    """The paper's T (eq. 11): the mean norm of the text embeddings that are not all zero.
+
+    Args:
+        norms: L2 norms of all text embeddings, `(num_embeddings,)`.
 
     Raises:
-        UserError: if every norm is 0, so that there is nothing to align to.
+        UserError: if every norm is 0.
     """
     nonzero = norms[norms > 0]
     if len(nonzero) == 0:

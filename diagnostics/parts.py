@@ -1,4 +1,4 @@
-"""Finds the measured parts of a vision-language model, the same way for every model of transformers."""
+"""Finds the parts of a vision-language model that are measured, the same way for every model of transformers."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,10 +16,10 @@ PROJECTORS = (
     "language_projection", "aligner", "vision_projection", "projector", "resampler_model", "embed_vision",
     "vision_embed_tokens",
 )  # fmt: skip
+# Names of the groups of layers in a report. A decoder with one or two layers has no thirds.
 THIRDS = ("first third", "middle third", "last third")
-# Names of the groups if a decoder has fewer than three layers.
 FEW_LAYERS = {1: ("only layer",), 2: ("first layer", "last layer")}
-# Layers whose attention and keys are measured, unless the user names some.
+# Number of layers whose attention and keys are measured, unless the user names layers.
 NUM_SPREAD = 6
 
 
@@ -28,25 +28,32 @@ class DiagnosticsError(UserError):
 
 
 def find_encoder(model: PreTrainedModel) -> nn.Module | None:
-    """The vision encoder, or `None` if the model names none."""
+    """The vision encoder; `None` if transformers knows none for this model."""
     encoder = model.get_encoder(modality="image")
+    # transformers returns the model itself where it knows no encoder.
     if encoder is model or encoder is model.base_model:
         return None
     return encoder
 
 
 def find_projector(model: PreTrainedModel) -> nn.Module | None:
-    """The module that projects vision features to the decoder, found by name; `None` if no name is known."""
-    named = [(name, module) for name, module in model.named_modules() if name.split(".")[-1] in PROJECTORS]
-    return outermost(named)
+    """The module that projects vision features to the decoder's width; `None` if no module has a known name."""
+    projectors = []
+    for path, module in model.named_modules():
+        name = path.split(".")[-1]
+        if name in PROJECTORS:
+            projectors.append((path, module))
+    return outermost(projectors)
 
 
 def find_norm(model: PreTrainedModel) -> Any:
-    """The norm at the end of a NormLlava's projector; `None` for other models and without that norm."""
-    if not hasattr(model.config, "projector_norm"):  # Qwen3-VL's merger has a `norm` too, but before it.
+    """The norm at the end of a NormLlava's projector; `None` for other models, and for a projector without a norm."""
+    # Other models may have a module of this name elsewhere: Qwen3-VL's projector begins with its `norm`.
+    if not hasattr(model.config, "projector_norm"):
         return None
 
     norm = getattr(find_projector(model), "norm", None)
+    # A projector without a norm has an `nn.Identity` there.
     return norm if hasattr(norm, "weight") else None
 
 
@@ -54,15 +61,15 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     """The module that holds the decoder's layers.
 
     Raises:
-        DiagnosticsError: if it has no layers, or if pictures reach it by cross-attention and not as tokens.
+        DiagnosticsError: if the decoder has no layers, or if pictures reach it by cross-attention and not as tokens.
     """
     name = type(model).__name__
-    with_layers = [
-        (path, module)
-        for path, module in model.get_decoder().named_modules()
-        if isinstance(getattr(module, "layers", None), nn.ModuleList)
-    ]
-    decoder: Any = outermost(with_layers)
+    modules_with_layers = []
+    for path, module in model.get_decoder().named_modules():
+        if isinstance(getattr(module, "layers", None), nn.ModuleList):
+            modules_with_layers.append((path, module))
+
+    decoder: Any = outermost(modules_with_layers)
     if decoder is None:
         raise DiagnosticsError(f"{name} can't be measured: its decoder has no `layers`.")
     if model.config.is_encoder_decoder or decoder.config.is_encoder_decoder:
@@ -70,17 +77,24 @@ def find_decoder(model: PreTrainedModel) -> PreTrainedModel:
     return decoder
 
 
-def outermost(named: Iterable[tuple[str, nn.Module]]) -> nn.Module | None:
-    """The module that is nested in the fewest others, by its dotted name; `None` of none."""
-    by_depth = sorted(named, key=lambda entry: entry[0].count("."))
-    return by_depth[0][1] if by_depth else None
+def outermost(modules: Iterable[tuple[str, nn.Module]]) -> nn.Module | None:
+    """The module that is nested in the fewest other modules; `None` if there are no modules.
+
+    Args:
+        modules: Dotted path and module of each, as `named_modules` gives them.
+    """
+    by_depth = sorted(modules, key=lambda entry: entry[0].count("."))
+    if not by_depth:
+        return None
+    _, module = by_depth[0]
+    return module
 
 
 def image_token_id(model: PreTrainedModel) -> int:
     """The id that stands for a picture's features in `input_ids`.
 
     Raises:
-        DiagnosticsError: if the config names none.
+        DiagnosticsError: if the config has no such id.
     """
     for field in ("image_token_id", "image_token_index"):
         token_id = getattr(model.config, field, None)
@@ -90,29 +104,38 @@ def image_token_id(model: PreTrainedModel) -> int:
 
 
 def layer_groups(num_layers: int) -> dict[str, np.ndarray]:
-    """Numbers of a decoder's layers in three groups of similar size, by name; fewer groups for fewer layers."""
-    thirds = np.array_split(np.arange(num_layers), min(3, num_layers))
+    """Numbers of a decoder's layers in thirds, by name of the third.
+
+    With one or two layers, each layer is a group of its own.
+    """
     names = FEW_LAYERS.get(num_layers, THIRDS)
-    return dict(zip(names, thirds, strict=True))
+    groups = np.array_split(np.arange(num_layers), len(names))
+    return dict(zip(names, groups, strict=True))
 
 
 def choose_layers(num_layers: int, layers: Sequence[int] | None, count: int = NUM_SPREAD) -> list[int]:
-    """The given numbers of layers in ascending order, or `count` that are evenly spread.
+    """Numbers of the layers to measure, in ascending order.
+
+    Args:
+        num_layers: Number of layers of the decoder.
+        layers: Numbers that the user chose; `None` for `count` layers that are evenly spread.
+        count: Number of layers if the user chose none.
 
     Raises:
-        DiagnosticsError: if the model lacks one.
+        DiagnosticsError: if the decoder lacks a chosen layer.
     """
     if layers is None:
         return spread_layers(num_layers, count)
 
     chosen = sorted(set(layers))
-    if not set(chosen) <= set(range(num_layers)):
+    missing = set(chosen) - set(range(num_layers))
+    if missing:
         given = " ".join(str(layer) for layer in chosen)
         raise DiagnosticsError(f"It has layers 0 to {num_layers - 1}, got --layers {given}.")
     return chosen
 
 
 def spread_layers(num_layers: int, count: int = NUM_SPREAD) -> list[int]:
-    """Numbers of `count` layers, evenly spread from the first to the last; of all, if there are no more."""
+    """Numbers of `count` layers, evenly spread from the first to the last; all layers, if there are no more."""
     evenly_spread = np.linspace(0, num_layers - 1, count).round().astype(int)
     return sorted(set(evenly_spread.tolist()))

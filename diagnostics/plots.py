@@ -1,4 +1,4 @@
-"""The report's figures and the training dynamics figure, in one style, as wide as a paper's page."""
+"""The figures of the report and of a run's checkpoints, in one style, as wide as a paper's text."""
 
 from collections.abc import Callable, Mapping
 from functools import wraps
@@ -19,9 +19,9 @@ from diagnostics.scaling import ANOTHERS, AS_IT_IS, BLANK, OWN
 from diagnostics.table import Summary
 
 
-Drawing = ParamSpec("Drawing")
+Parameters = ParamSpec("Parameters")  # of a function that draws a figure
 
-WIDTH = 7.0  # inches, of a page's text
+WIDTH = 7.0  # width of a figure in inches
 INK = "#24292f"
 FAINT = "#8c959f"
 GREEN = "#009e73"
@@ -58,14 +58,14 @@ STYLE: Any = {
     "axes.edgecolor": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "text.parse_math": False,  # names and questions hold dollars
+    "text.parse_math": False,  # names and questions may have dollar signs
 }
-# Names of the report's figures, whose captions are in its template; a report may lack some.
+# Names of all figures that a report can have. Their captions are in the report's template.
 FIGURES = ("overview", "sweep", "layers", "attention_map", "keys", "key_map")
 
 
 class SweepCurve(NamedTuple):
-    """A curve of the sweep: its label, and which numbers it shows."""
+    """A curve of the sweep's figure: its label, and the measure, modality and control whose numbers it shows."""
 
     label: str
     measure: str
@@ -73,7 +73,7 @@ class SweepCurve(NamedTuple):
     control: str = OWN
 
 
-# Panels of the sweep by title.
+# The panels of the sweep's figure: title, and curves.
 RIGHT_ANSWERS = "right answer is likeliest"
 PANELS = {
     RIGHT_ANSWERS: [SweepCurve("multiplied", "named")],
@@ -94,42 +94,58 @@ PANELS = {
 def draw_figures(
     models: Mapping[str, Summary], swept: Mapping[str, Mapping[tuple[float, str], Summary]] | None = None
 ) -> dict[str, Figure]:
-    """All of a report's figures by name, those without data left out. pyplot has closed them: show or save them."""
+    """The figures of a report by name, except those of key maps and attention maps. One without data is left out.
+
+    Args:
+        models: Summaries by the model's name.
+        swept: Summaries of a sweep by the model's name, then by dose and control.
+    """
     figures = {"overview": draw_overview(models), "layers": draw_gaps(models)}
     if swept:
         figures["sweep"] = draw_sweep(swept)
 
-    with_keys = {name: summary for name, summary in models.items() if summary.look("keys.mmd")}
-    if with_keys:
-        figures["keys"] = draw_keys(with_keys)
+    models_with_keys = {name: summary for name, summary in models.items() if summary.look("keys.mmd")}
+    if models_with_keys:
+        figures["keys"] = draw_keys(models_with_keys)
     return figures
 
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a figure in the format of the path's suffix."""
-    with plt.rc_context({"pdf.fonttype": 42}):  # text stays text
+    with plt.rc_context({"pdf.fonttype": 42}):  # in a PDF, text can be searched and copied
         figure.savefig(path, dpi=160)
 
 
-def styled(draw: Callable[Drawing, Figure]) -> Callable[Drawing, Figure]:
-    """Draw in the report's style."""
+def styled(draw: Callable[Parameters, Figure]) -> Callable[Parameters, Figure]:
+    """Decorate a function that draws a figure, so that it draws in the report's style."""
 
     @wraps(draw)
-    def drawn(*args: Drawing.args, **kwargs: Drawing.kwargs) -> Figure:
+    def draw_in_style(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Figure:
         with plt.rc_context(STYLE):
             figure = draw(*args, **kwargs)
             for axes in figure.axes:
                 _choose_ticks(axes)
+
+            # Compute the layout once and keep it: each file that is saved would compute it again.
             figure.draw_without_rendering()
-            figure.set_layout_engine("none")  # a fixed layout makes saving fast
-        plt.close(figure)  # so that notebooks don't show it after every cell
+            figure.set_layout_engine("none")
+        # A notebook shows all figures that are open after each cell.
+        plt.close(figure)
         return figure
 
-    return drawn
+    return draw_in_style
 
 
 def draw_curve(axes: Axes, summary: pd.DataFrame, x: str = "layer", band: float = 0.18, **style: Any) -> None:
-    """The means of a summary's rows over the column `x`, with their intervals as a band of opacity `band`."""
+    """Draw means as a curve with their intervals as a band.
+
+    Args:
+        axes: Where to draw.
+        summary: A table with columns `mean`, `low` and `high`.
+        x: The column of the horizontal axis.
+        band: Opacity of the band.
+        style: Options of the curve's line.
+    """
     if summary["mean"].isna().all():
         return
 
@@ -142,8 +158,10 @@ def draw_curve(axes: Axes, summary: pd.DataFrame, x: str = "layer", band: float 
 
 @styled
 def draw_overview(models: Mapping[str, Summary]) -> Figure:
-    """Norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture if some model's was
-    recorded; a row for each model."""
+    """A row for each model: norm and turning by layer and modality (Fig. 1b, 3, 4), and attention to the picture.
+
+    If no model's attention was recorded, its column is left out.
+    """
     with_attention = any(summary.look("attention") for summary in models.values())
     figure, rows = _rows_of_axes(models, columns=3 if with_attention else 2)
     for row, summary in zip(rows, models.values(), strict=True):
@@ -164,7 +182,7 @@ def draw_overview(models: Mapping[str, Summary]) -> Figure:
 
 @styled
 def draw_gaps(models: Mapping[str, Summary]) -> Figure:
-    """Norm ratio and gap of cosines between image and text tokens by layer; all models together."""
+    """Norm ratio and gap of cosines between image and text tokens by layer, with a curve for each model."""
     figure, (norm_axes, gap_axes) = plt.subplots(1, 2, figsize=(WIDTH, 2.5), layout="constrained")
     for number, (name, summary) in enumerate(models.items()):
         style = MODELS[number % len(MODELS)]
@@ -181,8 +199,10 @@ def draw_gaps(models: Mapping[str, Summary]) -> Figure:
 
 @styled
 def draw_keys(models: Mapping[str, Summary]) -> Figure:
-    """Distance of image and text tokens as keys and as values, with halves of the pictures to compare with; a row
-    for each model."""
+    """A row for each model: the distance between image and text tokens by layer, for keys and for values.
+
+    Dotted curves are the distance between halves of the pictures, to compare with.
+    """
     figure, rows = _rows_of_axes(models, columns=2)
     for row, summary in zip(rows, models.values(), strict=True):
         for space, style in (("keys", MODELS[0]), ("values", MODELS[1])):
@@ -196,7 +216,11 @@ def draw_keys(models: Mapping[str, Summary]) -> Figure:
 
 @styled
 def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
-    """A run's checkpoints by step: norms at the decoder, turning, and turning by layer (Fig. 5)."""
+    """A run's checkpoints: norms at the decoder and turning over steps, and turning by layer (Fig. 5).
+
+    Args:
+        points: The summary of each checkpoint by step.
+    """
     figure, (over_steps, over_layers) = plt.subplots(2, 2, figsize=(WIDTH, 4.4), layout="constrained")
 
     for axes, measure in zip(over_steps, ("at_decoder", "turning"), strict=True):
@@ -220,7 +244,11 @@ def draw_dynamics(points: Mapping[int, Summary]) -> Figure:
 
 @styled
 def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Figure:
-    """What other norms of image tokens change, from summaries by dose and control; a row for each model."""
+    """A row for each model: what changes with the norm of image tokens, in the `PANELS`.
+
+    Args:
+        models: By the model's name, its summaries by dose and control.
+    """
     figure, rows = _rows_of_axes(models, len(PANELS))
     figure.set_size_inches(1.5 * WIDTH, 0.8 + 2.4 * len(models))
     for row, points in zip(rows, models.values(), strict=True):
@@ -241,13 +269,19 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
 
 
 def _norms_in_layer_1(as_it_is: Summary) -> list[float]:
-    """Norm of the image tokens that enter, then of what attention and MLP add to them, if these are told apart."""
+    """Norm of the image tokens that enter, and if they are known the norms of what attention and the MLP add."""
     estimates = [as_it_is.look(measure) for measure in ("length", "attention_update", "mlp_update")]
     return [estimate.mean for estimate in estimates if estimate is not None]
 
 
 def _over_norms(points: Mapping[tuple[float, str], Summary], curve: SweepCurve, norm: float) -> pd.DataFrame:
-    """A curve's estimates in the order of `norm`, which image tokens have at each dose."""
+    """The estimates of a curve, with a column `norm`: the norm of image tokens at each dose, in increasing order.
+
+    Args:
+        points: Summaries by dose and control.
+        curve: The curve.
+        norm: Norm of image tokens in the model as it is.
+    """
     rows = []
     for (dose, control), summary in sorted(points.items()):
         estimate = summary.look(curve.measure, curve.modality)
@@ -261,7 +295,7 @@ def _mark_norm(axes: Axes, norm: float, colour: str) -> None:
 
 
 def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.ndarray]:
-    """A row of axes for each name, over layers."""
+    """A figure with a row of axes for each name. The horizontal axes are layers."""
     size = (WIDTH, 0.6 + 1.8 * len(names))
     figure, rows = plt.subplots(len(names), columns, figsize=size, squeeze=False, layout="constrained")
     for row, name in zip(rows, names, strict=True):
@@ -273,7 +307,7 @@ def _rows_of_axes(names: Mapping[str, Any], columns: int) -> tuple[Figure, np.nd
 
 
 def _with_legends(figure: Figure, rows: np.ndarray) -> Figure:
-    """The figure with a legend below each column, where it covers no curve."""
+    """Put a legend below each column, where it covers no curve, and return the figure."""
     for axes in rows[-1]:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28))
@@ -285,13 +319,17 @@ def _with_legend_above(figure: Figure, axes: Axes) -> None:
 
 
 def _mark_level(axes: Axes, level: float) -> None:
-    """A thin line at the value without an effect."""
+    """Draw a thin horizontal line, at the value that means no effect."""
     if axes.has_data():
         axes.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
 
 
 def _set_title(axes: Axes, title: str) -> None:
-    """A title over the left corner that may extend past the axes: the layout reserves its height, not its width."""
+    """Set a title that begins at the left corner and may be wider than the axes.
+
+    The layout would make room for all of a title. An empty title reserves only the height, and the text is an
+    annotation that the layout ignores.
+    """
     axes.set_title(" ")
     annotation = axes.annotate(
         title,
@@ -306,7 +344,7 @@ def _set_title(axes: Axes, title: str) -> None:
 
 
 def _choose_ticks(axes: Axes) -> None:
-    """Integer ticks for layers; a few round numbers for log axes, whatever the range."""
+    """Set the ticks: integers on horizontal axes, which mostly are layers, and a few round numbers on log axes."""
     if axes.lines:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     _choose_log_ticks(axes.xaxis, *axes.get_xlim())
@@ -317,6 +355,7 @@ def _choose_log_ticks(axis: Axis, low: float, high: float) -> None:
     if axis.get_scale() != "log":
         return
 
+    # Ticks at powers of ten alone would be too few on a short axis.
     if high < 10 * low:
         axis.set_major_locator(MaxNLocator(5))
     elif high < 100 * low:

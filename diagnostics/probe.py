@@ -1,8 +1,8 @@
-"""Records one forward pass of a vision-language model with hooks; every other measure here is computed from it.
+"""Records one forward pass of a vision-language model with hooks; the measures are computed from the record.
 
 It works for every model of transformers whose parts `diagnostics.parts` finds, and leaves logits unchanged, bit for
-bit. Per-token numbers are reduced inside the hooks, in float32, so that no hidden states are kept; attention is kept
-for chosen queries only, keys and values for chosen tokens.
+bit. Hidden states are not kept: the hooks reduce them to a few float32 numbers per token. Attention is kept for chosen
+queries only, and keys and values for chosen tokens only.
 """
 
 from collections.abc import Collection
@@ -22,11 +22,11 @@ from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 from diagnostics.tokens import Inputs, Tokens, find_newlines, find_sinks
 
 
-# Maximum number of attention rows kept per sample.
+# Maximum number of queries per sample whose attention is kept.
 MAX_QUERIES = 16
-# Places of the hooks whose norms a record has, as far as the model has the place.
+# Places of `InterfaceHooks` before the decoder; a record has the norms at those that the model has.
 BEFORE_DECODER = ("encoder_output", "projector_input", "norm_input", "projector_output")
-# What norms are divided by at least.
+# Smallest divisor, so that a zero vector does not give NaN.
 TINY = 1e-30
 
 
@@ -36,16 +36,15 @@ class Record:
 
     Attributes:
         input_ids: `(S,)`.
-        tokens: Type of each position, sinks excluded too.
-        with_sinks: The same before sinks were excluded.
-        interface: Norms of the tokens at each place of [`InterfaceHooks`] before the decoder that the model has,
-            `(num_tokens,)`.
+        tokens: Type of each position; sinks are excluded.
+        with_sinks: Type of each position, where sinks still count as image or text tokens.
+        interface: Norms of the tokens by place, for the `BEFORE_DECODER` places that the model has, `(num_tokens,)`.
         layer_norms: Norm of each layer's input, and of the last layer's output, which is before the decoder's final
             norm: `(L + 1, S)`.
         cosines: Between a layer's input and output, `(L, S)`.
-        update_ratios: Norm of the layer's residual update over that of its input, `(L, S)`.
+        update_ratios: Norm of a layer's residual update over the norm of its input, `(L, S)`.
         update_cosines: Between a layer's input and its residual update, `(L, S)`.
-        attention, visible, keys, values: By layer, as in [`AttentionCalls`]; some layers may lack.
+        attention, visible, keys, values: By layer, as in [`AttentionCalls`]. A layer that was not recorded is missing.
         queries: Positions of the queries of `attention`, `(num_queries,)`.
         key_positions: Positions of the keys and values, `(num_kept,)`.
         notes: What could not be recorded, and why.
@@ -79,8 +78,8 @@ class Probe:
         model: The model. Attention is recorded if its decoder runs with `attn_implementation="sdpa"`.
         inputs: What its processor returns for one sample, `input_ids` of shape `(1, S)`.
         tokens: Type of each position, as far as the inputs tell: see [`~diagnostics.tokens.classify_sample`].
-        layers: Layers whose attention rows and keys are kept; all by default.
-        key_positions: Positions whose keys are kept, of the sample; all by default.
+        layers: Layers whose attention, keys and values are kept; all by default.
+        key_positions: Positions in the sample whose keys and values are kept, `(num_kept,)`; all by default.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Probe:
         self._key_positions = torch.arange(self._length) if key_positions is None else key_positions
         self._hooks = ExitStack()
         self._interface: dict[str, torch.Tensor] = {}
-        self._turns: dict[int, torch.Tensor] = {}  # By layer, what `describe_turn` returns.
+        self._turns: dict[int, torch.Tensor] = {}  # By layer, what `describe_turn` returns for it.
 
     def __enter__(self) -> Self:
         decoder = find_decoder(self._model)
@@ -108,14 +107,20 @@ class Probe:
         interface_hooks = InterfaceHooks(self._model, self._see_interface)
         self._notes = self._hooks.enter_context(interface_hooks).notes
 
-        watched = {}
+        chosen_layers = {}
         for number, layer in enumerate(decoder.layers):
             handle = layer.register_forward_hook(partial(self._see_layer, number), with_kwargs=True)
             self._hooks.callback(handle.remove)
             if self._layers is None or number in self._layers:
-                watched[number] = layer
+                chosen_layers[number] = layer
 
-        attention_calls = AttentionCalls(decoder, watched, self._queries, self._key_positions, self._length)
+        attention_calls = AttentionCalls(
+            decoder,
+            layers=chosen_layers,
+            queries=self._queries,
+            key_positions=self._key_positions,
+            length=self._length,
+        )
         self._calls = self._hooks.enter_context(attention_calls)
         return self
 
@@ -130,19 +135,20 @@ class Probe:
         elif place in BEFORE_DECODER:
             if place == "encoder_output":
                 features = self._without_padding(features)
-            # A place is passed several times where tiles or views pass one by one.
-            before = self._interface.get(place, torch.empty(0))
-            self._interface[place] = torch.cat([before, token_norms(features).flatten().cpu()])
+            # A model that encodes the tiles of a picture one by one comes to a place once for each tile.
+            norms_so_far = self._interface.get(place, torch.empty(0))
+            norms = token_norms(features).flatten().cpu()
+            self._interface[place] = torch.cat([norms_so_far, norms])
 
     def _without_padding(self, features: torch.Tensor) -> torch.Tensor:
-        """The encoder's features without those of the patches that pad a tile (LFM2-VL)."""
-        is_real = self._inputs.get("pixel_attention_mask")
-        if is_real is None or is_real.shape != features.shape[:-1]:
+        """The encoder's features, without the features of patches that only pad a tile (LFM2-VL)."""
+        is_real_patch = self._inputs.get("pixel_attention_mask")
+        if is_real_patch is None or is_real_patch.shape != features.shape[:-1]:
             return features
-        return features[is_real.bool().to(features.device)]
+        return features[is_real_patch.bool().to(features.device)]
 
     def _check_entrance(self, embeddings: torch.Tensor) -> None:
-        """Check that the decoder's input has one hidden state per token, `(1, S, hidden_size)`, and image tokens."""
+        """Check that the decoder's input has shape `(1, S, hidden_size)`, and a picture's features in it."""
         name = type(self._model).__name__
         if embeddings.shape[:-1] != (1, self._length):
             raise DiagnosticsError(
@@ -150,10 +156,10 @@ class Probe:
                 f"{tuple(embeddings.shape)}, not one hidden state for each of {self._length} tokens."
             )
 
-        image_token = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
-        placeholder = self._model.get_input_embeddings()(image_token)[0].to(embeddings)  # [1, hidden_size]
-        at_picture = embeddings[0, self._tokens.visual]
-        if torch.equal(at_picture, placeholder.expand(len(at_picture), -1)):
+        placeholder_id = torch.tensor([[image_token_id(self._model)]], device=embeddings.device)
+        placeholder = self._model.get_input_embeddings()(placeholder_id)[0].to(embeddings)  # [1, hidden_size]
+        image_tokens = embeddings[0, self._tokens.visual]
+        if torch.equal(image_tokens, placeholder.expand_as(image_tokens)):
             raise DiagnosticsError(
                 f"{name} has no image tokens: at a picture's positions its decoder gets the embedding of a "
                 "placeholder, so pictures reach it another way, such as cross-attention."
@@ -164,7 +170,7 @@ class Probe:
         before = args[0] if args else kwargs["hidden_states"]
         after = output if isinstance(output, torch.Tensor) else output[0]
         turn = describe_turn(before[0].to(after.device, torch.float32), after[0].float())
-        self._turns[number] = turn.cpu()  # a single transfer
+        self._turns[number] = turn.cpu()
 
     def record(self) -> Record:
         """The record of the forward pass.
@@ -202,10 +208,15 @@ class Probe:
 
 
 def describe_turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """What a layer does to each token, from the hidden states around it, `(S, hidden_size)` each, float32.
+    """Five numbers for each token that say what a layer does to it.
+
+    Args:
+        before: The layer's input, `(S, hidden_size)`, float32.
+        after: The layer's output, `(S, hidden_size)`, float32.
 
     Returns:
-        `(5, S)`: norm before and after, their cosine, norm of the residual update over that before, and its cosine.
+        `(5, S)`: the norm of the input, the norm of the output, the cosine of input and output, the norm of the
+        residual update (output minus input) over the norm of the input, and the cosine of input and residual update.
     """
     update = after - before
     norms_before = token_norms(before)
@@ -219,11 +230,16 @@ def describe_turn(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 def choose_queries(tokens: Tokens) -> torch.Tensor:
-    """The last ordinary text tokens after the last picture, and the position that the answer begins from, `(n,)`."""
+    """Positions of the queries whose attention is kept, in order, `(num_queries,)`.
+
+    These are the last ordinary text tokens after the last picture, at most `MAX_QUERIES` - 1 of them, and the last
+    token of the prompt, from which the model predicts the answer's first token.
+    """
     attended = (~tokens.excluded["padding"]).nonzero()[:, 0]
     last_image_token = tokens.visual.nonzero()[-1, 0]
     is_question = (attended > last_image_token) & tokens.text[attended]
 
-    of_question = attended[is_question][-(MAX_QUERIES - 1) :]
-    answer_begins_from = attended[-1:]
-    return torch.unique(torch.cat([of_question, answer_begins_from]))
+    question = attended[is_question][-(MAX_QUERIES - 1) :]
+    last_of_prompt = attended[-1:]
+    # The last token may be of the question too.
+    return torch.unique(torch.cat([question, last_of_prompt]))

@@ -1,4 +1,4 @@
-"""Asks a model questions and records what its decoder does with each, up to where the answer begins."""
+"""Gives a model questions, and records what its decoder does with each question up to where the answer begins."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,10 +20,17 @@ from diagnostics.tokens import Inputs, TokenIds, classify_sample, token_ids
 def record_questions(
     model: PreTrainedModel, processor: Any, questions: Sequence[Question], layers: Collection[int], title: str
 ) -> list[Record]:
-    """A record of each question up to where its answer begins, with attention, keys and values of `layers`.
+    """A record of each question up to where its answer begins.
 
-    The model runs in eval mode, and is in its own mode again afterwards. Its head is not run: nothing after the
-    decoder is measured. `title` is what the progress bar says; without one there is none.
+    The model runs in eval mode, and is in its own mode again afterwards. Its head is not run, because nothing after
+    the decoder is measured.
+
+    Args:
+        model: The model.
+        processor: The model's processor.
+        questions: What the model is asked.
+        layers: Layers whose attention, keys and values are recorded.
+        title: Text of the progress bar; if it is empty, there is no progress bar.
 
     Raises:
         DiagnosticsError: if a question can't be measured; the message names it.
@@ -49,7 +56,7 @@ def record_question(
     ids: TokenIds,
     num_kept: int,
 ) -> Record:
-    """A record of one question, with the keys and values of at most `num_kept` image and `num_kept` text tokens."""
+    """A record of one question, with keys and values of at most `num_kept` tokens of each modality."""
     inputs = prepare_inputs(model, processor, question.prompt)
     tokens = classify_sample(inputs, ids)
     key_positions = draw_positions(tokens, question.picture, num_kept)
@@ -60,34 +67,38 @@ def record_question(
 
 @contextmanager
 def eval_mode(model: PreTrainedModel) -> Iterator[None]:
-    """The model in eval mode; afterwards each of its modules is in its own mode again."""
-    in_training = [module for module in model.modules() if module.training]
+    """Hold the model in eval mode. Afterwards each of its modules is in its own mode again."""
+    training_modules = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in in_training:
+        for module in training_modules:
             module.training = True
 
 
 def prepare_inputs(model: PreTrainedModel, processor: Any, messages: list[Message]) -> Inputs:
-    """What a model is given for chat messages.
+    """The model's inputs for chat messages, on the model's device.
 
     Raises:
-        DiagnosticsError: if the processor refuses them, such as a role that its template doesn't know, or a picture
-            that is too small.
+        DiagnosticsError: if the processor refuses the messages, for example because its template does not know a
+            role, or because a picture is too small.
     """
     try:
         prepared = _process(processor, messages)
     except (TemplateError, ValueError) as error:
         raise DiagnosticsError(f"The processor can't prepare it: {error}") from error
 
-    inputs = {name: value for name, value in prepared.items() if name != "labels"}  # PaliGemma's, for training
+    # PaliGemma's processor also returns labels, which are for training.
+    inputs = {name: value for name, value in prepared.items() if name != "labels"}
     return dict(BatchFeature(inputs).to(model.device, dtype=model.dtype))
 
 
 def _process(processor: Any, messages: list[Message]) -> Any:
-    """The messages as the chat template writes them; without one, their texts and pictures, one per line."""
+    """What the processor returns for the messages.
+
+    If there is no chat template, each text and each picture of the messages gets a line of its own.
+    """
     if getattr(processor, "chat_template", None):
         return processor.apply_chat_template(
             messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True

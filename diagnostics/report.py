@@ -21,14 +21,20 @@ DIFFERENCE = "difference (second − first)"
 
 
 class Chapter(NamedTuple):
-    """A chapter of the page: its figures, and how the names of its measures begin."""
+    """A chapter of the page.
+
+    Attributes:
+        figures: Names of its figures.
+        measures: Beginnings of the names of its measures.
+    """
 
     figures: tuple[str, ...]
     measures: tuple[str, ...]
 
 
 KEYS_AND_VALUES = "Keys and values"
-OTHER_MEASURES = "Other measures"  # what no chapter names
+# A measure whose name begins in no other chapter's way is in this one.
+OTHER_MEASURES = "Other measures"
 CHAPTERS = {
     "Norms up to the decoder": Chapter(
         (), ("encoder_output", "projector_", "at_decoder", "in_prompt", "vocabulary", "ratio")
@@ -46,15 +52,18 @@ class ModelReport:
     """What was measured of one model.
 
     Attributes:
-        name: Name in the report.
-        model_class, dtype, num_layers, hidden_size: Of the model; a quantized one's dtype says so.
-        num_pictures: How many, with a question each.
-        num_tokens: By modality.
+        name: The model's name in the report.
+        model_class: Name of the model's class.
+        dtype: Dtype of the weights, and whether they are quantized.
+        num_layers: Number of the decoder's layers.
+        hidden_size: Width of the decoder.
+        num_pictures: Number of pictures, each with a question.
+        num_tokens: Number of tokens by modality.
         excluded: Number of excluded tokens by reason.
         notes: What could not be recorded, and why.
-        summary: The numbers.
-        sweep: What a sweep found, in sentences.
-        weights: [`~common.files.fingerprint`] of the weights; `None` if they are not in a local folder.
+        summary: The results, with means over pictures.
+        sweep: Results of the sweep, in sentences; empty without a sweep.
+        weights: Fingerprint of the weights; `None` if they are not in a local folder.
     """
 
     name: str
@@ -76,12 +85,12 @@ class Report:
     """What `report.json` holds: which models were measured, and on what.
 
     Attributes:
-        command: Command that made it.
-        versions: Of torch and transformers.
-        data: Name of the file or folder.
-        passed_over: Number of skipped rows without a picture.
-        unreadable: Skipped rows that can't be read, and why.
-        models: One report each.
+        command: Command that made the report.
+        versions: Versions of torch and transformers.
+        data: Name of the file or folder with the data.
+        passed_over: Number of rows that were skipped because they have no picture.
+        unreadable: A line for each row that was skipped because it can't be read.
+        models: A report of each model.
     """
 
     command: str
@@ -93,22 +102,22 @@ class Report:
 
 
 def measured_on(report: Report) -> str:
-    """How many models were measured on what."""
-    count = report.models[0].num_pictures
-    intervals = "95% intervals over pictures are in brackets" if count > 1 else "one gives no intervals"
-    pictures = f"pictures with a question each: {count} ({report.data})"
+    """One line on the number of models and on the data."""
+    num_pictures = report.models[0].num_pictures
+    intervals = "95% intervals over pictures are in brackets" if num_pictures > 1 else "one gives no intervals"
+    pictures = f"pictures with a question each: {num_pictures} ({report.data})"
     return f"Models: {len(report.models)}; {pictures}; {intervals}."
 
 
 def sentences(model: ModelReport) -> list[str]:
-    """One model's main results."""
+    """One model's main results, in sentences."""
     thirds = list(layer_groups(model.num_layers))
     speeds = {third: compare_turning(model.summary.look(f"gap, {third}")) for third in thirds}
     return _render_lines("sentences.jinja", model=model, summary=model.summary, thirds=thirds, speeds=speeds)
 
 
 def compare_turning(gap: Estimate | None) -> str:
-    """How image tokens turn beside text tokens: the gap of cosines differs from 0 where its whole interval does."""
+    """How image tokens turn compared with text tokens: they differ if the gap's whole interval is on one side of 0."""
     if gap is not None and gap.low > 0:
         return "more slowly"
     if gap is not None and gap.high < 0:
@@ -117,13 +126,13 @@ def compare_turning(gap: Estimate | None) -> str:
 
 
 def tell_sweep(rows: pd.DataFrame) -> list[str]:
-    """The main results of one model's rows of [`~diagnostics.norm_sweep.sweep_model`]."""
+    """The main results of one model's sweep, in sentences, from the rows of `sweep_model`."""
     verdict = judge_sweep(summaries_by_dose(rows))
     return _render_lines("sweep.jinja", verdict=verdict, smaller=SMALLER, larger=LARGER, smallest=SMALLEST)
 
 
 def format_number(value: float, digits: int = 3) -> str:
-    """Three significant digits, and none after the point from 1,000 on; a dash for a missing value."""
+    """A number with three significant digits, from 1,000 on as an integer; a dash for a missing value."""
     if math.isnan(value):
         return "–"
     rounded = f"{value:.{digits}g}"
@@ -133,62 +142,68 @@ def format_number(value: float, digits: int = 3) -> str:
 
 
 def with_minus(text: str) -> str:
-    """A number's text with a minus sign in the place of a leading hyphen."""
+    """The text of a number, with a minus sign in the place of the hyphen that Python writes."""
     return "−" + text[1:] if text.startswith("-") else text
 
 
 def with_interval(estimate: Estimate) -> str:
-    """A mean with its 95% interval, to two significant digits of the interval's width, five digits at most."""
+    """A mean with its 95% interval, with as many decimals as two significant digits of the interval's width need."""
     width = estimate.high - estimate.low
     if not math.isfinite(width):
         return format_number(estimate.mean)
 
+    # Both ends of a very narrow interval would look the same, and need too many digits.
     largest = max(abs(estimate.mean), abs(estimate.low), abs(estimate.high))
     if width <= 1e-4 * largest:
         return f"{format_number(estimate.mean, 5)} (± {width / 2:.1g})"
 
-    places = max(0, 1 - math.floor(math.log10(width)))
-    mean = _rounded(estimate.mean, places)
-    low = _rounded(estimate.low, places)
-    high = _rounded(estimate.high, places)
+    decimals = max(0, 1 - math.floor(math.log10(width)))
+    mean = _format_decimals(estimate.mean, decimals)
+    low = _format_decimals(estimate.low, decimals)
+    high = _format_decimals(estimate.high, decimals)
     return f"{mean} ({low} to {high})"
 
 
-def _rounded(value: float, places: int) -> str:
-    rounded = round(value, places) + 0.0  # no "-0"
-    return with_minus(f"{rounded:,.{places}f}")
+def _format_decimals(value: float, decimals: int) -> str:
+    rounded = round(value, decimals) + 0.0  # adding 0.0 turns -0.0 to 0.0
+    return with_minus(f"{rounded:,.{decimals}f}")
 
 
 def describe_change(change: Estimate) -> str:
-    """A change with its interval; an interval of no width around 0 is said in words."""
+    """A change with its interval, or in words if no picture changes."""
     if change.low == 0 and change.high == 0:
         return "nothing (all pictures agree)"
     return with_interval(change)
 
 
 def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """By chapter, a row for each measure and modality, and a column for each model. Means over layers.
+    """The page's tables by the title of their chapter.
 
-    Of two models also their paired difference, from all their `rows`.
+    A table has a row for each measure and modality, and a column for each model. Two models also have a column with
+    their paired difference. Measures by layer are shown as means over layers.
+
+    Args:
+        models: The models' reports.
+        rows: The rows of all models, with a column `model`.
     """
     frames = {model.name: model.summary.frame for model in models}
     if len(models) == 2:
         frames[DIFFERENCE] = paired_difference(models[0].name, models[1].name, rows)
 
-    # By measure and modality, the text of each column that has a value.
-    cells: dict[tuple[str, str], dict[str, str]] = {}
+    # By measure and modality, the text in each column.
+    texts_of_rows: dict[tuple[str, str], dict[str, str]] = {}
     for column, frame in frames.items():
         for row in frame[frame["layer"].isna()].itertuples():
-            shown = with_interval(Estimate(row.mean, row.low, row.high))
-            cells.setdefault((row.measure, row.modality), {})[column] = shown
+            texts = texts_of_rows.setdefault((row.measure, row.modality), {})
+            texts[column] = with_interval(Estimate(row.mean, row.low, row.high))
 
-    missing = {column: "" if column == DIFFERENCE else "–" for column in frames}
+    without_value = {column: "" if column == DIFFERENCE else "–" for column in frames}
     tables: dict[str, dict[str, dict[str, str]]] = {title: {} for title in CHAPTERS}
-    for (measure, modality), shown_by_column in cells.items():
+    for (measure, modality), texts in texts_of_rows.items():
         label = measure.replace("_", " ").replace(".", ": ")
         if modality:
             label = f"{label}, {modality}"
-        tables[find_chapter(measure)][label] = {**missing, **shown_by_column}
+        tables[find_chapter(measure)][label] = without_value | texts
 
     return {
         title: pd.DataFrame.from_dict(table, orient="index", columns=list(frames))
@@ -198,15 +213,18 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
 
 
 def paired_difference(first: str, second: str, rows: pd.DataFrame) -> pd.DataFrame:
-    """The second model less the first, as [`summarize_rows`] returns it, where it has an interval.
+    """The second model's results minus the first model's, as [`summarize_rows`] returns them.
 
-    Keys and values of two models share no scale, so have none.
+    Differences without an interval are left out, and those of keys and values, because the keys and values of two
+    models share no scale.
     """
     rows_of_first = with_means(rows[rows["model"] == first])
     rows_of_second = with_means(rows[rows["model"] == second])
     difference = summarize_rows(subtract_rows(rows_of_second, rows_of_first))
-    has_scale = ~difference["measure"].str.startswith(CHAPTERS[KEYS_AND_VALUES].measures)
-    return difference[difference["low"].notna() & has_scale]
+
+    has_interval = difference["low"].notna()
+    is_of_keys_or_values = difference["measure"].str.startswith(CHAPTERS[KEYS_AND_VALUES].measures)
+    return difference[has_interval & ~is_of_keys_or_values]
 
 
 def find_chapter(measure: str) -> str:
@@ -218,8 +236,13 @@ def find_chapter(measure: str) -> str:
 
 
 def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
-    """The report as one self-contained page, of all rows of its models, and a folder of PNG files by the names of
-    `FIGURES`, some of which may be missing."""
+    """The report as one self-contained page.
+
+    Args:
+        report: The report.
+        rows: The rows of all models, with a column `model`.
+        figures: Folder with the figures as PNG files, called by their names in `FIGURES`. A figure may be missing.
+    """
     images = {path.stem: base64.b64encode(path.read_bytes()).decode() for path in figures.glob("*.png")}
     tables = make_tables(report.models, rows)
     return _template("report.html.jinja").render(
@@ -238,7 +261,7 @@ def render_html(report: Report, rows: pd.DataFrame, figures: Path) -> str:
 
 
 def _render_lines(name: str, **values: object) -> list[str]:
-    """The lines of a rendered template that aren't empty."""
+    """Render a template, and return the lines that aren't empty."""
     lines = _template(name).render(values).splitlines()
     return [line.strip() for line in lines if line.strip()]
 

@@ -9,29 +9,33 @@ from transformers import PreTrainedModel
 from diagnostics.hooks import InterfaceHooks
 
 
-# Factors of the image tokens that a sweep tries, after the model as it is.
+# Factors by which a sweep multiplies the image tokens. The first factor leaves the model as it is.
 AS_IT_IS = 1.0
 DOSES = (AS_IT_IS, 0.03, 0.1, 0.3, 3.0, 10.0, 30.0)
-# The picture that is asked about, in a sweep's column `control`: the question's own, a white one, another question's.
-OWN, BLANK, ANOTHERS = "", "blank", "another's"
+# Values of a sweep's column `control`, which says what picture the question was asked about.
+OWN = ""  # the question's own picture
+BLANK = "blank"  # a white picture
+ANOTHERS = "another's"  # another question's picture
 
 
 @contextmanager
 def scaled(model: PreTrainedModel, is_image_token: torch.Tensor, scale: float) -> Iterator[None]:
-    """Multiply image tokens by `scale` where they enter the decoder's first layer, in passes of the sample's length.
+    """Multiply a sample's image tokens by `scale` where they enter the decoder's first layer.
 
-    Later passes over new tokens need nothing, as the cache holds what the scaled tokens became; those as long as the
-    sample must come after the block. At a scale of 1 nothing changes, bit for bit.
+    Only forward passes over exactly `S` tokens are changed. Passes over tokens that the model generates after the
+    sample see the scaled tokens through the cache. A pass over any other `S` tokens must come after the context. At a
+    scale of 1 nothing changes, bit for bit.
 
     Args:
-        model: The model. The hooks go when the context is left.
-        is_image_token: Positions of the image tokens in the sample, `(S,)` or `(1, S)`.
+        model: The model. Its hooks are removed when the context is left.
+        is_image_token: Mask of the image tokens in the sample, `(S,)` or `(1, S)`.
         scale: The factor.
     """
     mask = is_image_token.reshape(-1, 1)  # [S, 1]
 
     def multiply(place: str, states: torch.Tensor) -> torch.Tensor | None:
-        if place != "decoder" or scale == 1 or states.shape[1] != len(mask):
+        is_other_pass = states.shape[1] != len(mask)
+        if place != "decoder" or is_other_pass or scale == 1:
             return None
         return torch.where(mask.to(states.device), states * scale, states)
 

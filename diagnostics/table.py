@@ -1,8 +1,8 @@
-"""Tidy rows, which every measure returns, and their means over pictures with 95% intervals.
+"""The rows that every measure returns, and their means over pictures with 95% intervals.
 
-Tokens of one picture are correlated: each picture counts once, with the mean over its tokens. Intervals are Student's
-t over pictures. Statistics that are not means, such as ratios, use the jackknife: Student's t over pseudo-values
-(Tukey, 1958; Efron and Stein, 1981). A percentile bootstrap over few pictures is too narrow.
+Tokens of one picture are correlated, so each picture counts once, with the mean over its tokens. Intervals are
+Student's t over pictures. For statistics that are not means, such as ratios, they are Student's t over the jackknife's
+pseudo-values (Tukey, 1958; Efron and Stein, 1981): over few pictures, a percentile bootstrap is too narrow.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,16 @@ from diagnostics.parts import layer_groups
 
 
 LEVEL = 0.95
-# `modality` is "visual", "text" or empty. A row with a picture holds that picture's value, or its pseudo-value where
-# the measure is no mean over pictures; then a row without a picture holds the value over all of them.
+# `modality` is "visual", "text" or empty. A row with a number in `picture` holds the value of that picture. A measure
+# that is no mean over pictures has a row without a picture, which holds the value over all pictures; its other rows
+# hold the pseudo-value of each picture.
 COLUMNS = ["measure", "modality", "layer", "picture", "value"]
-# Measures by layer that are also given for thirds of the layers.
+# Measures by layer whose means over each third of the layers are reported too.
 BY_THIRD = ("gap", "norm_ratio", "turning")
 
 
 class Estimate(NamedTuple):
-    """A mean over pictures with both ends of its interval, NaN without one."""
+    """A mean over pictures with both ends of its interval, which are NaN if there is no interval."""
 
     mean: float
     low: float = float("nan")
@@ -35,7 +36,7 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What [`summarize_rows`] returns for one model, as JSON holds it: a row for each number."""
+    """What [`summarize_rows`] returns for one model, as a list of dictionaries that can be saved as JSON."""
 
     rows: list[dict[str, Any]]
 
@@ -43,18 +44,19 @@ class Summary:
     def of(cls, rows: pd.DataFrame) -> "Summary":
         """The summary of a model's rows, with means over layers."""
         frame = summarize_rows(with_means(rows))
-        with_none = frame.astype(object).where(frame.notna(), None)
-        return cls(with_none.to_dict("records"))
+        # JSON has no NaN.
+        frame_with_none = frame.astype(object).where(frame.notna(), None)
+        return cls(frame_with_none.to_dict("records"))
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """As a table."""
+        """The summary as a table."""
         return pd.DataFrame(self.rows).astype(
             {"layer": "Int64", "n": "Int64", "mean": float, "low": float, "high": float}
         )
 
     def look(self, measure: str, modality: str = "") -> Estimate | None:
-        """One number, a mean over layers if it is measured by layer; `None` if it is not there."""
+        """The estimate of a measure, for a measure by layer its mean over layers; `None` if it was not measured."""
         chosen = self._choose(measure, modality)
         without_layer = chosen[chosen["layer"].isna()]
         if without_layer.empty:
@@ -63,7 +65,7 @@ class Summary:
         return Estimate(float(first["mean"]), float(first["low"]), float(first["high"]))
 
     def curve(self, measure: str, modality: str = "") -> pd.DataFrame:
-        """The rows of a measure by layer."""
+        """The rows of a measure by layer, in the order of the layers."""
         chosen = self._choose(measure, modality)
         return chosen[chosen["layer"].notna()].sort_values("layer")
 
@@ -75,9 +77,10 @@ class Summary:
 def summaries_by_dose(rows: pd.DataFrame) -> dict[tuple[float, str], Summary]:
     """Summaries of one model's rows of a sweep, by dose and control."""
     summaries = {}
-    for (dose, control), chosen in rows.groupby(["dose", "control"]):
-        measured = chosen.drop(columns=["model", "dose", "control"], errors="ignore")
-        summaries[dose, control] = Summary.of(measured)
+    for (dose, control), group in rows.groupby(["dose", "control"]):
+        # Rows that come from sweep.csv also have a column `model`.
+        group = group.drop(columns=["model", "dose", "control"], errors="ignore")
+        summaries[dose, control] = Summary.of(group)
     return summaries
 
 
@@ -87,26 +90,28 @@ def make_rows(
     """Rows of one measure.
 
     Args:
-        measure: Its name.
-        values: By picture, `(num_pictures,)`, or with `layers` `(num_pictures, num_layers)`.
-        modality: Of the tokens that are measured, if it is of one.
+        measure: The measure's name.
+        values: A value for each picture, `(num_pictures,)`; with `layers`, `(num_pictures, num_layers)`.
+        modality: `"visual"` or `"text"` if only tokens of this modality are measured.
         layers: Layer numbers of a measure by layer.
         whole: The value over all pictures, a number or `(num_layers,)`, of a measure that is no mean over pictures.
     """
-    layer_column: list[Any] = [pd.NA] if layers is None else list(layers)
-    by_picture = np.reshape(np.asarray(values, dtype=float), (-1, len(layer_column)))  # [num_pictures, num_layers]
-    pictures: list[Any] = list(range(len(by_picture)))
+    # A measure that has no layers is handled as one with a single layer, whose number is missing.
+    layer_numbers: list[Any] = [pd.NA] if layers is None else list(layers)
+
+    table = np.reshape(np.asarray(values, dtype=float), (-1, len(layer_numbers)))  # [num_pictures, num_layers]
+    picture_numbers: list[Any] = list(range(len(table)))
     if whole is not None:
         over_pictures = np.reshape(np.asarray(whole, dtype=float), (1, -1))
-        by_picture = np.concatenate([over_pictures, by_picture])
-        pictures = [pd.NA, *pictures]
+        table = np.concatenate([over_pictures, table])
+        picture_numbers = [pd.NA, *picture_numbers]
 
     columns = {
         "measure": measure,
         "modality": modality,
-        "layer": pd.array(layer_column * len(pictures), dtype="Int64"),
-        "picture": pd.array(np.repeat(pictures, len(layer_column)), dtype="Int64"),
-        "value": by_picture.ravel(),
+        "layer": pd.array(layer_numbers * len(picture_numbers), dtype="Int64"),
+        "picture": pd.array(np.repeat(picture_numbers, len(layer_numbers)), dtype="Int64"),
+        "value": table.ravel(),
     }
     return pd.DataFrame(columns, columns=COLUMNS)
 
@@ -118,7 +123,7 @@ def ratio_rows(
     numerator_sum = numerator.sum(axis=0)
     denominator_sum = denominator.sum(axis=0)
     whole = numerator_sum / denominator_sum
-    with np.errstate(invalid="ignore"):  # Without its only picture nothing is left.
+    with np.errstate(invalid="ignore"):  # For a single picture this is 0 / 0.
         without_each = (numerator_sum - numerator) / (denominator_sum - denominator)
     return jackknife_rows(measure, whole, without_each, layers=layers)
 
@@ -126,19 +131,29 @@ def ratio_rows(
 def jackknife_rows(
     measure: str, whole: np.ndarray, without: np.ndarray, modality: str = "", layers: Sequence[int] | None = None
 ) -> pd.DataFrame:
-    """Rows of any statistic: `whole` of all pictures, a number or `(num_layers,)`, and `without` each picture once,
-    `(num_pictures,)` or `(num_pictures, num_layers)`."""
+    """Rows of a statistic that is no mean over pictures.
+
+    Args:
+        measure: The measure's name.
+        whole: The statistic of all pictures, a number or `(num_layers,)`.
+        without: The statistic of all pictures except one, for each picture that is left out, `(num_pictures,)` or
+            `(num_pictures, num_layers)`. NaN for a picture that has no value.
+        modality: As in [`make_rows`].
+        layers: As in [`make_rows`].
+    """
+    # Without its only picture the statistic has no value.
     if len(without) == 1:
         return make_rows(measure, whole[None], modality, layers, whole)
 
-    has_value = ~np.isnan(without.reshape(len(without), -1)).all(axis=1)
-    count = has_value.sum()
-    pseudo_values = count * whole - (count - 1) * without
+    by_picture = without.reshape(len(without), -1)
+    has_value = ~np.isnan(by_picture).all(axis=1)
+    num_pictures = has_value.sum()
+    pseudo_values = num_pictures * whole - (num_pictures - 1) * without
     return make_rows(measure, pseudo_values, modality, layers, whole)
 
 
 def over_layers(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the means over layers, of the measures by layer."""
+    """Rows with the mean over layers of each measure by layer."""
     keys = [name for name in rows.columns if name not in ("layer", "value")]
     by_layer = rows[rows["layer"].notna()]
     means = by_layer.groupby(keys, dropna=False, sort=False)["value"].mean().reset_index()
@@ -147,40 +162,61 @@ def over_layers(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_means(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of one model with those of the means over its layers, and for `BY_THIRD` over thirds of them."""
-    parts = [rows, over_layers(rows)]
+    """The rows of one model and their means over its layers, and for `BY_THIRD` over each third of its layers."""
+    tables = [rows, over_layers(rows)]
 
     by_third = rows[rows["measure"].isin(BY_THIRD)]
+    # The gap has a value for each layer; norms have one more, after the last layer.
     last_layer = by_third.loc[by_third["measure"] == "gap", "layer"].max()
     if not pd.isna(last_layer):
-        for third, numbers in layer_groups(int(last_layer) + 1).items():
-            means = over_layers(by_third[by_third["layer"].isin(numbers)])
-            parts.append(means.assign(measure=means["measure"] + ", " + third))
+        for third, layers in layer_groups(int(last_layer) + 1).items():
+            means = over_layers(by_third[by_third["layer"].isin(layers)])
+            tables.append(means.assign(measure=means["measure"] + ", " + third))
 
-    return pd.concat(parts, ignore_index=True)
+    return pd.concat(tables, ignore_index=True)
 
 
 def summarize_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Means over pictures: instead of `picture` and `value` columns `mean`, `low`, `high` (NaN for a single picture)
-    and `n`, the number of pictures with a value."""
-    keys = [name for name in rows.columns if name not in ("picture", "value")]
-    is_picture = rows["picture"].notna()
-    split = rows.assign(each=rows["value"].where(is_picture), whole=rows["value"].where(~is_picture))
-    groups = split.groupby(keys, dropna=False, sort=False)
-    over_pictures = groups.agg(
-        whole=("whole", "first"), mean=("each", "mean"), deviation=("each", "std"), n=("each", "count")
-    ).reset_index()
+    """Means over pictures with their intervals.
 
-    # A single picture has no deviation, so its interval is NaN whatever the quantile.
+    Returns:
+        A table with the columns of `rows`, except that `mean`, `low`, `high` and `n` replace `picture` and `value`.
+        `low` and `high` are the ends of the interval, NaN for a single picture; `n` is the number of pictures with a
+        value.
+    """
+    keys = [name for name in rows.columns if name not in ("picture", "value")]
+    is_of_one_picture = rows["picture"].notna()
+    split = rows.assign(
+        of_picture=rows["value"].where(is_of_one_picture),
+        whole=rows["value"].where(~is_of_one_picture),
+    )
+    over_pictures = (
+        split.groupby(keys, dropna=False, sort=False)
+        .agg(
+            whole=("whole", "first"),
+            mean=("of_picture", "mean"),
+            deviation=("of_picture", "std"),
+            n=("of_picture", "count"),
+        )
+        .reset_index()
+    )
+
+    # The lower bounds of n only keep the formulas defined: for fewer than two pictures the deviation is NaN, which
+    # makes the interval NaN.
     n = over_pictures["n"]
-    quantile = stdtrit(n.clip(lower=2) - 1, (1 + LEVEL) / 2)
+    degrees_of_freedom = n.clip(lower=2) - 1
+    quantile = stdtrit(degrees_of_freedom, (1 + LEVEL) / 2)
     half_width = quantile * over_pictures["deviation"] / np.sqrt(n.clip(lower=1))
+
     mean = over_pictures["whole"].fillna(over_pictures["mean"])
     return over_pictures[keys].assign(mean=mean, low=mean - half_width, high=mean + half_width, n=n.astype("Int64"))
 
 
 def subtract_rows(second: pd.DataFrame, first: pd.DataFrame) -> pd.DataFrame:
-    """Rows of the second model minus those of the first, paired: both are of the same pictures in the same order."""
+    """Rows of the differences of two models, second minus first, picture by picture.
+
+    Both models were measured on the same pictures in the same order.
+    """
     keys = COLUMNS[:-1]
     pairs = first.merge(second, on=keys, suffixes=("_first", "_second"))
     pairs["value"] = pairs["value_second"] - pairs["value_first"]

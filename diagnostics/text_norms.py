@@ -1,4 +1,4 @@
-"""Norms of the text embeddings of a language model, and of what became of them in a vision-language model.
+"""Compares the norms of a language model's text embeddings with those in vision-language models trained from it.
 
     python -m diagnostics.text_norms --model Qwen/Qwen2.5-7B-Instruct Qwen/Qwen2.5-VL-7B-Instruct
 
@@ -69,23 +69,24 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def compare_text_norms(norms: Mapping[str, torch.Tensor]) -> pd.DataFrame:
-    """A line for each model, with columns `model`, `embeddings`, `mean`, `standard_deviation` and `ratio`.
+    """A row for each model, with columns `model`, `embeddings`, `mean`, `standard_deviation` and `ratio`.
 
-    All-zero rows, which pad a vocabulary, are left out, as in T (eq. 11); the paper doesn't say whether its Table 6
-    counts them. `embeddings` is the number of rows that are left, `ratio` is the mean over the first model's mean.
+    All-zero embeddings, which pad a vocabulary, are left out, as in T (eq. 11). The paper doesn't say whether its
+    Table 6 counts them. `embeddings` is the number of embeddings that are left, `ratio` is the model's mean over the
+    first model's mean.
 
     Args:
-        norms: L2 norms of each model's embeddings by its name, `(num_embeddings,)`, as from [`vocabulary_norms`].
+        norms: What [`vocabulary_norms`] returns for each model, by the model's name.
 
     Raises:
         UserError: if all embeddings of a model are zero.
     """
-    lines = []
+    rows = []
     for name, norms_of_model in norms.items():
         nonzero = norms_of_model[norms_of_model > 0].double()
         if len(nonzero) == 0:
             raise UserError(f"{name}: all of its text embeddings are zero, so there is nothing to compare.")
-        lines.append(
+        rows.append(
             {
                 "model": name,
                 "embeddings": len(nonzero),
@@ -94,7 +95,7 @@ def compare_text_norms(norms: Mapping[str, torch.Tensor]) -> pd.DataFrame:
             }
         )
 
-    table = pd.DataFrame(lines)
+    table = pd.DataFrame(rows)
     return table.assign(ratio=table["mean"] / table["mean"].iloc[0])
 
 

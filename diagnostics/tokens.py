@@ -1,7 +1,7 @@
-"""Classifies tokens as image tokens, text, or excluded with a reason.
+"""Classifies each token as an image token, as text, or as excluded for a reason.
 
 Excluded are padding, special tokens, the newline features that a model puts among a picture's features, attention
-sinks, and the blank picture that training adds to a batch without pictures. This is the only place that decides.
+sinks, and the blank picture that training adds to a batch without pictures. All measures use this classification.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from transformers import PreTrainedModel
 from diagnostics.parts import DiagnosticsError, image_token_id
 
 
-# A sink's norm is over this many times the median of its modality in its sample.
+# A token is a sink if its norm is more than this many times the median norm of its modality in its sample.
 SINK_FACTOR = 10.0
-# A token whose cosine to the newline feature is above this is that feature.
+# A token is the newline feature if its cosine to that feature is above this.
 NEWLINE_COSINE = 1 - 1e-5
-# What a processor or a collator returns, by name of the model's argument.
+# A model's inputs by name of its argument, as a processor or a collator returns them.
 Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids that are not ordinary text: that of the image token, and those of special tokens."""
+    """Token ids that are not ordinary text: the id of the image token, and the ids of special tokens."""
 
     image: int
     special: frozenset[int]
@@ -32,14 +32,14 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Type of each position of one sample; every mask is `(sequence_length,)`, of a batch `(batch_size, ...)`.
+    """Type of each position, as masks: `(S,)` for one sample of length `S`, `(batch_size, S)` for a batch.
 
     Attributes:
         visual: Image tokens: positions that hold a feature of a picture.
         text: Ordinary text tokens.
-        excluded: The positions that are neither, by reason: `"padding"`, `"special"` (BOS, delimiters of chat and of
-            pictures, other modalities), and if there are any, `"blank picture"` (of a batch without pictures),
-            `"newline"` (row ends that a model puts among a picture's features), `"sink"`.
+        excluded: By reason, the positions that are neither. `"padding"` and `"special"` (BOS, delimiters of turns and
+            of pictures, other modalities) are always there. `"blank picture"` (which training adds to a batch without
+            pictures), `"newline"` (row ends that a model puts among a picture's features) and `"sink"` may be missing.
     """
 
     visual: torch.Tensor
@@ -47,7 +47,7 @@ class Tokens:
     excluded: dict[str, torch.Tensor]
 
     def without(self, reason: str, positions: torch.Tensor) -> "Tokens":
-        """The same with more positions excluded."""
+        """The same types, except that these positions are excluded for this reason."""
         return Tokens(
             visual=self.visual & ~positions,
             text=self.text & ~positions,
@@ -56,19 +56,20 @@ class Tokens:
 
 
 def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
-    """The ids that are not ordinary text by a model's config, and by its processor if there is one.
+    """The token ids that are not ordinary text, by a model's config, and by its processor if one is given.
 
-    Special are those with a role in the config (BOS, delimiters of pictures, other media), and those that the
-    tokenizer marks as special, even without a role: Llama 3 delimits turns with such tokens.
+    Special tokens are the tokens that the config names for a role (BOS, delimiters of pictures, other media), and the
+    tokens that the tokenizer marks as special: Llama 3 delimits turns with tokens that have no role in its config.
     """
-    special: set[Any] = set()  # of ids, and `None` where a config leaves one out
+    special: set[Any] = set()  # may hold `None`, where a config has no token for a role
     for config in (model.config, model.config.get_text_config()):
         for name, value in config.to_dict().items():
             if name.endswith(("_token_id", "_token_ids", "_token_index")):
                 special |= set(value if isinstance(value, list | tuple) else [value])
 
     if processor is not None:
-        tokenizer = getattr(processor, "tokenizer", processor)  # It may be one itself.
+        # `processor` may also be a tokenizer, which has none inside it.
+        tokenizer = getattr(processor, "tokenizer", processor)
         special |= {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= set(tokenizer.all_special_ids)
 
@@ -77,28 +78,33 @@ def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
 
 
 def attended_tokens(inputs: Inputs) -> torch.Tensor:
-    """Which positions are neither padding nor a blank picture, of inputs as for [`classify`]; the shape of the ids."""
+    """Mask of the positions that are neither padding nor a blank picture, `(batch_size, S)`.
+
+    Args:
+        inputs: As for [`classify`].
+    """
     attention_mask = inputs.get("attention_mask")
     if attention_mask is not None:
         return attention_mask.bool()
 
     position_ids = inputs.get("position_ids")
     if position_ids is not None:
-        # In a packed row only the tokens of a blank picture are samples of one token.
+        # In a packed row, each token of a blank picture has position 0, as if it was a sample of its own. No other
+        # sample has only one token.
         starts_sample = position_ids == 0
-        ends_sample = position_ids.roll(-1, dims=1) == 0
-        return ~(starts_sample & ends_sample)
+        next_starts_sample = position_ids.roll(-1, dims=1) == 0
+        return ~(starts_sample & next_starts_sample)
 
     return torch.ones_like(inputs["input_ids"], dtype=torch.bool)
 
 
 def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
-    """Classify the positions of a batch; newline features and sinks are found only when the model runs.
+    """Classify the positions of a batch, except for newline features and sinks, which inputs alone don't show.
 
     Args:
-        inputs: What the model is given: `input_ids` of shape `(batch_size, S)`, padded with an `attention_mask` or
-            packed with `position_ids` that restart at each sample, both of the same shape.
-        ids: Of the model, as [`token_ids`] returns them.
+        inputs: What the model is given: `input_ids`, with an `attention_mask` if samples are padded, or `position_ids`
+            that restart at each sample if samples are packed; `(batch_size, S)` each.
+        ids: What [`token_ids`] returns for the model.
     """
     input_ids = inputs["input_ids"]
     attended = attended_tokens(inputs)
@@ -111,14 +117,18 @@ def classify(inputs: Inputs, ids: TokenIds) -> Tokens:
     if is_blank_picture.any():
         excluded["blank picture"] = is_blank_picture
 
-    return Tokens(visual=attended & is_image, text=attended & ~is_image & ~is_special, excluded=excluded)
+    return Tokens(
+        visual=attended & is_image,
+        text=attended & ~is_image & ~is_special,
+        excluded=excluded,
+    )
 
 
 def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
-    """What [`classify`] does, of one sample with a picture and a question: masks `(S,)`, on the CPU.
+    """Classify the positions of one sample with a picture and a question: masks `(S,)`, on the CPU.
 
     Raises:
-        DiagnosticsError: if there are several samples, or the one has no image tokens or no ordinary text.
+        DiagnosticsError: if there are several samples, or if the sample has no image tokens or no ordinary text.
     """
     num_samples = len(inputs["input_ids"])
     if num_samples != 1:
@@ -135,14 +145,22 @@ def classify_sample(inputs: Inputs, ids: TokenIds) -> Tokens:
 
 
 def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Tokens) -> Tokens:
-    """The tokens without the learned newline features with which LLaVA-NeXT ends each row of a picture, among the
-    `embeddings` that enter the decoder, `(S, hidden_size)`."""
+    """Exclude the newline features: models such as LLaVA-NeXT end each row of a picture with a learned feature.
+
+    Args:
+        model: The model.
+        embeddings: What enters the decoder's first layer, `(S, hidden_size)`.
+        tokens: Types in which newline features still count as image tokens.
+    """
     for name, parameter in model.named_parameters():
-        # HunYuan-VL's comes before the projector, and can't be told from a feature after it.
-        if name.split(".")[-1] != "image_newline" or parameter.shape[-1] != embeddings.shape[-1]:
+        if name.split(".")[-1] != "image_newline":
+            continue
+        # HunYuan-VL adds its newline feature before the projector, so that it has the encoder's width. Behind the
+        # projector it can't be told from other features.
+        if parameter.shape[-1] != embeddings.shape[-1]:
             continue
 
-        # By direction, since decoders such as Granite's multiply what enters them.
+        # The norm may differ: decoders such as Granite's multiply their input. The direction stays.
         newline = parameter.to(embeddings.device).float()
         cosines = cosine_similarity(embeddings.float(), newline, dim=-1)  # [S]
         is_newline = (cosines > NEWLINE_COSINE).cpu() & tokens.visual
@@ -151,16 +169,20 @@ def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Toke
 
 
 def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-    """Tokens with massive norms after the first layer, which attract attention whatever their content, `(S,)`.
+    """Mask of the sinks, `(S,)`: tokens with massive norms, which attract attention whatever their content is.
 
-    A token is one if its norm at some layer is over `SINK_FACTOR` times the median of its modality (compare the
-    massive activations of arXiv 2402.17762). The input of the first layer doesn't count; norms are `(L + 1, S)`.
+    A token is a sink if its norm after some layer is more than `SINK_FACTOR` times the median norm of its modality
+    there (compare the massive activations of arXiv 2402.17762). Its norm before the first layer doesn't count.
+
+    Args:
+        layer_norms: Norms of each layer's input and of the last layer's output, `(L + 1, S)`.
+        tokens: Types in which sinks still count as image or text tokens.
     """
     is_sink = torch.zeros_like(tokens.visual)
     for mask in (tokens.visual, tokens.text):
         if not mask.any():
             continue
-        norms = layer_norms[1:, mask]  # [L, num_tokens]
+        norms = layer_norms[1:, mask]  # [L, num_tokens], without the input of the first layer
         medians = norms.median(dim=-1, keepdim=True).values
         is_sink[mask] = (norms > SINK_FACTOR * medians).any(dim=0)
     return is_sink

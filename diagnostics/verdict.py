@@ -1,6 +1,6 @@
-"""What a sweep says of one model: does another norm of its image tokens give better answers, and why might it?
+"""Judges one model's sweep: does another norm of its image tokens give better answers, and why might it?
 
-Judged here, printed by `sweep.jinja`.
+The judgement is made here; `sweep.jinja` prints it.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,11 @@ from diagnostics.scaling import AS_IT_IS, DOSES, OWN
 from diagnostics.table import Estimate, Summary
 
 
-# The doses whose changes are told, a third and three times the norm.
-SMALLER, LARGER = 0.3, 3.0
-# At this dose the eps of layer 1's norm may matter; it is told where less than this share of a token's norm is left.
+# The report prints the changes at these two doses: about a third of the norm, and three times the norm.
+SMALLER = 0.3
+LARGER = 3.0
+# At the smallest dose, tokens may be so small that the eps in layer 1's norm matters. The report says so if less than
+# this share of a token's usual norm is left.
 SMALLEST = min(DOSES)
 KEPT_BY_EPS = 0.9
 
@@ -27,7 +29,7 @@ class Advice(StrEnum):
 
 
 class Place(StrEnum):
-    """Where the norm of image tokens lies beside what layer 1's attention and its MLP add to them."""
+    """How the norm of image tokens compares with the norms of what layer 1's attention and its MLP add to them."""
 
     BELOW_ATTENTION = "Theirs is below what attention adds"
     ABOVE_BOTH = "Theirs is above what both add: layer 1 leaves them mostly as they came"
@@ -40,21 +42,25 @@ class Verdict:
     """What `sweep.jinja` prints.
 
     Attributes:
-        advice: `None` without answers, which alone can be better or worse.
+        advice: Whether to rescale; `None` if the data has no answers, by which alone a dose can be better or worse.
         better: Doses at which answers are clearly better.
-        worse: Doses at which they are clearly worse.
-        num_tried: Doses tried beside the model as it is.
-        by_right_answers: Whether better and worse are judged by the share of right answers, not by their loss.
-        num_pictures: Pictures that were asked about.
-        num_named: Those whose question has several answers, so that one can be right.
-        right: Share of right answers of the model as it is; `None` if no question has several.
-        loss: Of the right answers; `None` without answers.
-        right_changes, loss_changes: From there, at `SMALLER` and at `LARGER`; empty without answers.
-        changed: Share of greedy answers that are others, at `SMALLER` and at `LARGER`.
-        image_norm: Norm of the image tokens that enter the decoder, over the text's.
-        attention_norm, mlp_norm: Of what layer 1's attention and its MLP add to them; `None` if not told apart.
-        place: Where the first lies beside the other two; `None` if these aren't told apart.
-        kept_by_eps: Share of its usual norm that layer 1's attention is given at `SMALLEST`; `None` if nearly all.
+        worse: Doses at which answers are clearly worse.
+        num_tried: Number of doses besides the model as it is.
+        by_right_answers: Whether `better` and `worse` are judged by the share of right answers, and not by the loss.
+        num_pictures: Number of pictures that were asked about.
+        num_named: Number of pictures whose question has several answers in the data, so that one can be chosen.
+        right: Share of right answers of the model as it is; `None` if no question has several answers.
+        loss: Loss of the right answers of the model as it is; `None` if the data has no answers.
+        right_changes: Changes of `right` at `SMALLER` and at `LARGER`; empty if `right` is `None`.
+        loss_changes: Changes of `loss` at `SMALLER` and at `LARGER`; empty if `loss` is `None`.
+        changed: Share of greedy answers that differ from those of the model as it is, at `SMALLER` and at `LARGER`.
+        image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
+        attention_norm: Norm of what layer 1's attention adds to image tokens, over the norm of text tokens; `None` if
+            it can't be told apart from what the MLP adds.
+        mlp_norm: The same of what layer 1's MLP adds.
+        place: How `image_norm` compares with `attention_norm` and `mlp_norm`; `None` if these are `None`.
+        kept_by_eps: Norm that layer 1's RMSNorm gives image tokens at `SMALLEST`, as a share of the usual norm; `None`
+            if this is nearly 1.
     """
 
     advice: Advice | None
@@ -77,37 +83,37 @@ class Verdict:
 
 
 def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
-    """Judge a model by its summaries by dose and control."""
-    own = {dose: summary for (dose, control), summary in points.items() if control == OWN}
-    as_it_is = own[AS_IT_IS]
+    """Judge a model by the summaries of its sweep, by dose and control."""
+    by_dose = {dose: summary for (dose, control), summary in points.items() if control == OWN}
+    as_it_is = by_dose[AS_IT_IS]
     right = as_it_is.look("named")
     loss = as_it_is.look("loss")
-    image_norm = get_estimate(as_it_is, "length")  # sweep.csv's name for this norm
+    image_norm = get_estimate(as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
     attention_norm = as_it_is.look("attention_update")
     mlp_norm = as_it_is.look("mlp_update")
 
     better: list[float] = []
     worse: list[float] = []
     if right is not None:
-        better = doses_above_zero(own, "named_change")
-        worse = doses_below_zero(own, "named_change")
+        better = doses_above_zero(by_dose, "named_change")
+        worse = doses_below_zero(by_dose, "named_change")
     elif loss is not None:
-        better = doses_below_zero(own, "loss_change")
-        worse = doses_above_zero(own, "loss_change")
+        better = doses_below_zero(by_dose, "loss_change")
+        worse = doses_above_zero(by_dose, "loss_change")
 
     return Verdict(
         advice=None if loss is None else choose_advice(better, worse),
         better=better,
         worse=worse,
-        num_tried=len(own) - 1,
+        num_tried=len(by_dose) - 1,
         by_right_answers=right is not None,
         num_pictures=count_pictures(as_it_is, "kl"),
         num_named=count_pictures(as_it_is, "named"),
         right=None if right is None else as_share(right),
         loss=loss,
-        right_changes=[] if right is None else changes_told(own, "named_change"),
-        loss_changes=[] if loss is None else changes_told(own, "loss_change"),
-        changed=[as_share(change) for change in changes_told(own, "changed")],
+        right_changes=[] if right is None else smaller_and_larger(by_dose, "named_change"),
+        loss_changes=[] if loss is None else smaller_and_larger(by_dose, "loss_change"),
+        changed=[as_share(changed) for changed in smaller_and_larger(by_dose, "changed")],
         image_norm=image_norm,
         attention_norm=attention_norm,
         mlp_norm=mlp_norm,
@@ -117,7 +123,7 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
 
 
 def choose_advice(better: list[float], worse: list[float]) -> Advice:
-    """One dose that is clearly better is worth a try, whatever the others do."""
+    """The advice for a model with answers. One dose that is clearly better is worth a try, whatever other doses do."""
     if better:
         return Advice.MAY_HELP
     if worse:
@@ -125,46 +131,49 @@ def choose_advice(better: list[float], worse: list[float]) -> Advice:
     return Advice.UNCLEAR
 
 
-def doses_above_zero(own: Mapping[float, Summary], measure: str) -> list[float]:
-    """Doses at which a change is clearly above 0: its whole interval is."""
-    return [dose for dose in doses_tried(own) if get_estimate(own[dose], measure).low > 0]
+def doses_above_zero(by_dose: Mapping[float, Summary], measure: str) -> list[float]:
+    """Doses at which a change is clearly above 0: its whole interval is above 0."""
+    return [dose for dose in doses_tried(by_dose) if get_estimate(by_dose[dose], measure).low > 0]
 
 
-def doses_below_zero(own: Mapping[float, Summary], measure: str) -> list[float]:
-    """Doses at which a change is clearly below 0: its whole interval is."""
-    return [dose for dose in doses_tried(own) if get_estimate(own[dose], measure).high < 0]
+def doses_below_zero(by_dose: Mapping[float, Summary], measure: str) -> list[float]:
+    """Doses at which a change is clearly below 0: its whole interval is below 0."""
+    return [dose for dose in doses_tried(by_dose) if get_estimate(by_dose[dose], measure).high < 0]
 
 
-def doses_tried(own: Mapping[float, Summary]) -> list[float]:
-    """All doses but the model as it is, in order."""
-    return sorted(dose for dose in own if dose != AS_IT_IS)
+def doses_tried(by_dose: Mapping[float, Summary]) -> list[float]:
+    """All doses except that of the model as it is, in increasing order."""
+    return sorted(dose for dose in by_dose if dose != AS_IT_IS)
 
 
-def changes_told(own: Mapping[float, Summary], measure: str) -> list[Estimate]:
-    """A measure at the two doses that are told."""
-    return [get_estimate(own[SMALLER], measure), get_estimate(own[LARGER], measure)]
+def smaller_and_larger(by_dose: Mapping[float, Summary], measure: str) -> list[Estimate]:
+    """The estimates of a measure at `SMALLER` and at `LARGER`."""
+    return [get_estimate(by_dose[SMALLER], measure), get_estimate(by_dose[LARGER], measure)]
 
 
 def get_estimate(summary: Summary, measure: str) -> Estimate:
-    """A number that every sweep has."""
+    """The estimate of a measure that every sweep has."""
     estimate = summary.look(measure)
     assert estimate is not None, measure
     return estimate
 
 
 def count_pictures(summary: Summary, measure: str) -> int:
-    """Pictures that have a value of a measure."""
+    """Number of pictures that have a value of a measure."""
     counts = summary.frame.loc[summary.frame["measure"] == measure, "n"]
     return 0 if counts.empty else int(counts.max())
 
 
 def as_share(estimate: Estimate) -> Estimate:
-    """A share whose interval ends at 0 and at 1."""
+    """The estimate of a share, with its interval cut off at 0 and at 1."""
     return Estimate(estimate.mean, low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
 
 
 def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None) -> Place | None:
-    """Where the norm of image tokens lies; two numbers differ where their intervals don't overlap."""
+    """Compare the norm of image tokens with the norms of what attention and the MLP add to them.
+
+    Two norms differ if their intervals don't overlap. `None` if the norms of what is added are not known.
+    """
     if attention is None or mlp is None:
         return None
 
@@ -178,10 +187,17 @@ def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None
 
 
 def kept_by_eps(image_norm: float, eps_norm: float) -> float | None:
-    """Share of its usual norm that layer 1's RMSNorm gives a token at the smallest dose; `None` if nearly all of it.
+    """Norm that layer 1's RMSNorm gives a token at the smallest dose, as a share of its usual norm.
 
-    RMSNorm divides by √(mean square + eps): a token of norm n comes out with n / √(n² + e²) of its usual norm, where e
-    is the norm of a token whose mean square is eps.
+    RMSNorm divides a token by √(mean square + eps). So a token of norm n comes out with n / √(n² + e²) of its usual
+    norm, where e is the norm of a token whose mean square is eps.
+
+    Args:
+        image_norm: Norm of the token as it is.
+        eps_norm: The norm e.
+
+    Returns:
+        `None` if the share is at least `KEPT_BY_EPS`.
     """
     norm = SMALLEST * image_norm
     kept = norm / (norm**2 + eps_norm**2) ** 0.5

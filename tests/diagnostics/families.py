@@ -14,7 +14,12 @@ from diagnostics.probe import Probe, Record
 from diagnostics.tokens import Tokens, classify_sample, token_ids
 
 
-VOCAB, IMAGE, START, END, BOS = 200, 199, 198, 197, 1
+VOCAB = 200
+# Token ids: the image token, the tokens before and after a picture, and the first token of a prompt.
+IMAGE = 199
+START = 198
+END = 197
+BOS = 1
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -41,13 +46,21 @@ GRID = torch.tensor([[1, 4, 6]])  # patches of a picture: time, height, width
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a small model of a family and pictures for it."""
+    """How to make a small model of a family and pictures for it.
+
+    Attributes:
+        config: The model's config.
+        pictures: Returns what the image processor would return for one picture.
+        image_tokens: Number of image tokens of one picture.
+        token_types: Name of the input that marks image tokens, if the family has one.
+        boundaries: Whether a picture stands between two tokens that the config names.
+    """
 
     config: Any
-    pictures: Callable[[], dict[str, torch.Tensor]]  # returns what the image processor would, for one picture
-    image_tokens: int  # of one picture
-    token_types: str | None = None  # name of the input that marks image tokens, where the family has one
-    boundaries: bool = False  # whether pictures stand between two tokens that the config names
+    pictures: Callable[[], dict[str, torch.Tensor]]
+    image_tokens: int
+    token_types: str | None = None
+    boundaries: bool = False
 
 
 def config(model_type: str, **fields: Any) -> Any:
@@ -64,20 +77,20 @@ def siglip(**fields: Any) -> Any:
 
 
 def square(*shape: int, **extra: torch.Tensor) -> Callable[[], dict[str, torch.Tensor]]:
-    """One picture of 28 x 28 pixels, in tiles of such a shape."""
+    """Makes one picture of 28 x 28 pixels, with these dimensions between the batch's and the channels'."""
     return lambda: {"pixel_values": torch.rand(1, *shape, 3, 28, 28) * 2 - 1, **extra}
 
 
 def patches(*shape: int) -> Callable[[], dict[str, torch.Tensor]]:
-    """One picture cut into patches of such a shape."""
+    """Makes one picture that is cut into patches of this shape."""
     return lambda: {"pixel_values": torch.randn(int(GRID.prod()), *shape), "image_grid_thw": GRID}
 
 
 def llava(vision: str, model_type: str = "llava", **fields: Any) -> Any:
-    """Config of the families that join a vision encoder to a Llama as Llava does."""
-    of_text = fields.pop("text_config", text("llama"))
+    """Config of a family that joins a vision encoder to a decoder as Llava does, by default to a Llama."""
+    text_config = fields.pop("text_config", text("llama"))
     vision_config = config(vision, **VISION)
-    return config(model_type, vision_config=vision_config, image_token_index=IMAGE, text_config=of_text, **fields)
+    return config(model_type, vision_config=vision_config, image_token_index=IMAGE, text_config=text_config, **fields)
 
 
 def normllava(model_type: str = "normllava", **fields: Any) -> Family:
@@ -86,27 +99,31 @@ def normllava(model_type: str = "normllava", **fields: Any) -> Family:
 
 
 def tiled(vision: str, model_type: str, **fields: Any) -> Family:
-    """A picture as a whole and as two tiles, with a newline at the end of each row of these."""
+    """A family that takes a picture as a whole and as two tiles, and ends each row of the tiles with a newline."""
     pinpoints = [[28, 56], [56, 28]]
     pictures = square(3, image_sizes=torch.tensor([pinpoints[0]]))
-    return Family(llava(vision, model_type, image_grid_pinpoints=pinpoints, **fields), pictures, 16 + 4 * 8 + 4)
+    whole = 16
+    tiles = 4 * 8
+    newlines = 4
+    family_config = llava(vision, model_type, image_grid_pinpoints=pinpoints, **fields)
+    return Family(family_config, pictures, whole + tiles + newlines)
 
 
-def joined(model_type: str, image_tokens: int, pictures: Any = None, of_text: Any = None, **fields: Any) -> Family:
+def joined(model_type: str, image_tokens: int, pictures: Any = None, decoder: Any = None, **fields: Any) -> Family:
     """A family that joins an encoder to a decoder, by default to a Llama."""
     fields = {"image_token_id": IMAGE, "vision_config": VISION, **fields}
-    of_config = config(model_type, text_config=of_text or text("llama"), **fields)
-    return Family(of_config, pictures or square(), image_tokens)
+    family_config = config(model_type, text_config=decoder or text("llama"), **fields)
+    return Family(family_config, pictures or square(), image_tokens)
 
 
-def in_patches(model_type: str, of_text: Any, vision: Any, tokens: Any, pictures: Any = None) -> Family:
-    """A family that takes a picture as patches with a grid, four of which become a token."""
-    of_config = config(model_type, text_config={**TEXT, **of_text}, vision_config=vision, **tokens)
-    return Family(of_config, pictures or patches(3 * 2 * 4 * 4), 6, "mm_token_type_ids", boundaries=True)
+def in_patches(model_type: str, decoder: Any, vision: Any, tokens: Any, pictures: Any = None) -> Family:
+    """A family that takes a picture as the patches of a grid, and merges four patches to one image token."""
+    family_config = config(model_type, text_config={**TEXT, **decoder}, vision_config=vision, **tokens)
+    return Family(family_config, pictures or patches(3 * 2 * 4 * 4), 6, "mm_token_type_ids", boundaries=True)
 
 
 def grid_vision(**fields: Any) -> Any:
-    """Vision config of those families."""
+    """Vision config of the families that [`in_patches`] makes."""
     return {**GRID_VISION, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 32, **fields}
 
 
@@ -174,7 +191,7 @@ FAMILIES: dict[str, Family] = {
     "idefics3": joined("idefics3", 4, square(1), scale_factor=2),
     "smolvlm": joined("smolvlm", 4, square(1), scale_factor=2),
     "internvl": joined(
-        "internvl", 4, of_text=text("qwen2"), image_seq_length=4,
+        "internvl", 4, decoder=text("qwen2"), image_seq_length=4,
         vision_config={**VISION, "image_size": [28, 28], "patch_size": [7, 7]},
     ),
     "mistral3": Family(
@@ -197,7 +214,7 @@ FAMILIES: dict[str, Family] = {
         projector_hidden_size=24,
     ),
     "cohere2_vision": joined(
-        "cohere2_vision", 4, of_text=text("cohere2", sliding_window=64), vision_config=siglip(),
+        "cohere2_vision", 4, decoder=text("cohere2", sliding_window=64), vision_config=siglip(),
         alignment_intermediate_size=48,
     ),
     "gemma4": Family(
@@ -234,31 +251,33 @@ def build(name: str) -> PreTrainedModel:
 
 
 def inputs(name: str, padding: int = 0) -> dict[str, torch.Tensor]:
-    """One sample: BOS, three words, a picture between its delimiters where there are any, nine words; with so much
-    padding on the left."""
+    """One sample with this much padding on the left: BOS, three words, a picture, nine words.
+
+    If the family has delimiters of pictures, the picture stands between them.
+    """
     family = FAMILIES[name]
     words = torch.randint(10, 150, (12,), generator=torch.Generator().manual_seed(1)).tolist()
     picture = [IMAGE] * family.image_tokens
     if family.boundaries:
         picture = [START, *picture, END]
-    row = [BOS, *words[:3], *picture, *words[3:]]
-    input_ids = torch.tensor([[0] * padding + row])
-    attention_mask = torch.tensor([[0] * padding + [1] * len(row)])
+    prompt = [BOS, *words[:3], *picture, *words[3:]]
+    input_ids = torch.tensor([[0] * padding + prompt])
+    attention_mask = torch.tensor([[0] * padding + [1] * len(prompt)])
     torch.manual_seed(2)
-    made = {"input_ids": input_ids, "attention_mask": attention_mask, **family.pictures()}
+    sample = {"input_ids": input_ids, "attention_mask": attention_mask, **family.pictures()}
     if family.token_types is not None:
-        made[family.token_types] = (input_ids == IMAGE).long()
-    return made
+        sample[family.token_types] = (input_ids == IMAGE).long()
+    return sample
 
 
 def tokens_of(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> Tokens:
-    """Which position of a sample is what, as far as its inputs tell."""
+    """The type of each position of a sample, as far as its inputs tell."""
     return classify_sample(sample, token_ids(model))
 
 
 @torch.no_grad()
 def record_sample(model: PreTrainedModel, sample: dict[str, torch.Tensor], **options: Any) -> Record:
-    """Run one sample through a model and return what a probe saw."""
+    """The record of a model's forward pass over one sample."""
     with Probe(model, sample, tokens_of(model, sample), **options) as probe:
         model(**sample)
     return probe.record()

@@ -1,61 +1,76 @@
-"""The likeliest of a list of answers, beside scoring each of them in full."""
+"""The likeliest of a list of answers, compared with scoring each answer in full; and the token ids of an answer."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor
+from transformers import AutoProcessor, PreTrainedModel
 
-from diagnostics.answers import CHUNK, answer_ids, encode_prompts, likeliest, make_prompt, read_prompt
+from diagnostics.answers import CHUNK_SIZE, answer_ids, encode_prompts, likeliest, make_prompt, read_prompt
 from modeling_normllava import NormLlavaForConditionalGeneration
+
+
+@torch.no_grad()
+def score_in_one_pass(model: PreTrainedModel, inputs: Any, answer: list[int]) -> float:
+    """Log-probability of an answer after a prompt, from one pass over both."""
+    ids = torch.cat([inputs["input_ids"], torch.tensor([answer])], dim=1)
+    logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0].double()
+    # A token's probability is computed at the position before it.
+    at_answer = logits.log_softmax(dim=-1)[-len(answer) - 1 : -1]
+    return at_answer[range(len(answer)), answer].sum().item()
 
 
 @pytest.mark.parametrize("sharpness", [1.0, 40.0])
 def test_likeliest_is_exact(composed: Callable[..., Path], picture: Image.Image, sharpness: float) -> None:
-    """A flat model has to score every answer, and a sharp one stops early."""
+    """With a flat distribution every answer has to be scored; with a sharp one the search ends early."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).eval()
     processor = AutoProcessor.from_pretrained(composed())
     with torch.no_grad():
         model.lm_head.weight *= sharpness
+
     words = ["a", "ab", "abc", "b", "bbbb", "cat", "car", "cart", "dog", "do", "zebra", "zoo", "x", "xy", "no", "nod"]
-    assert len(words) > CHUNK
+    assert len(words) > CHUNK_SIZE
     answers = [processor.tokenizer(f"{word}<|im_end|>", add_special_tokens=False).input_ids for word in words]
-    found = []
     for question in ("What is this?", "Why?", "Name it.", "b", "zzz"):
         inputs = encode_prompts(processor, [make_prompt(question, picture)])
-        found.append(likeliest(model, read_prompt(model, inputs), answers))
-        scores = []
-        for tokens in answers:
-            ids = torch.cat([inputs["input_ids"], torch.tensor([tokens])], dim=1)
-            with torch.no_grad():
-                logits = model(input_ids=ids, pixel_values=inputs["pixel_values"]).logits[0].double()
-            following = logits.log_softmax(-1)[-len(tokens) - 1 : -1]
-            scores.append(sum(row[token].item() for row, token in zip(following, tokens, strict=True)))
-        best = max(range(len(words)), key=scores.__getitem__)
-        assert scores[found[-1]] == pytest.approx(scores[best], abs=1e-4)
+        best = likeliest(model, read_prompt(model, inputs), answers)
+        scores = [score_in_one_pass(model, inputs, answer) for answer in answers]
+        assert scores[best] == pytest.approx(max(scores), abs=1e-4)
 
 
-TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content[-1].text }}END{% endfor %}"
-PROMPTED = "{% if add_generation_prompt %}<assistant>{% endif %}"
+def chat_template(before_text: str = "", text: str = "message.content[-1].text", end: str = "") -> str:
+    """A chat template whose turns are like "<user>What?", with more before the text and at the end of the turn."""
+    turn = "<{{ message.role }}>" + before_text + "{{ " + text + " }}" + end
+    turns = "{% for message in messages %}" + turn + "{% endfor %}"
+    return turns + "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
+# The tokenizer has two special tokens, <|im_start|> and its end token <|im_end|>.
 @pytest.mark.parametrize(
-    ("template", "written"),
+    ("template", "answer_text"),
     [
-        (TURNS.replace("END", "<|im_start|>\n"), "cat<|im_start|>"),  # Gemma's turns end otherwise than its texts
-        (TURNS.replace(">{{ m.c", "> {{ m.c").replace("END", "<|im_end|>"), " cat<|im_end|>"),  # SmolVLM
-        (TURNS.replace("END", "<|im_start|>\n<|im_end|>"), "cat<|im_start|>"),  # Phi-3
-        (TURNS.replace("END", "<\\s> "), "cat<|im_end|>"),  # LLaVA-1.6 with Mistral: no token
-        (TURNS.replace(">{{ m.c", "> And {{ m.c").replace("END", "<|im_start|>"), "cat<|im_end|>"),
-        (TURNS.replace("m.content[-1].text", "(m.content if m.role == 'user' else m.content + '') | string"),
-         "cat<|im_end|>"),  # takes no list
+        # The first special token after the answer ends the turn, as in Gemma and Phi-3.
+        (chat_template(end="<|im_start|>\n"), "cat<|im_start|>"),
+        (chat_template(end="<|im_start|>\n<|im_end|>"), "cat<|im_start|>"),
+        # Space that the template puts before the answer belongs to it, as in SmolVLM.
+        (chat_template(before_text=" ", end="<|im_end|>"), " cat<|im_end|>"),
+        # Without a special token at the end, as in LLaVA-1.6 with Mistral, the tokenizer's own ends the answer.
+        (chat_template(end="<\\s> "), "cat<|im_end|>"),
+        # The same if the template changes the answer, or fails because it takes no lists of parts.
+        (chat_template(before_text=" And ", end="<|im_start|>"), "cat<|im_end|>"),
+        (
+            chat_template(text="(message.content if message.role == 'user' else message.content + '') | string"),
+            "cat<|im_end|>",
+        ),
     ],
-)  # fmt: skip
+)
 def test_answers_as_templates_write_them(
-    template: str, written: str, composed: Callable[..., Path], picture: Image.Image
+    template: str, answer_text: str, composed: Callable[..., Path], picture: Image.Image
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
-    processor.chat_template = template + PROMPTED
-    assert processor.tokenizer.decode(answer_ids(processor, make_prompt("What?", picture), "cat")) == written
+    processor.chat_template = template
+    ids = answer_ids(processor, make_prompt("What?", picture), "cat")
+    assert processor.tokenizer.decode(ids) == answer_text

@@ -1,4 +1,4 @@
-"""What a word looks at: against transformers' own attention, and in models that are made to look at one patch."""
+"""Attention maps, against transformers' own attention, and of models that are made to look at one patch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,37 +31,40 @@ QUESTION = "Which colour is it, or is it of no colour?"
 
 
 def conversation(picture: Image.Image, question: str, answer: str) -> list[dict[str, Any]]:
-    asked = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": question}]
     return [
-        {"role": "user", "content": asked},
+        {"role": "user", "content": content},
         {"role": "assistant", "content": [{"type": "text", "text": answer}]},
     ]
 
 
 @pytest.mark.parametrize("word", ["Colour", "is it", "sea green"])
-def test_it_is_the_attention_that_eager_returns(
+def test_a_map_is_the_attention_of_the_eager_model(
     word: str,
     model: NormLlavaForConditionalGeneration,
     composed: Callable[..., Path],
     picture: Image.Image,
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())
-    found = attention_map(model, processor, picture, QUESTION, word, answer="It is sea green.")
+    word_map = attention_map(model, processor, picture, QUESTION, word, answer="It is sea green.")
 
     eager = NormLlavaForConditionalGeneration.from_pretrained(composed(), attn_implementation="eager").eval()
     inputs = prepare_inputs(eager, processor, conversation(picture, QUESTION, "It is sea green."))
     with torch.no_grad():
         attentions = eager(**inputs, output_attentions=True).attentions
+
+    # Each token of this tokenizer is a letter, so the word's tokens stand in the prompt as they are.
     ids = inputs["input_ids"][0].tolist()
-    letters = processor.tokenizer(word.lower(), add_special_tokens=False).input_ids  # a token is a byte
-    starts = [number for number in range(len(ids)) if ids[number : number + len(letters)] == letters]
-    positions = range(starts[0], starts[0] + len(letters))
+    word_ids = processor.tokenizer(word.lower(), add_special_tokens=False).input_ids
+    starts = [start for start in range(len(ids)) if ids[start : start + len(word_ids)] == word_ids]
+    positions = range(starts[0], starts[0] + len(word_ids))
     is_image_token = inputs["input_ids"][0] == eager.config.image_token_id
 
-    assert found.layers == [0, 1]
-    for number, attention in enumerate(attentions):
-        expected = attention[0][:, positions][:, :, is_image_token].mean(dim=(0, 1)).reshape(2, 2)
-        assert found.weights[number] == pytest.approx(expected.numpy(), rel=1e-4)
+    assert word_map.layers == [0, 1]
+    for layer, attention in enumerate(attentions):
+        from_word_to_picture = attention[0][:, positions][:, :, is_image_token]
+        expected = from_word_to_picture.mean(dim=(0, 1)).reshape(2, 2)
+        assert word_map.weights[layer] == pytest.approx(expected.numpy(), rel=1e-4)
 
 
 @torch.no_grad()
@@ -78,24 +81,25 @@ def look_at_what_changes(
 
     (letter,) = processor.tokenizer("z", add_special_tokens=False).input_ids
     attention = model.model.language_model.layers[0].self_attn
-    for projection, reads in (
+    # A query is large only for the letter, and a key only for the image token that differs.
+    for projection, source in (
         (attention.q_proj, model.get_input_embeddings().weight[letter]),
         (attention.k_proj, direction),
     ):
         projection.weight.zero_()
         projection.bias.zero_()
-        # Of a head's eight coordinates, rotation by position hardly turns this one.
-        projection.weight[3::8] = 2 * reads / reads.norm()
+        # Of the eight coordinates of a head, coordinate 3 is hardly turned by rotary embedding.
+        projection.weight[3::8] = 2 * source / source.norm()
 
 
 @pytest.mark.parametrize(
     ("vision", "num_rows", "num_columns", "row", "column"),
     [("siglip", 2, 2, 0, 1), ("clip", 2, 2, 1, 0), ("dinov2", 2, 4, 1, 2), ("dinov2", 4, 2, 2, 0)],
 )
-def test_the_patch_that_the_word_looks_at_lights_up(
+def test_the_patch_that_the_word_looks_at_has_the_largest_weight(
     vision: str, num_rows: int, num_columns: int, row: int, column: int, composed: Callable[..., Path]
 ) -> None:
-    """Where the encoder takes pictures that aren't square, too: DINOv2 does."""
+    """DINOv2 also takes pictures that are not square."""
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(vision)).eval()
     processor = AutoProcessor.from_pretrained(composed(vision))
     size = {"height": num_rows * PATCH, "width": num_columns * PATCH}
@@ -109,12 +113,13 @@ def test_the_patch_that_the_word_looks_at_lights_up(
     picture = Image.fromarray(pixels)
     look_at_what_changes(model, processor, plain, picture)
 
-    found = attention_map(model, processor, picture, "which is z?", "z", layers=[0])
-    assert found.weights.shape == (1, num_rows, num_columns)
-    brightest = np.unravel_index(found.weights[0].argmax(), (num_rows, num_columns))
-    assert brightest == (row, column)
-    assert relative_weights(found)[0, row, column] > 1.5
-    assert np.abs(np.asarray(found.picture, dtype=int) - pixels).max() <= 1  # as it was before it was normalized
+    word_map = attention_map(model, processor, picture, "which is z?", "z", layers=[0])
+    assert word_map.weights.shape == (1, num_rows, num_columns)
+    largest = np.unravel_index(word_map.weights[0].argmax(), (num_rows, num_columns))
+    assert largest == (row, column)
+    assert relative_weights(word_map)[0, row, column] > 1.5
+    # The map's picture is the one before the processor normalized it, except for rounding.
+    assert np.abs(np.asarray(word_map.picture, dtype=int) - pixels).max() <= 1
 
 
 def test_what_can_not_be_mapped(
@@ -140,8 +145,8 @@ def test_a_model_that_trains_is_mapped_without_dropout(
 
     for layer in model.model.language_model.layers:
         layer.self_attn.attention_dropout = 0.5
-    found = attention_map(model.train(), processor, picture, QUESTION, "colour")
-    assert found.weights == pytest.approx(expected.weights)
+    word_map = attention_map(model.train(), processor, picture, QUESTION, "colour")
+    assert word_map.weights == pytest.approx(expected.weights)
     assert model.training
 
 
@@ -189,7 +194,7 @@ def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:
     assert "layer 0, 42% on picture" in labels  # 0.2 and eleven times 0.02
 
 
-def test_the_report_shows_them(
+def test_the_report_shows_attention_maps(
     model: NormLlavaForConditionalGeneration, composed: Callable[..., Path], picture: Image.Image, tmp_path: Path
 ) -> None:
     processor = AutoProcessor.from_pretrained(composed())

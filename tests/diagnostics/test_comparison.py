@@ -33,7 +33,7 @@ def record(model: PreTrainedModel, processor: Any, questions: list[Question]) ->
 def test_a_model_in_memory_stays_as_it_is(
     composed: Composed, pictures: list[Image.Image], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is kept for a backward pass, for which a model that can be asked may have no room."""
+    """Weights and modes stay. Nothing is kept for a backward pass, which would need more memory than a question."""
     model, processor = load_model(str(composed()))
     model.train()
     model.model.vision_tower.eval()
@@ -49,13 +49,15 @@ def test_a_model_in_memory_stays_as_it_is(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert "mine: Over 4 pictures, image tokens enter the decoder" in str(measured)
 
-    mine = tmp_path / "figures" / "photo.png"
-    mine.parent.mkdir(parents=True)
-    mine.write_bytes(b"mine")
-    (mine.parent / "keys.png").write_bytes(b"of a report before")
+    # Saving removes an earlier report's figures from the folder, and no other file.
+    figures = tmp_path / "figures"
+    figures.mkdir()
+    (figures / "photo.png").write_bytes(b"a file of the user's")
+    (figures / "keys.png").write_bytes(b"a figure of an earlier report")
     monkeypatch.setattr(type(measured), "figures", lambda measured: {})
     measured.save(tmp_path)
-    assert [path.name for path in mine.parent.iterdir()] == ["photo.png"]
+    assert [path.name for path in figures.iterdir()] == ["photo.png"]
+
     written = pd.read_csv(tmp_path / "report.csv")
     assert written["mean"].tolist() == pytest.approx(measured.frame()["mean"].tolist(), nan_ok=True)
     assert len(pd.read_csv(tmp_path / "rows.csv")) == len(measured.rows)
@@ -92,7 +94,7 @@ def test_what_is_wrong_is_named(composed: Composed, pictures: list[Image.Image])
 
 
 def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], tmp_path: Path) -> None:
-    """Turned as their EXIF says, each once."""
+    """Both are turned as their EXIF data says, and the same picture counts once."""
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     pictures[0].resize((48, 32)).save(tmp_path / "a.png", exif=exif)
@@ -105,7 +107,7 @@ def test_pictures_in_memory_are_those_of_a_folder(pictures: list[Image.Image], t
 
 
 def test_chat_tokens_without_a_role_are_no_text(pictures: list[Image.Image], composed: Composed) -> None:
-    """As Llama 3 ships them: special, and named by nothing."""
+    """Llama 3 has such tokens: its tokenizer marks them as special, but no role in its config names them."""
     questions = questions_about(pictures, "what is it?", 1).questions
     model, processor = load_model(str(composed()))
     before = record(model, processor, questions)
@@ -121,5 +123,14 @@ def test_a_processor_without_a_chat_template(pictures: list[Image.Image], compos
     processor.chat_template = None
     text = processor.tokenizer.decode(record(model, processor, questions).input_ids)
     assert text == "<|image_pad|>" * 4 + "\nwhat is it?"
-    made = dict.fromkeys(("input_ids", "labels"), torch.ones(1, 2))
-    assert [*prepare_inputs(model, lambda **given: made, questions[0].prompt)] == ["input_ids"]  # as PaliGemma's
+
+
+def test_labels_that_a_processor_returns_are_left_out(pictures: list[Image.Image], composed: Composed) -> None:
+    """PaliGemma's processor returns labels, which are for training."""
+    (question,) = questions_about(pictures, "what is it?", 1).questions
+    model, _ = load_model(str(composed()))
+
+    def process(**options: Any) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.ones(1, 2), "labels": torch.ones(1, 2)}
+
+    assert list(prepare_inputs(model, process, question.prompt)) == ["input_ids"]

@@ -1,35 +1,38 @@
-"""The places of a decoder's first layer, where its parts show what stands between them."""
+"""The places of a decoder's first layer: what `InterfaceHooks` passes before and after its MLP."""
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.parts import find_decoder
 from families import build, inputs
 
 
-@pytest.mark.parametrize("name", ["normllava", "qwen2_5_vl", "gemma3", "lfm2_vl"])
 @torch.no_grad()
-def test_what_is_before_an_mlp_that_adds_nothing_leaves_the_layer(name: str) -> None:
-    model, sample = build(name), inputs(name)
+def states_by_place(model: PreTrainedModel, sample: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensor at each place in one forward pass."""
+    states: dict[str, torch.Tensor] = {}
+    with InterfaceHooks(model, states.__setitem__):
+        model(**sample)
+    return states
+
+
+@pytest.mark.parametrize("name", ["normllava", "qwen2_5_vl", "gemma3", "lfm2_vl"])
+def test_before_an_mlp_that_adds_nothing_is_what_the_layer_returns(name: str) -> None:
+    model = build(name)
     layer = find_decoder(model).layers[0]
     mlp = layer.feed_forward if name == "lfm2_vl" else layer.mlp
-    for parameter in mlp.parameters():
-        parameter.zero_()
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.zero_()
 
-    seen: dict[str, torch.Tensor] = {}
-    with InterfaceHooks(model, seen.__setitem__):
-        model(**sample)
-    assert torch.equal(seen["before_mlp"], seen["after_mlp"])
-    assert not torch.allclose(seen["before_mlp"], seen["decoder"])
+    states = states_by_place(model, inputs(name))
+    assert torch.equal(states["before_mlp"], states["after_mlp"])
+    assert not torch.allclose(states["before_mlp"], states["decoder"])
 
 
-@torch.no_grad()
-def test_a_layer_whose_mlp_is_given_what_attention_is_given_has_nothing_between() -> None:
-    """Its two updates can't be told apart."""
-    model, sample = build("cohere2_vision"), inputs("cohere2_vision")
-    seen: dict[str, torch.Tensor] = {}
-    with InterfaceHooks(model, seen.__setitem__):
-        model(**sample)
-    assert "after_mlp" in seen
-    assert "before_mlp" not in seen
+def test_a_layer_whose_mlp_gets_the_input_of_attention_has_no_place_before_the_mlp() -> None:
+    states = states_by_place(build("cohere2_vision"), inputs("cohere2_vision"))
+    assert "after_mlp" in states
+    assert "before_mlp" not in states

@@ -1,4 +1,4 @@
-"""How far apart tokens are: against the definition on paper, and where tokens of one picture are alike."""
+"""Distances between keys: MMD² against its definition, and with keys whose distribution is known."""
 
 import dataclasses
 import itertools
@@ -15,34 +15,54 @@ from families import build, inputs, record_sample
 
 def test_mmd_is_the_double_sum_of_its_definition_over_different_pictures() -> None:
     rng = np.random.default_rng(0)
-    points, groups = rng.normal(size=(24, 3)) * rng.uniform(1, 2, (24, 1)), np.repeat(np.arange(6), 4)
-    pictures = np.arange(6) % 3  # visual and text tokens of three pictures
-    pairs = list(itertools.permutations(range(24), 2))
-    scale = np.mean([np.sum((points[i] - points[j]) ** 2) for i, j in pairs])
+    points = rng.normal(size=(24, 3)) * rng.uniform(1, 2, (24, 1))
 
-    def mean(one: int, other: int) -> float:
-        """Of the kernel, over pairs of tokens of two modalities and different pictures."""
-        apart = [
-            np.sum((points[i] - points[j]) ** 2)
-            for i, j in itertools.product(range(12 * one, 12 * one + 12), range(12 * other, 12 * other + 12))
-            if pictures[groups[i]] != pictures[groups[j]]
-        ]
-        return float(np.mean([np.exp(-distance / (s * scale)) for distance in apart for s in BANDWIDTHS]))
+    # Four tokens of each group: groups 0 to 2 are image tokens of three pictures, groups 3 to 5 their text tokens.
+    groups = np.repeat(np.arange(6), 4)
+    picture_of_group = np.array([0, 1, 2, 0, 1, 2])
+    image_tokens = range(12)
+    text_tokens = range(12, 24)
 
-    visual, text = np.array([[1, 1, 1, 0, 0, 0]]) > 0, np.array([[0, 0, 0, 1, 1, 1]]) > 0
-    expected = mean(0, 0) + mean(1, 1) - 2 * mean(0, 1)
-    assert unbiased_mmd(kernel(points), groups, pictures, (visual, text)) == pytest.approx([expected])
+    def squared_distance(i: int, j: int) -> float:
+        return float(np.sum((points[i] - points[j]) ** 2))
+
+    scale = np.mean([squared_distance(i, j) for i, j in itertools.permutations(range(24), 2)])
+
+    def mean_kernel(first_tokens: range, second_tokens: range) -> float:
+        kernels = []
+        for i, j in itertools.product(first_tokens, second_tokens):
+            if picture_of_group[groups[i]] != picture_of_group[groups[j]]:
+                kernels += [np.exp(-squared_distance(i, j) / (bandwidth * scale)) for bandwidth in BANDWIDTHS]
+        return float(np.mean(kernels))
+
+    within_modalities = mean_kernel(image_tokens, image_tokens) + mean_kernel(text_tokens, text_tokens)
+    expected = within_modalities - 2 * mean_kernel(image_tokens, text_tokens)
+    is_image_group = np.array([[True, True, True, False, False, False]])
+    mmd = unbiased_mmd(kernel(points), groups, picture_of_group, (is_image_group, ~is_image_group))
+    assert mmd == pytest.approx([expected])
 
 
-def test_the_probe_keeps_a_picture_in_one_part() -> None:
+def test_the_probe_tells_modalities_apart_that_lie_apart() -> None:
     rng = np.random.default_rng(3)
-    groups = np.arange(200) % 20  # of ten pictures, visual and text
-    assert linear_probe(rng.normal(size=(200, 3)) + 5 * (groups < 10)[:, None], groups, 10) == 1
-    # Each modality of each picture has a place of its own, which says nothing about another picture's tokens.
-    assert 0.3 < linear_probe(np.eye(20)[groups], groups, 10) < 0.7
-    # One picture of five has no token left.
-    few = np.concatenate([np.repeat(np.arange(4), 9), np.repeat(np.arange(5, 9), 9)])
-    assert linear_probe(rng.normal(size=(72, 3)) + 5 * (few < 5)[:, None], few, 5) == 1
+    groups = np.arange(200) % 20  # ten pictures: groups 0 to 9 are image tokens
+    points = rng.normal(size=(200, 3))
+    points[groups < 10] += 5
+    assert linear_probe(points, groups, num_pictures=10) == 1
+
+
+def test_the_probe_has_all_tokens_of_a_picture_in_one_fold() -> None:
+    """Each group has a place of its own. Tokens of a group would give away the rest of it, but not another picture."""
+    groups = np.arange(200) % 20
+    places = np.eye(20)[groups]
+    assert 0.3 < linear_probe(places, groups, num_pictures=10) < 0.7
+
+
+def test_the_probe_takes_a_picture_without_tokens() -> None:
+    rng = np.random.default_rng(3)
+    groups = np.repeat([0, 1, 2, 3, 5, 6, 7, 8], 9)  # of five pictures, the last one has no group
+    points = rng.normal(size=(72, 3))
+    points[groups < 5] += 5
+    assert linear_probe(points, groups, num_pictures=5) == 1
 
 
 @pytest.fixture(scope="module")
@@ -50,69 +70,100 @@ def record() -> Record:
     return record_sample(build("llava-siglip"), inputs("llava-siglip"))
 
 
-def fabricate(record: Record, visual: torch.Tensor, text: torch.Tensor, space: str = "keys") -> Record:
-    """The record with one layer, whose keys (or values) are given, `(num_heads, n, head_dim)` or `(n, head_dim)`."""
-    keys = torch.zeros(*visual.shape[:-2] or (1,), len(record.tokens.visual), visual.shape[-1])
-    keys[:, record.with_sinks.visual], keys[:, record.with_sinks.text] = visual, text
-    return dataclasses.replace(record, **{space: {0: keys}}, key_positions=torch.arange(keys.shape[1]))
+def set_vectors(
+    record: Record, image_vectors: torch.Tensor, text_vectors: torch.Tensor, space: str = "keys"
+) -> Record:
+    """A copy of the record with a single layer, whose keys or values are these.
+
+    Args:
+        record: The record, with 16 image tokens and 12 text tokens.
+        image_vectors: Keys or values of the image tokens, `(num_heads, 16, head_dim)`.
+        text_vectors: Keys or values of the text tokens, `(num_heads, 12, head_dim)`.
+        space: `"keys"` or `"values"`.
+    """
+    num_heads, _, head_dim = image_vectors.shape
+    length = len(record.tokens.visual)
+    vectors = torch.zeros(num_heads, length, head_dim)
+    vectors[:, record.with_sinks.visual] = image_vectors
+    vectors[:, record.with_sinks.text] = text_vectors
+    return dataclasses.replace(record, **{space: {0: vectors}}, key_positions=torch.arange(length))
 
 
-def measured(records: list[Record], space: str = "keys") -> dict[str, Estimate]:
+def measure_only_layer(records: list[Record], space: str = "keys") -> dict[str, Estimate]:
     """Estimates of the only layer, by measure."""
     rows = measure_space(space, records)
     assert rows is not None
-    found = summarize_rows(rows).itertuples()
-    return {of.measure.removeprefix(f"{space}."): Estimate(of.mean, of.low, of.high) for of in found}
+    estimates = {}
+    for row in summarize_rows(rows).itertuples():
+        estimates[row.measure.removeprefix(f"{space}.")] = Estimate(row.mean, row.low, row.high)
+    return estimates
 
 
-def test_keys_apart_and_alike(record: Record) -> None:
+def test_modalities_that_lie_apart_and_modalities_that_are_alike(record: Record) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> torch.Tensor:
-        return torch.randn(count, 8, generator=generator)
+        return torch.randn(1, count, 8, generator=generator)
 
-    alike = measured([fabricate(record, draw(16), draw(12)) for _ in range(8)])
-    apart = measured([fabricate(record, draw(16) + 3, draw(12), "values") for _ in range(8)], "values")
-    assert alike["tokens"].mean == 96  # all text tokens, and as many visual ones
-    assert abs(alike["mmd"].mean) < 0.02 < 0.2 < apart["mmd"].mean
-    assert apart["probe"].mean == 1
-    assert 0.3 < alike["probe"].mean < 0.7
+    keys = measure_only_layer([set_vectors(record, draw(16), draw(12)) for _ in range(8)])
+    assert keys["tokens"].mean == 8 * 12  # all text tokens, and as many image tokens
+    assert abs(keys["mmd"].mean) < 0.02
+    assert 0.3 < keys["probe"].mean < 0.7
 
-
-def of_pictures(record: Record, num_pictures: int, generator: torch.Generator) -> list[Record]:
-    """Keys of which only the picture says where they lie, in either modality for itself."""
-    at = torch.randn(num_pictures, 2, 1, 8, generator=generator)
-    return [
-        fabricate(record, visual + 0.3 * torch.randn(16, 8, generator=generator), text.expand(12, 8))
-        for visual, text in at
-    ]
+    records = [set_vectors(record, draw(16) + 3, draw(12), "values") for _ in range(8)]
+    values = measure_only_layer(records, "values")
+    assert values["mmd"].mean > 0.2
+    assert values["probe"].mean == 1
 
 
-def test_tokens_of_one_picture_are_no_evidence(record: Record) -> None:
-    """Pictures differ, modalities do not: halves of tokens, not of pictures, looked alike."""
-    distances = []
+def draw_records(
+    record: Record,
+    generator: torch.Generator,
+    num_pictures: int = 8,
+    num_heads: int = 1,
+    head_dim: int = 8,
+    shift: float = 0.0,
+) -> list[Record]:
+    """Records of pictures whose image tokens lie around one random place, and whose text tokens lie at another.
+
+    Both places are drawn from the same distribution, so modalities differ only by `shift`, which image tokens get.
+    """
+    places = torch.randn(num_pictures, 2, num_heads, 1, head_dim, generator=generator)
+    records = []
+    for image_place, text_place in places:
+        noise = 0.3 * torch.randn(num_heads, 16, head_dim, generator=generator)
+        text_vectors = text_place.expand(num_heads, 12, head_dim)
+        records.append(set_vectors(record, image_place + noise + shift, text_vectors))
+    return records
+
+
+def test_tokens_of_one_picture_that_are_alike_do_not_raise_mmd(record: Record) -> None:
+    mmd = []
+    floor = []
     for seed in range(20):
-        space = measured(of_pictures(record, 8, torch.Generator().manual_seed(seed)))
-        distances.append((space["mmd"].mean, space["mmd_halves"].mean))
-    apart, halves = np.array(distances).T
-    assert abs(apart.mean()) < 3 * apart.std() / 20**0.5  # about 0, where pairs within pictures made it 0.03
-    assert 0.7 < (apart < halves).mean() < 1  # halves of the pictures are as far apart as the modalities
+        estimates = measure_only_layer(draw_records(record, torch.Generator().manual_seed(seed)))
+        mmd.append(estimates["mmd"].mean)
+        floor.append(estimates["mmd_halves"].mean)
+
+    # The mean of 20 estimates is 0 within three standard errors. Pairs within pictures would make it 0.03.
+    assert abs(np.mean(mmd)) < 3 * np.std(mmd) / 20**0.5
+    # Modalities are as far apart as halves of the pictures, so that most but not all are below the floor.
+    assert 0.7 < np.mean(np.array(mmd) < np.array(floor)) < 1
 
 
-def test_one_picture_says_nothing(record: Record) -> None:
-    assert measure_space("keys", of_pictures(record, 1, torch.Generator().manual_seed(0))) is None
+def test_one_picture_is_not_measured(record: Record) -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert measure_space("keys", draw_records(record, generator, num_pictures=1)) is None
 
 
 def test_the_interval_of_mmd_holds_its_mean(record: Record) -> None:
-    """Pictures that differ, several heads, a true difference; pairs within a picture raised it past its interval."""
+    """With pairs of tokens within a picture, the mean would lie above the interval."""
     generator = torch.Generator().manual_seed(0)
-    found = []
+    estimates = []
     for _ in range(30):
-        at = torch.randn(8, 2, 3, 1, 4, generator=generator)
-        records = [
-            fabricate(record, v + 0.3 * torch.randn(3, 16, 4, generator=generator) + 0.5, t.expand(3, 12, 4))
-            for v, t in at
-        ]
-        found.append(measured(records)["mmd"])
-    means, low, high = np.array(found).T
-    assert ((low <= means.mean()) & (means.mean() <= high)).mean() > 0.9
+        records = draw_records(record, generator, num_heads=3, head_dim=4, shift=0.5)
+        estimates.append(measure_only_layer(records)["mmd"])
+
+    mean, low, high = np.array(estimates).T
+    holds_mean = (low <= mean.mean()) & (mean.mean() <= high)
+    assert holds_mean.mean() > 0.9

@@ -1,8 +1,8 @@
-"""The parts of each family's model, where transformers' own attributes have them."""
+"""The parts of each family's model are found."""
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
@@ -10,13 +10,13 @@ from diagnostics.parts import DiagnosticsError, find_decoder, find_encoder, find
 from families import FAMILIES, IMAGE, build
 
 
-# Pictures are not among the decoder's input tokens, or the defaults of the config name no token for them.
+# In these families pictures don't reach the decoder as tokens, or the config names no image token by default.
 REFUSED = {
     "blip", "blip-2", "florence2", "git", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "kosmos-2.5",
     "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "mistral4", "nemotron_h_omni", "pi0", "pix2struct", "pp_formulanet",
     "t5gemma2", "udop", "vision-encoder-decoder",
 }  # fmt: skip
-# Where a model names none; by default Gemma 4 has no vision encoder.
+# These models have no part that we know as the encoder or the projector. By default Gemma 4 has no vision encoder.
 WITHOUT_ENCODER = {"apertus1p5", "fuyu", "gemma4", "gemma4_unified"}
 WITHOUT_PROJECTOR = {"apertus1p5", "gemma4", "gemma4_unified", "inkling_mm_model"}
 
@@ -24,31 +24,46 @@ WITHOUT_PROJECTOR = {"apertus1p5", "gemma4", "gemma4_unified", "inkling_mm_model
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_parts_of_a_family_are_found(name: str) -> None:
     model = build(name)
-    encoder, projector = find_encoder(model), find_projector(model)
+    encoder = find_encoder(model)
+    projector = find_projector(model)
+    layers = find_decoder(model).layers
     assert encoder is not None
     assert projector is not None
-    # What the projector returns is as wide as the decoder; no layer of the decoder is in either.
-    layers = find_decoder(model).layers
     assert len(layers) == 3
-    assert not set(layers.modules()) & {*encoder.modules(), *projector.modules()}
+
+    # No module of the decoder is taken for a part of the encoder or the projector.
+    decoder_modules = set(layers.modules())
+    assert decoder_modules.isdisjoint(encoder.modules())
+    assert decoder_modules.isdisjoint(projector.modules())
+
     assert image_token_id(model) == IMAGE
-    assert (find_norm(model) is None) == (not name.startswith("normllava"))
+    has_norm = find_norm(model) is not None
+    assert has_norm == name.startswith("normllava")
+
+
+def check_image_tokens(model: PreTrainedModel) -> None:
+    """Raise `DiagnosticsError` for a model without image tokens: one of the two functions does, by the family."""
+    image_token_id(model)
+    find_decoder(model)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 def test_every_family_of_transformers_has_its_parts_or_is_refused_in_one_line(name: str) -> None:
-    """As its config's defaults have it, without memory for weights."""
+    """The model is the one that its default config makes, on the meta device, where weights need no memory."""
     try:
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(CONFIG_MAPPING[name]())
     except Exception as error:
         pytest.skip(f"its defaults make no model: {str(error).strip().splitlines()[0]}")
+
     if name in REFUSED:
         with pytest.raises(DiagnosticsError, match=rf"\A{type(model).__name__} has no image tokens: .*\Z"):
-            assert image_token_id(model) is find_decoder(model)
+            check_image_tokens(model)
         return
+
+    decoder = find_decoder(model)
     assert isinstance(image_token_id(model), int)
-    assert len(find_decoder(model).layers) == find_decoder(model).config.num_hidden_layers
+    assert len(decoder.layers) == decoder.config.num_hidden_layers
     assert (find_encoder(model) is None) == (name in WITHOUT_ENCODER)
     assert (find_projector(model) is None) == (name in WITHOUT_PROJECTOR)

@@ -1,4 +1,4 @@
-"""One forward pass through hooks: every family, against transformers' own outputs; and a model set by hand."""
+"""What a probe records of a forward pass: each family's against transformers' own outputs, and known numbers."""
 
 import copy
 import re
@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -26,240 +25,346 @@ from families import FAMILIES, IMAGE, build, inputs, record_sample, tokens_of
 
 
 Inputs = dict[str, torch.Tensor]
-# What the projector returns does not enter the decoder as it is: a newline feature, scaling, tiles put together.
+# In these families the projector's output does not enter the decoder as it is: a newline feature is added, the output
+# is scaled, or tiles are put together.
 CHANGED_AFTER_PROJECTOR = ("llava_next", "llava_onevision", "paligemma")
-# Of the model that is set by hand.
-VISUAL_NORM, UPDATE = 40.0, 3.0
-TEXT_NORMS = (2.0, 6.0)  # of even and of odd token ids
-# A layer that is no attention.
-WITHOUT_KEYS = {"lfm2_vl": 1, "qwen3_5": 1}
+# In these families, this layer has no attention, and so no keys.
+LAYER_WITHOUT_KEYS = {"lfm2_vl": 1, "qwen3_5": 1}
+# Numbers of the model that `set_by_hand` makes.
+IMAGE_NORM = 40.0
+EVEN_NORM = 2.0  # of the embeddings of even token ids
+ODD_NORM = 6.0  # of the embeddings of odd token ids
+UPDATE = 3.0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_is_measured_and_its_logits_stay(name: str) -> None:
-    model, sample = build(name), inputs(name, padding=3)
+def test_a_probe_leaves_logits_unchanged(name: str) -> None:
+    model = build(name)
+    sample = inputs(name, padding=3)
     with torch.no_grad():
         logits = model(**sample).logits
-        with Probe(model, sample, tokens_of(model, sample)) as probe:
-            assert torch.equal(model(**sample).logits, logits)
-        assert torch.equal(model(**sample).logits, logits)
-    record = probe.record()
-
-    ids = sample["input_ids"][0]
-    newlines = int(record.tokens.excluded.get("newline", torch.zeros(1)).sum())
-    assert newlines == (4 if name in ("llava_next", "llava_onevision") else 0)
-    assert record.tokens.visual.sum() == (ids == IMAGE).sum() - newlines
-    assert record.tokens.text.sum() == 12
-    assert record.tokens.excluded["padding"].sum() == 3
-    assert record.tokens.excluded["special"].sum() == 1 + 2 * FAMILIES[name].boundaries
-    assert {"projector_input", "projector_output", "encoder_output"} <= set(record.interface)
-    if name not in CHANGED_AFTER_PROJECTOR:
-        after, before = record.interface["projector_output"], record.layer_norms[0, record.tokens.visual]
-        assert torch.allclose(after.sort().values, before.sort().values, rtol=1e-5)
-    summary = Summary.of(measure_interface([record], vocabulary_norms(model)))
-    entering, prompt = (summary.look(place, "text").mean for place in ("at_decoder", "in_prompt"))
-    assert entering == pytest.approx(prompt, rel=1e-5)
+        with Probe(model, sample, tokens_of(model, sample)):
+            logits_in_probe = model(**sample).logits
+        logits_afterwards = model(**sample).logits
+    assert torch.equal(logits_in_probe, logits)
+    assert torch.equal(logits_afterwards, logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_layers_are_those_of_the_hidden_states(name: str) -> None:
-    model, sample = build(name), inputs(name)
+def test_each_token_of_a_family_gets_its_type(name: str) -> None:
+    sample = inputs(name, padding=3)
+    tokens = record_sample(build(name), sample).tokens
+
+    num_newlines = int(tokens.excluded["newline"].sum()) if "newline" in tokens.excluded else 0
+    num_boundaries = 2 if FAMILIES[name].boundaries else 0
+    assert num_newlines == (4 if name in ("llava_next", "llava_onevision") else 0)
+    assert tokens.visual.sum() == (sample["input_ids"] == IMAGE).sum() - num_newlines
+    assert tokens.text.sum() == 12
+    assert tokens.excluded["padding"].sum() == 3
+    assert tokens.excluded["special"].sum() == 1 + num_boundaries  # BOS is special too
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_norms_on_the_way_into_the_decoder_agree(name: str) -> None:
+    model = build(name)
+    record = record_sample(model, inputs(name, padding=3))
+
+    assert {"projector_input", "projector_output", "encoder_output"} <= set(record.interface)
+    if name not in CHANGED_AFTER_PROJECTOR:
+        # The decoder may get the features in another order.
+        projected = record.interface["projector_output"].sort().values
+        entering = record.layer_norms[0, record.tokens.visual].sort().values
+        assert torch.allclose(projected, entering, rtol=1e-5)
+
+    summary = Summary.of(measure_interface([record], vocabulary_norms(model)))
+    at_decoder = summary.look("at_decoder", "text").mean
+    in_prompt = summary.look("in_prompt", "text").mean
+    assert at_decoder == pytest.approx(in_prompt, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_are_measured_as_their_hidden_states_say(name: str) -> None:
+    model = build(name)
+    sample = inputs(name)
     record = record_sample(model, sample)
     with torch.no_grad():
-        states = model(**sample, output_hidden_states=True).hidden_states
-    # What Qwen3-VL adds to visual tokens between layers is not in the hidden states.
-    seen = record.tokens.text if name == "qwen3_vl" else torch.ones_like(record.tokens.text)
-    norms = torch.stack([state[0, seen].norm(dim=-1) for state in states[:-1]])  # the last is past the final norm
-    assert torch.allclose(record.layer_norms[:-1, seen], norms, rtol=1e-5)
-    for number in range(len(states) - 2):
-        before, after = states[number][0, seen].double(), states[number + 1][0, seen].double()
+        all_states = model(**sample, output_hidden_states=True).hidden_states
+    states = all_states[:-1]  # the last ones come after the decoder's final norm
+
+    # Qwen3-VL adds to image tokens between layers. transformers' hidden states are those before it does so.
+    compared = record.tokens.text if name == "qwen3_vl" else torch.ones_like(record.tokens.text)
+    norms = torch.stack([state[0, compared].norm(dim=-1) for state in states])
+    assert torch.allclose(record.layer_norms[:-1, compared], norms, rtol=1e-5)
+
+    for layer in range(len(states) - 1):
+        before = states[layer][0, compared].double()
+        after = states[layer + 1][0, compared].double()
         cosines = torch.cosine_similarity(before, after, dim=-1)
-        assert torch.allclose(record.cosines[number, seen].double(), cosines, atol=1e-6)
-        ratios = (after - before).norm(dim=-1) / before.norm(dim=-1)
-        assert torch.allclose(record.update_ratios[number, seen].double(), ratios, rtol=1e-4)
+        assert torch.allclose(record.cosines[layer, compared].double(), cosines, atol=1e-6)
+        update_ratios = (after - before).norm(dim=-1) / before.norm(dim=-1)
+        assert torch.allclose(record.update_ratios[layer, compared].double(), update_ratios, rtol=1e-4)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_attention_is_that_of_the_eager_model(name: str, padding: int) -> None:
-    model, sample = build(name), inputs(name, padding)
+    model = build(name)
+    sample = inputs(name, padding)
     record = record_sample(model, sample)
+
     config = copy.deepcopy(model.config)
     eager = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
         attentions = eager(**sample, output_attentions=True).attentions
-    for rows, expected in zip(record.attention.values(), attentions, strict=True):
-        assert rows.shape[1] == len(record.queries) < 16
-        assert torch.allclose(rows, expected[0][:, record.queries], atol=1e-5)
+
+    assert len(record.queries) == 9  # the words after the picture
+    for probabilities, attention in zip(record.attention.values(), attentions, strict=True):
+        expected = attention[0][:, record.queries]
+        assert probabilities.shape == expected.shape
+        assert torch.allclose(probabilities, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_keys_are_what_is_rotated_and_values_what_attention_gets(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against what the family's own function for rotary embedding is given, and against what transformers' sdpa is."""
-    model, sample = build(name), inputs(name, padding=3)
-    record, layers = record_sample(model, sample), find_decoder(model).layers
-    rotated: list[torch.Tensor] = []
+def test_keys_are_those_before_rotation_and_values_those_in_attention(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The family's own function for rotary embedding is given the keys, and transformers' sdpa the values."""
+    model = build(name)
+    sample = inputs(name, padding=3)
+    record = record_sample(model, sample)
+    layers = find_decoder(model).layers
+
+    # Both grow with each layer of the decoder.
+    queries_and_keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
 
-    def clear(*of: object) -> None:  # of what the vision encoder did
-        rotated.clear()
+    def forget_vision_encoder(*hook_args: object) -> None:
+        queries_and_keys.clear()
         values.clear()
 
-    layers[0].register_forward_pre_hook(clear)
-    source = sys.modules[type(layers[0]).__module__]
+    layers[0].register_forward_pre_hook(forget_vision_encoder)
 
-    def see(*args: Any, rotate: Callable[..., Any], **kwargs: Any) -> Any:
-        given = [of for of in (*args, *kwargs.values()) if isinstance(of, torch.Tensor) and of.ndim == 4]
-        rotated.extend(of[0] for of in given if len(of) == 1)
+    def keep_and_rotate(*args: Any, rotate: Callable[..., Any], **kwargs: Any) -> Any:
+        for argument in (*args, *kwargs.values()):
+            # Queries and keys have four axes and a batch of 1; the other arguments are sines and cosines.
+            if isinstance(argument, torch.Tensor) and argument.ndim == 4 and len(argument) == 1:
+                queries_and_keys.append(argument[0])
         return rotate(*args, **kwargs)
 
-    for function in re.findall(r"\bapply_\w*rotary\w*", " ".join(dir(source))):
-        monkeypatch.setattr(source, function, partial(see, rotate=getattr(source, function)))
+    source = sys.modules[type(layers[0]).__module__]
+    for function in dir(source):
+        if re.match(r"apply_\w*rotary", function):
+            rotate = getattr(source, function)
+            monkeypatch.setattr(source, function, partial(keep_and_rotate, rotate=rotate))
+
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
-    def attend(*args: Any, **kwargs: Any) -> Any:  # module, query, key, value, mask
-        values.append(args[3][0])
-        return sdpa(*args, **kwargs)
+    def keep_and_attend(module: Any, query: Any, key: Any, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        values.append(value[0])
+        return sdpa(module, query, key, value, *args, **kwargs)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attend)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", keep_and_attend)
     with torch.no_grad():
         model(**sample)
-    assert list(record.keys) == list(record.values) == [n for n in range(3) if n != WITHOUT_KEYS.get(name)]
-    for found, key, value in zip(record.keys.items(), rotated[1::2], values, strict=True):  # queries come first
-        number, keys = found
-        assert torch.equal(keys, key if key.shape == keys.shape else key.transpose(0, 1))
-        assert torch.equal(record.values[number], value)
-    said = [note[:15] for note in record.notes if "deepstack" not in note]
-    assert said == ["keys of layer 1"] * (name in WITHOUT_KEYS)
+
+    layers_with_keys = [layer for layer in range(3) if layer != LAYER_WITHOUT_KEYS.get(name)]
+    assert list(record.keys) == layers_with_keys
+    assert list(record.values) == layers_with_keys
+
+    keys = queries_and_keys[1::2]  # the function gets queries first
+    for layer, expected_keys, expected_values in zip(layers_with_keys, keys, values, strict=True):
+        if expected_keys.shape != record.keys[layer].shape:  # some families rotate with tokens before heads
+            expected_keys = expected_keys.transpose(0, 1)
+        assert torch.equal(record.keys[layer], expected_keys)
+        assert torch.equal(record.values[layer], expected_values)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_layer_without_keys_is_noted(name: str) -> None:
+    record = record_sample(build(name), inputs(name))
+    notes = [note for note in record.notes if "deepstack" not in note]
+    if name in LAYER_WITHOUT_KEYS:
+        (note,) = notes
+        assert note.startswith("keys of layer 1: not recorded")
+    else:
+        assert notes == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_keys_that_are_not_rotated_are_no_keys(dtype: torch.dtype) -> None:
-    """Rotation, of all dimensions or some, keeps norms: a norm behind it, or another projection, doesn't."""
+def test_only_what_was_rotated_is_taken_for_keys(dtype: torch.dtype) -> None:
+    """Rotation of all or some dimensions keeps norms. A norm module after it, or another projection, changes them."""
     torch.manual_seed(0)
-    keys, other = torch.randn(2, 2, 12, 8).to(dtype)  # [num_heads, S, head_dim]
+    keys = torch.randn(2, 12, 8).to(dtype)  # [num_heads, S, head_dim]
+    other = torch.randn(2, 12, 8).to(dtype)
+
+    # Rotate dimensions 0 and 2, and 1 and 3, as rotary embedding does; the last four stay.
     angles = torch.arange(12)[:, None] / 10 ** torch.arange(2)
+    cos = angles.cos()
+    sin = angles.sin()
     first, second, rest = keys.float().split([2, 2, 4], dim=-1)
-    turned = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin(), rest]
-    rotated = torch.cat(turned, dim=-1).to(dtype)
-    for returned in (keys, keys.transpose(0, 1), keys.transpose(0, 1).flatten(1)):
-        assert torch.equal(before_rotation(returned, rotated), keys)
-    for returned in (other, 1.1 * keys, keys[:1], None):
-        assert before_rotation(returned, rotated) is None
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(dtype)
+
+    tokens_first = keys.transpose(0, 1)
+    for projected in (keys, tokens_first, tokens_first.flatten(1)):
+        assert torch.equal(before_rotation(projected, rotated), keys)
+    for projected in (other, 1.1 * keys, keys[:1], None):
+        assert before_rotation(projected, rotated) is None
 
 
 class AddUpdate(nn.Module):
-    """A decoder layer that adds the same update to every token, across it."""
+    """A decoder layer that adds the same vector to every token: `UPDATE` along one axis of the hidden states."""
 
     attention_type = "full_attention"
 
-    def __init__(self, direction: int) -> None:
+    def __init__(self, axis: int) -> None:
         super().__init__()
-        self.direction = direction
+        self.axis = axis
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         update = torch.zeros_like(hidden_states)
-        update[..., self.direction] = UPDATE
+        update[..., self.axis] = UPDATE
         return hidden_states + update
 
 
 @torch.no_grad()
 def set_by_hand(model: PreTrainedModel) -> PreTrainedModel:
-    """Visual tokens of norm 40 and text tokens of norm 2 or 6 along axis 0; layer n adds 3 along axis n + 1."""
+    """Set a model so that all its numbers are known.
+
+    Every token enters the decoder along axis 0: image tokens with norm 40, text tokens with norm 2 or 6. Layer n adds
+    3 along axis n + 1, so each update is orthogonal to the hidden state that it is added to.
+    """
     projector = model.model.multi_modal_projector
     projector.linear_2.weight.zero_()
     projector.linear_2.bias.zero_()
-    projector.linear_2.bias[0] = VISUAL_NORM
+    projector.linear_2.bias[0] = IMAGE_NORM
+
+    # The first ten rows stay zero, as rows of a padded table are.
     embeddings = model.get_input_embeddings().weight
     embeddings.zero_()
-    for parity, norm in enumerate(TEXT_NORMS):
-        embeddings[10 + parity :: 2, 0] = norm  # rows below stay zero, as in a padded table
+    embeddings[10::2, 0] = EVEN_NORM
+    embeddings[11::2, 0] = ODD_NORM
+
     decoder = model.get_decoder()
-    decoder.layers = nn.ModuleList(AddUpdate(number + 1) for number in range(len(decoder.layers)))
+    decoder.layers = nn.ModuleList(AddUpdate(axis=number + 1) for number in range(len(decoder.layers)))
     return model
 
 
-def test_a_model_set_by_hand_gives_the_numbers_on_paper() -> None:
-    model, sample = set_by_hand(build("llava-siglip")), inputs("llava-siglip")
+def test_a_model_set_by_hand_has_the_norms_it_was_given() -> None:
+    model = set_by_hand(build("llava-siglip"))
+    sample = inputs("llava-siglip")
     record = record_sample(model, sample)
-    text_norms = np.array([TEXT_NORMS[int(token) % 2] for token in sample["input_ids"][0][record.tokens.text]])
-    assert 0 < (text_norms == TEXT_NORMS[0]).mean() < 0.5  # so that mean and median are two things
-    visual_norms = np.full(16, VISUAL_NORM)
-    measured = measure_interface([record] * 2, vocabulary_norms(model)), measure_layers([record] * 2)
-    summary = Summary.of(pd.concat(measured))
-    for place, modality, norms in (
-        ("projector_output", "visual", visual_norms),
-        ("at_decoder", "visual", visual_norms),
-        ("at_decoder", "text", text_norms),
-        ("in_prompt", "text", text_norms),
-        ("vocabulary", "text", np.array(TEXT_NORMS)),  # ten rows of the table are all zero
-    ):
-        assert summary.look(place, modality).mean == pytest.approx(norms.mean())
-    assert summary.look("ratio").mean == pytest.approx(VISUAL_NORM / text_norms.mean())
-    assert summary.look("ratio_to_vocabulary").mean == pytest.approx(VISUAL_NORM / np.mean(TEXT_NORMS))
+
+    text_ids = sample["input_ids"][0][record.tokens.text]
+    text_norm = np.where(text_ids % 2 == 0, EVEN_NORM, ODD_NORM).mean()
+    vocabulary_norm = (EVEN_NORM + ODD_NORM) / 2
+    # There are more odd ids than even ones, so that this mean is neither the median nor the vocabulary's mean.
+    assert vocabulary_norm < text_norm < ODD_NORM
+
+    summary = Summary.of(measure_interface([record] * 2, vocabulary_norms(model)))
+    assert summary.look("projector_output", "visual").mean == pytest.approx(IMAGE_NORM)
+    assert summary.look("at_decoder", "visual").mean == pytest.approx(IMAGE_NORM)
+    assert summary.look("at_decoder", "text").mean == pytest.approx(text_norm)
+    assert summary.look("in_prompt", "text").mean == pytest.approx(text_norm)
+    assert summary.look("vocabulary", "text").mean == pytest.approx(vocabulary_norm)
+    assert summary.look("ratio").mean == pytest.approx(IMAGE_NORM / text_norm)
+    assert summary.look("ratio_to_vocabulary").mean == pytest.approx(IMAGE_NORM / vocabulary_norm)
+
+
+def test_a_model_set_by_hand_turns_its_tokens_as_computed_on_paper() -> None:
+    model = set_by_hand(build("llava-siglip"))
+    sample = inputs("llava-siglip")
+    record = record_sample(model, sample)
+    summary = Summary.of(measure_layers([record] * 2))
+
+    text_ids = sample["input_ids"][0][record.tokens.text]
+    norms_at_entrance = {
+        "visual": np.full(16, IMAGE_NORM),
+        "text": np.where(text_ids % 2 == 0, EVEN_NORM, ODD_NORM),
+    }
     turning = {}
-    for modality, starts in (("visual", visual_norms), ("text", text_norms)):
-        norms = np.sqrt(starts**2 + np.arange(4)[:, None] * UPDATE**2)  # [num_layers + 1, num_tokens]
-        turning[modality] = 1 - (norms[:-1] / norms[1:]).mean(1)
+    for modality, entering in norms_at_entrance.items():
+        # By Pythagoras, as updates are orthogonal: before layer n a token has the norm √(entering² + n · UPDATE²).
+        num_updates = np.arange(4)[:, None]
+        norms = np.sqrt(entering**2 + num_updates * UPDATE**2)  # [num_layers + 1, num_tokens]
+        turning[modality] = 1 - (norms[:-1] / norms[1:]).mean(axis=1)
+
         for measure, expected in (
-            ("norm", norms.mean(1)),
+            ("norm", norms.mean(axis=1)),
             ("turning", turning[modality]),
-            ("update_ratio", (UPDATE / norms[:-1]).mean(1)),
+            ("update_ratio", (UPDATE / norms[:-1]).mean(axis=1)),
             ("update_cosine", np.zeros(3)),
         ):
-            found = summary.curve(measure, modality)["mean"].tolist()
-            assert found == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6), measure
+            means = summary.curve(measure, modality)["mean"].tolist()
+            assert means == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-6), measure
         assert summary.look("turning", modality).mean == pytest.approx(turning[modality].mean(), abs=1e-6)
+
     gaps = turning["text"] - turning["visual"]
     assert summary.curve("gap")["mean"].tolist() == pytest.approx(gaps.tolist(), abs=1e-6)
-    assert summary.look("gap, last third") == pytest.approx([gaps[2]] * 3, abs=1e-6)
+    # The last of three layers is the last third. Both records are the same, so the interval has no width.
+    last_gap = summary.look("gap, last third")
+    assert last_gap.mean == pytest.approx(gaps[2], abs=1e-6)
+    assert last_gap.low == pytest.approx(gaps[2], abs=1e-6)
+    assert last_gap.high == pytest.approx(gaps[2], abs=1e-6)
 
 
 def test_a_decoder_that_multiplies_its_input_has_the_same_ratios() -> None:
-    """Granite's does so with text and pictures alike; LLaVA-NeXT's newlines are found all the same."""
+    """Granite multiplies text and image tokens alike. LLaVA-NeXT's newline features are still found there."""
     factor = 12.0
-    plain, sample = build("llava_next"), inputs("llava_next")
-    fields = {**plain.config.text_config.to_dict(), "model_type": "granite", "embedding_multiplier": factor}
-    fields |= {"attention_multiplier": plain.config.text_config.head_dim**-0.5}
-    scaled = copy.deepcopy(plain)
-    scaled.model.language_model = AutoModel.from_config(CONFIG_MAPPING["granite"](**fields)).eval()
-    scaled.model.language_model.load_state_dict(plain.model.language_model.state_dict())
+    plain = build("llava_next")
+    sample = inputs("llava_next")
+
+    text_config = plain.config.text_config
+    fields = text_config.to_dict() | {
+        "model_type": "granite",
+        "embedding_multiplier": factor,
+        "attention_multiplier": text_config.head_dim**-0.5,
+    }
+    multiplying = copy.deepcopy(plain)
+    multiplying.model.language_model = AutoModel.from_config(CONFIG_MAPPING["granite"](**fields)).eval()
+    multiplying.model.language_model.load_state_dict(plain.model.language_model.state_dict())
+
     vocabulary = vocabulary_norms(plain)
-    records = record_sample(plain, sample), record_sample(scaled, sample)
-    assert [int(record.tokens.excluded["newline"].sum()) for record in records] == [4, 4]
-    before, after = (measure_interface([record], vocabulary) for record in records)
-    is_scaled = before["measure"].isin(["at_decoder", "in_prompt", "vocabulary"])
-    expected = before["value"] * np.where(is_scaled, factor, 1)
-    assert after["value"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    plain_record = record_sample(plain, sample)
+    multiplied_record = record_sample(multiplying, sample)
+    assert plain_record.tokens.excluded["newline"].sum() == 4
+    assert multiplied_record.tokens.excluded["newline"].sum() == 4
+
+    plain_rows = measure_interface([plain_record], vocabulary)
+    multiplied_rows = measure_interface([multiplied_record], vocabulary)
+    is_multiplied = plain_rows["measure"].isin(["at_decoder", "in_prompt", "vocabulary"])
+    expected = plain_rows["value"] * np.where(is_multiplied, factor, 1)
+    assert multiplied_rows["value"].tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def test_hooks_are_gone_after_a_failure() -> None:
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
-    with pytest.raises(RuntimeError, match="stop"), Probe(model, sample, tokens_of(model, sample)):
+    model = build("llava-siglip")
+    sample = inputs("llava-siglip")
+    probe = Probe(model, sample, tokens_of(model, sample))
+    with pytest.raises(RuntimeError, match="stop"), probe:
         raise RuntimeError("stop")
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.get_decoder().config._attn_implementation == "sdpa"
 
 
-def test_pictures_that_reach_the_decoder_otherwise_are_refused() -> None:
-    """As Mllama's do, by cross-attention: its `input_ids` hold a placeholder."""
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
+def test_a_model_whose_decoder_gets_only_placeholders_is_refused() -> None:
+    """Mllama's decoder is one: it sees pictures by cross-attention. Without pixels, a Llava gets placeholders too."""
+    sample = inputs("llava-siglip")
     del sample["pixel_values"]
     with pytest.raises(DiagnosticsError, match="the embedding of a placeholder"):
-        record_sample(model, sample)
+        record_sample(build("llava-siglip"), sample)
 
 
-def test_an_overflow_is_said() -> None:
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
+def test_hidden_states_that_overflow_are_refused() -> None:
+    model = build("llava-siglip")
     with torch.no_grad():
         model.get_decoder().layers[1].mlp.down_proj.weight.fill_(torch.inf)
     with pytest.raises(DiagnosticsError, match=r"overflow in torch.float32: load the model with --dtype"):
-        record_sample(model, sample)
+        record_sample(model, inputs("llava-siglip"))
 
 
-@pytest.mark.parametrize("attention", ["eager", "varlen"])  # "varlen" is that of packed training
-def test_another_attention_is_said_and_not_measured(attention: str) -> None:
+@pytest.mark.parametrize("attention", ["eager", "varlen"])  # packed training uses "varlen"
+def test_attention_other_than_sdpa_is_noted_and_not_measured(attention: str) -> None:
     config = copy.deepcopy(FAMILIES["llava-siglip"].config)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation={"text_config": attention}).eval()
     record: Record = record_sample(model, inputs("llava-siglip"))

@@ -1,4 +1,4 @@
-"""What the report says and shows: sentences, digits, differences, figures, and text that is not to be trusted."""
+"""The report: its sentences, digits, differences and figures, and texts of users that must not become markup."""
 
 import re
 from collections.abc import Sequence
@@ -26,17 +26,20 @@ from diagnostics.report import (
 from diagnostics.table import Estimate, Summary, jackknife_rows, make_rows, ratio_rows
 
 
+# A name with everything that HTML, Markdown, TeX or Unicode could take for a command.
 HOSTILE = "a|b <script>alert(1)</script> `c` [d](http://e.org) $x$ &amp; \u202e__f__"
 
 
 def make_rows_of_a_model(
     num_pictures: int = 6, gaps: Sequence[float] = (0.06, -0.15, 0.0), seed: int = 0, with_keys: bool = True
 ) -> pd.DataFrame:
-    """Rows of a model with six layers whose cosines differ so much in its thirds."""
-    rng, layers = np.random.default_rng(seed), range(6)
+    """Rows of a model with six layers, in whose thirds the gap of cosines is `gaps`."""
+    rng = np.random.default_rng(seed)
+    layers = range(6)
 
-    def around(mean: float, *shape: int) -> np.ndarray:
-        return mean + rng.normal(0, 0.002, (num_pictures, *shape))
+    def around(mean: float, *num_layers: int) -> np.ndarray:
+        """Values near the mean for each picture, or for each picture and layer."""
+        return mean + rng.normal(0, 0.002, (num_pictures, *num_layers))
 
     rows = [
         make_rows("at_decoder", around(40), "visual"),
@@ -66,13 +69,10 @@ def make_report(*models: tuple[str, pd.DataFrame]) -> Report:
     return Report("command", {"torch": "2"}, "data", 1, ["row 3: broken"], reports)
 
 
-def model_of(rows: pd.DataFrame) -> ModelReport:
-    return make_report(("it", rows)).models[0]
-
-
-def test_turning_is_said_by_third_of_the_layers() -> None:
-    """A mean over all layers would say that image tokens turn faster."""
-    text = sentences(model_of(make_rows_of_a_model()))[1]
+def test_sentences_compare_turning_in_each_third_of_the_layers() -> None:
+    """In the mean over all layers, image tokens would turn faster."""
+    (model,) = make_report(("it", make_rows_of_a_model())).models
+    text = sentences(model)[1]
     assert re.search(r"more slowly in the first third, .*faster in the middle third, .*no clear difference in", text)
 
 
@@ -118,13 +118,14 @@ def test_digits_keep_the_interval(mean: float, interval: tuple[float, ...], show
 
 
 def test_two_models_have_a_paired_difference_but_for_keys_and_values() -> None:
-    """Their keys share no scale: the caption said not to compare them, and the table did."""
+    """The keys of two models share no scale, so their difference means nothing."""
     named = [("first", make_rows_of_a_model()), ("second", make_rows_of_a_model(seed=1))]
     rows = pd.concat([rows.assign(model=name) for name, rows in named])
     tables = make_tables(make_report(*named).models, rows)
+
     ratio = tables["Norms up to the decoder"].loc["ratio"]
-    found = [float(ratio[column].split()[0]) for column in ("first", "second", DIFFERENCE)]
-    assert found == pytest.approx([2, 2.05, 0.05], abs=2e-3)
+    means = [float(ratio[column].split()[0]) for column in ("first", "second", DIFFERENCE)]
+    assert means == pytest.approx([2, 2.05, 0.05], abs=2e-3)
     gap = tables["Norm and turning by layer"].loc["gap, first third"]
     assert re.match(r"−?0\.00\d+ \(", gap[DIFFERENCE])
     assert set(tables["Keys and values"][DIFFERENCE]) == {""}
@@ -132,12 +133,12 @@ def test_two_models_have_a_paired_difference_but_for_keys_and_values() -> None:
     assert DIFFERENCE not in make_tables(make_report(named[0]).models, rows)["Keys and values"]
 
 
-def test_the_page_needs_nothing_else_and_text_is_only_text(tmp_path: Path) -> None:
+def test_the_page_is_self_contained_and_texts_are_not_markup(tmp_path: Path) -> None:
     named = [(HOSTILE, make_rows_of_a_model()), ("plain", make_rows_of_a_model(seed=1, with_keys=False))]
     report = replace(make_report(*named), data=HOSTILE, command=HOSTILE, unreadable=[HOSTILE])
     figures = draw_figures({model.name: model.summary for model in report.models})
     assert {*figures, "attention_map", "key_map", "sweep"} == set(FIGURES)
-    assert plt.get_fignums() == []  # else a notebook would show all of them below every cell
+    assert plt.get_fignums() == []  # a notebook would show open figures below every cell
     for name, figure in figures.items():
         save_figure(figure, tmp_path / f"{name}.png")
     rows = pd.concat([rows.assign(model=name) for name, rows in named])

@@ -1,4 +1,4 @@
-"""What a token is, in a sample and in a batch that is padded or packed."""
+"""The type of each token, in a sample and in a batch that is padded or packed."""
 
 import pytest
 import torch
@@ -10,50 +10,71 @@ from families import build, inputs, record_sample
 
 Inputs = dict[str, torch.Tensor]
 IDS = TokenIds(image=9, special=frozenset({0, 1, 2}))
-SAMPLES = ([1, 9, 9, 5, 6, 2], [1, 7, 2])
-IS_WHAT = (["special", "visual", "visual", "text", "text", "special"], ["special", "text", "special"])
+# A sample with a picture, and one without, with the type of each of their tokens.
+PICTURE_IDS = [1, 9, 9, 5, 6, 2]
+PICTURE_TYPES = ["special", "visual", "visual", "text", "text", "special"]
+TEXT_IDS = [1, 7, 2]
+TEXT_TYPES = ["special", "text", "special"]
 
 
-def kinds(inputs: Inputs) -> list[list[str]]:
-    """What each position is, by name; every position is exactly one thing."""
+def types(inputs: Inputs) -> list[list[str]]:
+    """The type of each position of a batch, by name; every position has exactly one."""
     tokens = classify(inputs, IDS)
     masks = {"visual": tokens.visual, "text": tokens.text, **tokens.excluded}
-    assert (sum(mask.int() for mask in masks.values()) == 1).all()
     names = list(masks)
-    return [[names[n] for n in row] for row in torch.stack(list(masks.values())).int().argmax(0).tolist()]
+    stacked = torch.stack(list(masks.values())).int()  # [num_types, batch_size, S]
+    assert (stacked.sum(dim=0) == 1).all()
+
+    rows = []
+    for type_numbers in stacked.argmax(dim=0).tolist():
+        rows.append([names[number] for number in type_numbers])
+    return rows
 
 
-def test_a_batch_is_sorted_padded_and_packed() -> None:
-    """Padding is text that nobody wrote; a blank picture is tokens that no sample holds."""
+def test_a_padded_batch_with_a_blank_picture() -> None:
+    """The blank picture at the end of the first row is not attended to, as padding isn't."""
     padded = {
-        "input_ids": torch.tensor([[*SAMPLES[0], 9, 9], [*SAMPLES[1], 0, 0, 0, 0, 0]]),
+        "input_ids": torch.tensor([[*PICTURE_IDS, 9, 9], [*TEXT_IDS, 0, 0, 0, 0, 0]]),
         "attention_mask": torch.tensor([[1] * 6 + [0] * 2, [1] * 3 + [0] * 5]),
     }
-    assert kinds(padded) == [[*IS_WHAT[0], "blank picture", "blank picture"], [*IS_WHAT[1], *["padding"] * 5]]
+    first_row = [*PICTURE_TYPES, "blank picture", "blank picture"]
+    second_row = [*TEXT_TYPES, *["padding"] * 5]
+    assert types(padded) == [first_row, second_row]
+
+
+def test_a_packed_row_with_a_blank_picture() -> None:
+    """Each token of the blank picture at the end has position 0, as if it was a sample of its own."""
     packed = {
-        "input_ids": torch.tensor([[*SAMPLES[0], *SAMPLES[1], 9, 9]]),
+        "input_ids": torch.tensor([[*PICTURE_IDS, *TEXT_IDS, 9, 9]]),
         "position_ids": torch.tensor([[*range(6), *range(3), 0, 0]]),
     }
-    assert kinds(packed) == [[*IS_WHAT[0], *IS_WHAT[1], "blank picture", "blank picture"]]
-    assert kinds({"input_ids": torch.tensor(SAMPLES[:1])}) == [IS_WHAT[0]]
+    assert types(packed) == [[*PICTURE_TYPES, *TEXT_TYPES, "blank picture", "blank picture"]]
 
 
-def test_a_token_that_is_long_when_it_enters_is_no_sink() -> None:
-    """A layer may take it back; what counts is what stands behind one."""
+def test_a_batch_that_is_neither_padded_nor_packed() -> None:
+    assert types({"input_ids": torch.tensor([PICTURE_IDS])}) == [PICTURE_TYPES]
+
+
+def test_a_sink_has_a_large_norm_after_a_layer() -> None:
+    """A norm that is large only before the first layer makes no sink: the layer may undo it."""
     tokens = record_sample(build("llava-siglip"), inputs("llava-siglip")).with_sinks
-    norms = torch.ones(4, len(tokens.text))
-    norms[0, 10] = 1e4
-    assert not find_sinks(norms, tokens).any()
-    norms[2, 10] = 1e4
-    assert find_sinks(norms, tokens).nonzero().flatten().tolist() == [10]
+    layer_norms = torch.ones(4, len(tokens.text))
+    layer_norms[0, 10] = 1e4
+    assert not find_sinks(layer_norms, tokens).any()
+    layer_norms[2, 10] = 1e4
+    assert find_sinks(layer_norms, tokens).nonzero().flatten().tolist() == [10]
 
 
-def test_what_has_nothing_visual_is_refused() -> None:
-    model, sample = build("llava-siglip"), inputs("llava-siglip")
-    ids, words = token_ids(model), torch.tensor([[1, 20, 21]])
+def test_a_sample_without_image_tokens_or_text_and_a_batch_are_refused() -> None:
+    model = build("llava-siglip")
+    sample = inputs("llava-siglip")
+    ids = token_ids(model)
+    words = torch.tensor([[1, 20, 21]])
+    only_image_tokens = sample["input_ids"][:, 4:20]
+
     with pytest.raises(DiagnosticsError, match="has no image tokens"):
         classify_sample({"input_ids": words}, ids)
-    with pytest.raises(ValueError, match="no ordinary text"):
-        classify_sample({"input_ids": sample["input_ids"][:, 4:20]}, ids)
-    with pytest.raises(ValueError, match="one sample at a time, got 2"):
+    with pytest.raises(DiagnosticsError, match="no ordinary text"):
+        classify_sample({"input_ids": only_image_tokens}, ids)
+    with pytest.raises(DiagnosticsError, match="one sample at a time, got 2"):
         classify_sample({"input_ids": words.repeat(2, 1)}, ids)

@@ -1,4 +1,4 @@
-"""What a sweep says of a model, at the borders of each rule."""
+"""The judgement of a sweep, at the borders of each rule, and the sentences that tell it."""
 
 import re
 from collections.abc import Sequence
@@ -24,22 +24,23 @@ from diagnostics.verdict import (
 )
 
 
-# Of three pictures, a change whose interval is clearly above 0, and one whose interval holds it.
+# Changes of three pictures: the interval of the first is above 0, the interval of the second holds 0.
 CLEAR = np.array([0.2, 0.3, 0.4])
 UNCLEAR = np.array([-0.2, 0.3, 0.4])
-NONE = np.zeros(3)
+ZERO = np.zeros(3)
 
 
 def sweep_rows(changes: dict[float, np.ndarray], answers: str = "several", mlp_is_told: bool = True) -> pd.DataFrame:
-    """Rows of a sweep of three pictures whose right answers change so at each dose.
+    """Rows of a sweep of three pictures with these changes at each dose.
 
     Args:
-        changes: By dose, of the share of right answers; their loss changes by as much, the other way.
-        answers: Whether the data has "several" answers to the question, only "one", or "no" answers.
-        mlp_is_told: Whether what layer 1's attention and MLP add is told apart.
+        changes: Changes of the share of right answers by dose. Their loss changes by the same number with the other
+            sign.
+        answers: "several" if the data has several answers to the question, "one", or "no".
+        mlp_is_told: Whether what layer 1's attention adds is told apart from what its MLP adds.
     """
     rows = []
-    for dose, change in {1.0: NONE, **changes}.items():
+    for dose, change in {1.0: ZERO, **changes}.items():
         numbers = {"kl": np.ones(3), "changed": np.array([0.0, 1.0, 1.0])}
         if answers != "no":
             numbers |= {"loss": 2 - change, "loss_change": -change}
@@ -55,7 +56,11 @@ def sweep_rows(changes: dict[float, np.ndarray], answers: str = "several", mlp_i
 
 
 def summaries(changes: Sequence[Sequence[float]]) -> dict[float, Summary]:
-    """Summaries by dose with one measure, "x", of each dose's pictures."""
+    """Summaries with one measure, "x", by dose: the first dose is 1, the second 2, and so on.
+
+    Args:
+        changes: For each dose, the values of the pictures.
+    """
     return {float(dose): Summary.of(make_rows("x", values)) for dose, values in enumerate(changes, 1)}
 
 
@@ -65,7 +70,7 @@ def summaries(changes: Sequence[Sequence[float]]) -> dict[float, Summary]:
         ({0.3: -CLEAR, 3.0: -CLEAR}, "several", Advice.HARMS, [], [0.3, 3.0]),
         ({0.3: -UNCLEAR, 3.0: -CLEAR}, "several", Advice.HARMS, [], [3.0]),
         ({0.3: -CLEAR, 3.0: CLEAR}, "several", Advice.MAY_HELP, [3.0], [0.3]),
-        ({0.3: UNCLEAR, 3.0: NONE}, "several", Advice.UNCLEAR, [], []),
+        ({0.3: UNCLEAR, 3.0: ZERO}, "several", Advice.UNCLEAR, [], []),
         # By the loss, which falls where right answers rise.
         ({0.3: -CLEAR, 3.0: UNCLEAR}, "one", Advice.HARMS, [], [0.3]),
         ({0.3: -CLEAR, 3.0: CLEAR}, "one", Advice.MAY_HELP, [3.0], [0.3]),
@@ -94,10 +99,10 @@ def test_a_dose_that_helps_counts_more_than_those_that_harm() -> None:
 
 
 def test_an_interval_that_ends_at_zero_is_not_clear() -> None:
-    """The t interval of 0 and 0 is 0 to 0; of 1 and 1 it is 1 to 1. The first dose is the model as it is."""
-    own = summaries([[5, 5], [0, 0], [1, 1], [-1, -1]])
-    assert doses_above_zero(own, "x") == [3.0]
-    assert doses_below_zero(own, "x") == [4.0]
+    """Two equal values have an interval without width. Dose 1 is the model as it is and is never better or worse."""
+    by_dose = summaries([[5, 5], [0, 0], [1, 1], [-1, -1]])
+    assert doses_above_zero(by_dose, "x") == [3.0]
+    assert doses_below_zero(by_dose, "x") == [4.0]
 
 
 @pytest.mark.parametrize(
@@ -116,15 +121,18 @@ def test_an_interval_that_ends_at_zero_is_not_clear() -> None:
 def test_norms_differ_where_their_intervals_do_not_meet(
     image: tuple[float, float], attention: tuple[float, float], mlp: tuple[float, float], place: Place
 ) -> None:
-    image_norm, attention_norm, mlp_norm = (
-        Estimate((low + high) / 2, low, high) for low, high in (image, attention, mlp)
-    )
-    assert place_norm(image_norm, attention_norm, mlp_norm) == place
-    assert place_norm(image_norm, None, None) is None
+    def estimate(low: float, high: float) -> Estimate:
+        return Estimate((low + high) / 2, low, high)
+
+    assert place_norm(estimate(*image), estimate(*attention), estimate(*mlp)) == place
+
+
+def test_a_norm_has_no_place_if_the_updates_are_not_told_apart() -> None:
+    assert place_norm(Estimate(1.5, 1.0, 2.0), None, None) is None
 
 
 def test_eps_is_told_where_it_takes_a_tenth() -> None:
-    """At the smallest dose, by RMSNorm itself."""
+    """The expected share is computed with RMSNorm itself."""
     token = np.array([3.0, 4.0])
 
     def rms_norm(token: np.ndarray, eps: float) -> float:
@@ -148,17 +156,17 @@ def test_a_share_ends_at_none_and_at_all() -> None:
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
-        ({0.3: -CLEAR, 3.0: NONE}, {}, r"^Don't rescale this trained model: the share of right answers, 0\.5 .* as it "
+        ({0.3: -CLEAR, 3.0: ZERO}, {}, r"^Don't rescale this trained model: the share of right answers, 0\.5 .* as it "
          r"is on 3 pictures, changes with image tokens × 0\.3 by −0\.30 \(.*\) and × 3 by nothing \(all pictures agree"
          r"\); the right answer's loss, .*In right answers, clearly worse: × 0\.3; clearly better: none\.\n"),
         ({0.3: CLEAR, 3.0: CLEAR}, {}, r"may help: .*none; clearly better: × 0\.3, × 3\.\n(.*\n)*It may see more at "
          r"× 0\.3, × 3: of 2 norms tried, one can look better by chance\."),
-        ({0.3: -CLEAR, 3.0: NONE}, {"answers": "one"}, r"model: the right answer's loss, .* In loss, clearly worse: "),
-        ({0.3: -CLEAR, 3.0: NONE}, {"answers": "no"}, r"^Rows without answers tell only what changes: .* changes a "
+        ({0.3: -CLEAR, 3.0: ZERO}, {"answers": "one"}, r"model: the right answer's loss, .* In loss, clearly worse: "),
+        ({0.3: -CLEAR, 3.0: ZERO}, {"answers": "no"}, r"^Rows without answers tell only what changes: .* changes a "
          r"share of 0\.7 \(0\.0 to 1\.0\) at × 0\.3 and 0\.7"),
-        ({0.3: NONE, 3.0: NONE}, {}, r"attention adds 2 \(± 0\) and its MLP 3 \(± 0\): .*\. Theirs is below what "),
-        ({0.3: NONE, 3.0: NONE}, {"mlp_is_told": False}, r"attention and MLP add was not told apart"),
-        ({0.3: NONE, 3.0: NONE}, {}, r"\nNo other norm is clearly better on these pictures\. A trained model is"),
+        ({0.3: ZERO, 3.0: ZERO}, {}, r"attention adds 2 \(± 0\) and its MLP 3 \(± 0\): .*\. Theirs is below what "),
+        ({0.3: ZERO, 3.0: ZERO}, {"mlp_is_told": False}, r"attention and MLP add was not told apart"),
+        ({0.3: ZERO, 3.0: ZERO}, {}, r"\nNo other norm is clearly better on these pictures\. A trained model is"),
     ],
 )  # fmt: skip
 def test_what_is_said(changes: dict[float, np.ndarray], options: dict, said: str) -> None:

@@ -34,6 +34,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"learning_rat": 1.0}, "recipe.yaml: --learning_rat is unknown, did you mean --learning_rate?"),
     ({"datsets": [{"path": "a.json"}]}, "recipe.yaml: --datsets is unknown, did you mean --datasets?"),
     ({"seed": ...}, "recipe.yaml must be a mapping of fields to values"),
+    ({"learning_rate": [1e-3]}, r"recipe.yaml: learning_rate can't be a list, got \[0.001\]"),
+    ({"output_dir": ["out"]}, "output_dir can't be a list"),
+    ({"seed": {"a": 1}}, "seed can't be a mapping"),
+    ({"datasets": {"path": "a.json"}}, "datasets can't be a mapping"),
     # Sources.
     ({"datasets": [{"path": "a.json"}]}, "Give either dataset_name or datasets"),
     (

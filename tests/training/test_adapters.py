@@ -113,11 +113,11 @@ def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(composed: Callable[
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_a_run_learns_saves_reloads_and_merges(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
+    composed: Callable[..., Path], data: Path, tmp_path: Path, bf16: bool
 ) -> None:
     fields = {**QLORA, "model_name_or_path": str(composed()), "dataset_name": str(data), "num_train_epochs": 6}
     fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": bf16}
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
+    run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
     lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
     losses = [line["loss"] for line in lines]
     assert losses == sorted(losses, reverse=True)
@@ -164,7 +164,7 @@ def test_a_run_learns_saves_reloads_and_merges(
     # Training on from the adapter would save no more than the adapter.
     onward = {**INSTRUCT, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
     with pytest.raises(ValueError, match=r"is an adapter, not a whole model. Merge it .*training/merge.py"):
-        run(monkeypatch, tmp_path, **onward, output_dir=str(tmp_path / "onward"))
+        run(tmp_path, **onward, output_dir=str(tmp_path / "onward"))
 
 
 def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:

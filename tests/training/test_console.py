@@ -19,11 +19,10 @@ def test_the_console_shows_a_table(
     composed: Callable[..., Path],
     data: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data)}
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "out"))
+    run(tmp_path, **fields, output_dir=str(tmp_path / "out"))
     printed = capsys.readouterr()
     rows = [line.split() for line in printed.err.splitlines() if re.match(r" +\d/8 ", line)]
     assert [row[0] for row in rows] == ["2/8", "4/8", "6/8", "8/8"]

@@ -76,7 +76,6 @@ def test_the_losses_are_those_of_a_plain_computation(
     fields: dict[str, Any],
     held_out: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     stage: dict[str, Any],
     packing: dict[str, Any],
@@ -88,7 +87,7 @@ def test_the_losses_are_those_of_a_plain_computation(
         fields["eval_dataset_name"] = str(held_out)
     settings = {"max_steps": 3, "global_batch_size": 10, "gradient_checkpointing": True}
     out = tmp_path / "out"
-    run(monkeypatch, tmp_path, **fields, **stage, **EVERY_TWO, **settings, **packing, output_dir=str(out))
+    run(tmp_path, **fields, **stage, **EVERY_TWO, **settings, **packing, output_dir=str(out))
     assert [line["step"] for line in evaluated(out)] == [2, 3]
     last = evaluated(out)[-1]
     loss, loss_blank = plain_losses(out, held_out, align=stage is not INSTRUCT)
@@ -99,15 +98,13 @@ def test_the_losses_are_those_of_a_plain_computation(
 
 
 @pytest.mark.parametrize("stage", [INSTRUCT, QLORA], ids=["instruct", "4 bits"])
-def test_training_does_not_notice(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: dict[str, Any]
-) -> None:
+def test_training_does_not_notice(fields: dict[str, Any], tmp_path: Path, stage: dict[str, Any]) -> None:
     if stage is QLORA:
         pytest.importorskip("bitsandbytes")
     fields |= stage
     without, measured = tmp_path / "without", tmp_path / "measured"
-    run(monkeypatch, tmp_path, **{**fields, "eval_dataset_name": None}, output_dir=str(without))
-    run(monkeypatch, tmp_path, **fields, **EVERY_TWO, eval_on_start=True, output_dir=str(measured))
+    run(tmp_path, **{**fields, "eval_dataset_name": None}, output_dir=str(without))
+    run(tmp_path, **fields, **EVERY_TWO, eval_on_start=True, output_dir=str(measured))
     file = "model.safetensors" if stage is INSTRUCT else "adapter_model.safetensors"
     assert moved(without, measured, file) == set()
     lines, expected = ([line for line in logged(folder) if "loss" in line] for folder in (measured, without))
@@ -123,11 +120,11 @@ def test_the_rows_are_checked_as_those_of_training(
     fields |= {"eval_dataset_name": str(tmp_path / "bad.json"), "eval_image_folder": str(held_out.parent)}
     monkeypatch.setattr(sft, "load_base", lambda *args: pytest.fail("the model was loaded"))
     with pytest.raises(ValueError, match=r"bad.json, row 3: image file .*gone.png is missing"):
-        run(monkeypatch, tmp_path, **fields, **INSTRUCT, **EVERY_TWO, output_dir=str(tmp_path / "out"))
+        run(tmp_path, **fields, **INSTRUCT, **EVERY_TWO, output_dir=str(tmp_path / "out"))
 
 
 def test_bad_rows_are_listed_apart_from_those_of_training(
-    fields: dict[str, Any], data: Path, held_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fields: dict[str, Any], data: Path, held_out: Path, tmp_path: Path
 ) -> None:
     for name, path, number in (("train", data, 5), ("eval", held_out, 3)):
         rows = json.loads(path.read_text())
@@ -137,7 +134,7 @@ def test_bad_rows_are_listed_apart_from_those_of_training(
     fields |= {"image_folder": str(data.parent), "eval_image_folder": str(data.parent), "bad_rows": "skip"}
     out = tmp_path / "out"
     for _ in range(2):  # a second start lists them again, not twice
-        run(monkeypatch, tmp_path, **fields, **INSTRUCT, **EVERY_TWO, max_steps=2, output_dir=str(out))
+        run(tmp_path, **fields, **INSTRUCT, **EVERY_TWO, max_steps=2, output_dir=str(out))
         for name, source in (("bad_rows", "train.json, row 5"), ("held_out_bad_rows", "eval.json, row 3")):
             (line,) = (out / f"{name}.jsonl").read_text().splitlines()
             assert json.loads(line)["source"].endswith(source)
@@ -145,14 +142,12 @@ def test_bad_rows_are_listed_apart_from_those_of_training(
 
 
 @pytest.mark.parametrize("strategy", ["best", "steps"])
-def test_the_best_is_kept(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
-) -> None:
+def test_the_best_is_kept(fields: dict[str, Any], tmp_path: Path, strategy: str) -> None:
     # A rate at which the loss falls at first, and then rises.
     settings = {**fields, **INSTRUCT, **EVERY_TWO, "num_train_epochs": 2, "learning_rate": 0.05}
     settings |= {"lr_scheduler_type": "constant", "save_strategy": strategy, "metric_for_best_model": "loss"}
     out = tmp_path / "out"
-    run(monkeypatch, tmp_path, **settings, save_steps=2, save_total_limit=1, output_dir=str(out))
+    run(tmp_path, **settings, save_steps=2, save_total_limit=1, output_dir=str(out))
     losses = {line["step"]: line["eval/loss"] for line in evaluated(out)}
     best, last = (f"checkpoint-{step}" for step in (min(losses, key=lambda step: losses[step]), max(losses)))
     kept = {best} if strategy == "best" else {best, last}

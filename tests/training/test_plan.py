@@ -61,7 +61,7 @@ def measure_run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) ->
         rows.append(trainer.train_dataset[0])
 
     monkeypatch.setattr(NormLlavaTrainer, "train", profiled)
-    run(monkeypatch, folder, **fields)
+    run(folder, **fields)
     events = json.loads(trace.read_text())["traceEvents"]
     peak = max(event["args"]["Total Allocated"] for event in events if event["name"] == "[memory]")
     supervised = sum(label != IGNORED for label in rows[0]["labels"])

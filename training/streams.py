@@ -30,7 +30,8 @@ from training.data import BAD_ROWS_FILE
 STREAM_FILE = "stream.json"
 # The key of a batch under which its place in the stream stands.
 PLACE = "place"
-# A reader gives up after this many bad rows in a row: in a stream of nothing but bad rows it would search forever.
+# A reader gives up after this many bad rows without a good one between them. If all rows of a stream were bad, it
+# would search forever.
 MAX_CONSECUTIVE_BAD_ROWS = 1000
 
 
@@ -43,7 +44,7 @@ class StreamBatches(IterableDataset):
         check: Checks and tokenizes a row.
         collate: Makes a batch of rows.
         bad_rows: What raises `BadRowError`: with `"error"` the first bad row, with `"skip"` only
-            `MAX_CONSECUTIVE_BAD_ROWS` of them in a row.
+            `MAX_CONSECUTIVE_BAD_ROWS` of them without a good one between them.
         args: Give the number of rows in a batch, of processes and of workers. Without workers the process itself is
             its only reader.
     """
@@ -75,7 +76,7 @@ class StreamBatches(IterableDataset):
     @override
     def __iter__(self) -> Iterator[dict[str, Any]]:
         reader = self._this_reader()
-        share = self._share_of(reader)
+        share = self._share_of_reader(reader)
         batch: list[Row] = []
         for row in self.good_rows(share):
             batch.append(row)
@@ -96,7 +97,7 @@ class StreamBatches(IterableDataset):
         # A data loader takes its first batch from worker 0. Worker 0 must therefore be the reader whose turn it is.
         return (worker.id + self.next_reader) % len(self.places)
 
-    def _share_of(self, reader: int) -> datasets.IterableDataset:
+    def _share_of_reader(self, reader: int) -> datasets.IterableDataset:
         """The endless rows of a reader, from its place on."""
         num_readers = len(self.places)
         share = split_dataset_by_node(

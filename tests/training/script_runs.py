@@ -58,12 +58,12 @@ def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Te
     return load_file(folder / name)
 
 
-def logged(folder: Path) -> list[dict[str, float]]:
+def read_metrics(folder: Path) -> list[dict[str, float]]:
     """The lines of a run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def moved(before: Path, after: Path, file: str = "model.safetensors") -> set[str]:
+def changed_weights(before: Path, after: Path, file: str = "model.safetensors") -> set[str]:
     """The names of the weights that differ between two folders."""
     old = weights(before, file)
     new = weights(after, file)

@@ -17,7 +17,7 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
-from script_runs import INSTRUCT, ROOT, collate, logged, run  # noqa: E402
+from script_runs import INSTRUCT, ROOT, collate, read_metrics, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.arguments import RunArguments, TrainingConfig  # noqa: E402
 from training.loading import load_base, prepare_model  # noqa: E402
@@ -118,7 +118,7 @@ def test_a_run_learns_saves_reloads_and_merges(
     fields = {**QLORA, "model_name_or_path": str(composed()), "dataset_name": str(data), "num_train_epochs": 6}
     fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": bf16}
     run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
-    lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
+    lines = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
     losses = [line["loss"] for line in lines]
     assert losses == sorted(losses, reverse=True)
     # The frozen head is random and can't be sure of anything, but the right token comes first more and more often.

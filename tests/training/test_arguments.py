@@ -205,7 +205,7 @@ def test_a_cpu_that_is_fast_at_bfloat16_computes_in_it_unless_told_otherwise(
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunArguments, TrainingConfig]]:
+def start_script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunArguments, TrainingConfig]]:
     """A function that starts the script without training, and returns the arguments it would train with."""
     calls: list[tuple[RunArguments, TrainingConfig]] = []
     monkeypatch.setattr(sft, "train", lambda run_args, args: calls.append((run_args, args)))
@@ -219,7 +219,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunArguments
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_a_resumed_run_keeps_the_arithmetic_and_attention_of_its_record(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Callable[..., Any], is_fast: bool
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_script: Callable[..., Any], is_fast: bool
 ) -> None:
     # The machine would choose bf16=is_fast. The newest checkpoint records the opposite, the one before it the same.
     set_capabilities(monkeypatch, amx_bf16=is_fast)
@@ -232,28 +232,28 @@ def test_a_resumed_run_keeps_the_arithmetic_and_attention_of_its_record(
     given = write(recipe, bf16=None)
 
     # Resumed from the newest checkpoint.
-    _, args = started(*given, "--resume_from_checkpoint", "True")
+    _, args = start_script(*given, "--resume_from_checkpoint", "True")
     assert args.bf16 is not is_fast
     assert args.mixed_precision == ("no" if is_fast else "bf16")
 
     # The same, where the output folder is given with a `~`.
     monkeypatch.setenv("HOME", str(tmp_path))
-    _, args = started(*given, "--resume_from_checkpoint", "True", "--output_dir", "~/out")
+    _, args = start_script(*given, "--resume_from_checkpoint", "True", "--output_dir", "~/out")
     assert args.bf16 is not is_fast
 
     # Resumed from a checkpoint given by path.
-    run_args, args = started(*given, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-5"))
+    run_args, args = start_script(*given, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-5"))
     assert args.bf16 is is_fast
     assert run_args.attn_implementation == "sdpa"
 
     # Fields that are given win over the record.
     options = ("--bf16", str(is_fast), "--attn_implementation", "eager", "--resume_from_checkpoint", "true")
-    run_args, args = started(*given, *options)
+    run_args, args = start_script(*given, *options)
     assert args.bf16 is is_fast
     assert run_args.attn_implementation == "eager"
 
     # A run that is not resumed reads no record.
-    run_args, args = started(*given, "--resume_from_checkpoint", "false")
+    run_args, args = start_script(*given, "--resume_from_checkpoint", "false")
     assert args.resume_from_checkpoint is None
     assert args.bf16 is is_fast
     assert run_args.attn_implementation is None

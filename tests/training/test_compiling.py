@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForImageTextToText
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import INSTRUCT, PACKED, logged, moved, run
+from script_runs import INSTRUCT, PACKED, changed_weights, read_metrics, run
 from training.compiling import compile_layers
 from training.run import Run
 
@@ -166,7 +166,7 @@ def test_a_compiled_run_logs_what_an_eager_one_does(
     most_graphs = 7 if kind == "packed, by sample" else 2  # with and without a mask
     assert 1 <= counters["stats"]["unique_graphs"] <= most_graphs
 
-    for line, expected in zip(logged(compiled), logged(eager), strict=True):
+    for line, expected in zip(read_metrics(compiled), read_metrics(eager), strict=True):
         assert line.keys() == expected.keys()
         for name in expected:
             if not name.endswith(("runtime", "_per_second")):
@@ -193,4 +193,4 @@ def test_runs_go_on_compiled_or_not(composed: Callable[..., Path], data: Path, t
                 run(tmp_path, **more)
         run(tmp_path, **more, resume_changed=before != after)
         # aot_eager runs the same operators, so that nothing is rounded differently.
-        assert moved(tmp_path / "eager", out) == set()
+        assert changed_weights(tmp_path / "eager", out) == set()

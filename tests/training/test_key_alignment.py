@@ -16,7 +16,7 @@ peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted  # noqa: E402
-from script_runs import PACKED, collate, logged, run  # noqa: E402
+from script_runs import PACKED, collate, read_metrics, run  # noqa: E402
 from training.adapters import add_adapters  # noqa: E402
 from training.add_key_adapters import add_key_adapters  # noqa: E402
 from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
@@ -219,7 +219,7 @@ def test_accumulation_and_processes_change_nothing(
         run(tmp_path, **fields)
     else:
         launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields)
-    one, more = ([line for line in logged(tmp_path / name) if "loss" in line] for name in ("one", "more"))
+    one, more = ([line for line in read_metrics(tmp_path / name) if "loss" in line] for name in ("one", "more"))
     for line, expected in zip(more, one, strict=True):
         names = [name for name in expected if name.startswith(("loss", "grad_norm", "key_"))]
         assert {name: line[name] for name in names} == pytest.approx(
@@ -238,7 +238,7 @@ def test_a_run_moves_keys_reloads_and_merges(
     fields |= {"num_train_epochs": 4, "key_mmd_weight": 2.0, "key_gram_weight": 0.1, "logging_steps": 4}
     fields["gradient_checkpointing"] = bool(packing)
     run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
-    lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
+    lines = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
     assert lines[-1]["key_mmd"] < 0.5 * lines[0]["key_mmd"]
     assert lines[-1]["key_gram"] > 0
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

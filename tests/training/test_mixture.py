@@ -15,7 +15,7 @@ from conversations.loading import load_rows
 from conversations.pictures import open_images
 from conversations.rows import Row
 from conversations.tokens import RowTokenizer
-from script_runs import INSTRUCT, PACKED, logged, run
+from script_runs import INSTRUCT, PACKED, read_metrics, run
 from training import sft
 from training.arguments import RunArguments, TrainingConfig
 from training.data import read_held_out, read_rows
@@ -133,7 +133,7 @@ def test_a_run_on_a_mixture_records_its_sources_and_resumes_with_the_same_ones_a
     with caplog.at_level(logging.INFO):
         run(tmp_path, **fields, output_dir=str(out))
     assert f"{stored}: 8 rows, 8 good, 16 an epoch" in caplog.text
-    assert logged(out)[-1]["step"] == 8
+    assert read_metrics(out)[-1]["step"] == 8
 
     first, second = Run.read(out).sources
     assert (first.path, first.is_local) == (str(data), True)

@@ -44,22 +44,27 @@ def read_rows(
     if not is_resumed_stream:
         _delete_bad_rows_list(args, BAD_ROWS_FILE)
 
-    single = SourceArguments(
-        path=str(run_args.dataset_name),
-        name=run_args.dataset_config,
-        split=str(run_args.dataset_train_split),
-        image_folder=run_args.image_folder,
-    )
-    if run_args.dataset_streaming:
-        stream = load_rows(single.path, single.image_folder, single.name, single.split, streaming=True)
-        return stream, stream_fingerprint(single.path, single.name, single.split), []
+    entries = run_args.datasets
+    if not entries:
+        entry = SourceArguments(
+            path=str(run_args.dataset_name),
+            name=run_args.dataset_config,
+            split=str(run_args.dataset_train_split),
+            image_folder=run_args.image_folder,
+        )
+        entries = [entry]
 
-    seed = args.seed if args.data_seed is None else args.data_seed
+    if run_args.dataset_streaming:
+        (entry,) = entries  # `check_stream` refuses `datasets`
+        stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
+        return stream, stream_fingerprint(entry.path, entry.name, entry.split), []
+
+    first_seed = args.seed if args.data_seed is None else args.data_seed
     drawn_rows = []
     sources = []
-    for number, entry in enumerate(run_args.datasets or [single]):
+    for index, entry in enumerate(entries):
         checked = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
-        drawn = draw_rows(checked.good_rows, entry, seed + number)
+        drawn = draw_rows(checked.good_rows, entry, seed=first_seed + index)
         logger.info(
             "%s: %d rows, %d good, %d an epoch", entry.path, checked.num_rows, len(checked.good_rows), len(drawn)
         )

@@ -170,10 +170,11 @@ def plan_step(
         model.tie_weights()
         trained.train()
 
+        # Counted before checkpointing is turned on, because recomputation is not part of the model's FLOPs.
         flops = count_flops(trained, batch)
         trained.zero_grad()
         if args.gradient_checkpointing:
-            if trained is not model:
+            if trained is not model:  # with adapters, as TRL does
                 model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
 

@@ -68,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(format="%(message)s")  # for notebooks; from the command line, `command` has done this
     logging.getLogger().setLevel(logging.INFO if is_main_process else logging.ERROR)
 
+    # The main process locks the folder for all processes of the run.
     output_dir = Path(args.output_dir)
     lock = lock_output_dir(output_dir) if is_main_process else nullcontext()
     try:

@@ -132,6 +132,7 @@ class StreamBatches(IterableDataset):
                 yield good_row
 
     def _list_bad_row(self, error: BadRowError) -> None:
+        """Add a line to the list of bad rows."""
         with Path(self.args.output_dir, BAD_ROWS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
 
@@ -143,10 +144,10 @@ class StreamBatches(IterableDataset):
 
     def write_place(self, folder: Path, is_main_process: bool) -> None:
         """Write the places of the readers of all processes into a folder. Every process must call this."""
-        own = {"places": self.places, "next_reader": self.next_reader}
-        processes = gather_object([own])
+        own_state = {"places": self.places, "next_reader": self.next_reader}
+        states = gather_object([own_state])
         if is_main_process:
-            write_whole(folder / STREAM_FILE, json.dumps(processes) + "\n")
+            write_whole(folder / STREAM_FILE, json.dumps(states) + "\n")
 
     def read_place(self, checkpoint: Path) -> None:
         """Restore the places that [`write_place`] wrote into a checkpoint, so that the next batch follows them.
@@ -154,8 +155,8 @@ class StreamBatches(IterableDataset):
         Raises:
             UserError: if another version of this code wrote them, or a run with other numbers of processes or workers.
         """
-        processes = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
-        readers_before = [len(process.get("places", [])) for process in processes]
+        states = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
+        readers_before = [len(state.get("places", [])) for state in states]
         readers_now = [len(self.places)] * self.args.world_size
         if readers_before != readers_now:
             raise UserError(
@@ -163,6 +164,6 @@ class StreamBatches(IterableDataset):
                 f"{readers_before}, now {readers_now}): resume as before, or train its model from the stream's start "
                 "with another output_dir."
             )
-        own = processes[self.args.process_index]
-        self.places = own["places"]
-        self.next_reader = own["next_reader"]
+        own_state = states[self.args.process_index]
+        self.places = own_state["places"]
+        self.next_reader = own_state["next_reader"]

@@ -91,7 +91,7 @@ def test_a_plan_is_within_a_tenth_of_the_peak_of_a_run(
     assert plan.peak - plan.weights == pytest.approx(peak, rel=0.1)
 
 
-# Sizes out and in of the seven projections of a decoder layer of the tests' model: q, k, v, o, gate, up and down.
+# The output and input sizes of the projections in a decoder layer of the tests' model: q, k, v, o, gate, up and down.
 PROJECTIONS = ((32, 32), (16, 32), (16, 32), (32, 32), (48, 32), (48, 32), (32, 48))
 NUM_LAYERS = 2
 LORA_RANK = 4

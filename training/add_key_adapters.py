@@ -1,8 +1,8 @@
-"""Add key adapters to a NormLlava, which change nothing until they are trained.
+"""Add key adapters to a NormLlava. They leave its outputs unchanged until they are trained.
 
     python training/add_key_adapters.py --model checkpoints/stage1 --rank 16 --output_dir checkpoints/stage1-keys
 
-They are MaLoRA-style; docs/key_alignment.md says what they are and how they are trained.
+The adapters are MaLoRA-style. docs/key_alignment.md describes them and how they are trained.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from training.loading import errors_named_after, load_config, load_processor
 def add_key_adapters(
     model: NormLlavaForConditionalGeneration, rank: int, alpha: float, dropout: float, seed: int = 42
 ) -> NormLlavaKeyAdapterForConditionalGeneration:
-    """The same model with key adapters; its parts are reused.
+    """A model with key adapters, made of the given model's modules, which are not copied.
 
     Raises:
-        ValueError: if its decoder can't have any, or has them already.
+        ValueError: if the decoder can't have key adapters, or has them already.
     """
     adapter_fields = {"key_adapter_rank": rank, "key_adapter_alpha": alpha, "key_adapter_dropout": dropout}
     config = NormLlavaKeyAdapterConfig.from_dict(model.config.to_dict() | adapter_fields)
@@ -39,7 +39,8 @@ def add_key_adapters(
     adapted.model.multi_modal_projector = model.model.multi_modal_projector
     adapted.generation_config = model.generation_config
 
-    # A pass fails if the decoder doesn't hand on what its adapters need.
+    # The adapters need to know which tokens are image tokens. A decoder that doesn't pass this on to its layers fails
+    # in this pass.
     with torch.no_grad():
         adapted.eval()(input_ids=torch.zeros((1, 1), dtype=torch.long))
     return adapted
@@ -53,8 +54,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", required=True, help="NormLlava: folder or Hub id")
     parser.add_argument("--output_dir", required=True, type=new_folder, help="folder to write")
     parser.add_argument("--rank", type=int, default=16, help="rank of the updates")
-    parser.add_argument("--alpha", type=float, default=32, help="they are scaled by alpha / rank")
-    parser.add_argument("--dropout", type=float, default=0.05, help="dropout in front of them, in training")
+    parser.add_argument("--alpha", type=float, default=32, help="the updates are scaled by alpha / rank")
+    parser.add_argument("--dropout", type=float, default=0.05, help="dropout in front of the updates, in training")
     parser.add_argument("--seed", type=int, default=42, help="seed of the new weights")
     return parser
 

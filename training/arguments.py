@@ -1,6 +1,6 @@
-"""The arguments of a run: the fields of TRL and transformers, with some defaults of ours, and our own fields."""
+"""The arguments of a run: TRL's and transformers' fields, and this project's own."""
 
-# ruff: noqa: RUF009 - `option` makes a field of a dataclass, as `field` does
+# ruff: noqa: RUF009 - `option` returns a dataclass field, so calling it in a class body is safe
 
 import math
 from dataclasses import dataclass, field, fields
@@ -14,20 +14,21 @@ from common.errors import UserError
 
 
 def option(default: Any, text: str) -> Any:
-    """A field with its help text."""
+    """A dataclass field with a default and the help text of its command-line option."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class SourceArguments:
-    """An entry of the recipe's `datasets`; `path`, `name` and `split` are named as in TRL's `DatasetConfig`."""
+    """An entry of the recipe's `datasets`. `path`, `name` and `split` mean what they mean in TRL's `DatasetConfig`."""
 
     path: str
     name: str | None = None
     split: str = "train"
     image_folder: str | None = None
     weight: float = 1.0
-    """How often an epoch sees each row: 2 is twice, 0.1 a tenth of them, 2.5 all twice and half of them once more."""
+    """How often an epoch sees the rows. With 2 it sees every row twice, with 0.1 a tenth of the rows once, and with
+    2.5 every row twice and half of the rows a third time."""
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.weight, int | float)
@@ -37,7 +38,7 @@ class SourceArguments:
 
 @dataclass
 class RunArguments(DatasetArguments, ModelConfig):
-    """What a run needs besides [`TrainingConfig`]: TRL's fields for model and data, and ours."""
+    """The arguments of a run that are not in [`TrainingConfig`]: TRL's for model and data, and this project's own."""
 
     attn_implementation: str | None = option(
         None, "Attention of the language model. Default: varlen with packed_length, else sdpa, or as resumed."
@@ -70,35 +71,35 @@ class RunArguments(DatasetArguments, ModelConfig):
 
     @property
     def has_key_losses(self) -> bool:
-        """Whether a loss on the decoder's keys is added; see training/key_alignment.py."""
+        """Whether the training loss includes a term on the decoder's keys; see training/key_alignment.py."""
         return self.key_mmd_weight > 0 or self.key_gram_weight > 0
 
 
 def read_source(entry: Any) -> SourceArguments:
-    """An entry of `datasets`, as a recipe has it.
+    """Turn an entry of a recipe's `datasets` into `SourceArguments`.
 
     Raises:
-        UserError: if it is no mapping, has no path, or a field that no entry has.
+        UserError: if the entry is no mapping, has no path, or has an unknown field.
     """
     if isinstance(entry, SourceArguments):
         return entry
 
     known = [known_field.name for known_field in fields(SourceArguments)]
-    an_entry_has = f"an entry has {', '.join(known)}."
+    entry_help = f"an entry has {', '.join(known)}."
     if not isinstance(entry, dict):
-        raise UserError(f"datasets: {entry!r} is no mapping; {an_entry_has}")
+        raise UserError(f"datasets: {entry!r} is no mapping; {entry_help}")
 
     for name in entry:
         if name not in known:
-            raise UserError(f"datasets: {name} is unknown in {entry}; {an_entry_has}")
+            raise UserError(f"datasets: {name} is unknown in {entry}; {entry_help}")
     if "path" not in entry:
-        raise UserError(f"datasets: path is missing in {entry}; {an_entry_has}")
+        raise UserError(f"datasets: path is missing in {entry}; {entry_help}")
     return SourceArguments(**entry)
 
 
 @dataclass
 class TrainingConfig(SFTConfig):
-    """TRL's arguments, with defaults that lose no data, and on a CPU the arithmetic that is faster there."""
+    """TRL's arguments with other defaults: no row is cut, and a CPU computes in its faster number format."""
 
     max_length: int | None = option(None, "Longest sample allowed, in tokens; longer ones are bad rows, never cut.")
     remove_unused_columns: bool = option(False, "Must stay off: rows are read when needed.")
@@ -113,13 +114,15 @@ class TrainingConfig(SFTConfig):
             raise UserError("output_dir is missing: give the folder that the trained model is written to.")
         self.resume_from_checkpoint: str | bool | None = read_resume(self.resume_from_checkpoint)
 
-        # transformers 5.23 renamed this, and warns about the old name even when TRL's default sets it.
-        if getattr(self, "activation_checkpointing", True) is None:
+        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and warns about the old name
+        # even when TRL's default sets it. Older versions don't have the new field.
+        has_new_field = "activation_checkpointing" in vars(self)
+        if has_new_field and vars(self)["activation_checkpointing"] is None:
             self.activation_checkpointing = self.gradient_checkpointing
 
         if not torch.accelerator.is_available():
             self.use_cpu = True
-        # TRL would turn `None` into true, which is slower on most CPUs.
+        # TRL would turn `None` into true, but most CPUs are slower in bfloat16.
         if self.use_cpu and self.bf16 is None and not self.fp16:
             self.bf16 = is_cpu_fast_at_bf16()
         # With torch_compile transformers would turn TF32 on, which rounds products in float32 to 10 bits.
@@ -128,21 +131,25 @@ class TrainingConfig(SFTConfig):
 
         try:
             super().__post_init__()
-        except ValueError as error:  # transformers' own refusals, such as bf16 where the GPU has none
+        except ValueError as error:  # transformers refuses arguments, such as bf16 on a GPU that can't compute in it
             raise UserError(str(error)) from error
 
     @property
     def frozen_dtype(self) -> torch.dtype:
-        """What frozen weights are held in. On a CPU float32 whatever the arithmetic: casting them would cost more."""
+        """The dtype in which frozen weights are kept.
+
+        On a CPU it is float32 even with bf16: casting the weights back in every step would cost more than it saves.
+        """
         if self.bf16 and self.device.type != "cpu":
             return torch.bfloat16
         return torch.float32
 
 
 def read_resume(given: str | bool | None) -> str | bool | None:
-    """Where to resume: a checkpoint's path, `True` for the newest one, `None` to start anew.
+    """Read `resume_from_checkpoint`, in which a command line gives "true" and "false" as strings.
 
-    A command line gives "true" and "false" as strings.
+    Returns:
+        A checkpoint's path, `True` for the newest checkpoint, or `None` to start anew.
     """
     word = str(given).lower()
     if word == "true":
@@ -153,7 +160,7 @@ def read_resume(given: str | bool | None) -> str | bool | None:
 
 
 def is_cpu_fast_at_bf16() -> bool:
-    """Whether the CPU multiplies bfloat16, by AMX or AVX-512."""
+    """Whether the CPU has instructions that multiply bfloat16 numbers: those of AMX or AVX-512."""
     if not hasattr(torch.cpu, "get_capabilities"):  # older versions of torch
         return False
     capabilities = torch.cpu.get_capabilities()

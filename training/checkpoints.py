@@ -1,4 +1,8 @@
-"""The folder of a run: its lock, its checkpoints, which are written aside and renamed, and its result."""
+"""The output folder of a run: its lock, its checkpoints and its result.
+
+Checkpoints and the result are written into a folder of their own, `.saving`, and renamed when they are complete. So a
+run that is killed while it writes leaves no half-written checkpoint.
+"""
 
 import fcntl
 import logging
@@ -33,16 +37,16 @@ SUPERSEDED_FOLDER = "superseded"
 
 @contextmanager
 def lock_output_dir(output_dir: Path) -> Iterator[None]:
-    """Keep other runs out of a folder for the time of the block; the system unlocks it however the process ends.
+    """Lock a folder within the block, so that no other run uses it. The system unlocks it however the process ends.
 
     Raises:
-        UserError: if another run is in it.
+        UserError: if another run has locked it.
     """
     is_new = not output_dir.exists()
     output_dir.mkdir(parents=True, exist_ok=True)
     with (output_dir / LOCK_FILE).open("w") as file:
         try:
-            # Not flock, which forked workers would keep holding.
+            # lockf, not flock: a worker that outlives the run would keep holding a flock, which it inherits.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             raise UserError(f"output_dir {output_dir} is in use by another run.") from error
@@ -52,23 +56,24 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            # A run that was refused leaves no folder behind.
-            if is_new and [path.name for path in output_dir.iterdir()] == [LOCK_FILE]:
+            # A run that was refused before it wrote anything leaves no folder behind.
+            file_names = [path.name for path in output_dir.iterdir()]
+            if is_new and file_names == [LOCK_FILE]:
                 shutil.rmtree(output_dir, ignore_errors=True)
 
 
-# Where a run goes on
+# Finding the checkpoint that a run resumes from
 
 
 def find_checkpoint(output_dir: Path, resume: str | bool | None) -> Path | None:
-    """The checkpoint that a run goes on from, if any.
+    """The checkpoint that a run resumes from; `None` if it starts from the beginning.
 
     Args:
         output_dir: The run's folder.
         resume: A checkpoint's path, `True` for the newest complete one, or `None` to start anew.
 
     Raises:
-        UserError: if that checkpoint is not complete, or the folder holds a model or a run that would be overwritten.
+        UserError: if the checkpoint is not complete, or the folder holds a model or a run that would be overwritten.
     """
     if resume is True:
         return _find_newest_checkpoint(output_dir)
@@ -79,8 +84,8 @@ def find_checkpoint(output_dir: Path, resume: str | bool | None) -> Path | None:
         if not is_complete(checkpoint):
             raise UserError(f"{checkpoint} can't be resumed from: it is not a complete checkpoint.")
 
-    is_own = checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()
-    if _holds_run_or_model(output_dir) and not is_own:
+    is_in_output_dir = checkpoint is not None and checkpoint.resolve().parent == output_dir.resolve()
+    if _holds_run_or_model(output_dir) and not is_in_output_dir:
         raise UserError(
             f"output_dir {output_dir} already holds a run or a model: resume a run with --resume_from_checkpoint "
             "true, or choose another folder."
@@ -89,7 +94,11 @@ def find_checkpoint(output_dir: Path, resume: str | bool | None) -> Path | None:
 
 
 def _find_newest_checkpoint(output_dir: Path) -> Path | None:
-    """The newest complete checkpoint; `None` where the folder is empty, or holds a result without checkpoints."""
+    """The newest complete checkpoint of a folder; `None` if the folder is empty or holds a result alone.
+
+    Raises:
+        UserError: if the folder holds a model or checkpoints, but neither a complete checkpoint nor a run's result.
+    """
     for checkpoint in list_checkpoints(output_dir):
         if is_complete(checkpoint):
             return checkpoint
@@ -111,28 +120,30 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder is a checkpoint of the step that its name gives, with a run's record and its whole state."""
+    """Whether a folder is a whole checkpoint: a run's record, the state of the step in its name, and a scheduler."""
     try:
         Run.read(checkpoint)
         num_steps = steps_done(checkpoint)
     except UserError:
         return False
-    # A run with `save_only_model` leaves no scheduler.
+    # A run with `save_only_model` saves no scheduler, so it can't be resumed.
     return num_steps == step_of(checkpoint) and (checkpoint / "scheduler.pt").exists()
 
 
 @dataclass(frozen=True)
 class TrainerProgress:
-    """What we read of `trainer_state.json`."""
+    """The one field of `trainer_state.json` that this project reads."""
 
     global_step: int
 
 
 def steps_done(folder: Path) -> int:
-    """Optimizer steps of a checkpoint, or of a finished run; 0 where nothing is recorded.
+    """The optimizer steps that `trainer_state.json` records in a folder; 0 if the folder has no such file.
+
+    The file stands in every checkpoint, and in the output folder of a finished run.
 
     Raises:
-        UserError: if the record is torn.
+        UserError: if the file is incomplete.
     """
     state_file = folder / STATE_FILE
     if not state_file.exists():
@@ -141,13 +152,13 @@ def steps_done(folder: Path) -> int:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's name gives; -1 if it gives none."""
+    """The step in a checkpoint's name; -1 if the name has none."""
     number = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(number) if number.isdigit() else -1
 
 
 def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str, Any]:
-    """The arguments that the run which goes on recorded; none if no run goes on.
+    """The arguments in the record of the run that is resumed; empty if no run is resumed.
 
     Args:
         output_dir: The run's folder.
@@ -163,31 +174,37 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
         try:
             return Run.read(folder).arguments
         except UserError:
-            continue  # not complete; the one before it will be resumed
+            continue  # an incomplete checkpoint, which is not resumed from
     return {}
 
 
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
-    """Move away what a run wrote after the checkpoint that it resumes from, before anything is written again."""
+    """Move what a run wrote after the checkpoint that it resumes from into a numbered folder in `superseded`."""
     later = [path for path in list_checkpoints(output_dir) if step_of(path) > step_of(checkpoint)]
-    later += output_dir.glob(STATE_FILE)
+    # The state in the output folder itself marks the run as finished.
+    if (output_dir / STATE_FILE).exists():
+        later.append(output_dir / STATE_FILE)
     if not later:
         return
 
     superseded = output_dir / SUPERSEDED_FOLDER
-    destination = superseded / str(len(list(superseded.glob("*"))) + 1)
+    num_earlier = len(list(superseded.glob("*")))
+    destination = superseded / str(num_earlier + 1)
     destination.mkdir(parents=True)
     for path in later:
         logger.warning("%s is from steps that will be redone. Moved to %s", path, destination)
         path.rename(destination / path.name)
 
 
-# What a run writes
+# Writing checkpoints and the result
 
 
 @contextmanager
 def write_aside(output_dir: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """An empty folder that all processes write in; after the block all have written. All of them must enter."""
+    """Give the block an empty folder for all processes to write into. After the block all of them have written.
+
+    Every process must enter the block.
+    """
     aside = output_dir / SAVING_FOLDER
     if accelerator.is_main_process:
         fresh_folder(aside)
@@ -197,28 +214,30 @@ def write_aside(output_dir: Path, accelerator: Accelerator) -> Iterator[Path]:
 
 
 def publish_checkpoint(folder: Path, destination: Path) -> None:
-    """Make a finished folder a checkpoint: its files written through to the disk, then renamed in one step."""
+    """Write a complete folder's files through to the disk, and give the folder a checkpoint's name in one step."""
     _write_through(folder)
     os.rename(folder, destination)
 
 
 def publish_result(folder: Path, output_dir: Path) -> None:
-    """Move the files of a finished folder into the run's.
-
-    config.json, which makes it a model, comes second to last; the trainer's state, which marks the run's end, last.
-    """
+    """Move the files of a complete folder into the run's output folder."""
     _write_through(folder)
-    last = ["config.json", STATE_FILE]
-    names = sorted(path.name for path in folder.iterdir() if path.name not in last)
-    for name in [*names, *last]:
+    # config.json makes the folder a model, so it follows the model's files. The trainer's state marks the run as
+    # finished, so it follows everything.
+    last_names = ["config.json", STATE_FILE]
+    first_names = sorted(path.name for path in folder.iterdir() if path.name not in last_names)
+    for name in [*first_names, *last_names]:
         if (folder / name).exists():  # adapters have no config.json
             os.replace(folder / name, output_dir / name)
     folder.rmdir()
 
 
 def _write_through(folder: Path) -> None:
-    """Write files through to the disk, and let others read them as far as the umask does: safetensors doesn't."""
-    umask = os.umask(0)
+    """Write a folder's files through to the disk, and set the permissions that the user's umask gives to new files.
+
+    safetensors writes files that only their owner can read, whatever the umask.
+    """
+    umask = os.umask(0)  # the umask can be read only by setting it
     os.umask(umask)
     for path in folder.rglob("*"):
         if path.is_file():
@@ -228,35 +247,40 @@ def _write_through(folder: Path) -> None:
 
 
 def write_unsharded(model: Any, weights: dict[str, torch.Tensor], processor: Any, folder: Path) -> None:
-    """Write the gathered weights of a model that FSDP2 shards as `from_pretrained` reads them."""
-    # FSDP2 makes a class on the fly, whose file can't be copied along: an empty model of the class itself saves.
-    model_class: Any = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+    """Save the gathered weights of a model that FSDP2 shards, as a folder that `from_pretrained` loads."""
+    # FSDP2 gives a model a class made at run time, which has no source file for `save_pretrained` to copy. So an
+    # empty model of the original class saves the weights.
+    model_class: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with torch.device("meta"), no_init_weights():
         whole = model_class._from_config(model.config)
     whole.generation_config = model.generation_config
 
-    tied = set(whole.all_tied_weights_keys)
-    untied_weights = {name: weights[name] for name in weights if name not in tied}
+    tied_names = set(whole.all_tied_weights_keys)
+    untied_weights = {name: tensor for name, tensor in weights.items() if name not in tied_names}
     whole.save_pretrained(folder, state_dict=untied_weights)
     processor.save_pretrained(folder)
 
 
 def copy_record(source: Path, destination: Path) -> None:
-    """Copy what a card reads a model's training from, as far as a folder has it, to one that was made from it."""
+    """Copy the files that record a model's training, which its model card is made from, into another folder.
+
+    Files that `source` lacks are left out.
+    """
     for name in (RUN_FILE, STATE_FILE, "metrics.jsonl"):
         if (source / name).exists():
             shutil.copy(source / name, destination)
 
 
-# What a run reads back
+# Reading a checkpoint's weights
 
 
 def check_weights(checkpoint: Path, model: Any) -> None:
-    """Compare the names of a checkpoint's weights, unless they are sharded, with those of the model that will load
-    them: transformers would only warn.
+    """Check that a checkpoint's weights have the names of the model's weights. transformers would only warn.
+
+    A checkpoint with sharded weights, which holds no safetensors file, is not checked.
 
     Raises:
-        UserError: if they differ; it lists the names.
+        UserError: if names differ. The message lists them.
     """
     given: set[str] = set()
     for path in checkpoint.glob("*.safetensors"):
@@ -267,7 +291,7 @@ def check_weights(checkpoint: Path, model: Any) -> None:
 
     expected = set(model.state_dict())
     if (checkpoint / "adapter_config.json").exists():
-        from peft import get_peft_model_state_dict  # only adapters need it, and it is slow to import
+        from peft import get_peft_model_state_dict  # imported here because it is slow, and only adapters need it
 
         expected = set(get_peft_model_state_dict(model))
 

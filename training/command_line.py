@@ -1,10 +1,11 @@
-"""Reads a run's fields: those of the recipe that `--config` names, which options of the command line override."""
+"""Reads a run's fields from the recipe that `--config` names, and from options of the command line, which win."""
 
 import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from trl import TrlParser
@@ -15,66 +16,81 @@ from training.arguments import RunArguments, TrainingConfig
 from training.refusals import check_arguments
 
 
-FIELDS = "Every field is an option: ours stand in docs/reference.md, the others in TRL's SFTConfig and ModelConfig."
-# Fields that transformers and TRL have given up, and what to give in their place.
-RENAMED = {
+FIELDS_HELP = (
+    "Every field is an option: ours stand in docs/reference.md, the others in TRL's SFTConfig and ModelConfig."
+)
+# Fields that older versions of transformers and TRL had, and what to give instead.
+RENAMED_FIELDS = {
     "warmup_ratio": "give warmup_steps, where a number below 1 is a fraction of all steps, as in warmup_steps: 0.03",
     "torch_dtype": "give bf16: true or false; trained weights are float32",
 }
-# Paths in which a `~` stands for the home folder.
-PATHS = ("model_name_or_path", "dataset_name", "image_folder", "eval_dataset_name", "eval_image_folder", "output_dir")
+# Fields that hold a path, in which a leading `~` stands for the home folder.
+PATH_FIELDS = (
+    "model_name_or_path",
+    "dataset_name",
+    "image_folder",
+    "eval_dataset_name",
+    "eval_image_folder",
+    "output_dir",
+)
 
 
 def build_parser() -> TrlParser:
-    """The parser of all fields. A recipe has the same ones; [`build_recipe_parser`] has the option that names it."""
+    """The parser of all fields of a run. [`build_recipe_parser`] has `--config`, the option that names a recipe."""
     return TrlParser((RunArguments, TrainingConfig), allow_abbrev=False, usage=argparse.SUPPRESS)
 
 
 def build_recipe_parser() -> argparse.ArgumentParser:
-    """The parser of `--config`, which is read before the fields."""
-    parser = argparse.ArgumentParser("training/sft.py", epilog=FIELDS, allow_abbrev=False)
+    """The parser of `--config`, which is read before all other options."""
+    parser = argparse.ArgumentParser("training/sft.py", epilog=FIELDS_HELP, allow_abbrev=False)
     parser.add_argument("--config", metavar="RECIPE", help="YAML file of a run's fields; options win over it")
     return parser
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[RunArguments, TrainingConfig]:
-    """The arguments that a command line, or `argv`, asks for.
+    """The checked arguments of a run.
+
+    Args:
+        argv: The words of the command line, by default this process's.
 
     Raises:
-        UserError: if the recipe can't be read, a field is unknown, or what it asks for would be passed over.
+        UserError: if the recipe can't be read, a field is unknown, or [`check_arguments`] refuses the arguments.
     """
     parser = build_parser()
     return make_arguments(parser, read_fields(parser, argv))
 
 
 def read_fields(parser: TrlParser, argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """All fields by name with their values or defaults, and the recipe's path, or `None`, as `recipe`.
+    """All fields by name, with the values given or their defaults. The entry `recipe` is the recipe's path or `None`.
 
     Raises:
         UserError: if the recipe can't be read, or a field is unknown.
     """
     known, options = build_recipe_parser().parse_known_args(argv)
-    refuse_renamed([word.removeprefix("--").partition("=")[0] for word in options if word.startswith("--")])
+    for word in options:
+        if word.startswith("--"):
+            refuse_renamed_field(word.removeprefix("--").split("=")[0])
 
+    # Recipe and command line are parsed apart first, so that an error names the recipe where the mistake is there.
     recipe_options: list[str] = []
     if known.config is not None:
         recipe_options = read_recipe(Path(known.config), parser)
-        parse(parser, recipe_options, f"{known.config}: ")  # an unknown field is told with the recipe's name
+        parse(parser, recipe_options, where=f"{known.config}: ")
     parse(parser, options)
 
-    # The last of equal options counts.
+    # Where an option is given twice, argparse takes the last, which is the command line's.
     fields = vars(parse(parser, [*recipe_options, *options]))
-    for name in PATHS:
+    for name in PATH_FIELDS:
         if fields[name] is not None:
             fields[name] = os.path.expanduser(fields[name])
     return {**fields, "recipe": known.config}
 
 
 def make_arguments(parser: TrlParser, fields: dict[str, Any]) -> tuple[RunArguments, TrainingConfig]:
-    """The arguments with the fields that [`read_fields`] returns, checked.
+    """The checked arguments, made of the fields that [`read_fields`] returns.
 
     Raises:
-        UserError: if what they ask for would be passed over, or change the result without a word.
+        UserError: if [`check_arguments`] refuses them.
     """
     options = {name: value for name, value in fields.items() if name != "recipe"}
     run_args, args = parser.parse_dict(options)
@@ -84,45 +100,63 @@ def make_arguments(parser: TrlParser, fields: dict[str, Any]) -> tuple[RunArgume
 
 
 def read_recipe(path: Path, parser: TrlParser) -> list[str]:
-    """A recipe's fields as options: argparse then checks their types and choices, which TRL's own reading does not.
+    """Turn a recipe's fields into options of the command line, whose types and choices argparse checks.
 
-    Lists and mappings can't be options; they become the parser's defaults.
+    Lists and mappings can't be written as options. They become the parser's defaults.
 
     Raises:
-        UserError: if it is not a mapping of fields to values, or a field has been renamed.
+        UserError: if the recipe is not a mapping of fields to values, a field has been renamed, or a field has a list
+            or a mapping and can't be one.
     """
     with path.open(encoding="utf-8") as file:
         try:
             recipe = yaml.safe_load(file)
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            problem = " ".join(str(error).split())  # YAML's own has several lines
+            problem = " ".join(str(error).split())  # in one line; a YAML error has several
             raise UserError(f"--config {path} is not YAML: {problem}") from error
     if not isinstance(recipe, dict) or None in recipe.values():
         raise UserError(f"--config {path} must be a mapping of fields to values; leave out what has none.")
-    refuse_renamed(list(recipe))
+    for name in recipe:
+        refuse_renamed_field(name)
 
     nested = {name: value for name, value in recipe.items() if isinstance(value, list | dict)}
-    # What the parser doesn't know comes back as options, which it will refuse.
+    for name, list_or_mapping in nested.items():
+        if not takes_type(name, type(list_or_mapping)):
+            kind_name = "list" if isinstance(list_or_mapping, list) else "mapping"
+            raise UserError(f"--config {path}: {name} can't be a {kind_name}, got {list_or_mapping!r}.")
+    # A field that the parser doesn't know comes back as an option, which the parser refuses later.
     options = parser.set_defaults_with_config(**nested)
 
-    choices = {action.dest: action.choices for action in parser._actions}
+    choices = {action.dest: action.choices or () for action in parser._actions}
     for name, value in recipe.items():
         if name in nested:
             continue
-        # YAML reads a bare `no` as false, and `no` is what some fields are called when they are off.
-        if value is False and "no" in (choices.get(name) or ()):
+        # YAML reads a bare `no` as false. Fields such as eval_strategy have "no" among their choices.
+        if value is False and "no" in choices.get(name, ()):
             value = "no"
         options.append(f"--{name}={value}")
     return options
 
 
-def refuse_renamed(names: Sequence[str]) -> None:
-    """Say the new name of a field that people know by an old one.
+def takes_type(name: str, kind: type) -> bool:
+    """Whether the field with this name may be of a type, `list` or `dict`. An unknown field passes."""
+    annotations = get_type_hints(RunArguments) | get_type_hints(TrainingConfig)
+    if name not in annotations:
+        return True
+
+    annotation = annotations[name]
+    members = [annotation]
+    if get_origin(annotation) in (Union, UnionType):
+        members = list(get_args(annotation))
+    return any(member is kind or get_origin(member) is kind for member in members)
+
+
+def refuse_renamed_field(name: str) -> None:
+    """Check that a name is not the old name of a field.
 
     Raises:
-        UserError: if one of these names is old.
+        UserError: if it is. The message says what to give instead.
     """
-    for name in names:
-        new_name = RENAMED.get(name.replace("-", "_"))
-        if new_name is not None:
-            raise UserError(f"{name} is gone: {new_name}.")
+    replacement = RENAMED_FIELDS.get(name.replace("-", "_"))
+    if replacement is not None:
+        raise UserError(f"{name} is gone: {replacement}.")

@@ -1,4 +1,4 @@
-"""The data of a run: the checked rows of one or several sources, or a stream that is checked as it is read."""
+"""Reads the data of a run: checked rows from one or several sources, or a stream, whose rows are checked later."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ from training.run import Source
 
 logger = logging.getLogger(__name__)
 
-# They list the bad rows that were skipped, of training and of evaluation, below `output_dir`.
+# Files in `output_dir` that list the bad rows left out of training, and those left out of evaluation.
 BAD_ROWS_FILE = "bad_rows.jsonl"
 HELD_OUT_BAD_ROWS_FILE = "held_out_bad_rows.jsonl"
 
@@ -32,31 +32,39 @@ def read_rows(
 
     Returns:
         The rows with their tokens, a fingerprint that must be the same when the run is resumed, and what an epoch
-        takes from each source. A stream's rows are unchecked, and what it takes isn't known: the list is empty.
+        takes from each source. The rows of a stream are neither checked nor tokenized, and its list of sources is
+        empty.
 
     Raises:
-        UserError: as `load_rows` does, or if there is a bad row that is not to be left out.
+        UserError: as `load_rows` does, or if a row is bad and `bad_rows` is `"error"`.
     """
-    # Rows are checked and bad ones listed at every start; a stream that is resumed goes on with its list.
-    if not (run_args.dataset_streaming and args.resume_from_checkpoint):
-        _forget_bad_rows(args, BAD_ROWS_FILE)
+    # Every start checks all rows and lists the bad ones anew. A resumed stream doesn't read its first rows again, so
+    # their list is kept.
+    is_resumed_stream = run_args.dataset_streaming and args.resume_from_checkpoint
+    if not is_resumed_stream:
+        _delete_bad_rows_list(args, BAD_ROWS_FILE)
 
-    single = SourceArguments(
-        path=str(run_args.dataset_name),
-        name=run_args.dataset_config,
-        split=str(run_args.dataset_train_split),
-        image_folder=run_args.image_folder,
-    )
+    entries = run_args.datasets
+    if not entries:
+        entry = SourceArguments(
+            path=str(run_args.dataset_name),
+            name=run_args.dataset_config,
+            split=str(run_args.dataset_train_split),
+            image_folder=run_args.image_folder,
+        )
+        entries = [entry]
+
     if run_args.dataset_streaming:
-        stream = load_rows(single.path, single.image_folder, single.name, single.split, streaming=True)
-        return stream, stream_fingerprint(single.path, single.name, single.split), []
+        (entry,) = entries  # `check_stream` refuses `datasets`
+        stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
+        return stream, stream_fingerprint(entry.path, entry.name, entry.split), []
 
-    seed = args.seed if args.data_seed is None else args.data_seed
+    first_seed = args.seed if args.data_seed is None else args.data_seed
     drawn_rows = []
     sources = []
-    for number, entry in enumerate(run_args.datasets or [single]):
+    for index, entry in enumerate(entries):
         checked = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
-        drawn = draw_rows(checked.good_rows, entry, seed + number)
+        drawn = draw_rows(checked.good_rows, entry, seed=first_seed + index)
         logger.info(
             "%s: %d rows, %d good, %d an epoch", entry.path, checked.num_rows, len(checked.good_rows), len(drawn)
         )
@@ -66,37 +74,37 @@ def read_rows(
 
 
 def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
-    """What an epoch takes from a source's rows: all as often as the weight's whole part says, and some once more.
+    """The rows that an epoch takes from a source, by the source's weight.
 
-    These are drawn once, by the seed, so that all epochs, processes and resumed starts have the same.
+    All rows come as often as the whole part of the weight says. The fraction that is left is a random sample of the
+    rows. It depends on the seed alone, so that all epochs, processes and resumed starts have the same sample.
     """
-    times = math.floor(entry.weight)
-    num_more = round((entry.weight - times) * len(rows))
-    if times == 0 and num_more == 0:
+    num_repeats = math.floor(entry.weight)
+    num_sampled = round((entry.weight - num_repeats) * len(rows))
+    if num_repeats == 0 and num_sampled == 0:
         logger.warning("%s: %g of %d rows is less than one; one is taken", entry.path, entry.weight, len(rows))
-        num_more = 1
+        num_sampled = 1
 
-    shuffled = rows.shuffle(seed=seed, keep_in_memory=True)
-    return concatenate_datasets([*[rows] * times, shuffled.select(range(num_more))])
+    whole_part = [rows] * num_repeats
+    sample = rows.shuffle(seed=seed, keep_in_memory=True).select(range(num_sampled))
+    return concatenate_datasets([*whole_part, sample])
 
 
 def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer) -> Dataset | None:
-    """The held-out rows with their tokens, if a run names some.
+    """The held-out rows with their tokens; `None` if the run names no held-out rows.
 
     Raises:
         UserError: as `read_rows` does.
     """
-    _forget_bad_rows(args, HELD_OUT_BAD_ROWS_FILE)
-    name = run_args.eval_dataset_name
-    if name is None:
+    _delete_bad_rows_list(args, HELD_OUT_BAD_ROWS_FILE)
+    path = run_args.eval_dataset_name
+    if path is None:
         return None
 
-    entry = SourceArguments(
-        path=name,
-        name=run_args.dataset_config if name == run_args.dataset_name else None,
-        split=str(run_args.dataset_test_split) if has_splits(name) else "train",
-        image_folder=run_args.eval_image_folder,
-    )
+    # `dataset_config` is a config of the training data, so it applies only where both are the same dataset.
+    config_name = run_args.dataset_config if path == run_args.dataset_name else None
+    split = str(run_args.dataset_test_split) if has_splits(path) else "train"
+    entry = SourceArguments(path, config_name, split, image_folder=run_args.eval_image_folder)
     return check_rows(run_args, args, tokenize, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
 
 
@@ -105,22 +113,22 @@ class CheckedRows:
     """A source's rows after the check."""
 
     num_rows: int
-    """Bad ones included."""
+    """The number of rows in the source, good and bad."""
     good_rows: Dataset
-    """With their tokens."""
+    """The good rows with their tokens."""
     fingerprint: str
-    """Of the good rows' content."""
+    """The fingerprint of the good rows' content."""
 
 
 def check_rows(
     run_args: RunArguments, args: TrainingConfig, tokenize: RowTokenizer, entry: SourceArguments, bad_rows_file: str
 ) -> CheckedRows:
-    """Read and check a source's rows. Bad rows that are left out are listed in `bad_rows_file`, below `output_dir`.
+    """Read and check a source's rows. Bad rows that are left out are listed in `bad_rows_file`, in `output_dir`.
 
     Raises:
-        UserError: as `load_rows` does, or if there is a bad row that is not to be left out.
+        UserError: as `load_rows` does, or if a row is bad and `bad_rows` is `"error"`.
     """
-    # The first process reads and checks them; the others take what it leaves in datasets' cache.
+    # The main process reads and checks the rows. The others then find the results in datasets' cache.
     with args.main_process_first(desc="reading and checking the rows"):
         rows = load_rows(entry.path, entry.image_folder, entry.name, entry.split)
         assert isinstance(rows, Dataset)
@@ -147,22 +155,24 @@ def describe_source(entry: SourceArguments, checked: CheckedRows, num_drawn: int
 
 
 def mixture_fingerprint(sources: list[Source]) -> str:
-    """One fingerprint of several sources, from theirs and their weights."""
+    """The fingerprint of all rows of a run, made of each source's fingerprint and weight."""
     content = json.dumps([[source.fingerprint, float(source.weight)] for source in sources])
     return hashlib.sha256(content.encode()).hexdigest()
 
 
 def require_pictures(rows: Dataset | IterableDataset) -> None:
-    """Refuse rows from which stage 'align' would learn nothing; a stream's rows aren't known yet.
+    """Check that rows have a picture, without which stage 'align' would learn nothing. A stream passes unread.
 
     Raises:
         UserError: if no row has a picture.
     """
-    if isinstance(rows, Dataset) and not row_lengths(rows, "num_images").any():
+    if isinstance(rows, IterableDataset):
+        return
+    if not row_lengths(rows, "num_images").any():
         raise UserError("Stage 'align' trains the projector alone, and no row has a picture.")
 
 
-def _forget_bad_rows(args: TrainingConfig, file_name: str) -> None:
-    """Delete the list of bad rows of an earlier start."""
+def _delete_bad_rows_list(args: TrainingConfig, file_name: str) -> None:
+    """Delete the list of bad rows that an earlier start of the run wrote."""
     if args.process_index == 0:
         Path(args.output_dir, file_name).unlink(missing_ok=True)

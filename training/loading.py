@@ -19,10 +19,9 @@ from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
 
 @contextmanager
 def errors_named_after(name: str | Path) -> Iterator[None]:
-    """Within the block, what is wrong with a model's files is told with its name.
+    """Turn a `ValueError` raised in the block into a `UserError` that begins with a model's name.
 
-    Raises:
-        UserError: for a `ValueError`, by which transformers, PEFT and the model class tell of wrong files.
+    transformers, PEFT and the model class raise `ValueError` for files that are wrong.
     """
     try:
         yield
@@ -36,7 +35,7 @@ def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:
     """The config of the NormLlava at `name`, a folder or Hub id.
 
     Raises:
-        UserError: if that is something else.
+        UserError: if `name` is another kind of model, or an adapter.
     """
     if Path(name, "adapter_config.json").exists():
         raise UserError(
@@ -57,21 +56,21 @@ def load_processor(name: str, revision: str | None = None) -> LlavaProcessor:
     """The processor of the NormLlava at `name`.
 
     Raises:
-        UserError: if its files are no processor's.
+        UserError: if the processor's files are missing or wrong.
     """
     with errors_named_after(name):
         return AutoProcessor.from_pretrained(name, revision=revision)
 
 
 def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForConditionalGeneration:
-    """The model to start from, in float32 except for a 4-bit language model.
+    """The model that a run starts from. Its weights are float32, except those of a language model in 4 bits.
 
     Raises:
         UserError: if its weights don't fit its config.
     """
     name = str(run_args.model_name_or_path)
     config = load_config(name, run_args.model_revision)
-    # Packing concerns only the language model.
+    # The recipe's attention is for the language model alone. Packing doesn't concern the vision encoder.
     attention = {"text_config": run_args.attn_implementation, "vision_config": "sdpa"}
     options: dict[str, Any] = {"dtype": torch.float32, "attn_implementation": attention}
     if run_args.load_in_4bit:
@@ -87,15 +86,16 @@ def load_base(run_args: RunArguments, args: TrainingConfig) -> NormLlavaForCondi
     with errors_named_after(name):
         model = model_class.from_pretrained(name, revision=run_args.model_revision, **options)
 
-    # The padding token may also end turns, and torch would leave its row untrained.
+    # torch doesn't train the embedding of `padding_idx`, but the padding token may also be the one that ends turns.
     model.get_input_embeddings().padding_idx = None
     for module in model.modules():
-        # On a CPU bitsandbytes would rewrite 4-bit weights, and round their scales, when they run in eval mode.
+        # On a CPU bitsandbytes would rewrite 4-bit weights, and round their scales, at the first pass in eval mode.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    # FSDP2 shards these one by one. Vision encoders list their family's, and accelerate refuses what isn't there.
-    present = {type(module).__name__ for module in model.modules()}
-    model._no_split_modules = sorted(present & set(model._no_split_modules or ()))
+    # FSDP2 shards each module of the classes in `_no_split_modules`. Vision encoders list classes of their whole model
+    # family there, and accelerate refuses a class of which the model has no module.
+    module_classes = {type(module).__name__ for module in model.modules()}
+    model._no_split_modules = sorted(module_classes & set(model._no_split_modules or ()))
     return model
 
 
@@ -105,7 +105,8 @@ def prepare_model(
     """Prepare a loaded model, in place, for the stage of the run.
 
     Returns:
-        What Trainer trains, which is the model or the `PeftModel` around it, and the model's parts.
+        The model that Trainer trains, which in stage 'adapt' is a `PeftModel` around the loaded one, and the parts of
+        the model with their learning rates.
     """
     stage = Stage(str(run_args.stage))
     trained: Any = model
@@ -122,10 +123,12 @@ def prepare_model(
         )
 
     norm_rate = run_args.norm_learning_rate
+    if norm_rate is None:
+        norm_rate = args.learning_rate
     rates = LearningRates(
         common=args.learning_rate,
         vision=run_args.vision_learning_rate or 0.0,
-        norm=args.learning_rate if norm_rate is None else norm_rate,
+        norm=norm_rate,
         projector=run_args.projector_learning_rate,
     )
     return trained, prepare_stage(model, stage, rates, frozen_dtype)

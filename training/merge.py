@@ -1,8 +1,9 @@
-"""Merge a trained adapter into its base model, unquantized, and save an ordinary checkpoint folder.
+"""Merge a trained adapter into its unquantized base model, and save the result as an ordinary checkpoint folder.
 
     python training/merge.py --adapter runs/Qwen2.5-7B-Instruct/qlora --output_dir runs/Qwen2.5-7B-Instruct/merged
 
-Merging into 4-bit weights would round the result to 4 bits again.
+The base model is loaded unquantized even if the adapter was trained on 4-bit weights: merging into 4-bit weights would
+round the result to 4 bits.
 """
 
 import argparse
@@ -26,13 +27,13 @@ def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGene
 
     Args:
         adapter: The adapter's folder.
-        base: Folder or Hub id of the base model, if it is no longer where it was in training.
+        base: Folder or Hub id of the base model. By default it is where it was in training.
 
     Returns:
-        The model in the base's dtype; it was merged in float32.
+        The merged model in the dtype of the base model. The merge itself is computed in float32.
 
     Raises:
-        UserError: if the adapter lacks weights or is another model's.
+        UserError: if the folder holds no adapter, or the adapter's weights don't match the base model.
     """
     if not (adapter / "adapter_config.json").exists():
         raise UserError(f"{adapter} holds no adapter: give the output folder of a run of stage 'adapt'.")

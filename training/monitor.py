@@ -1,4 +1,4 @@
-"""What training measures and reports: norms of the decoder's input, a file of all that is logged, and a table."""
+"""What training reports: norms at the decoder's input, a file of all that is logged, and a table on the console."""
 
 import json
 import sys
@@ -21,23 +21,24 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 class InterfaceMonitor(TrainerCallback):
-    """Measures the step that is about to be logged, through hooks that stay idle on every other step.
+    """Measures norms in each step that will be logged, through hooks that do nothing in all other steps.
 
-    They sit on the model and on its first layer, not inside that layer, which may be compiled.
+    `norm/visual` and `norm/text` are mean L2 norms of the image tokens and of the text tokens that enter the decoder's
+    first layer. Tokens are classified as in the diagnostics. Attention sinks, which the diagnostics leave out, appear
+    only at later layers, so they are not left out here.
 
-    `norm/visual` and `norm/text` are mean L2 norms of the image and the text tokens that enter the decoder's first
-    layer. Tokens are classified as in the diagnostics, but sinks, which appear only at later layers, are not excluded.
+    The hooks sit on the model and on its first layer, not inside the layer, which may be compiled.
 
     Args:
         model: The model that is trained, with adapters and without wrappers.
-        processor: Its processor, for the special tokens.
+        processor: The model's processor, which knows the special tokens.
     """
 
     def __init__(self, model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
-        self.active = False
-        self._ids = token_ids(model, processor)
+        self.active = False  # whether the current step will be logged
+        self._token_ids = token_ids(model, processor)
         self._tokens: Tokens | None = None
-        self._sums = torch.zeros(2, 2)  # [(image, text), (sum of norms, number of tokens)]
+        self._sums = torch.zeros(2, 2)  # rows: image, text; columns: sum of norms, number of tokens
         model.model.register_forward_pre_hook(self._classify_tokens, with_kwargs=True)
         find_decoder(model).layers[0].register_forward_pre_hook(self._add_norms, with_kwargs=True)
 
@@ -50,7 +51,7 @@ class InterfaceMonitor(TrainerCallback):
 
     def _classify_tokens(self, module: nn.Module, args: Any, kwargs: Inputs) -> None:
         if self.active and module.training:
-            self._tokens = classify(kwargs, self._ids)
+            self._tokens = classify(kwargs, self._token_ids)
 
     @torch.no_grad()
     def _add_norms(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -59,32 +60,35 @@ class InterfaceMonitor(TrainerCallback):
 
         hidden_states = args[0] if args else kwargs["hidden_states"]
         norms = token_norms(hidden_states)  # [batch_size, sequence_length]
-        for place, mask in enumerate((self._tokens.visual, self._tokens.text)):
-            self._sums[place] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
-        # Gradient checkpointing runs the layer again.
+        for row, mask in enumerate((self._tokens.visual, self._tokens.text)):
+            self._sums[row] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
+        # Gradient checkpointing runs the layer a second time, which must not count again.
         self._tokens = None
 
     @torch.no_grad()
     def collect(self, reduce: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
-        """The measurements since the last call; none where no picture was seen.
+        """The measurements since the last call; empty if no image token, or no text token, was seen since then.
+
+        Every process must call this.
 
         Args:
-            reduce: Sums a tensor over processes, all of which must call this.
+            reduce: Sums a tensor over all processes.
         """
         sums = reduce(self._sums.clone())
         self._sums.zero_()
 
-        has_both = (sums[:, 1] > 0).all()
-        if not has_both:
+        norm_sums, num_tokens = sums.unbind(dim=1)
+        has_both_kinds = (num_tokens > 0).all()
+        if not has_both_kinds:
             return {}
-        image_norm, text_norm = (sums[:, 0] / sums[:, 1]).tolist()
+        image_norm, text_norm = (norm_sums / num_tokens).tolist()
         return {"norm/visual": image_norm, "norm/text": text_norm, "norm/ratio": image_norm / text_norm}
 
 
 class MetricsFile(TrainerCallback):
-    """Writes all that is logged as lines of JSON; names of held-out figures begin with `eval/`, as in trackers.
+    """Writes each log as a line of JSON. Names of held-out figures begin with `eval/`, as trackers have them.
 
-    A resumed run's file begins with the lines of its checkpoint.
+    The file of a resumed run begins with the logs that its checkpoint holds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,20 +96,21 @@ class MetricsFile(TrainerCallback):
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Write the lines up to the step that training begins with."""
+        """Write the logs of all steps before the one that training begins with."""
         if state.is_world_process_zero:
             lines = [self._line(entry) for entry in state.log_history]
             write_whole(self._path, "".join(lines))
 
     @override
     def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Write one line."""
+        """Add the line of the newest log."""
         if state.is_world_process_zero:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(self._line(state.log_history[-1]))
 
     @staticmethod
     def _line(entry: dict[str, float]) -> str:
+        """A log as a line of JSON."""
         renamed = {}
         for name, value in entry.items():
             if name.startswith("eval_"):
@@ -115,13 +120,13 @@ class MetricsFile(TrainerCallback):
 
 
 class ConsoleTable(TrainerCallback):
-    """Prints a header and a line per log; everything else is in the file."""
+    """Prints a table with a line for each log, which shows only the figures that a person watches."""
 
     COLUMNS = ("step", "loss", "learning rate", "norm ratio", "tokens/s", "time left")
 
     @override
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Start the clock, also where a run is resumed, and print the header."""
+        """Print the header, and note where this start of the run, which may be a resumed one, begins."""
         self._started = time.monotonic()
         self._first_step = state.global_step
         self._first_token = state.num_input_tokens_seen
@@ -131,22 +136,26 @@ class ConsoleTable(TrainerCallback):
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Print a line."""
         if "eval_loss" in logs:
-            loss, blank = logs["eval_loss"], logs["eval_loss_blank"]
-            self._print(state, f"    held out: loss {loss:.4f}, with blank pictures {blank:.4f}")
+            loss = logs["eval_loss"]
+            loss_blank = logs["eval_loss_blank"]
+            self._print(state, f"    held out: loss {loss:.4f}, with blank pictures {loss_blank:.4f}")
         if "loss" in logs:
             self._print(state, format_row(self._cells(state, logs)))
 
     def _cells(self, state: TrainerState, logs: dict[str, float]) -> list[str]:
-        """The columns of a training step, of which the last two are means since the start."""
+        """The cells of a step's line. Speed and time left come from the mean since this start of the run."""
         seconds = time.monotonic() - self._started
         num_tokens = state.num_input_tokens_seen - self._first_token
         seconds_per_step = seconds / (state.global_step - self._first_step)
         seconds_left = round(seconds_per_step * (state.max_steps - state.global_step))
+        ratio = "no picture"
+        if "norm/ratio" in logs:
+            ratio = f"{logs['norm/ratio']:.3f}"
         return [
             f"{state.global_step}/{state.max_steps}",
             f"{logs['loss']:.4f}",
             f"{logs['learning_rate']:.3g}",
-            f"{logs['norm/ratio']:.3f}" if "norm/ratio" in logs else "no picture",
+            ratio,
             f"{num_tokens / seconds:,.0f}",
             str(timedelta(seconds=seconds_left)),
         ]
@@ -158,5 +167,5 @@ class ConsoleTable(TrainerCallback):
 
 
 def format_row(cells: Sequence[str]) -> str:
-    """The cells of a table's row, each in 15 columns at the right."""
+    """A line of the table, each cell right-aligned in 15 characters."""
     return "".join(f"{cell:>15}" for cell in cells)

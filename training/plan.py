@@ -1,10 +1,11 @@
-"""What a recipe takes: memory of a device at the peak of a step, FLOPs and hours.
+"""Plan a recipe: print the memory that a device needs at the peak of a step, and the FLOPs and hours of the run.
 
     python training/plan.py --config training/recipes/Qwen2.5-7B-Instruct/stage2.yaml --devices 8 --rows 780000
 
-A step runs as in training, on tensors with shapes and no data (torch's `MemTracker` under `FakeTensorMode`), from the
-model's config alone. With several devices weights, gradients and optimizer states are divided by their number, as
-FSDP2 shards them, and casts aren't kept. Not counted: masks, what FSDP2 gathers, CUDA's context, fragmentation.
+The model is built from its config, without weights. Steps run as in training, on tensors that have shapes and no data
+(torch's `FakeTensorMode`), while torch's `MemTracker` counts their bytes. With several devices, weights, gradients and
+optimizer states are divided by the number of devices, as FSDP2 shards them, and autocast's casts of weights aren't
+kept. Not counted: masks, the weights that FSDP2 gathers, CUDA's context, and fragmentation.
 """
 
 import argparse
@@ -35,42 +36,43 @@ from training.stages import base_model
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# Steps that are taken, and passes of each: the second pass has the first one's gradients beside it, and the second
-# step the optimizer's states.
+# The peak comes in the second pass of the second step: gradients exist from the first pass of a step on, and optimizer
+# states from the end of the first step on.
 NUM_STEPS = 2
 NUM_PASSES = 2
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a device sees in a pass. Each sample has one picture."""
+    """The batch of a device in one pass. Each sample has one picture."""
 
     samples: int
+    """The number of samples."""
     tokens: int
-    """Of a sample, image tokens included."""
+    """The number of tokens in a sample, image tokens included."""
     supervised: int
-    """Tokens of a sample that are supervised."""
+    """The number of supervised tokens in a sample."""
     is_packed: bool
-    """Whether the samples share one row."""
+    """Whether all samples are packed into one row."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step takes: bytes of a device at its peak, and FLOPs."""
+    """What a step needs. All fields but `flops` are bytes of one device at the peak of the step."""
 
     weights: int
     gradients: int
     states: int
-    """Of the optimizer."""
+    """The optimizer's states."""
     activations: int
-    """And what is temporary."""
+    """Activations and temporary tensors."""
     flops: int
-    """Model FLOPs of a pass, forward and backward, of all samples by themselves: padding and recomputation don't
-    count, as in the MFU of PaLM (arXiv 2204.02311, App. B)."""
+    """Model FLOPs of one pass, forward and backward. As in the MFU of PaLM (arXiv 2204.02311, App. B), recomputation
+    and padding don't count, and packed samples count as if each had a row of its own."""
 
     @property
     def peak(self) -> int:
-        """All bytes at the peak."""
+        """The bytes of one device at the peak."""
         return self.weights + self.gradients + self.states + self.activations
 
 
@@ -110,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of the command line, beside those of training/sft.py."""
+    """The options of the command line, besides those of training/sft.py."""
     parser = argparse.ArgumentParser(
         description="Plan a recipe. Further options are those of training/sft.py.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -125,25 +127,25 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def make_batch(run_args: RunArguments, args: TrainingConfig, tokens: int, supervised: int) -> Batch:
-    """The batch of a recipe, of samples with so many tokens and supervised tokens."""
-    samples = args.per_device_train_batch_size
-    if run_args.packed_length is not None:
-        samples = max(run_args.packed_length // tokens, 1)
-    return Batch(samples, tokens, supervised, is_packed=run_args.packed_length is not None)
+    """The batch of one pass by a recipe, if each sample has `tokens` tokens, `supervised` of them supervised."""
+    if run_args.packed_length is None:
+        return Batch(args.per_device_train_batch_size, tokens, supervised, is_packed=False)
+    samples = max(run_args.packed_length // tokens, 1)
+    return Batch(samples, tokens, supervised, is_packed=True)
 
 
-def count_rows(run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int, rows_of_data: int) -> float:
-    """Rows that a run sees: those of its steps where they are given, else those of its epochs."""
+def count_rows(run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int, num_data_rows: int) -> float:
+    """The rows that a run trains on: `max_steps` times the rows of a step, or all rows in each epoch."""
     if args.max_steps <= 0:
-        return rows_of_data * args.num_train_epochs
-    rows_of_step = run_args.global_batch_size
-    if rows_of_step is None:
-        rows_of_step = batch.samples * args.gradient_accumulation_steps * devices
-    return args.max_steps * rows_of_step
+        return num_data_rows * args.num_train_epochs
+    num_step_rows = run_args.global_batch_size
+    if num_step_rows is None:
+        num_step_rows = batch.samples * args.gradient_accumulation_steps * devices
+    return args.max_steps * num_step_rows
 
 
 def describe_time(seconds: float) -> str:
-    """Hours or minutes."""
+    """A time in hours, or in minutes if it is shorter than an hour."""
     minutes = seconds / 60
     if minutes < 1:
         return "<1 minute"
@@ -155,11 +157,11 @@ def describe_time(seconds: float) -> str:
 def plan_step(
     config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch, devices: int = 1
 ) -> StepPlan:
-    """Take some steps without data, with weights held as on a GPU.
+    """Run some steps without data, and count what they need. Frozen weights have the dtype that they have on a GPU.
 
     Raises:
-        UserError: for 4-bit weights and optimizers other than torch's, whose memory is not known here, and if a
-            sample is shorter than its picture and what is supervised.
+        UserError: for 4-bit weights and for optimizers other than torch's, whose memory is not known here, and if a
+            sample has fewer tokens than its picture and its supervised tokens take.
     """
     check_plan(config, run_args, args, batch)
     model, trained = build_model(config, run_args, args)
@@ -168,21 +170,21 @@ def plan_step(
         model.tie_weights()
         trained.train()
 
+        # Counted before checkpointing is turned on, because recomputation is not part of the model's FLOPs.
         flops = count_flops(trained, batch)
         trained.zero_grad()
         if args.gradient_checkpointing:
-            if trained is not model:
+            if trained is not model:  # with adapters, as TRL does
                 model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": False})
 
-        # Sharded weights are gathered anew in each pass, so that autocast's casts of them aren't kept.
+        # FSDP2 gathers sharded weights anew in each pass, so autocast can't keep its casts of them.
         keeps_casts = devices == 1
         peak, optimizer = track_steps(trained, args, batch, keeps_casts)
 
-    learned = [parameter for parameter in trained.parameters() if parameter.requires_grad]
     weights = num_bytes(trained.parameters())
-    gradients = num_bytes(learned)
-    states = num_bytes(state for states in optimizer.state.values() for state in states.values())
+    gradients = num_bytes(trained_parameters(trained))
+    states = sum(num_bytes(states_of_parameter.values()) for states_of_parameter in optimizer.state.values())
     return StepPlan(
         weights=weights // devices,
         gradients=gradients // devices,
@@ -193,7 +195,7 @@ def plan_step(
 
 
 def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch) -> None:
-    """Refuse what can't be planned, as [`plan_step`] says."""
+    """Check that a step can be planned; [`plan_step`] says what it raises."""
     if batch.tokens < config.image_seq_length + batch.supervised:
         needed = f"{config.image_seq_length} tokens of its picture and {batch.supervised} supervised ones"
         raise UserError(f"A sample of {batch.tokens} tokens can't hold the {needed}: set --tokens and --supervised.")
@@ -202,7 +204,7 @@ def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingCo
 
 
 def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig) -> tuple[Any, Any]:
-    """The model without data, and what is trained, which may be the adapters around it."""
+    """The model without data, and the module that is trained, which is the model or a `PeftModel` around it."""
     frozen_dtype = torch.bfloat16 if args.bf16 else torch.float32
     with torch.device("meta"), no_init_weights():
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
@@ -213,7 +215,7 @@ def build_model(config: NormLlavaConfig, run_args: RunArguments, args: TrainingC
 
 
 def count_flops(trained: nn.Module, batch: Batch) -> int:
-    """Model FLOPs of a pass, forward and backward."""
+    """Model FLOPs of one pass, forward and backward, with each sample in a row of its own."""
     unpacked = Batch(batch.samples, batch.tokens, batch.supervised, is_packed=False)
     with FlopCounterMode(display=False, custom_mapping=ATTENTION_FLOPS) as counter:
         compute_loss(trained, unpacked).backward()
@@ -223,10 +225,13 @@ def count_flops(trained: nn.Module, batch: Batch) -> int:
 def track_steps(
     trained: nn.Module, args: TrainingConfig, batch: Batch, keeps_casts: bool
 ) -> tuple[int, torch.optim.Optimizer]:
-    """Bytes at the peak of some steps, and the optimizer that took them."""
-    learned = [parameter for parameter in trained.parameters() if parameter.requires_grad]
+    """Run some steps.
+
+    Returns:
+        The bytes at their peak, and the optimizer with its states.
+    """
     optimizer_class, optimizer_options = Trainer.get_optimizer_cls_and_kwargs(args, trained)
-    optimizer = optimizer_class(learned, **optimizer_options)
+    optimizer = optimizer_class(trained_parameters(trained), **optimizer_options)
     with WholeModelTracker() as tracker:
         tracker.track_external(trained, optimizer)
         for _ in range(NUM_STEPS):
@@ -236,13 +241,16 @@ def track_steps(
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"], optimizer
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    return peak, optimizer
 
 
 def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
-    """The loss of a pass: pictures come first, text after them, and the last tokens are supervised.
+    """The loss of a pass over made-up rows: all image tokens first, then all text tokens, of which the last are
+    supervised.
 
-    The pictures' features are put in their places here, as the model's own way depends on the tokens' values.
+    The picture features are joined to the text's embeddings here. The model itself would look for the image tokens
+    among the values of `input_ids`, which have no data.
     """
     model = base_model(trained)
     num_tokens = batch.samples * batch.tokens
@@ -254,33 +262,43 @@ def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
     features = torch.cat(list(model.model.get_image_features(pixel_values).pooler_output))
     num_text_tokens = num_tokens - len(features)
     text = model.get_input_embeddings()(torch.zeros(num_text_tokens, dtype=torch.long))
-    hidden_states = torch.cat([features.to(text.dtype), text])  # [num_tokens, hidden_size]
-    hidden_states = hidden_states.view(num_rows, num_tokens // num_rows, -1)
+    embeddings = torch.cat([features.to(text.dtype), text])  # [num_tokens, hidden_size]
+    embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)
 
     labels = torch.zeros(1, num_labels, dtype=torch.long)
-    places = torch.arange(num_tokens - num_labels, num_tokens)
-    with head_on_supervised(model, places):
-        output = trained(inputs_embeds=hidden_states, shift_labels=labels, fused_lm_head=True, use_cache=False)
+    positions = torch.arange(num_tokens - num_labels, num_tokens)
+    with head_on_supervised(model, positions):
+        output = trained(inputs_embeds=embeddings, shift_labels=labels, fused_lm_head=True, use_cache=False)
     return -output.log_probs.sum() / num_labels
 
 
-def num_bytes(tensors: Iterable[Any]) -> int:
-    """Bytes of those that are tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, torch.Tensor))
+def trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a module that get a gradient."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def num_bytes(candidates: Iterable[Any]) -> int:
+    """The bytes of all tensors among the candidates. An optimizer's states may also be numbers or `None`."""
+    return sum(tensor.nbytes for tensor in candidates if isinstance(tensor, torch.Tensor))
 
 
 def attention_flops(query: Any, key: Any, value: Any, *_: Any, attn_mask: Any = None, **options: Any) -> int:
-    """FLOPs of attention by shapes; half where there is a mask: the decoder's is causal, the encoder has none."""
+    """FLOPs of attention from the shapes of its tensors.
+
+    Only the decoder gives a mask. It is causal, so half of the products count.
+    """
     flops = sdpa_flop_count(query, key, value)
-    return flops if attn_mask is None else flops // 2
+    if attn_mask is None:
+        return flops
+    return flops // 2
 
 
 def attention_backward_flops(gradient: Any, *shapes: Any, **options: Any) -> int:
-    """FLOPs of attention's backward pass, without the product that it recomputes."""
+    """FLOPs of attention's backward pass: twice those of the forward pass. What it recomputes doesn't count."""
     return 2 * attention_flops(*shapes, **options)
 
 
-# torch's own count leaves these out.
+# FLOP counts of the operations for attention on a CPU, which torch's own counter doesn't know.
 ATTENTION_FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
@@ -288,7 +306,7 @@ ATTENTION_FLOPS = {
 
 
 class WholeModelTracker(MemTracker):
-    """`MemTracker` without what it does for each module, which assumes that every parameter is trained."""
+    """`MemTracker` without its hooks on single modules, which fail for parameters that aren't trained."""
 
     def _pre_fw_hook(self, *args: Any) -> None: ...
     def _post_fw_hook(self, *args: Any) -> None: ...

@@ -1,4 +1,8 @@
-"""What a run refuses: arguments that would change its result, or be passed over, without a word. A rule a sentence."""
+"""Checks of a run's arguments.
+
+They refuse arguments that would be ignored, or would change the result, without a message. The docstring of each check
+is the rule that holds for the arguments it lets pass.
+"""
 
 import math
 import os
@@ -13,11 +17,11 @@ from training.arguments import RunArguments, TrainingConfig
 from training.stages import Stage
 
 
-# Fields of TRL and transformers with the only value that they may have, and why.
-ONLY: dict[str, tuple[Any, str]] = {
+# Fields of TRL and transformers that must keep one value: the field, the value, and the reason.
+FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "use_peft": (False, "stage 'adapt' is the one that trains adapters"),
     "lora_target_modules": (None, "adapters go on all linear layers of the decoder's blocks"),
-    "lora_modules_to_save": (None, "beside the adapters, projector and norm are trained"),
+    "lora_modules_to_save": (None, "besides the adapters, projector and norm are trained"),
     "load_in_8bit": (False, "only load_in_4bit is supported"),
     "bnb_4bit_quant_storage": (None, "4-bit weights are stored in bytes"),
     "completion_only_loss": (None, "what the assistant says is supervised, and nothing else"),
@@ -38,8 +42,8 @@ ONLY: dict[str, tuple[Any, str]] = {
     "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
     "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),
 }
-# Fields that must be 1 or more, where they are given.
-COUNTS = (
+# Fields that must be 1 or more unless they are `None`.
+COUNT_FIELDS = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
     "gradient_accumulation_steps",
@@ -48,8 +52,8 @@ COUNTS = (
     "max_length",
     "lora_r",
 )
-# Fields that must be 0 or more, where they are given.
-RATES = (
+# Fields that must be 0 or more unless they are `None`.
+RATE_FIELDS = (
     "learning_rate",
     "vision_learning_rate",
     "projector_learning_rate",
@@ -59,15 +63,15 @@ RATES = (
 )
 # Fields that only stage 'adapt' reads.
 ADAPTER_FIELDS = ("lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora")
-# Fields that each entry of `datasets` has instead.
+# Fields that name a single source of rows. With `datasets`, each entry names its own.
 SOURCE_FIELDS = ("dataset_name", "dataset_config", "dataset_train_split", "image_folder")
 
 
 def check_arguments(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Refuse arguments by all rules that need neither data nor model.
+    """Apply all checks that need neither data nor model.
 
     Raises:
-        UserError: at the first rule that is broken; it names the fields.
+        UserError: at the first rule that is broken. The message names the fields.
     """
     check_required(run_args)
     check_fixed_fields(run_args, args)
@@ -98,21 +102,26 @@ def check_required(run_args: RunArguments) -> None:
 
 
 def check_fixed_fields(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Fields of TRL in `ONLY` keep their value. One that this version of transformers doesn't have is passed over."""
+    """The fields in `FIXED_FIELDS` keep their value."""
     given = {**vars(args), **vars(run_args)}
-    for name, (allowed, reason) in ONLY.items():
-        if name in given and given[name] != allowed:
-            value = given[name].value if isinstance(given[name], Enum) else given[name]
+    for name, (allowed, reason) in FIXED_FIELDS.items():
+        if name not in given:  # this version of transformers or TRL doesn't have the field
+            continue
+
+        value = given[name]
+        if value != allowed:
+            if isinstance(value, Enum):
+                value = value.value
             raise UserError(f"{name} must stay {allowed!r}, got {value!r}: {reason}.")
 
 
 def check_ranges(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Counts are 1 or more, rates and weights 0 or more."""
+    """Counts are 1 or more. Learning rates and the weights of losses are 0 or more."""
     given = {**vars(args), **vars(run_args)}
-    for name in COUNTS:
+    for name in COUNT_FIELDS:
         if given[name] is not None and given[name] < 1:
             raise UserError(f"{name} must be 1 or more, got {given[name]}.")
-    for name in RATES:
+    for name in RATE_FIELDS:
         if given[name] is not None and not 0 <= given[name] < math.inf:
             raise UserError(f"{name} must be 0 or more, got {given[name]}.")
 
@@ -126,7 +135,7 @@ def check_steps(args: TrainingConfig) -> None:
 
 
 def check_stage(run_args: RunArguments) -> None:
-    """A stage reads all of the fields that are given, and has those that it needs."""
+    """A stage has the fields that it needs, and no field that it doesn't read."""
     if run_args.stage == Stage.INSTRUCT and run_args.vision_learning_rate is None:
         raise UserError("Stage 'instruct' trains the vision encoder too: give vision_learning_rate.")
     if run_args.stage == Stage.ADAPT:
@@ -145,7 +154,7 @@ def check_stage(run_args: RunArguments) -> None:
 
 
 def check_sources(run_args: RunArguments) -> None:
-    """The rows are named once."""
+    """The rows are named either by `datasets` or by the fields of a single source."""
     if not run_args.datasets:
         return
 
@@ -155,7 +164,7 @@ def check_sources(run_args: RunArguments) -> None:
 
 
 def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
-    """A stream has no length, so its run ends after `max_steps`, and nothing is drawn from it or packed."""
+    """A stream has no length, so its run has `max_steps`. Its rows are neither mixed by weight nor packed."""
     if not run_args.dataset_streaming:
         return
 
@@ -164,7 +173,7 @@ def check_stream(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
-    """The rows of a step are given once, and a row's loss doesn't depend on those that share its batch."""
+    """One field gives the number of rows in a step, and a row's loss doesn't depend on the rows packed with it."""
     if run_args.global_batch_size is not None and args.gradient_accumulation_steps != 1:
         raise UserError("Give either global_batch_size or gradient_accumulation_steps, not both.")
     if run_args.packed_length is None:
@@ -177,7 +186,7 @@ def check_batch(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Held-out rows are read, and their loss is the cross entropy."""
+    """Held-out rows that are named are evaluated, and the loss that evaluation reports is the cross entropy."""
     evaluates = args.eval_strategy != "no" or args.eval_on_start
     if run_args.eval_dataset_name and not evaluates:
         raise UserError("eval_dataset_name needs an eval_strategy, or eval_on_start.")
@@ -189,7 +198,7 @@ def check_evaluation(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_optimizer(run_args: RunArguments, args: TrainingConfig) -> None:
-    """The weights that are saved are those that were trained, and clipping has a limit."""
+    """The optimizer trains the weights that are saved, and clipping by module has a limit to clip to."""
     if args.optim.startswith("schedule_free"):
         raise UserError("A schedule_free optimizer trains other weights than it saves.")
     if run_args.clip_by_module and not args.max_grad_norm:
@@ -197,7 +206,7 @@ def check_optimizer(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
-    """Losses on keys can read the keys, and send gradients back through them."""
+    """A loss on the keys can read the keys inside the layers, and gradients flow back through them."""
     if not run_args.has_key_losses:
         return
 
@@ -215,7 +224,7 @@ def check_key_losses(run_args: RunArguments, args: TrainingConfig) -> None:
 
 
 def check_compiling(args: TrainingConfig) -> None:
-    """Only layers are compiled, by a backend that has been tried."""
+    """Only the decoder's layers are compiled, not the whole model, and only by a backend that has been tried."""
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise UserError(
             "The launcher would compile the whole model: launch with --dynamo_backend no, and give "
@@ -229,7 +238,7 @@ def check_compiling(args: TrainingConfig) -> None:
 
 
 def check_precision(args: TrainingConfig) -> None:
-    """The recipe names the arithmetic, and the device has it."""
+    """The recipe, not the launcher, names the arithmetic, and the device can compute in it."""
     if args.fp16 and args.use_cpu:
         raise UserError("fp16 needs a GPU: a CPU would compute in float32 all the same. Leave it out.")
 
@@ -239,7 +248,7 @@ def check_precision(args: TrainingConfig) -> None:
 
 
 def check_sharding(args: TrainingConfig) -> None:
-    """Only FSDP2 shards, as the launcher sets it."""
+    """A model is sharded by nothing but FSDP2, which the launcher's config file sets."""
     if args.deepspeed_plugin:
         raise UserError("DeepSpeed is not supported: shard with FSDP2, see training/accelerate/fsdp2.yaml.")
     if args.fsdp:
@@ -252,7 +261,7 @@ def check_sharding(args: TrainingConfig) -> None:
 
 
 def check_trackers(args: TrainingConfig) -> None:
-    """Trackers that are asked for are installed."""
+    """The trackers in `report_to` are installed."""
     installed = get_available_reporting_integrations()
     missing = [name for name in args.report_to if name not in installed]
     if missing:
@@ -260,10 +269,10 @@ def check_trackers(args: TrainingConfig) -> None:
 
 
 def check_devices(args: TrainingConfig) -> None:
-    """A process trains on one GPU: with several, as in a notebook, transformers takes `nn.DataParallel`.
+    """Check that this process trains on one GPU: with several, as in a notebook, transformers uses `nn.DataParallel`.
 
     Raises:
-        UserError: if this process would use several.
+        UserError: if this process would use several GPUs.
     """
     if args.n_gpu > 1:
         raise UserError(

@@ -19,8 +19,9 @@ from common.records import read_record
 
 RUN_FILE = "run.json"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
-# Arguments that the weights depend on: a resumed run must have the same. The data is compared by its content.
-SAME = (
+# Arguments that the weights depend on. A resumed run must have the same ones. The fields that name the data are not
+# among them, because the data is compared by its content.
+COMPARED_ARGUMENTS = (
     "stage", "model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
     "attn_implementation", "torch_compile", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
     "global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "packed_length", "max_length",
@@ -34,7 +35,7 @@ SAME = (
 
 @dataclass(frozen=True)
 class Source:
-    """What a run takes from a source; `path`, `name`, `split` and `weight` are as given."""
+    """What an epoch takes from a source of rows. `path`, `name`, `split` and `weight` are as the recipe gives them."""
 
     path: str
     name: str | None
@@ -42,12 +43,14 @@ class Source:
     is_local: bool
     """Whether `path` is a local file or folder, not a dataset on the Hub."""
     rows: int
+    """The number of rows in the source, good and bad."""
     good_rows: int
+    """The number of rows that passed the check."""
     weight: float
     drawn: int
-    """Rows of an epoch that come from this source."""
+    """The number of rows in an epoch that come from this source."""
     fingerprint: str
-    """Of the good rows' content."""
+    """The fingerprint of the good rows' content."""
 
 
 @dataclass(frozen=True)
@@ -55,28 +58,29 @@ class Environment:
     """Hardware and software of a run."""
 
     device: str
-    """Name of the GPU, or the kind of CPU."""
+    """Name of the GPU, or the architecture of the CPU, such as x86_64."""
     num_processes: int
     resumed: bool
-    """Whether the run was resumed from a checkpoint, so that timings don't cover all of it."""
+    """Whether the run was resumed from a checkpoint. If so, its timings don't cover the whole run."""
     commit: str | None
-    """Of this code, with "-dirty" if files have changed since; `None` without a git repository."""
+    """The git commit of this code, with "-dirty" if files have changed since; `None` if no repository tracks it."""
     packages: dict[str, str]
+    """Versions of the packages in `PACKAGES`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run trained on, and how."""
+    """The record of a run's data, arguments and environment."""
 
     data: str
-    """Fingerprint of the rows."""
+    """The fingerprint of all rows."""
     arguments: dict[str, Any]
-    """Those of `SAME`, by name."""
+    """The arguments in `COMPARED_ARGUMENTS`, by name."""
     recipe: str | None
-    """Path of the recipe."""
+    """Path of the recipe; `None` if all fields were given on the command line."""
     environment: Environment
     sources: tuple[Source, ...] = ()
-    """None for a stream."""
+    """Empty for a stream."""
 
     def write(self, folder: Path) -> None:
         """Write `run.json` into a folder."""
@@ -99,11 +103,20 @@ def describe_run(
     recipe: str | None = None,
     sources: Sequence[Source] = (),
 ) -> Run:
-    """The record of a run that is about to start, from all of its arguments by name."""
-    recorded = {name: arguments[name] for name in SAME if name in arguments}
+    """The record of a run that is about to start.
+
+    Args:
+        arguments: All arguments of the run, by name.
+        data: The fingerprint of all rows.
+        environment: The hardware and software.
+        recipe: Path of the recipe.
+        sources: What an epoch takes from each source.
+    """
+    compared = {name: arguments[name] for name in COMPARED_ARGUMENTS if name in arguments}
     return Run(
         data=data,
-        arguments=json.loads(json.dumps(recorded, default=str)),  # as they will be read back, to be compared
+        # As JSON gives them back, so that they equal the same arguments read from a file.
+        arguments=json.loads(json.dumps(compared, default=str)),
         recipe=None if recipe is None else os.path.abspath(recipe),
         environment=environment,
         sources=tuple(sources),
@@ -114,15 +127,16 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
     """Compare a run with the record in a checkpoint.
 
     Raises:
-        UserError: if they differ; it lists the differences.
+        UserError: if they differ. The message lists the differences.
     """
     before = _compared_fields(Run.read(checkpoint))
     now = _compared_fields(run)
 
     differences = ""
     for name in now:
-        # A field that only one of the two records was added by a later version.
-        if name in before and before[name] != now[name]:
+        if name not in before:  # a later version of this code added the field
+            continue
+        if before[name] != now[name]:
             differences += f"  {name}: {before[name]!r} before, {now[name]!r} now\n"
     if differences:
         raise UserError(
@@ -132,19 +146,23 @@ def check_same_run(checkpoint: Path, run: Run) -> None:
 
 
 def _compared_fields(run: Run) -> dict[str, Any]:
+    """All that must be the same when a run is resumed, by name."""
     return {"data": run.data, "num_processes": run.environment.num_processes, **run.arguments}
 
 
 def describe_environment(device_type: str, num_processes: int, resumed: bool) -> Environment:
-    """The environment at the start of a run: the commit may have changed by its end.
+    """The environment of a run. Call this at its start, since the commit may change while it trains.
 
     Args:
-        device_type: What the run trains on, as torch has it, `"cuda"` or `"cpu"`; it may leave a GPU unused.
-        num_processes: Processes of the run.
-        resumed: Whether it goes on from a checkpoint.
+        device_type: torch's name for the kind of device that the run trains on, `"cuda"` or `"cpu"`.
+        num_processes: How many processes the run has.
+        resumed: Whether the run is resumed from a checkpoint.
     """
+    device = platform.machine()
+    if device_type == "cuda":
+        device = torch.cuda.get_device_name()
     return Environment(
-        device=torch.cuda.get_device_name() if device_type == "cuda" else platform.machine(),
+        device=device,
         num_processes=num_processes,
         resumed=resumed,
         commit=current_commit(),
@@ -153,17 +171,15 @@ def describe_environment(device_type: str, num_processes: int, resumed: bool) ->
 
 
 def current_commit() -> str | None:
-    """The commit of this code; `None` if no repository tracks it.
-
-    An installed copy may lie in a folder of another project's repository, which doesn't track it.
-    """
+    """The git commit of this code; `None` if no repository tracks the code."""
+    # An installed copy may lie inside the repository of another project, whose commit says nothing about this code.
     if _run_git("ls-files", "--error-unmatch", __file__) is None:
         return None
     return _run_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _run_git(*arguments: str) -> str | None:
-    """What git prints of this file's repository; `None` if it fails."""
+    """What a git command prints when it runs in this file's folder; `None` if the command fails."""
     try:
         done = subprocess.run(["git", *arguments], cwd=Path(__file__).parent, capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):

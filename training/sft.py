@@ -2,15 +2,15 @@
 
     accelerate launch -q training/sft.py --config training/recipes/Qwen2.5-7B-Instruct/stage1.yaml
 
-Every field of the recipe can be given on the command line too, which wins. The output is a complete checkpoint folder;
-for stage "adapt" it is an adapter, which training/merge.py turns into one.
+Every field of the recipe is also an option of the command line, which wins over the recipe. The output is a complete
+checkpoint folder. In stage "adapt" it is the folder of an adapter, which training/merge.py turns into a checkpoint.
 """
 
 import os
 
 
-# Before torch is imported, whose OpenMP reads it then. Threads that spin while they wait make
-# training on a CPU many times slower as soon as another process is busy.
+# This is set before torch is imported, because torch's OpenMP reads it at import. By default OpenMP's threads spin
+# while they wait, which makes training on a CPU many times slower as soon as another process is busy.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import logging
@@ -60,40 +60,41 @@ logger = logging.getLogger(__name__)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = build_parser()
-    fields = take_recorded(read_fields(parser, argv))
+    fields = fill_from_record(read_fields(parser, argv))
     run_args, args = make_arguments(parser, fields)
     check_devices(args)
 
     is_main_process = args.process_index == 0
-    logging.basicConfig(format="%(message)s")  # for notebooks; the command line has done so
+    logging.basicConfig(format="%(message)s")  # for notebooks; from the command line, `command` has done this
     logging.getLogger().setLevel(logging.INFO if is_main_process else logging.ERROR)
 
+    # The main process locks the folder for all processes of the run.
     output_dir = Path(args.output_dir)
     lock = lock_output_dir(output_dir) if is_main_process else nullcontext()
     try:
         with lock:
             train(run_args, args)
     except KeyboardInterrupt:
-        logger.info("\nStopped. %s", describe_way_on(output_dir))
+        logger.info("\nStopped. %s", describe_resuming(output_dir))
         sys.exit(128 + signal.SIGINT)
 
 
-def take_recorded(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields, and where they name no arithmetic or attention, those that the resumed run recorded.
+def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
+    """Set the fields for arithmetic and attention, where they aren't given, to what the resumed run recorded.
 
-    Both would otherwise be chosen for the machine, which may be another one now.
+    The defaults of both depend on the machine, and a run may be resumed on another machine.
     """
     resume = read_resume(fields["resume_from_checkpoint"])
     if resume is None or fields["output_dir"] is None:
         return fields
 
     recorded = recorded_arguments(Path(fields["output_dir"]), resume)
-    taken: dict[str, Any] = {}
+    filled: dict[str, Any] = {}
     if fields["bf16"] is None and not fields["fp16"]:
-        taken["bf16"] = recorded.get("bf16")
+        filled["bf16"] = recorded.get("bf16")
     if fields["attn_implementation"] is None:
-        taken["attn_implementation"] = recorded.get("attn_implementation")
-    return fields | taken
+        filled["attn_implementation"] = recorded.get("attn_implementation")
+    return fields | filled
 
 
 def train(run_args: RunArguments, args: TrainingConfig) -> None:
@@ -106,7 +107,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
     stage = Stage(str(run_args.stage))
     is_packed = run_args.packed_length is not None
 
-    # What is trained, and from where it goes on.
+    # The model's config, and the checkpoint that the run resumes from.
     config = load_config(str(run_args.model_name_or_path), run_args.model_revision)
     if is_packed:
         require_separate_samples(config.text_config)
@@ -122,7 +123,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         require_pictures(rows)
     held_out = read_held_out(run_args, args, tokenize)
 
-    # Their batches.
+    # The batches.
     collate = VisionLanguageCollator(tokenize, is_packed)
     sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
     stream = None
@@ -131,14 +132,14 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         stream = StreamBatches(rows, check, collate, run_args.bad_rows, args)
     eval_sampler = None if held_out is None else deal_held_out(args, len(held_out))
 
-    # The record, by which a resumed run must be the same.
+    # The record of the run. A resumed run must have the same one.
     environment = describe_environment(args.device.type, args.world_size, resumed=checkpoint is not None)
     arguments = {**vars(run_args), **args.to_dict()}
     run = describe_run(arguments, fingerprint, environment, run_args.recipe, sources)
     if is_finished(run_args, args, run, checkpoint, num_steps=count_steps(args, sampler)):
         return
     if checkpoint is not None:
-        go_on_from(checkpoint, args, stream)
+        prepare_resuming(checkpoint, args, stream)
 
     # The model.
     logger.info("Loading the weights of %s ...", run_args.model_name_or_path)
@@ -167,14 +168,14 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         data_collator=collate,
     )
     logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args))
-    del groups  # holds unsharded parameters, which sharding replaces
+    del groups  # these hold the whole parameters, whose memory must be free once FSDP2 has sharded them
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     logger.info("Saved to %s", output_dir)
 
 
 def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLlavaConfig) -> RowTokenizer:
-    """Tokenizes rows in the format of the stage: "plain" in stage 1, in the chat template after it."""
+    """The tokenizer of the stage's rows: stage "align" uses LLaVA's "plain" format, the others the chat template."""
     processor = load_processor(str(run_args.model_name_or_path), run_args.model_revision)
     template = processor.chat_template
     if run_args.stage == Stage.ALIGN:
@@ -188,7 +189,7 @@ def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLla
 
 
 def count_steps(args: TrainingConfig, sampler: Batches | None) -> int:
-    """Optimizer steps of the whole run, as Trainer counts them. A stream, which has no sampler, has `max_steps`."""
+    """The optimizer steps of the whole run, as Trainer counts them. A stream has no sampler, but `max_steps`."""
     if sampler is None or args.max_steps > 0:
         return args.max_steps
     steps_per_epoch = math.ceil(len(sampler) / args.gradient_accumulation_steps)
@@ -198,20 +199,21 @@ def count_steps(args: TrainingConfig, sampler: Batches | None) -> int:
 def is_finished(
     run_args: RunArguments, args: TrainingConfig, run: Run, checkpoint: Path | None, num_steps: int
 ) -> bool:
-    """Whether a run has taken all of its steps, and its model is there.
+    """Whether the output folder holds the result of this run after all of its steps.
 
     Raises:
-        UserError: if the folder or the checkpoint is of another run, or there is nothing to resume from.
+        UserError: if the folder or the checkpoint is another run's, or the folder holds a result with too few steps
+            and no checkpoint to resume from.
     """
     output_dir = Path(args.output_dir)
-    # A checkpoint given by path is resumed from, whatever came after it.
+    # A checkpoint given by path is resumed from even if the run in the folder is finished.
     num_done = steps_done(output_dir) if args.resume_from_checkpoint is True else 0
 
-    earlier = checkpoint
+    recorded_in = checkpoint
     if checkpoint is None and num_done > 0:
-        earlier = output_dir
-    if earlier is not None and not run_args.resume_changed:
-        check_same_run(earlier, run)
+        recorded_in = output_dir
+    if recorded_in is not None and not run_args.resume_changed:
+        check_same_run(recorded_in, run)
 
     if num_done >= num_steps:
         logger.info("%s holds a finished run of %d steps: there is nothing to do.", output_dir, num_done)
@@ -224,9 +226,9 @@ def is_finished(
     return False
 
 
-def go_on_from(checkpoint: Path, args: TrainingConfig, stream: StreamBatches | None) -> None:
-    """Prepare to resume: the stream at its place, later checkpoints out of the way."""
-    args.eval_on_start = False  # done at the first start
+def prepare_resuming(checkpoint: Path, args: TrainingConfig, stream: StreamBatches | None) -> None:
+    """Set the stream to its place in the checkpoint, and move later checkpoints away."""
+    args.eval_on_start = False  # the first start has evaluated the model
     if stream is not None:
         stream.read_place(checkpoint)
     if args.process_index == 0:
@@ -234,7 +236,7 @@ def go_on_from(checkpoint: Path, args: TrainingConfig, stream: StreamBatches | N
 
 
 def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
-    """What training prints: how many rows a step takes on how many processes, and in which arithmetic."""
+    """The line that training prints about its steps: processes, rows, accumulation steps and arithmetic."""
     num_rows = args.per_device_train_batch_size
     num_passes = args.gradient_accumulation_steps
     num_samples = run_args.global_batch_size or num_rows * num_passes * args.world_size
@@ -249,14 +251,15 @@ def describe_batch(run_args: RunArguments, args: TrainingConfig) -> str:
     elif args.fp16:
         arithmetic = "float16"
     if args.device.type == "cpu":
-        arithmetic += f" by {torch.get_num_threads()} threads"  # accelerate launch gives it 1
+        # Worth seeing, because accelerate launch sets it to 1 unless it is told otherwise.
+        arithmetic += f" by {torch.get_num_threads()} threads"
 
     step = f"{args.world_size} processes x {batch} x {num_passes} accumulation steps"
     return f"{step} = global batch {num_samples}; arithmetic in {arithmetic}"
 
 
-def describe_way_on(output_dir: Path) -> str:
-    """What to do after a run was stopped."""
+def describe_resuming(output_dir: Path) -> str:
+    """How to resume a run that was stopped."""
     checkpoints = list_checkpoints(output_dir)
     if not checkpoints:
         return "There is no checkpoint yet."

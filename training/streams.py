@@ -1,7 +1,8 @@
-"""Batches of a stream, each with its place there: a run resumes where it was, to the row.
+"""Batches of a stream. Each batch carries its place in the stream, so that a run resumes at the very next row.
 
-`datasets` reads, splits and repeats the stream without end, and knows its place. Each worker of each process is a
-reader with its own share, which it checks and tokenizes. Rows keep their order: a shuffle buffer can't be resumed.
+`datasets` reads the stream, repeats it without end, splits it into shares, and can save and restore the place in a
+share. Each worker of each process is a reader: it has a share of its own, whose rows it checks and tokenizes. Rows
+keep the stream's order, because the place in a shuffle buffer can't be restored.
 """
 
 import json
@@ -27,22 +28,25 @@ from training.data import BAD_ROWS_FILE
 
 
 STREAM_FILE = "stream.json"
-# Key of a batch's place.
+# The key of a batch under which its place in the stream stands.
 PLACE = "place"
-# A reader stops after so many, since a stream of bad rows alone would never end.
+# A reader gives up after this many bad rows without a good one between them. If all rows of a stream were bad, it
+# would search forever.
 MAX_CONSECUTIVE_BAD_ROWS = 1000
 
 
 @dataclass(eq=False)
 class StreamBatches(IterableDataset):
-    """The endless batches of one process. Each holds the place after it, as `place`.
+    """The endless batches of one process. Under the key `place`, each holds the reader's place after its last row.
 
     Args:
-        rows: The rows, unchecked.
+        rows: The stream's rows, unchecked.
         check: Checks and tokenizes a row.
         collate: Makes a batch of rows.
-        bad_rows: `"error"` raises `BadRowError` at a bad row, `"skip"` only after `MAX_CONSECUTIVE_BAD_ROWS` of them.
-        args: Name the rows of a batch, the processes and the workers; with no worker the process itself reads.
+        bad_rows: What raises `BadRowError`: with `"error"` the first bad row, with `"skip"` only
+            `MAX_CONSECUTIVE_BAD_ROWS` of them without a good one between them.
+        args: Give the number of rows in a batch, of processes and of workers. Without workers the process itself is
+            its only reader.
     """
 
     rows: datasets.IterableDataset
@@ -50,29 +54,29 @@ class StreamBatches(IterableDataset):
     collate: Callable[[list[Row]], dict[str, Any]]
     bad_rows: Literal["error", "skip"]
     args: TrainingConfig
-    # datasets' state of each reader of this process, after the last batch that was trained on.
+    # For each reader of this process, the state of its share (datasets' `state_dict`) after the last batch trained on.
     places: list[dict[str, Any] | None] = field(init=False)
-    # The reader whose batch comes next; they take turns.
+    # The reader whose batch comes next. The readers of a process take turns.
     next_reader: int = 0
 
     def __post_init__(self) -> None:
         self.places = [None] * max(self.args.dataloader_num_workers, 1)
 
     def loader(self) -> DataLoader:
-        """The batches, read ahead by workers if there are any."""
+        """A data loader of the batches, whose workers, if there are any, read ahead."""
         return DataLoader(
             self,
             batch_size=None,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            generator=torch.Generator(),  # otherwise it takes one of training's random numbers
+            generator=torch.Generator(),  # the default generator would lose a random number that training uses
         )
 
     @override
     def __iter__(self) -> Iterator[dict[str, Any]]:
         reader = self._this_reader()
-        share = self._share_of(reader)
+        share = self._share_of_reader(reader)
         batch: list[Row] = []
         for row in self.good_rows(share):
             batch.append(row)
@@ -82,16 +86,19 @@ class StreamBatches(IterableDataset):
                 batch = []
 
     def _this_reader(self) -> int:
-        """Which of the process's readers this worker is. A data loader begins with its first worker, which therefore
-        acts as the reader whose turn it is."""
+        """The number of the reader that this worker is, among the readers of the process."""
         worker = get_worker_info()
         if worker is None:
             return self.next_reader
-        fsspec.asyn.reset_lock()  # files of the Hub would wait for a thread that only the parent process has
+
+        # A forked worker inherits fsspec's lock, but not the thread that would release it. Without the reset, reading
+        # a file of the Hub would wait forever.
+        fsspec.asyn.reset_lock()
+        # A data loader takes its first batch from worker 0. Worker 0 must therefore be the reader whose turn it is.
         return (worker.id + self.next_reader) % len(self.places)
 
-    def _share_of(self, reader: int) -> datasets.IterableDataset:
-        """The rows of a reader, without end, from its place."""
+    def _share_of_reader(self, reader: int) -> datasets.IterableDataset:
+        """The endless rows of a reader, from its place on."""
         num_readers = len(self.places)
         share = split_dataset_by_node(
             self.rows.repeat(None),
@@ -104,13 +111,13 @@ class StreamBatches(IterableDataset):
         return share
 
     def good_rows(self, share: datasets.IterableDataset) -> Iterator[Row]:
-        """The good rows of a share with their tokens; bad ones are listed.
+        """The good rows of a share with their tokens. Bad rows that are left out are listed in `BAD_ROWS_FILE`.
 
         Raises:
-            BadRowError: at a bad row that is not to be left out, or after too many of them.
+            BadRowError: at a bad row if `bad_rows` is `"error"`, or after `MAX_CONSECUTIVE_BAD_ROWS` of them.
         """
-        num_bad = 0
-        # In batches of one: iterating itself would split the share among a data loader's workers again.
+        num_bad = 0  # since the last good row
+        # `share.iter` in batches of one row, because `iter(share)` would split the share among the workers once more.
         for columns in share.iter(batch_size=1):
             row = {name: values[0] for name, values in columns.items()}
             try:
@@ -125,30 +132,31 @@ class StreamBatches(IterableDataset):
                 yield good_row
 
     def _list_bad_row(self, error: BadRowError) -> None:
+        """Add a line to the list of bad rows."""
         with Path(self.args.output_dir, BAD_ROWS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
 
     def trained_on(self, place: dict[str, Any]) -> None:
-        """Record that a batch was trained on, by its place."""
+        """Record that the batch with this place was trained on."""
         reader = place["reader"]
         self.places[reader] = place["rows"]
         self.next_reader = (reader + 1) % len(self.places)
 
     def write_place(self, folder: Path, is_main_process: bool) -> None:
-        """Write how far all processes are into a folder. Every process must call this."""
-        own = {"places": self.places, "next_reader": self.next_reader}
-        processes = gather_object([own])
+        """Write the places of the readers of all processes into a folder. Every process must call this."""
+        own_state = {"places": self.places, "next_reader": self.next_reader}
+        states = gather_object([own_state])
         if is_main_process:
-            write_whole(folder / STREAM_FILE, json.dumps(processes) + "\n")
+            write_whole(folder / STREAM_FILE, json.dumps(states) + "\n")
 
     def read_place(self, checkpoint: Path) -> None:
-        """Take the place that a checkpoint holds, for the next batch to come after it.
+        """Restore the places that [`write_place`] wrote into a checkpoint, so that the next batch follows them.
 
         Raises:
-            UserError: if it is of another version, or of other readers.
+            UserError: if another version of this code wrote them, or a run with other numbers of processes or workers.
         """
-        processes = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
-        readers_before = [len(process.get("places", [])) for process in processes]
+        states = json.loads((checkpoint / STREAM_FILE).read_text(encoding="utf-8"))
+        readers_before = [len(state.get("places", [])) for state in states]
         readers_now = [len(self.places)] * self.args.world_size
         if readers_before != readers_now:
             raise UserError(
@@ -156,6 +164,6 @@ class StreamBatches(IterableDataset):
                 f"{readers_before}, now {readers_now}): resume as before, or train its model from the stream's start "
                 "with another output_dir."
             )
-        own = processes[self.args.process_index]
-        self.places = own["places"]
-        self.next_reader = own["next_reader"]
+        own_state = states[self.args.process_index]
+        self.places = own_state["places"]
+        self.next_reader = own_state["next_reader"]

@@ -1,4 +1,4 @@
-"""Data that the tests of training share."""
+"""Data and runs that the tests of training share."""
 
 import json
 import shutil
@@ -15,13 +15,16 @@ from script_runs import INSTRUCT, run
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LLaVA JSON of 24 rows with pictures and 6 without, four of these in a row."""
-    folder, rng = tmp_path_factory.mktemp("data"), np.random.default_rng(0)
+    """LLaVA JSON of 30 rows: 24 with a picture each, and 6 without, which are rows 0 to 3, 12 and 20."""
+    folder = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
     rows: list[dict[str, Any]] = []
     for number in range(24):
-        Image.fromarray(rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+        pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.png")
         turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"number {number}"}]
         rows.append({"id": number, "image": f"{number}.png", "conversations": turns})
+
     for number in (0, 1, 2, 3, 12, 20):
         turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": f"text {number}"}]
         rows.insert(number, {"id": f"t{number}", "conversations": turns})
@@ -31,18 +34,20 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(composed: Callable[..., Path], data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Fields of a run of eight steps, finished, with checkpoints 3, 6 and 8 in `output_dir`. Read-only."""
+    """The fields of a finished run of eight steps, with checkpoints 3, 6 and 8 in `output_dir`. Tests only read it."""
     folder = tmp_path_factory.mktemp("finished")
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 3}
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        run(monkeypatch, folder, **fields, output_dir=str(folder / "out"))
-    return {**fields, "output_dir": str(folder / "out")}
+    fields["output_dir"] = str(folder / "out")
+    run(folder, **fields)
+    return fields
 
 
 @pytest.fixture
 def copied(finished: dict[str, Any], tmp_path: Path) -> Path:
-    """The finished run's folder as it was when it had checkpoints 3 and 6."""
+    """A folder such as the finished run would have left if it had been killed after checkpoint 6."""
+    finished_dir = Path(finished["output_dir"])
+    copy = tmp_path / "out"
     for name in ("checkpoint-3", "checkpoint-6"):
-        shutil.copytree(Path(finished["output_dir"]) / name, tmp_path / "out" / name)
-    shutil.copy(Path(finished["output_dir"]) / "metrics.jsonl", tmp_path / "out")
-    return tmp_path / "out"
+        shutil.copytree(finished_dir / name, copy / name)
+    shutil.copy(finished_dir / "metrics.jsonl", copy)
+    return copy

@@ -1,10 +1,12 @@
-"""Runs the training script and kills it with SIGKILL while it writes, for test_kill.py.
+"""Runs the training script, kills it with SIGKILL while it writes, and resumes it, for test_kill.py.
 
-    python kill_driver.py recipe.yaml output_dir event [event ...]
+    python kill_driver.py recipe.yaml output_dir [number ...]
 
-An event N is the N-th time that the run touches a file of its output folder after the first checkpoint is there. For
-each a run is killed, resumed, and its folder left as `output_dir/N`. One process imports the libraries and forks for
-each run. With no event, the run lists its events in `output_dir/unbroken/events.txt`.
+An event is an operation on a file of the run's output folder. Events are numbered from 1, beginning with the first
+file of the second checkpoint. For each number N a run in `output_dir/N` is killed at event N, and resumed. Without
+numbers one run in `output_dir/unbroken` trains to its end, and lists its events in `events.txt`.
+
+This process imports the libraries once, and forks a child for each run.
 """
 
 import os
@@ -14,33 +16,48 @@ from pathlib import Path
 from typing import Any
 
 
-EVENTS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
+# Names of Python's audit events for operations on files.
+FILE_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
 
 
 class Killer:
-    """Counts what a run does to its files, and kills it at one of them."""
+    """An audit hook that lists the events of this process, and kills the process at the event with a number.
+
+    Without a number it only lists them.
+    """
 
     def __init__(self, folder: str, number: int | None) -> None:
-        self.folder, self.number, self.log = folder, number, []
+        self.folder = folder
+        self.number = number
+        self.log: list[str] = []
 
-    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
-        if event not in EVENTS or not args or not str(args[0]).startswith(self.folder):
+    def __call__(self, operation: str, args: tuple[Any, ...]) -> None:
+        if operation not in FILE_OPERATIONS or not args:
             return
-        if not self.log and not (event == "open" and "/.saving/" in str(args[0]) and self.saved_once()):
+        path = str(args[0])
+        if not path.startswith(self.folder):
             return
-        self.log.append(f"{event} {str(args[0])[len(self.folder) :]}")
+
+        # Counting begins at the first file of the second checkpoint.
+        is_file_of_a_save = operation == "open" and "/.saving/" in path
+        if not self.log and not (is_file_of_a_save and self.has_checkpoint()):
+            return
+
+        self.log.append(f"{operation} {path.removeprefix(self.folder)}")
         if len(self.log) == self.number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def saved_once(self) -> bool:
+    def has_checkpoint(self) -> bool:
         return any(path.is_dir() for path in Path(self.folder).glob("checkpoint-*"))
 
 
 def run(recipe: str, *arguments: str, killer: Killer | None = None) -> int:
-    """Train in a child process; the status that it ended with."""
+    """Train in a forked child process, and return the status with which it ended."""
     child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
+    if child != 0:  # this is the parent process
+        _, status = os.waitpid(child, 0)
+        return status
+
     import torch
 
     from training import sft
@@ -57,19 +74,24 @@ def run(recipe: str, *arguments: str, killer: Killer | None = None) -> int:
 
 def main() -> None:
     """Run the command line."""
+    # Imported before forking, so that the children need not import them again.
     import training.adapters
-    import training.sft  # noqa: F401 - before forking
+    import training.sft  # noqa: F401
 
-    recipe, output_dir, *events = sys.argv[1:]
-    if not events:
+    recipe, output_dir, *numbers = sys.argv[1:]
+    if not numbers:
         folder = f"{output_dir}/unbroken"
-        assert run(recipe, "--output_dir", folder, killer=Killer(folder, None)) == 0
-    for event in events:
-        folder = f"{output_dir}/{event}"
-        status = run(recipe, "--output_dir", folder, killer=Killer(folder, int(event)))
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        assert killed, f"{event} did not kill the run (status {status})"
-        assert run(recipe, "--output_dir", folder, "--resume_from_checkpoint", "true") == 0, event
+        status = run(recipe, "--output_dir", folder, killer=Killer(folder, None))
+        assert status == 0
+
+    for number in numbers:
+        folder = f"{output_dir}/{number}"
+        status = run(recipe, "--output_dir", folder, killer=Killer(folder, int(number)))
+        was_killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        assert was_killed, f"event {number} did not kill the run (status {status})"
+
+        status = run(recipe, "--output_dir", folder, "--resume_from_checkpoint", "true")
+        assert status == 0, f"the run killed at event {number} could not be resumed"
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""Running the training script in tests, and reading what it leaves."""
+"""Runs the training script for tests, and reads the files that it writes."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
@@ -16,6 +15,7 @@ from training.collator import VisionLanguageCollator
 
 
 ROOT = Path(__file__).parents[2]
+# Fields of a run of the tests' tiny model on a CPU.
 FAST = {
     "use_cpu": True,
     "bf16": False,
@@ -33,33 +33,39 @@ NORM = "model.multi_modal_projector.norm"
 
 
 def dump_recipe(**fields: Any) -> str:
-    """A recipe's text; fields of `None` are left out."""
-    return yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+    """The text of a recipe. Fields that are `None` are left out."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    return yaml.safe_dump(given)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, folder: Path, **fields: Any) -> None:
-    """Run the script in this process with a recipe of these fields."""
+def run(folder: Path, **fields: Any) -> None:
+    """Run the script in this process, with a recipe in `folder` that has these fields and those of `FAST`."""
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_recipe(**FAST | fields))
     sft.main(["--config", str(recipe)])
 
 
 def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> dict[str, Any]:
-    """A batch of rows, tokenized with the chat template of a model's processor."""
+    """A batch of rows, tokenized with the chat template of the model in `folder`."""
     processor = AutoProcessor.from_pretrained(folder)
     tokenize = RowTokenizer(processor, processor.chat_template)
-    return VisionLanguageCollator(tokenize, packed)(list(map(tokenize, rows)))
+    collator = VisionLanguageCollator(tokenize, packed)
+    return collator([tokenize(row) for row in rows])
 
 
 def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:
+    """The weights of a model or adapter, by name."""
     return load_file(folder / name)
 
 
-def logged(folder: Path) -> list[dict[str, float]]:
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """The lines of a run's metrics."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def moved(before: Path, after: Path, file: str = "model.safetensors") -> set[str]:
-    old, new = weights(before, file), weights(after, file)
+def changed_weights(before: Path, after: Path, file: str = "model.safetensors") -> set[str]:
+    """The names of the weights that differ between two folders."""
+    old = weights(before, file)
+    new = weights(after, file)
     assert old.keys() == new.keys()
     return {name for name in old if not torch.equal(old[name], new[name])}

@@ -17,7 +17,7 @@ bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
-from script_runs import INSTRUCT, ROOT, collate, logged, run  # noqa: E402
+from script_runs import INSTRUCT, ROOT, collate, read_metrics, run  # noqa: E402
 from training.adapters import add_adapters, quantization_config  # noqa: E402
 from training.arguments import RunArguments, TrainingConfig  # noqa: E402
 from training.loading import load_base, prepare_model  # noqa: E402
@@ -113,12 +113,12 @@ def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(composed: Callable[
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
 def test_a_run_learns_saves_reloads_and_merges(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bf16: bool
+    composed: Callable[..., Path], data: Path, tmp_path: Path, bf16: bool
 ) -> None:
     fields = {**QLORA, "model_name_or_path": str(composed()), "dataset_name": str(data), "num_train_epochs": 6}
     fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": bf16}
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
-    lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
+    run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
+    lines = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
     losses = [line["loss"] for line in lines]
     assert losses == sorted(losses, reverse=True)
     # The frozen head is random and can't be sure of anything, but the right token comes first more and more often.
@@ -164,7 +164,7 @@ def test_a_run_learns_saves_reloads_and_merges(
     # Training on from the adapter would save no more than the adapter.
     onward = {**INSTRUCT, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
     with pytest.raises(ValueError, match=r"is an adapter, not a whole model. Merge it .*training/merge.py"):
-        run(monkeypatch, tmp_path, **onward, output_dir=str(tmp_path / "onward"))
+        run(tmp_path, **onward, output_dir=str(tmp_path / "onward"))
 
 
 def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a recipe may say: a mistake names its field, and what would change the result in silence is refused."""
+"""Reading a run's arguments: wrong recipes are refused by messages that name the field, and right ones are read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,37 +19,46 @@ from training.run import describe_environment, describe_run
 
 @pytest.fixture
 def recipe(composed: Callable[..., Path], tmp_path: Path) -> Path:
+    """The file of a recipe of stage 'align' that is accepted."""
     path = tmp_path / "recipe.yaml"
     fields = {"stage": "align", "model_name_or_path": str(composed()), "dataset_name": "rows.json"}
     path.write_text(yaml.safe_dump({**FAST, **fields, "output_dir": str(tmp_path / "out")}))
     return path
 
 
-NO_NAME = {"dataset_name": None}
+# Added to a recipe, these fields take out or change what the fixture's recipe has.
+NO_DATASET_NAME = {"dataset_name": None}
 REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-# What a recipe adds to the fixture's, and what is said of it.
+# Changes to the fixture's recipe that make it wrong, and a pattern of the message. See `write` for `None` and `...`.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"output_dir": None}, "output_dir is missing"),
-    ({**NO_NAME, "datasets": []}, "dataset_name is missing"),
+    ({**NO_DATASET_NAME, "datasets": []}, "dataset_name is missing"),
     ({"learning_rat": 1.0}, "recipe.yaml: --learning_rat is unknown, did you mean --learning_rate?"),
     ({"datsets": [{"path": "a.json"}]}, "recipe.yaml: --datsets is unknown, did you mean --datasets?"),
     ({"seed": ...}, "recipe.yaml must be a mapping of fields to values"),
+    ({"learning_rate": [1e-3]}, r"recipe.yaml: learning_rate can't be a list, got \[0.001\]"),
+    ({"output_dir": ["out"]}, "output_dir can't be a list"),
+    ({"seed": {"a": 1}}, "seed can't be a mapping"),
+    ({"datasets": {"path": "a.json"}}, "datasets can't be a mapping"),
     # Sources.
     ({"datasets": [{"path": "a.json"}]}, "Give either dataset_name or datasets"),
     (
-        {**NO_NAME, "datasets": [{"path": "a", "wieght": 2}]},
+        {**NO_DATASET_NAME, "datasets": [{"path": "a", "wieght": 2}]},
         "datasets: wieght is unknown in .*; an entry has path, name",
     ),
-    ({**NO_NAME, "datasets": [{"weight": 2}]}, "datasets: path is missing"),
-    ({**NO_NAME, "datasets": [{"path": "a", "weight": 0}]}, "datasets, a: weight must be a number above 0, got 0"),
-    ({**NO_NAME, "datasets": [{"path": "a", "weight": "2"}]}, "weight must be a number above 0, got '2'"),
-    ({**NO_NAME, "datasets": ["a.json"]}, "datasets: 'a.json' is no mapping; an entry has path, name"),
+    ({**NO_DATASET_NAME, "datasets": [{"weight": 2}]}, "datasets: path is missing"),
+    (
+        {**NO_DATASET_NAME, "datasets": [{"path": "a", "weight": 0}]},
+        "datasets, a: weight must be a number above 0, got 0",
+    ),
+    ({**NO_DATASET_NAME, "datasets": [{"path": "a", "weight": "2"}]}, "weight must be a number above 0, got '2'"),
+    ({**NO_DATASET_NAME, "datasets": ["a.json"]}, "datasets: 'a.json' is no mapping; an entry has path, name"),
     ({**PACKED, "dataset_streaming": True, "max_steps": 2}, "neither datasets nor packed_length"),
-    # What would train something else, or be passed over.
+    # Fields that would train something else, or be ignored.
     ({"optim": "schedule_free_adamw"}, "trains other weights than it saves"),
     ({"stage": "align", "load_in_4bit": True}, "load_in_4bit works only with stage 'adapt'"),
     ({"key_mmd_weight": 0.1}, "key_mmd_weight and key_gram_weight work only with stage 'adapt'"),
-    ({"eval_strategy": "steps", "logging_steps": 0}, "requires either non-zero --eval_steps"),  # transformers' own
+    ({"eval_strategy": "steps", "logging_steps": 0}, "requires either non-zero --eval_steps"),  # by transformers
     ({"dtype": "bfloat16"}, "dtype must stay 'float32'"),
     ({"assistant_only_loss": True}, "assistant_only_loss must stay False"),
     ({"logging_strategy": "epoch"}, "logging_strategy must stay 'steps'"),
@@ -93,10 +102,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def write(recipe: Path, **changes: Any) -> list[str]:
-    """Change a recipe, without the fields that are `None` and with nothing after those that are `...`."""
-    fields = {**yaml.safe_load(recipe.read_text()), **changes}
-    given = {name: None if value is ... else value for name, value in fields.items() if value is not None}
-    recipe.write_text(yaml.safe_dump(given))
+    """Change fields of a recipe's file, and return the options that name it.
+
+    A field that is `None` is taken out of the recipe. A field that is `...` stays there, with nothing after its colon.
+    """
+    fields = yaml.safe_load(recipe.read_text())
+    for name, value in changes.items():
+        if value is None:
+            fields.pop(name, None)
+        elif value is ...:
+            fields[name] = None
+        else:
+            fields[name] = value
+    recipe.write_text(yaml.safe_dump(fields))
     return ["--config", str(recipe)]
 
 
@@ -116,11 +134,12 @@ def test_a_recipes_values_are_checked_as_the_command_lines_are(
     assert f"error: argument --{name}" in line
 
 
-def test_a_bare_no_is_taken_as_meant(recipe: Path) -> None:
-    """YAML reads it as false."""
+def test_a_bare_no_means_the_choice_no(recipe: Path) -> None:
+    """YAML reads a bare `no` as false."""
     recipe.write_text(recipe.read_text() + "save_strategy: no\neval_strategy: no\n")
     _, args = parse_arguments(["--config", str(recipe)])
-    assert (args.save_strategy, args.eval_strategy) == ("no", "no")
+    assert args.save_strategy == "no"
+    assert args.eval_strategy == "no"
 
 
 def test_a_tilde_is_the_home_folder(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +159,12 @@ def test_an_old_name_on_the_command_line_is_refused(recipe: Path) -> None:
 def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["--config", str(recipe), "--bf16", "false"]
     run_args, args = parse_arguments(given)
-    args.deepspeed_plugin = object()  # DeepSpeed is not among what tests install
+    args.deepspeed_plugin = object()  # stands for DeepSpeed's, which is not installed for tests
     with pytest.raises(ValueError, match="DeepSpeed is not supported"):
         check_arguments(run_args, args)
+
     for name, value, message in (
-        ("ACCELERATE_MIXED_PRECISION", "bf16", "launcher has mixed_precision 'bf16'"),  # the record would say false
+        ("ACCELERATE_MIXED_PRECISION", "bf16", "launcher has mixed_precision 'bf16'"),
         ("ACCELERATE_DYNAMO_BACKEND", "inductor", "launch with --dynamo_backend no, and give torch_compile: true"),
         ("FSDP_STATE_DICT_TYPE", "FULL_STATE_DICT", "Set fsdp_version: 2 and SHARDED_STATE_DICT"),
     ):
@@ -155,50 +175,53 @@ def test_the_launcher_does_not_replace_the_recipe(recipe: Path, monkeypatch: pyt
 
 
 def test_several_gpus_in_one_process_are_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TrainingConfig, "n_gpu", 2)  # as on a machine with two, without a launcher
+    monkeypatch.setattr(TrainingConfig, "n_gpu", 2)  # as on a machine with two GPUs, without a launcher
     with pytest.raises(ValueError, match=r"over 2 GPUs by DataParallel, .* accelerate launch, one process a GPU"):
         sft.main(["--config", str(recipe)])
 
 
 def test_compiling_leaves_float32_as_precise_as_it_was(recipe: Path) -> None:
-    given = ["--config", str(recipe), "--torch_compile", "true"]
-    assert parse_arguments(given)[1].tf32 is False  # where it is not given, transformers would turn it on
+    _, args = parse_arguments(["--config", str(recipe), "--torch_compile", "true"])
+    assert args.tf32 is False  # transformers would turn on TF32, which is less precise
 
 
 def set_capabilities(monkeypatch: pytest.MonkeyPatch, **capabilities: bool) -> None:
-    """A CPU that can do these, whatever the test runs on."""
+    """Let torch report these capabilities of the CPU, whatever CPU the test runs on."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
 
 
 @pytest.mark.parametrize(("capability", "is_fast"), [("amx_bf16", True), ("avx512_bf16", True), ("avx512_f", False)])
-def test_a_cpu_computes_in_what_it_is_fast_at_unless_asked(
+def test_a_cpu_that_is_fast_at_bfloat16_computes_in_it_unless_told_otherwise(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, capability: str, is_fast: bool
 ) -> None:
     set_capabilities(monkeypatch, **{capability: True})
     given = write(recipe, bf16=None)
-    for asked, expected in (([], is_fast), (["--bf16", "true"], True), (["--bf16", "false"], False)):
-        _, args = parse_arguments([*given, *asked])
-        assert (args.bf16, args.to_dict()["bf16"], args.frozen_dtype) == (expected, expected, torch.float32)
-        assert args.mixed_precision == ("bf16" if expected else "no")  # what accelerate goes by
+    for options, expected in (([], is_fast), (["--bf16", "true"], True), (["--bf16", "false"], False)):
+        _, args = parse_arguments([*given, *options])
+        assert args.bf16 is expected
+        assert args.to_dict()["bf16"] is expected
+        assert args.mixed_precision == ("bf16" if expected else "no")  # the field that accelerate reads
+        assert args.frozen_dtype == torch.float32
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunArguments, TrainingConfig]]:
-    """Starts the script, and returns what it would train with."""
-    seen: list[tuple[RunArguments, TrainingConfig]] = []
-    monkeypatch.setattr(sft, "train", lambda *arguments: seen.append(arguments))
+def start_script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RunArguments, TrainingConfig]]:
+    """A function that starts the script without training, and returns the arguments it would train with."""
+    calls: list[tuple[RunArguments, TrainingConfig]] = []
+    monkeypatch.setattr(sft, "train", lambda run_args, args: calls.append((run_args, args)))
 
     def start(*argv: str) -> tuple[RunArguments, TrainingConfig]:
         sft.main(list(argv))
-        return seen[-1]
+        return calls[-1]
 
     return start
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
-def test_a_resumed_run_keeps_what_its_record_says_whatever_the_machine_would_choose(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Callable[..., Any], is_fast: bool
+def test_a_resumed_run_keeps_the_arithmetic_and_attention_of_its_record(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start_script: Callable[..., Any], is_fast: bool
 ) -> None:
+    # The machine would choose bf16=is_fast. The newest checkpoint records the opposite, the one before it the same.
     set_capabilities(monkeypatch, amx_bf16=is_fast)
     environment = describe_environment("cpu", 1, resumed=False)
     recorded = {5: {"bf16": is_fast, "attn_implementation": "sdpa"}, 10: {"bf16": not is_fast}}
@@ -208,48 +231,60 @@ def test_a_resumed_run_keeps_what_its_record_says_whatever_the_machine_would_cho
         describe_run(arguments, "data", environment).write(folder)
     given = write(recipe, bf16=None)
 
-    _, newest = started(*given, "--resume_from_checkpoint", "True")
-    assert newest.bf16 is not is_fast
-    assert newest.mixed_precision == ("no" if is_fast else "bf16")
+    # Resumed from the newest checkpoint.
+    _, args = start_script(*given, "--resume_from_checkpoint", "True")
+    assert args.bf16 is not is_fast
+    assert args.mixed_precision == ("no" if is_fast else "bf16")
 
+    # The same, where the output folder is given with a `~`.
     monkeypatch.setenv("HOME", str(tmp_path))
-    _, at_home = started(*given, "--resume_from_checkpoint", "True", "--output_dir", "~/out")
-    assert at_home.bf16 is not is_fast
+    _, args = start_script(*given, "--resume_from_checkpoint", "True", "--output_dir", "~/out")
+    assert args.bf16 is not is_fast
 
-    run_args, named = started(*given, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-5"))
-    assert (named.bf16, run_args.attn_implementation) == (is_fast, "sdpa")
+    # Resumed from a checkpoint given by path.
+    run_args, args = start_script(*given, "--resume_from_checkpoint", str(tmp_path / "out" / "checkpoint-5"))
+    assert args.bf16 is is_fast
+    assert run_args.attn_implementation == "sdpa"
 
-    # What is asked for wins, and what is not resumed has no record.
-    asked = ("--bf16", str(is_fast), "--attn_implementation", "eager", "--resume_from_checkpoint", "true")
-    run_args, args = started(*given, *asked)
-    assert (args.bf16, run_args.attn_implementation) == (is_fast, "eager")
-    run_args, anew = started(*given, "--resume_from_checkpoint", "false")
-    assert (anew.resume_from_checkpoint, anew.bf16, run_args.attn_implementation) == (None, is_fast, None)
+    # Fields that are given win over the record.
+    options = ("--bf16", str(is_fast), "--attn_implementation", "eager", "--resume_from_checkpoint", "true")
+    run_args, args = start_script(*given, *options)
+    assert args.bf16 is is_fast
+    assert run_args.attn_implementation == "eager"
+
+    # A run that is not resumed reads no record.
+    run_args, args = start_script(*given, "--resume_from_checkpoint", "false")
+    assert args.resume_from_checkpoint is None
+    assert args.bf16 is is_fast
+    assert run_args.attn_implementation is None
 
 
-def test_sources_are_mappings_or_names(recipe: Path) -> None:
+def test_sources_on_the_command_line_are_paths(recipe: Path) -> None:
     given = [*write(recipe, dataset_name=None), "--datasets", "a.json", "b.json"]
     run_args, _ = parse_arguments(given)
     assert run_args.datasets == [SourceArguments("a.json"), SourceArguments("b.json")]
 
 
-def test_what_is_no_yaml_is_refused(recipe: Path) -> None:
+def test_a_recipe_that_is_no_yaml_is_refused_in_one_line(recipe: Path) -> None:
     recipe.write_text("stage: align\n  learning_rate: 1: 2")
     with pytest.raises(UserError, match=r"recipe.yaml is not YAML: .* line 2") as refused:
         parse_arguments(["--config", str(recipe)])
     assert "\n" not in str(refused.value)
+
     recipe.write_bytes("stage: align # für".encode("latin-1"))
     with pytest.raises(UserError, match=r"recipe.yaml is not YAML: 'utf-8' codec"):
         parse_arguments(["--config", str(recipe)])
 
 
 def test_a_bug_of_ours_keeps_its_traceback(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays a plain ValueError, not the UserError that a command prints in one line."""
+
     def fail(*args: Any) -> None:
         int("a bug")
 
-    for place in ("training.command_line.check_arguments", "training.arguments.read_resume"):
+    for function_name in ("training.command_line.check_arguments", "training.arguments.read_resume"):
         with monkeypatch.context() as patched:
-            patched.setattr(place, fail)
+            patched.setattr(function_name, fail)
             with pytest.raises(ValueError, match="invalid literal for int") as error:
                 parse_arguments(["--config", str(recipe)])
             assert not isinstance(error.value, UserError)
@@ -258,28 +293,39 @@ def test_a_bug_of_ours_keeps_its_traceback(recipe: Path, monkeypatch: pytest.Mon
 def test_the_command_line_wins_and_the_recipe_is_recorded(recipe: Path, recwarn: pytest.WarningsRecorder) -> None:
     for given in (["--config", str(recipe)], [f"--config={recipe}"]):
         run_args, args = parse_arguments([*given, "--learning_rate", "5e-4", "--gradient_checkpointing", "true"])
-        assert (run_args.recipe, args.learning_rate) == (str(recipe), 5e-4)
+        assert run_args.recipe == str(recipe)
+        assert args.learning_rate == 5e-4
         assert args.gradient_checkpointing
-    flags = [f"--{name}={value}" for name, value in yaml.safe_load(recipe.read_text()).items()]
-    assert parse_arguments(flags)[0].recipe is None
+
+    options = [f"--{name}={value}" for name, value in yaml.safe_load(recipe.read_text()).items()]
+    run_args, _ = parse_arguments(options)
+    assert run_args.recipe is None
+
     with pytest.raises(ValueError, match=r"^--learning_rte is unknown, did you mean --learning_rate\?$"):
-        parse_arguments([*given, "--learning_rte", "1"])
-    assert [str(warning.message) for warning in recwarn if "deprecated" in str(warning.message)] == []
+        parse_arguments(["--config", str(recipe), "--learning_rte", "1"])
+
+    deprecations = [str(warning.message) for warning in recwarn if "deprecated" in str(warning.message)]
+    assert deprecations == []
 
 
-STAGES = [path for path in sorted((ROOT / "training" / "recipes").glob("*/*.yaml")) if path.name != "card.yaml"]
+RECIPES = [path for path in sorted((ROOT / "training" / "recipes").glob("*/*.yaml")) if path.name != "card.yaml"]
+SMALL_MODELS = ("digits", "SmolLM2-135M-Instruct")
+# global_batch_size, learning_rate and vision_learning_rate of the paper's two stages.
+PAPER_SETTINGS = {"align": (256, 1e-3, None), "instruct": (128, 1e-5, 2e-6)}
 
 
-@pytest.mark.parametrize("path", STAGES, ids=lambda path: "/".join(path.parts[-2:]))
-def test_recipes_parse(path: Path) -> None:
-    # bfloat16 is refused where no device has it, which says nothing about the recipe.
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_the_recipes_of_the_project_are_accepted_and_the_papers_have_its_settings(path: Path) -> None:
+    # On the CPU in float32, because a recipe's bf16 is refused on a machine without a device for it.
     run_args, args = parse_arguments(["--config", str(path), "--bf16", "false", "--use_cpu", "true"])
-    assert (args.seed, args.weight_decay, args.lr_scheduler_type, args.warmup_steps) == (42, 0, "cosine", 0.03)
-    if path.parts[-2] in ("digits", "SmolLM2-135M-Instruct"):
+    assert args.seed == 42
+    assert args.weight_decay == 0
+    assert args.lr_scheduler_type == "cosine"
+    assert args.warmup_steps == 0.03
+    if path.parent.name in SMALL_MODELS:
         return
+
     assert run_args.packed_length is not None
-    if path.stem in ("stage1", "stage2"):  # the paper's
-        rates = (args.learning_rate, run_args.vision_learning_rate)
-        assert (run_args.global_batch_size, rates) == {"align": (256, (1e-3, None)), "instruct": (128, (1e-5, 2e-6))}[
-            str(run_args.stage)
-        ]
+    if path.stem in ("stage1", "stage2"):
+        settings = (run_args.global_batch_size, args.learning_rate, run_args.vision_learning_rate)
+        assert settings == PAPER_SETTINGS[str(run_args.stage)]

@@ -12,7 +12,7 @@ from conversations.loading import load_rows
 from diagnostics.probe import Probe, Record
 from diagnostics.tokens import classify_sample, token_ids
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import INSTRUCT, PACKED, collate, logged, run
+from script_runs import INSTRUCT, PACKED, collate, read_metrics, run
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def record_rows(folder: Path, rows: str) -> list[Record]:
 
 
 def test_norms_of_a_step_are_those_of_the_diagnostics(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    composed: Callable[..., Path], data: Path, tmp_path: Path
 ) -> None:
     rows = data.with_name("pictures.json")
     rows.write_text(json.dumps([row for row in json.loads(data.read_text()) if "image" in row]))
@@ -45,8 +45,8 @@ def test_norms_of_a_step_are_those_of_the_diagnostics(
     fields = {**INSTRUCT, "model_name_or_path": str(composed()), "dataset_name": str(rows)}
     fields |= {"max_steps": 1, "logging_steps": 1, "global_batch_size": 24}
     for name, more in (("padded", {}), ("packed", PACKED), ("checkpointing", {"gradient_checkpointing": True})):
-        run(monkeypatch, tmp_path, **{**fields, **more}, output_dir=str(tmp_path / name))
-        line, *_, last = logged(tmp_path / name)
+        run(tmp_path, **{**fields, **more}, output_dir=str(tmp_path / name))
+        line, *_, last = read_metrics(tmp_path / name)
         assert last.keys().isdisjoint({"total_flos", "train_samples_per_second"})
         assert line["norm/visual"] == pytest.approx(expected["visual"], rel=1e-5), name
         assert line["norm/text"] == pytest.approx(expected["text"], rel=1e-5), name

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForImageTextToText
 
 from modeling_normllava import NormLlavaForConditionalGeneration
-from script_runs import INSTRUCT, PACKED, logged, moved, run
+from script_runs import INSTRUCT, PACKED, changed_weights, read_metrics, run
 from training.compiling import compile_layers
 from training.run import Run
 
@@ -149,7 +149,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "kind", [pytest.param(kind, marks=pytest.mark.slow if kind != "packed" else ()) for kind in KINDS]
 )
 def test_a_compiled_run_logs_what_an_eager_one_does(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    composed: Callable[..., Path], data: Path, tmp_path: Path, kind: str
 ) -> None:
     fields = {**INSTRUCT, **COMPILED, **KINDS[kind], "dataset_name": str(data), "logging_steps": 1}
     parts = {name: fields.pop(name) for name in ("text", "key_adapter_rank") if name in fields}
@@ -157,17 +157,16 @@ def test_a_compiled_run_logs_what_an_eager_one_does(
     fields |= {"eval_dataset_name": str(data), "eval_strategy": "steps", "eval_steps": 4}
     eager, compiled = tmp_path / "eager", tmp_path / "compiled"
     run(
-        monkeypatch,
         tmp_path,
         **{**fields, "torch_compile": None, "torch_compile_backend": None},
         output_dir=str(eager),
     )
     assert not counters["stats"]
-    run(monkeypatch, tmp_path, **fields, output_dir=str(compiled))
+    run(tmp_path, **fields, output_dir=str(compiled))
     most_graphs = 7 if kind == "packed, by sample" else 2  # with and without a mask
     assert 1 <= counters["stats"]["unique_graphs"] <= most_graphs
 
-    for line, expected in zip(logged(compiled), logged(eager), strict=True):
+    for line, expected in zip(read_metrics(compiled), read_metrics(eager), strict=True):
         assert line.keys() == expected.keys()
         for name in expected:
             if not name.endswith(("runtime", "_per_second")):
@@ -180,20 +179,18 @@ def test_a_compiled_run_logs_what_an_eager_one_does(
 
 
 @pytest.mark.slow
-def test_runs_go_on_compiled_or_not(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_go_on_compiled_or_not(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     fields = {**INSTRUCT, **MASKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 4}
     settings: dict[str, dict[str, Any]] = {"eager": {}, "compiled": COMPILED}
     for name, setting in settings.items():
-        run(monkeypatch, tmp_path, **fields, **setting, output_dir=str(tmp_path / name))
+        run(tmp_path, **fields, **setting, output_dir=str(tmp_path / name))
     for before, after in (("eager", "compiled"), ("compiled", "eager"), ("compiled", "compiled")):
         out = tmp_path / f"{before}, then {after}"
         shutil.copytree(tmp_path / before / "checkpoint-4", out / "checkpoint-4")
         more = {**fields, **settings[after], "output_dir": str(out), "resume_from_checkpoint": True}
         if before != after:
             with pytest.raises(ValueError, match=f"torch_compile: {before == 'compiled'} before"):
-                run(monkeypatch, tmp_path, **more)
-        run(monkeypatch, tmp_path, **more, resume_changed=before != after)
+                run(tmp_path, **more)
+        run(tmp_path, **more, resume_changed=before != after)
         # aot_eager runs the same operators, so that nothing is rounded differently.
-        assert moved(tmp_path / "eager", out) == set()
+        assert changed_weights(tmp_path / "eager", out) == set()

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from script_runs import FAST, INSTRUCT, PACKED, ROOT, dump_recipe, logged, moved, weights
+from script_runs import FAST, INSTRUCT, PACKED, ROOT, changed_weights, dump_recipe, read_metrics, weights
 
 
 FSDP_ON_CPU = "tests/training/fsdp_cpu.py"
@@ -58,7 +58,7 @@ def test_two_processes_train_as_one_does_which_can_go_on_with_it(
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     printed = launch(tmp_path, *TWO, **fields, output_dir=str(two))
     assert "2 processes x" in printed
-    expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
+    expected, got = ([line for line in read_metrics(folder) if "loss" in line] for folder in (one, two))
     assert len(got) == 3
     for line, other in zip(got, expected, strict=True):
         for name in (*(name for name in other if "norm" in name), "loss", "num_tokens", "learning_rate"):
@@ -87,7 +87,7 @@ def test_losses_are_those_of_one_process(
         out = tmp_path / str(processes)
         arguments = ("--cpu",) if processes == 1 else (*TWO, "--num_processes", str(processes))
         launch(tmp_path, *arguments, **fields, output_dir=str(out))
-        runs.append([line for line in logged(out) if "loss" in line])
+        runs.append([line for line in read_metrics(out) if "loss" in line])
     assert len(runs[0]) == 8
     for lines in runs[1:]:
         for line, expected in zip(lines, runs[0], strict=True):
@@ -130,8 +130,8 @@ def test_two_processes_share_a_stream_and_its_bad_rows_and_go_on_in_it(
     assert listed(unbroken) == bad
     shutil.copytree(unbroken / "checkpoint-5", broken / "checkpoint-5")
     launch(tmp_path, *TWO, **fields, output_dir=str(broken), resume_from_checkpoint=True)
-    assert moved(unbroken, broken) == set()
-    whole, rest = ([line["loss"] for line in logged(folder) if "loss" in line] for folder in (unbroken, broken))
+    assert changed_weights(unbroken, broken) == set()
+    whole, rest = ([line["loss"] for line in read_metrics(folder) if "loss" in line] for folder in (unbroken, broken))
     assert whole[5:] == rest[-7:]
 
 
@@ -155,7 +155,7 @@ def test_sharded_training_is_that_of_one_process(
     one, two, fsdp2 = tmp_path / "one", tmp_path / "two", on_cpu("fsdp2", tmp_path)
     launch(tmp_path, "--cpu", **fields, output_dir=str(one))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(two))
-    expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
+    expected, got = ([line for line in read_metrics(folder) if "loss" in line] for folder in (one, two))
     assert len(got) == 3
     for line, other in zip(got, expected, strict=True):
         for name in (*(name for name in other if "norm" in name or "eval" in name), "loss", "num_tokens"):
@@ -170,7 +170,7 @@ def test_sharded_training_is_that_of_one_process(
         resumed = tmp_path / f"resumed at {step}"
         shutil.copytree(two / f"checkpoint-{step}", resumed / f"checkpoint-{step}")
         launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(resumed), resume_from_checkpoint=True)
-        assert moved(two, resumed) == set()
+        assert changed_weights(two, resumed) == set()
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_sharding_in_bfloat16_does_not_round_the_loss(
     fsdp2 = on_cpu("fsdp2", tmp_path, "bf16")
     launch(tmp_path, "--cpu", **fields, output_dir=str(tmp_path / "one"))
     launch(tmp_path, *fsdp2, script=FSDP_ON_CPU, **fields, output_dir=str(tmp_path / "two"))
-    expected, got = (logged(tmp_path / name)[0]["loss"] for name in ("one", "two"))
+    expected, got = (read_metrics(tmp_path / name)[0]["loss"] for name in ("one", "two"))
     assert got == pytest.approx(expected, rel=1e-4)
 
 
@@ -206,7 +206,7 @@ def test_two_processes_with_compiled_layers_train_as_one_without(
     fields |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     script = FSDP_ON_CPU if launcher == "fsdp2" else "training/sft.py"
     launch(tmp_path, *on_cpu(launcher, tmp_path), script=script, **fields, output_dir=str(two))
-    expected, got = ([line for line in logged(folder) if "loss" in line] for folder in (one, two))
+    expected, got = ([line for line in read_metrics(folder) if "loss" in line] for folder in (one, two))
     assert len(got) == 3
     for line, other in zip(got, expected, strict=True):
         for name in (*(name for name in other if "norm" in name), "loss", "num_tokens"):

@@ -16,7 +16,7 @@ peft = pytest.importorskip("peft")
 
 from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
 from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted  # noqa: E402
-from script_runs import PACKED, collate, logged, run  # noqa: E402
+from script_runs import PACKED, collate, read_metrics, run  # noqa: E402
 from training.adapters import add_adapters  # noqa: E402
 from training.add_key_adapters import add_key_adapters  # noqa: E402
 from training.key_alignment import KeyAlignment, gram_distance, mmd  # noqa: E402
@@ -207,19 +207,19 @@ def same_rows(data: Path) -> Path:
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_accumulation_and_processes_change_nothing(
-    moved_keys: Callable[..., Path], same_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+    moved_keys: Callable[..., Path], same_rows: Path, tmp_path: Path, processes: int
 ) -> None:
     # Every pass has the same rows, so the mean over passes is that of one.
     fields = {**ADAPT, "model_name_or_path": str(moved_keys()), "dataset_name": str(same_rows), "max_steps": 2}
     fields |= {"key_mmd_weight": 30.0, "key_gram_weight": 3.0, "optim": "sgd", "learning_rate": 0.1}
     fields |= {"max_grad_norm": 0, "per_device_train_batch_size": 2, "logging_steps": 1}
-    run(monkeypatch, tmp_path, **fields, global_batch_size=2, output_dir=str(tmp_path / "one"))
+    run(tmp_path, **fields, global_batch_size=2, output_dir=str(tmp_path / "one"))
     fields |= {"global_batch_size": 4, "output_dir": str(tmp_path / "more")}
     if processes == 1:
-        run(monkeypatch, tmp_path, **fields)
+        run(tmp_path, **fields)
     else:
         launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields)
-    one, more = ([line for line in logged(tmp_path / name) if "loss" in line] for name in ("one", "more"))
+    one, more = ([line for line in read_metrics(tmp_path / name) if "loss" in line] for name in ("one", "more"))
     for line, expected in zip(more, one, strict=True):
         names = [name for name in expected if name.startswith(("loss", "grad_norm", "key_"))]
         assert {name: line[name] for name in names} == pytest.approx(
@@ -232,13 +232,13 @@ def test_accumulation_and_processes_change_nothing(
 
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
 def test_a_run_moves_keys_reloads_and_merges(
-    composed: Callable[..., Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packing: dict[str, Any]
+    composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
     fields = {**ADAPT, **packing, "model_name_or_path": str(composed(key_adapter_rank=4)), "dataset_name": str(data)}
     fields |= {"num_train_epochs": 4, "key_mmd_weight": 2.0, "key_gram_weight": 0.1, "logging_steps": 4}
     fields["gradient_checkpointing"] = bool(packing)
-    run(monkeypatch, tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
-    lines = [line for line in logged(tmp_path / "adapter") if "loss" in line]
+    run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
+    lines = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
     assert lines[-1]["key_mmd"] < 0.5 * lines[0]["key_mmd"]
     assert lines[-1]["key_gram"] > 0
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

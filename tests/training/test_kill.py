@@ -1,4 +1,4 @@
-"""A run killed at any point of a save goes on to the weights of a run that was never stopped, to the bit."""
+"""A run that is killed at any point of a save, and resumed, ends with exactly the weights of an unbroken run."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from script_runs import FAST, INSTRUCT, PACKED, ROOT, dump_recipe, logged, moved
+from script_runs import FAST, INSTRUCT, PACKED, ROOT, changed_weights, dump_recipe, read_metrics
 
 
 pytest.importorskip("bitsandbytes")
@@ -29,12 +29,17 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def drive(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *events: int) -> None:
+    """Let kill_driver.py, which documents the events, kill and resume a run at each of them."""
+    key_adapter_rank = 4 if "key_mmd_weight" in KINDS[kind] else 0
+    fields = {**FAST, **KINDS[kind], "dataset_name": str(data), "save_steps": 3, "logging_steps": 1}
+    fields["model_name_or_path"] = str(composed(key_adapter_rank=key_adapter_rank))
+    fields["output_dir"] = "overridden by the driver"
     recipe = folder / "recipe.yaml"
-    start = composed(key_adapter_rank=4 if "key_mmd_weight" in KINDS[kind] else 0)
-    fields = {**FAST, **KINDS[kind], "model_name_or_path": str(start), "dataset_name": str(data)}
-    recipe.write_text(dump_recipe(**{**fields, "save_steps": 3, "logging_steps": 1, "output_dir": "given below"}))
+    recipe.write_text(dump_recipe(**fields))
+
     driver = Path(__file__).with_name("kill_driver.py")
-    command = [sys.executable, str(driver), str(recipe), str(folder), *map(str, events)]
+    numbers = [str(event) for event in events]
+    command = [sys.executable, str(driver), str(recipe), str(folder), *numbers]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr[-3000:]
@@ -43,22 +48,28 @@ def drive(kind: str, composed: Callable[..., Path], data: Path, folder: Path, *e
 def kill_at(
     kind: str, composed: Callable[..., Path], data: Path, folder: Path, choose: Callable[[int], Iterable[int]]
 ) -> None:
+    """Kill and resume a run at each of some events, and compare it with an unbroken run.
+
+    `choose` picks the events, given how many there are.
+    """
     drive(kind, composed, data, folder)
-    events = choose(len((folder / "unbroken" / "events.txt").read_text().splitlines()))
+    num_events = len((folder / "unbroken" / "events.txt").read_text().splitlines())
+    events = choose(num_events)
     drive(kind, composed, data, folder, *events)
+
     file = "adapter_model.safetensors" if KINDS[kind]["stage"] == "adapt" else "model.safetensors"
-    expected = [line for line in logged(folder / "unbroken") if "loss" in line]
-    assert len(expected) == 8  # which is more than the rows of an epoch of the streams
+    expected = [line for line in read_metrics(folder / "unbroken") if "loss" in line]
+    assert len(expected) == 8  # steps of 4 rows: more than one epoch of the 30 rows, so a stream has begun anew
     for event in events:
-        assert moved(folder / "unbroken", folder / str(event), file) == set(), event
-        got = [line for line in logged(folder / str(event)) if "loss" in line]
+        assert changed_weights(folder / "unbroken", folder / str(event), file) == set(), event
+        lines = [line for line in read_metrics(folder / str(event)) if "loss" in line]
         for name in ("step", "epoch", "loss", "num_tokens", "norm/visual"):
-            assert [line.get(name) for line in got] == [line.get(name) for line in expected], (event, name)
+            assert [line.get(name) for line in lines] == [line.get(name) for line in expected], (event, name)
 
 
 @pytest.mark.parametrize("kind", ["stage 2, packed", "stage 2, streaming with two workers"])
 def test_killed_at_a_few_points(kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
-    kill_at(kind, composed, data, tmp_path, lambda count: [count // 4, count // 2])
+    kill_at(kind, composed, data, tmp_path, lambda num_events: [num_events // 4, num_events // 2])
 
 
 @pytest.mark.slow
@@ -66,4 +77,4 @@ def test_killed_at_a_few_points(kind: str, composed: Callable[..., Path], data: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_many_points(kind: str, composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
     step = 1 if kind == "stage 2, packed" else 4
-    kill_at(kind, composed, data, tmp_path, lambda count: range(1, count + 1, step))
+    kill_at(kind, composed, data, tmp_path, lambda num_events: range(1, num_events + 1, step))

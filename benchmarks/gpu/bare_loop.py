@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu.recorder import StepRecorder, TrainingMeasured
-from training.loss import supervised
+from training.loss import supervised_tokens
 from training.stages import base_model
 
 
@@ -50,7 +50,7 @@ class BareLoop(StepRecorder):
 
     def take_step(self, base: Any, batches: list[dict[str, Any]], args: Any) -> torch.Tensor:
         """Forward and backward passes of a step: the mean loss of its supervised tokens."""
-        targets = [supervised(batch["labels"]) for batch in batches]
+        targets = [supervised_tokens(batch["labels"]) for batch in batches]
         num_tokens = sum(len(tokens) for _, tokens in targets)
 
         total = torch.zeros((), device=args.device)

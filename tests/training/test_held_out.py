@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_distributed import TWO, launch
+from test_distributed import TWO_PROCESSES, launch
 from torch import nn
 from transformers import AutoProcessor
 
@@ -173,7 +173,7 @@ def test_two_processes_find_what_one_does(fields: dict[str, Any], tmp_path: Path
     one, two = tmp_path / "one", tmp_path / "two"
     launch(tmp_path, "--cpu", **settings, output_dir=str(one))
     settings["per_device_eval_batch_size"] = 1 if not packing else 3
-    launch(tmp_path, *TWO, **settings, output_dir=str(two))
+    launch(tmp_path, *TWO_PROCESSES, **settings, output_dir=str(two))
     assert len(evaluated(two)) == 2
     for line, expected in zip(evaluated(two), evaluated(one), strict=True):
         assert line == {name: pytest.approx(value, rel=2e-4) for name, value in expected.items()}

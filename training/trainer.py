@@ -190,10 +190,11 @@ class NormLlavaTrainer(SFTTrainer):
 
         # Trainer logs the rate of the first group as `learning_rate`. So modules with the common rate come first, and
         # then those with the highest rates.
-        common = self.args.learning_rate
-        names = sorted(self._rates, key=lambda name: (self._rates[name] != common, -self._rates[name]))
+        common_rate = self.args.learning_rate
+        names = sorted(self._rates, key=lambda name: (self._rates[name] != common_rate, -self._rates[name]))
         parameters_of = self._trained_parameters(model or self.model)
 
+        # A module's parameters are still in one group with weight decay and one without.
         groups = []
         for name in names:
             members = set(parameters_of[name])

@@ -1,8 +1,9 @@
-"""4-bit weights and LoRA for the language model only; vision encoder, projector and norm have neither.
+"""4-bit weights and LoRA for the language model only, not for the vision encoder, the projector and its norm.
 
-The libraries' shortcuts hit the wrong modules: short names of modules to skip are silently ignored, so the projector
-is quantized too; a list of them replaces the default, which skips the head; and `target_modules="all-linear"` puts
-adapters into the vision encoder.
+The modules are named in full here, because the libraries' shortcuts reach the wrong modules. Short names of modules to
+skip are ignored without a warning, so that the projector would be quantized. A list of modules to skip replaces the
+default list, and so must name the head again. PEFT's `target_modules="all-linear"` would put adapters into the vision
+encoder.
 """
 
 from typing import Any
@@ -36,31 +37,33 @@ def add_adapters(
     revision: str | None = None,
     **options: Any,
 ) -> PeftModel:
-    """Put LoRA adapters on all linear layers of the language model, and mark the projector to be trained in full.
+    """Put LoRA adapters on all linear layers of the decoder, and let PEFT train the projector in full.
 
-    If the model has key adapters, they are trained in full, and the `k_proj` inside them gets no LoRA.
+    If the model has key adapters, they are trained in full too, and the `k_proj` layers beside them get no LoRA.
 
     Args:
         model: The model to adapt, in place.
-        rank, alpha, dropout, options: As for PEFT's `LoraConfig`.
-        revision: The model's on the Hub, which merging loads again.
+        rank, alpha, dropout, options: Arguments of PEFT's `LoraConfig`.
+        revision: The revision of the model on the Hub, which is recorded so that merging loads the same.
     """
     decoder_layers: Any = model.model.language_model.layers
     linear_names = set()
     for name, module in decoder_layers.named_modules():
         if isinstance(module, nn.Linear):
-            linear_names.add(name.rsplit(".", 1)[-1])
+            last_part = name.rsplit(".", 1)[-1]
+            linear_names.add(last_part)
     trained_in_full = ["multi_modal_projector"]
 
     if isinstance(model, NormLlavaKeyAdapterForConditionalGeneration):
-        linear_names.discard("base")  # the `k_proj` inside
+        linear_names.discard("base")  # the original `k_proj`, to which the key adapter is added
         trained_in_full.append("key_adapter")
 
+    any_linear_name = "|".join(sorted(linear_names))
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=rf"model\.language_model\.layers\..*\.({'|'.join(sorted(linear_names))})",
+        target_modules=rf"model\.language_model\.layers\..*\.({any_linear_name})",
         modules_to_save=trained_in_full,
         task_type="CAUSAL_LM",
         **options,

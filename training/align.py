@@ -1,9 +1,10 @@
 """The aligned start: image tokens learn to point at the language model's own embeddings of the captions.
 
-The projector learns that a picture's tokens point at the mean embedding of its own caption, and not at the other
-captions of the batch (InfoNCE on cosines). Only directions count: tokens are compared at the text's norm, the norm
-stays as it is, and without one the projector is scaled back. The language model does not run, so this takes minutes.
-The paper (arXiv 2512.08374) has no such step; docs/compose.md names what is near to it.
+A contrastive loss (InfoNCE on cosines) trains the projector. The image tokens of a picture shall point at the mean
+embedding of the picture's caption, and not at the other captions of the batch. Only directions are trained: the loss
+compares tokens at the text's norm, and the projector's norm layer is frozen. Without a norm layer, the projector is
+scaled afterwards so that image tokens have the norm that they had before. The language model does not run, so that
+training takes minutes. The paper (arXiv 2512.08374) has no such step; docs/compose.md names related work.
 """
 
 import math
@@ -23,17 +24,20 @@ from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-# Pictures whose features are kept: 36 tokens of 384 numbers take 27 kB a picture, SigLIP's 729 of 1,152 take 1.7 MB.
+# The number of pictures to train on, whose features are kept in memory. A picture with 36 tokens of width 384 takes
+# 27 kB in float16, and with SigLIP's 729 tokens of width 1,152 it takes 1.7 MB.
 MAX_PICTURES = 8192
 STEPS = 600
 WARMUP_STEPS = 20
 BATCH_SIZE = 256
 LEARNING_RATE = 1e-3
-# What cosines are divided by, for the mean of a picture's tokens and for each token, and the weight of the latter.
+# The loss has a term for the mean of a picture's tokens, and a term for each token. Each term divides its cosines by a
+# temperature.
 PICTURE_TEMPERATURE = 0.05
 TOKEN_TEMPERATURE = 0.1
+# The weight of the tokens' term; the pictures' term has the weight 1.
 TOKEN_WEIGHT = 0.3
-# Pictures that the vision encoder takes at once.
+# The number of pictures that the vision encoder takes at once.
 ENCODER_BATCH = 64
 
 
@@ -43,7 +47,7 @@ def align(
     """Train the projector in place, on `MAX_PICTURES` rows drawn at random.
 
     Raises:
-        BadRowError: for a row without one picture and a caption.
+        BadRowError: if a row has no caption, or not exactly one readable picture.
     """
     set_seed(seed)
     dtype = model.dtype
@@ -53,10 +57,11 @@ def align(
     rows = rows.shuffle(seed=seed).select(range(min(MAX_PICTURES, len(rows))))
     features = encode_pictures(model, processor, rows)
     captions = [first_answer(row) for row in rows]
-    # Rows with the same caption share a number, so that they are no negatives of each other.
-    numbers = {caption: number for number, caption in enumerate(dict.fromkeys(captions))}
-    caption_ids = torch.tensor([numbers[caption] for caption in captions])
-    directions, mean = embed_captions(model, processor, list(numbers))
+    # Rows with the same caption share an id, so that the loss doesn't push them away from each other's caption.
+    unique_captions = list(dict.fromkeys(captions))
+    id_of_caption = {caption: number for number, caption in enumerate(unique_captions)}
+    caption_ids = torch.tensor([id_of_caption[caption] for caption in captions])
+    directions, mean = embed_captions(model, processor, unique_captions)
 
     projector = model.model.multi_modal_projector.float()
     some_features = features[:BATCH_SIZE].to(device).float()
@@ -67,10 +72,10 @@ def align(
 
     progress = tqdm(range(steps), desc="Aligning")
     for _ in progress:
-        chosen = torch.randint(len(features), (BATCH_SIZE,))
-        present, targets = caption_ids[chosen].unique(return_inverse=True)
-        image_tokens = projector(features[chosen].to(device).float())
-        loss = contrastive_loss(image_tokens, mean, directions[present.to(device)], targets.to(device))
+        batch_rows = torch.randint(len(features), (BATCH_SIZE,))
+        batch_captions, targets = caption_ids[batch_rows].unique(return_inverse=True)
+        image_tokens = projector(features[batch_rows].to(device).float())
+        loss = contrastive_loss(image_tokens, mean, directions[batch_captions.to(device)], targets.to(device))
 
         optimizer.zero_grad()
         loss.backward()
@@ -90,10 +95,10 @@ def align(
 def encode_pictures(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, rows: Dataset
 ) -> torch.Tensor:
-    """What the projector gets for each row's picture: `(num_rows, num_patches, vision_hidden_size)`, float16.
+    """The projector's input for the picture of each row: `(num_rows, num_patches, vision_hidden_size)`, float16.
 
     Raises:
-        BadRowError: for a row without one readable picture and a caption.
+        BadRowError: if a row is malformed, or has not exactly one readable picture.
     """
     batches: list[torch.Tensor] = []
 
@@ -114,7 +119,7 @@ def only_picture(row: Row) -> Image.Image:
     """The one picture of a row.
 
     Raises:
-        BadRowError: if the row is a bad one, or has not one readable picture.
+        BadRowError: if the row is malformed, or has not exactly one readable picture.
     """
     check_row(row)
     pictures = open_images(row)
@@ -124,10 +129,10 @@ def only_picture(row: Row) -> Image.Image:
 
 
 def first_answer(row: Row) -> str:
-    """The first thing that the assistant says in a row, without white space around it.
+    """The first answer of the assistant that isn't blank, without the white space around it.
 
     Raises:
-        BadRowError: if it says nothing.
+        BadRowError: if the row has no such answer.
     """
     for turn in row_turns(row):
         answer = turn["value"].strip()
@@ -140,39 +145,52 @@ def first_answer(row: Row) -> str:
 def embed_captions(
     model: NormLlavaForConditionalGeneration, processor: LlavaProcessor, captions: list[str]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A direction for each caption, `(num_captions, hidden_size)`, and the vocabulary's mean, `(hidden_size,)`.
+    """A direction for each caption, and the mean embedding of the vocabulary.
 
-    A caption points where its content words do: the mean is taken off each token, and tokens are weighted by their
-    inverse document frequency, so that those of many captions hardly count. The mean is in units of the text's norm.
+    A caption's direction is that of its content words. It is the sum of its tokens' embeddings after the vocabulary's
+    mean has been subtracted from each. Tokens are weighted by their inverse document frequency, so that a token that
+    most captions have hardly counts.
+
+    Returns:
+        The directions with L2 norm 1, `(num_captions, hidden_size)`, and the vocabulary's mean divided by the
+        vocabulary's mean norm, `(hidden_size,)`.
     """
     embed = model.get_input_embeddings()
     device = model.device
     vocabulary = embed(torch.arange(len(processor.tokenizer), device=device)).float()
     mean = vocabulary.mean(dim=0)  # [hidden_size]
 
-    # After a space, as inside a sentence.
-    ids_of_captions = [processor.tokenizer(f" {caption}", add_special_tokens=False).input_ids for caption in captions]
-    num_captions_with = Counter(token for ids in ids_of_captions for token in set(ids))
+    # The space makes the tokenizer treat a caption's first word like a word inside a sentence.
+    texts = [f" {caption}" for caption in captions]
+    ids_of_captions = processor.tokenizer(texts, add_special_tokens=False).input_ids
+    num_captions_with: Counter[int] = Counter()
+    for ids in ids_of_captions:
+        num_captions_with.update(set(ids))
 
     directions = []
     for ids in ids_of_captions:
         weights = [math.log((1 + len(captions)) / num_captions_with[token]) for token in ids]
         embeddings = embed(torch.tensor(ids, device=device)).float()  # [num_tokens, hidden_size]
         directions.append(torch.tensor(weights, device=device) @ (embeddings - mean))
-    return nn.functional.normalize(torch.stack(directions), dim=-1), mean / vocabulary.norm(dim=-1).mean()
+    unit_directions = nn.functional.normalize(torch.stack(directions), dim=-1)
+    vocabulary_norm = vocabulary.norm(dim=-1).mean()
+    return unit_directions, mean / vocabulary_norm
 
 
 def contrastive_loss(
     image_tokens: torch.Tensor, mean: torch.Tensor, directions: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """InfoNCE of pictures and captions on cosines: of each picture's mean token, and of each of its tokens.
+    """InfoNCE of pictures and captions on cosines.
+
+    It has one term for the mean of a picture's tokens, and one for each of its tokens.
 
     Args:
         image_tokens: `(num_pictures, num_patches, hidden_size)`.
-        mean: The vocabulary's, in units of the text's norm, `(hidden_size,)`.
-        directions: Of the batch's captions, `(num_captions, hidden_size)`.
-        targets: Each picture's caption, `(num_pictures,)`.
+        mean: The vocabulary's mean from [`embed_captions`], `(hidden_size,)`.
+        directions: The directions of the batch's captions, `(num_captions, hidden_size)`.
+        targets: The number of each picture's caption in `directions`, `(num_pictures,)`.
     """
+    # `mean` is in units of the vocabulary's norm. A token of L2 norm 1 is so in these units too.
     tokens = nn.functional.normalize(image_tokens, dim=-1) - mean
     pictures = tokens.mean(dim=1)
 
@@ -187,5 +205,5 @@ def contrastive_loss(
 
 @torch.no_grad()
 def mean_norm(projector: nn.Module, features: torch.Tensor) -> float:
-    """Mean L2 norm of what the projector makes of features `(num_pictures, num_patches, vision_hidden_size)`."""
+    """Mean L2 norm of the projector's output for features `(num_pictures, num_patches, vision_hidden_size)`."""
     return token_norms(projector(features)).mean().item()

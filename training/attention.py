@@ -1,8 +1,8 @@
 """Attention that computes each sample of a packed row by itself, registered with transformers as "varlen".
 
-With sdpa or eager a packed row has a mask of sequence_length x sequence_length, and all of it is computed. Here a row
-costs what its samples cost: on a GPU by the kernel that torch has for samples of different lengths, elsewhere by sdpa,
-one sample after the other.
+With sdpa or eager, a packed row has a mask of sequence_length x sequence_length, and attention is computed for all of
+it, also between tokens of different samples. "varlen" computes attention only within each sample. On a GPU it uses
+torch's kernel for samples of different lengths, elsewhere it calls sdpa for one sample after the other.
 """
 
 import logging
@@ -29,10 +29,11 @@ def varlen_mask(
     allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask of a batch, by transformers' arguments: none for a packed row, and sdpa's for any other.
+    """The attention mask of a batch, `None` for a packed row. Arguments are those of transformers' mask functions.
 
-    transformers forbids to skip the mask where positions begin anew in a row without an `attention_mask`. sdpa would
-    skip it for one without padding; here it never does, so that no mask always means packed.
+    A row without an `attention_mask` is packed if transformers doesn't allow to skip its mask, since it has found
+    positions that begin anew. All other rows get sdpa's mask, which here is never skipped, not even for rows without
+    padding. So a missing mask always means a packed row.
     """
     is_packed = attention_mask is None and not allow_is_causal_skip and q_length == kv_length
     if is_packed:
@@ -56,26 +57,30 @@ def varlen_attention_forward(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention within each sample of a packed row; rows that are not packed go to sdpa with their mask.
+    """Causal attention within each sample of a packed row. Rows that are not packed are computed by sdpa.
 
     Args:
         module: The attention layer.
         query: `(1, num_heads, sequence_length, head_dim)`.
         key, value: `(1, num_key_value_heads, sequence_length, head_dim)`.
-        attention_mask: Of rows that are not packed. A packed row of one sample has it too, and needs it no more.
-        dropout: Of the attention's probabilities.
-        scaling: Of the products; 1/√head_dim by default.
-        cu_seq_lens_q: Where samples begin, and the last one ends, int32, `(num_samples + 1,)`, from the collator;
-            `None` if rows are not packed.
-        max_length_q: Tokens of the longest sample, from the collator: reading it from a GPU would wait for it.
+        attention_mask: The mask of rows that are not packed. It is not used for a packed row, and is not `None` only
+            if such a row has a single sample.
+        dropout: The probability with which an attention weight is dropped.
+        scaling: The factor of the products of queries and keys; 1/√head_dim by default.
+        cu_seq_lens_q: The position at which each sample begins, and the end of the last sample, int32,
+            `(num_samples + 1,)`, from the collator; `None` if rows are not packed.
+        max_length_q: Number of tokens of the longest sample, from the collator. Computing it from `cu_seq_lens_q`
+            would have to wait for the GPU.
         softcap, s_aux: Soft caps and attention sinks, which are refused.
-        kwargs: Of a layer with a sliding window, how many tokens a token sees, itself included: `sliding_window`.
+        kwargs: Further arguments of the layer. A layer with a sliding window gives `sliding_window`, the number of
+            tokens that a token sees, itself included.
 
     Returns:
-        `(1, sequence_length, num_heads, head_dim)`, and `None` for the probabilities, which are never held.
+        The output, `(1, sequence_length, num_heads, head_dim)`, and `None` in place of the attention weights.
 
     Raises:
-        UserError: if the layer has soft caps or sinks, isn't told where samples begin, or doesn't tell its window.
+        UserError: if the layer has soft caps or attention sinks, doesn't get `cu_seq_lens_q` and `max_length_q` for a
+            packed row, or has a sliding window and doesn't give `sliding_window`.
     """
     if softcap is not None or s_aux is not None:
         raise UserError(
@@ -91,7 +96,7 @@ def varlen_attention_forward(
             )
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
-    # Some decoders have their window in the mask alone.
+    # The layers of some decoders don't pass their window on, since sdpa has it in the mask.
     if "sliding_window" not in kwargs and getattr(module.config, "sliding_window", None) is not None:
         raise UserError(
             f"{type(module).__name__} doesn't tell its sliding window, and so can't run with \"varlen\" on packed "
@@ -126,8 +131,9 @@ def varlen_attention_forward(
 def kernel_supports(query: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Whether torch's kernel computes this attention on a GPU. Shapes as for [`varlen_attention_forward`]."""
     head_dim = query.shape[-1]
-    is_half = value.dtype in (torch.float16, torch.bfloat16)
-    return is_half and head_dim <= 256 and head_dim % 8 == 0 and value.shape[-1] == head_dim and dropout == 0.0
+    supports_dtype = value.dtype in (torch.float16, torch.bfloat16)
+    supports_head_dim = head_dim <= 256 and head_dim % 8 == 0 and value.shape[-1] == head_dim
+    return supports_dtype and supports_head_dim and dropout == 0.0
 
 
 def attend_by_kernel(
@@ -140,18 +146,18 @@ def attend_by_kernel(
     cu_seq_lens: torch.Tensor,
     max_length: int,
 ) -> torch.Tensor:
-    """What [`varlen_attention_forward`] returns, by torch's FlashAttention for samples of different lengths.
+    """The output of [`varlen_attention_forward`], by torch's FlashAttention for samples of different lengths.
 
-    The operator is the one beneath `torch.nn.attention.varlen`, which torch 2.8 and 2.9 don't have and whose arguments
-    changed later. It has a backward pass, takes fewer heads of keys than of queries, and compiles.
+    `torch.nn.attention.varlen` calls the same operator. That module is missing in torch 2.8 and 2.9, and its arguments
+    changed later. The operator has a backward pass, takes fewer heads of keys than of queries, and can be compiled.
     """
     # Under autocast the rotary embedding returns float32 queries and keys, which the kernel doesn't take.
     query = query[0].transpose(0, 1).to(value.dtype).contiguous()  # [sequence_length, num_heads, head_dim]
     key = key[0].transpose(0, 1).to(value.dtype).contiguous()  # [sequence_length, num_key_value_heads, head_dim]
     value = value[0].transpose(0, 1).contiguous()
 
-    # How far a token sees back, itself not counted; -1 is to the sample's beginning.
-    window = -1 if sliding_window is None else sliding_window - 1
+    # The number of earlier tokens that a token sees; with -1 it sees all earlier tokens of its sample.
+    window_size_left = -1 if sliding_window is None else sliding_window - 1
     output, *_ = torch.ops.aten._flash_attention_forward(
         query,
         key,
@@ -164,13 +170,14 @@ def attend_by_kernel(
         is_causal=sliding_window is None,
         return_debug_mask=False,
         scale=scaling,
-        window_size_left=window,
+        window_size_left=window_size_left,
         window_size_right=0,
     )
     return output[None]
 
 
-@torch.compiler.disable  # it reads the samples' lengths, and would be compiled anew for each number of samples
+# This isn't compiled, since it reads the samples' lengths: each number of samples would need a graph of its own.
+@torch.compiler.disable
 def attend_by_sample(
     module: nn.Module,
     query: torch.Tensor,
@@ -182,17 +189,18 @@ def attend_by_sample(
     sliding_window: int | None,
     cu_seq_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """What [`varlen_attention_forward`] returns, by sdpa of one sample after the other.
+    """The output of [`varlen_attention_forward`], by sdpa of one sample after the other.
 
-    Adjacent samples of the same length are one call: each token of a blank picture is a sample, and it has hundreds.
+    Adjacent samples of the same length are computed in one call. This matters for a blank picture, in which each of
+    hundreds of tokens is a sample.
     """
     if query.is_cuda:
         warn_of_sdpa(value.dtype, query.shape[-1], dropout)
 
     outputs = []
     start = 0
-    for length, equal in groupby(cu_seq_lens.diff().tolist()):
-        num_samples = len(list(equal))
+    for length, equal_lengths in groupby(cu_seq_lens.diff().tolist()):
+        num_samples = len(list(equal_lengths))
         end = start + num_samples * length
 
         # [1, heads, num_samples * length, head_dim] -> [num_samples, heads, length, head_dim]
@@ -213,15 +221,16 @@ def attend_by_sample(
 
 
 def sliding_window_mask(length: int, sliding_window: int, device: torch.device) -> torch.Tensor:
-    """Which keys each query of a sample sees, boolean, `(1, 1, length, length)`."""
+    """The mask of a sample, boolean, `(1, 1, length, length)`: true where a query (row) sees a key (column)."""
     positions = torch.arange(length, device=device)
-    distance = positions[:, None] - positions  # from a query back to a key
-    return ((distance >= 0) & (distance < sliding_window))[None, None]
+    distance = positions[:, None] - positions  # positive for keys before the query
+    is_seen = (distance >= 0) & (distance < sliding_window)
+    return is_seen[None, None]
 
 
 @cache
 def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
-    """Say, once, that sdpa stands in for the kernel."""
+    """Warn that sdpa computes what the kernel can't; the cache makes it one warning for each set of arguments."""
     logger.warning(
         'Attention "varlen": the GPU\'s kernel takes bfloat16 and float16, heads of up to 256 in steps of 8, and no '
         "dropout. With %s, heads of %d and dropout %g, sdpa computes one sample after the other, which is slower.",
@@ -232,21 +241,21 @@ def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
 
 
 def default_attention(config: PreTrainedConfig, packed: bool, device: torch.device) -> str:
-    """The attention of a run that names none: "varlen" for packed rows where it can run, else "sdpa".
+    """The attention of a run whose recipe names none: "varlen" for packed rows where it can run, else "sdpa".
 
     Args:
-        config: The language model's.
+        config: The language model's config.
         packed: Whether rows are packed.
-        device: What the run trains on.
+        device: The device that the run trains on.
     """
-    # Other decoders call their attention themselves.
+    # Some decoders compute attention in their own code, and don't call what is registered with transformers.
     is_pluggable = MODEL_MAPPING[type(config)]._supports_attention_backend
     if not packed or not is_pluggable:
         return "sdpa"
 
     if device.type == "cpu":
         return "varlen"
-    # Before compute capability 8.0, Ampere's, GPUs lack the kernel.
+    # The kernel needs compute capability 8.0 (Ampere) or later.
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         return "varlen"
     return "sdpa"

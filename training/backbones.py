@@ -1,4 +1,4 @@
-"""Loads what a NormLlava is composed of, and refuses what would answer otherwise in it."""
+"""Loads the parts of which a NormLlava is composed, and refuses parts that would give other answers in it."""
 
 import os
 from collections.abc import Iterator
@@ -23,20 +23,21 @@ from common.files import folder_or_id
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 
 
-# Tokens that language models have but never use in text: with one of them the embeddings need no new row.
+# Tokens that language models have but never use in text. One of them can be the image token without a new row in the
+# embeddings.
 IMAGE_TOKEN_CANDIDATES = ("<image>", "<|image_pad|>", "<|reserved_special_token_0|>", "<unused0>")
-# Fields of configs with a mixture of experts.
+# Each config of a mixture of experts has one of these fields.
 EXPERT_FIELDS = ("output_router_logits", "n_routed_experts", "moe_num_experts")
-# Fields of a vision encoder for pictures of one fixed size.
+# The config of a vision encoder for pictures of one fixed size has all of these fields, as integers.
 ENCODER_FIELDS = ("image_size", "patch_size", "hidden_size", "num_hidden_layers")
 
 
 @contextmanager
 def named_in_errors(path: str) -> Iterator[None]:
-    """A block that loads something from `path` by a library, whose errors then name it.
+    """A block in which a library loads something from `path`, and whose errors name `path`.
 
     Raises:
-        UserError: for a `ValueError` of the library, as for a model type that it doesn't know.
+        UserError: if the library raises a `ValueError`, for example for a model type that it doesn't know.
     """
     try:
         yield
@@ -45,16 +46,21 @@ def named_in_errors(path: str) -> Iterator[None]:
 
 
 def plain_name(name: str) -> str:
-    """A folder's absolute path, since the config records it and `a/b` would be taken for a Hub id; an id unchanged."""
-    return os.path.abspath(name) if os.path.isdir(name) else name
+    """The absolute path of a folder; a Hub id is returned as it is.
+
+    The model's config records the name, and a relative path such as `a/b` would be taken for a Hub id.
+    """
+    if os.path.isdir(name):
+        return os.path.abspath(name)
+    return name
 
 
 def read_config(path: str) -> Any:
     """The config of a checkpoint.
 
     Raises:
-        UserError: if it is quantized, since its quantizer would take hold of all parts of the new model, or can't be
-            read.
+        UserError: if the config can't be read, or says that the checkpoint is quantized. A composed model would take
+            over this field, and its other parts would be treated as quantized too.
     """
     name = folder_or_id(path)
     with named_in_errors(path):
@@ -68,7 +74,7 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     """The vision encoder at `path`, without the text encoder that CLIP and SigLIP checkpoints also hold.
 
     Raises:
-        UserError: if it is none for pictures of one size, or is quantized.
+        UserError: if there is no vision encoder for pictures of one fixed size, or if it is quantized.
     """
     config = read_config(path)
     config = getattr(config, "vision_config", config)
@@ -79,7 +85,7 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
             "checkpoint with a resolution in its name, not a NaFlex one."
         )
     if hasattr(config, "vision_use_head"):
-        config.vision_use_head = False  # SigLIP's pooling, which Llava doesn't read and vLLM on CPU can't run
+        config.vision_use_head = False  # Llava doesn't read SigLIP's pooling head, and vLLM on a CPU can't run it
     with named_in_errors(path):
         return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
 
@@ -88,12 +94,13 @@ def load_text_model(path: str) -> PreTrainedModel:
     """The causal language model at `path`, in its checkpoint's dtype.
 
     Raises:
-        UserError: if it is no decoder, mixes experts, or is quantized.
+        UserError: if it is no decoder-only language model, is a mixture of experts, or is quantized.
     """
     config = read_config(path)
-    mixes_experts = any(hasattr(config, name) for name in EXPERT_FIELDS)
+    has_vision = hasattr(config, "vision_config")
+    has_experts = any(hasattr(config, name) for name in EXPERT_FIELDS)
     is_decoder = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and not config.is_encoder_decoder
-    if hasattr(config, "vision_config") or not is_decoder or mixes_experts:
+    if has_vision or has_experts or not is_decoder:
         raise UserError(
             f"{path}: {config.model_type!r} is no language model with a decoder alone, or mixes experts, which Llava "
             "can't train: it returns no router logits, which balance them, and adapters don't reach their weights."
@@ -103,10 +110,10 @@ def load_text_model(path: str) -> PreTrainedModel:
 
 
 def require_hidden_state(vision_model: PreTrainedModel, vision_feature_layer: int) -> None:
-    """Refuse a hidden state that the encoder doesn't have.
+    """Refuse a `vision_feature_layer` for which the encoder has no hidden state.
 
     Raises:
-        UserError: if it has none of this number.
+        UserError: if there is none. It names the numbers of the encoder's hidden states.
     """
     depth = vision_model.config.num_hidden_layers
     if not -depth - 1 <= vision_feature_layer <= depth:
@@ -114,10 +121,10 @@ def require_hidden_state(vision_model: PreTrainedModel, vision_feature_layer: in
 
 
 def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int) -> None:
-    """Refuse to merge patches where squares of them don't fill the picture.
+    """Refuse a `spatial_merge_size` with which the squares of merged patches don't fill the picture.
 
     Raises:
-        UserError: if the number of patches a side can't be divided; it names the numbers that divide it.
+        UserError: if it doesn't divide the number of patches along a side. It names the sizes that do.
     """
     num_patches = vision_model.config.image_size // vision_model.config.patch_size
     if spatial_merge_size < 1 or num_patches % spatial_merge_size != 0:
@@ -131,28 +138,27 @@ def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int
 def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bool) -> None:
     """Let an image processor give pictures of the encoder's size.
 
-    LlavaProcessor counts tokens by `crop_size`: SigLIP's has none, and the Hub's DINOv2 crops to 224 of 518.
+    It always gets a `crop_size`, by which LlavaProcessor counts tokens. SigLIP's processor has none, and that of the
+    Hub's DINOv2 crops pictures to 224 pixels, although its encoder takes 518.
 
     Args:
-        image_processor: The encoder's, changed in place.
-        size: Pixels of a side.
-        keeps_crop: Whether a processor that crops pictures to their central square goes on to do so. Otherwise they
-            are squashed, so that all of a wide picture is seen, as the paper does it (arXiv 2512.08374, App. E).
+        image_processor: The image processor of the encoder, which is changed in place.
+        size: Number of pixels along a side.
+        keeps_crop: Whether a processor that crops pictures to their central square goes on to do so. Otherwise it
+            squashes them, so that all of a wide picture is seen, as in the paper (arXiv 2512.08374, App. E).
     """
     square = {"height": size, "width": size}
     crops = bool(getattr(image_processor, "do_center_crop", False))
     if crops and not keeps_crop:
         image_processor.size = square
-        image_processor.do_center_crop = False
     elif crops and image_processor.crop_size["height"] != size:
         image_processor.size = {"shortest_edge": size}
-    else:
-        image_processor.do_center_crop = crops
+    image_processor.do_center_crop = crops and keeps_crop
     image_processor.crop_size = square
 
 
 def describe_shapes(image_processor: BaseImageProcessor) -> str:
-    """What becomes of a picture that isn't square."""
+    """A sentence that tells what the image processor does with a picture that isn't square."""
     size = image_processor.crop_size["height"]
     if image_processor.do_center_crop:
         return f"of a picture that isn't square only the central square is seen, at {size} x {size} pixels"
@@ -160,7 +166,7 @@ def describe_shapes(image_processor: BaseImageProcessor) -> str:
 
 
 def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProcessor) -> tuple[int, int]:
-    """Number of patches of a picture, and of tokens before them: 1 for an encoder with a CLS token."""
+    """The number of a picture's patches, and of the tokens that the encoder adds to them, such as a CLS token."""
     pixel_values = image_processor(Image.new("RGB", (64, 48)), return_tensors="pt")["pixel_values"]
     with torch.no_grad():
         num_tokens = vision_model(pixel_values.to(vision_model.dtype)).last_hidden_state.shape[1]
@@ -171,7 +177,7 @@ def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProce
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token of the tokenizer that can stand for a picture; adds `<image>` if there is none."""
+    """A token of the tokenizer that can stand for a picture. If there is none, `<image>` is added to it."""
     taken = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     for token in IMAGE_TOKEN_CANDIDATES:
         if token in tokenizer.added_tokens_encoder and token not in taken:
@@ -183,10 +189,11 @@ def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
 def join_parts(
     config: NormLlavaConfig, vision_model: PreTrainedModel, text_model: PreTrainedModel, text_model_path: str
 ) -> NormLlavaForConditionalGeneration:
-    """The model of these parts, with a new projector.
+    """The NormLlava that consists of these parts and a new projector.
 
     Raises:
-        UserError: if Llava would not rebuild the language model from the config, and so not find its weights again.
+        UserError: if the config would not rebuild the language model with the same weights, so that the saved model
+            could not be loaded.
     """
     decoder = text_model.get_decoder()
     head = text_model.get_output_embeddings()
@@ -196,19 +203,20 @@ def join_parts(
             rebuilt = NormLlavaForConditionalGeneration(config)
         rebuilt.load_state_dict(model.state_dict(), assign=True)
     except (AttributeError, RuntimeError) as error:
-        # Transformers finds no embeddings where it ties them, or torch other weights than there are.
+        # transformers raises an AttributeError if it doesn't find the embeddings to tie, torch a RuntimeError if the
+        # rebuilt model has other weights.
         raise UserError(f"{text_model_path}: Llava can't rebuild this language model: {error}") from error
     return model
 
 
 @torch.no_grad()
 def require_same_answers(model: NormLlavaForConditionalGeneration, text_model: PreTrainedModel) -> None:
-    """Refuse a model that answers text otherwise than the language model that it is made of.
+    """Refuse a composed model whose logits on text differ from those of its language model.
 
     Raises:
         UserError: if a logit differs.
     """
-    input_ids = torch.arange(8)[None]
+    input_ids = torch.arange(8)[None]  # any tokens would do
     logits = model.eval()(input_ids=input_ids).logits
     expected = text_model.eval()(input_ids=input_ids).logits
     if not torch.equal(logits, expected):

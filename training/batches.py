@@ -1,8 +1,8 @@
-"""Which rows make a batch, padded or packed: every row once an epoch, and packing changes speed, not training.
+"""Deals rows into padded or packed batches, so that an epoch has every row once.
 
-Every optimizer step sees the rows that it would see unpacked, `samples_per_step` of them in a shuffled order. They are
-packed into one row per process and accumulation step, all of nearly the same length, so that no process waits for
-another and there is no padding.
+With packing, an optimizer step trains on the same samples as it would without. They are joined into one packed row per
+process and accumulation step. These packed rows have nearly the same length, so that no process waits for another, and
+they need no padding.
 """
 
 import heapq
@@ -21,18 +21,19 @@ from conversations.measured import row_lengths
 from training.arguments import RunArguments, TrainingConfig
 
 
-# Decoders whose mask doesn't depend on positions: a packed row is one sample to them.
-MASKED_AS_ONE = ("biogpt", "bloom", "falcon", "mpt", "xglm")
+# Model types of decoders whose mask doesn't depend on `position_ids`. They would take a packed row for one sample.
+DECODERS_WITHOUT_SAMPLE_MASKS = ("biogpt", "bloom", "falcon", "mpt", "xglm")
 
 
 class Batches(Sampler[list[int]]):
-    """The batches of one process in an epoch, each a list of row numbers; an empty one if none are left for it.
+    """The batches of one process in an epoch, each a list of row numbers, as a data loader's `batch_sampler`.
 
-    A data loader takes it as its `batch_sampler`.
+    All processes get the same number of batches. A process for which no rows are left gets an empty batch.
 
     Args:
-        deal: The batches of an epoch by its number, for all processes in turn; as many in every epoch.
-        args: Name this process and how many there are.
+        deal: Takes the number of an epoch, and returns the epoch's batches for all processes: the first batch of each
+            process, then the second of each, and so on. Every epoch must have the same number of batches.
+        args: Hold the number of this process and the number of processes.
     """
 
     def __init__(self, deal: Callable[[int], list[list[int]]], args: TrainingConfig) -> None:
@@ -43,7 +44,7 @@ class Batches(Sampler[list[int]]):
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to an epoch, from 0."""
+        """Set the number of the epoch whose batches come next; the first is 0."""
         self._epoch = epoch
 
     @override
@@ -63,16 +64,16 @@ def deal_rows(
     """Deal checked rows into batches.
 
     Args:
-        run_args: Name the global batch and the packed length.
-        args: Name the batch of a process, the seed, the epochs and the processes.
-        rows: The rows, checked, or a stream of them.
-        blank: Tokens of a blank picture.
+        run_args: Hold the global batch size and the packed length.
+        args: Hold the batch size of a process, the seed, and the numbers of epochs and processes.
+        rows: The checked rows, or a stream of rows.
+        blank: Number of tokens of a blank picture.
 
     Returns:
-        This process's batches, `None` for a stream, and the accumulation steps of an optimizer step.
+        This process's batches (`None` for a stream), and the number of accumulation steps in an optimizer step.
 
     Raises:
-        UserError: if the global batch can't be met.
+        UserError: if the rows can't be dealt into global batches of the size that `run_args` ask for.
     """
     if run_args.packed_length is not None:
         return deal_packed(run_args, args, rows, blank)
@@ -93,15 +94,15 @@ def deal_rows(
 
 
 def data_seed(args: TrainingConfig) -> int:
-    """The seed of the first epoch's order."""
+    """The seed of the order of rows in the first epoch."""
     return args.seed if args.data_seed is None else args.data_seed
 
 
 def count_passes(global_batch_size: int, args: TrainingConfig) -> int:
-    """The passes of each process that make a global batch of padded rows.
+    """The number of passes that each process takes for a global batch of padded rows.
 
     Raises:
-        UserError: if they don't.
+        UserError: if whole passes don't add up to the global batch.
     """
     per_pass = args.per_device_train_batch_size * args.world_size
     if global_batch_size % per_pass != 0:
@@ -115,19 +116,20 @@ def count_passes(global_batch_size: int, args: TrainingConfig) -> int:
 def deal_packed(
     run_args: RunArguments, args: TrainingConfig, rows: Dataset | IterableDataset, blank: int
 ) -> tuple[Batches, int]:
-    """[`deal_rows`] of packed rows."""
-    samples, packed_length = run_args.global_batch_size, run_args.packed_length
-    assert samples is not None  # check_arguments
+    """Deal checked rows into packed batches; arguments and results are those of [`deal_rows`]."""
+    samples_per_step = run_args.global_batch_size
+    packed_length = run_args.packed_length
+    assert samples_per_step is not None  # check_arguments has refused packing without a global batch size
     assert packed_length is not None
 
     num_epochs = args.num_train_epochs
     if args.max_steps > 0:
-        num_epochs = args.max_steps / math.ceil(len(rows) / samples)
+        num_epochs = args.max_steps / math.ceil(len(rows) / samples_per_step)
     seed = data_seed(args)
     accumulation_steps = plan_packing(
         rows,
         blank,
-        samples_per_step=samples,
+        samples_per_step=samples_per_step,
         num_processes=args.world_size,
         seeds=range(seed, seed + math.ceil(num_epochs)),
         packed_length=packed_length,
@@ -137,7 +139,7 @@ def deal_packed(
     def deal(epoch: int) -> list[list[int]]:
         return packed_batches(
             lengths,
-            samples_per_step=samples,
+            samples_per_step=samples_per_step,
             num_processes=args.world_size,
             accumulation_steps=accumulation_steps,
             seed=seed + epoch,
@@ -147,14 +149,20 @@ def deal_packed(
 
 
 def deal_held_out(args: TrainingConfig, num_rows: int) -> Batches:
-    """This process's batches of held-out rows in their order: the same ones for any number of processes."""
-    size = args.per_device_eval_batch_size
-    batches = [list(range(start, min(start + size, num_rows))) for start in range(0, num_rows, size)]
+    """This process's batches of held-out rows. All rows keep their order, and batches don't depend on `world_size`."""
+    batch_size = args.per_device_eval_batch_size
+    batches = []
+    for start in range(0, num_rows, batch_size):
+        end = min(start + batch_size, num_rows)
+        batches.append(list(range(start, end)))
     return Batches(lambda epoch: batches, args)
 
 
 def padded_batches(num_rows: int, batch_size: int, num_processes: int, seed: int) -> list[list[int]]:
-    """The padded batches of an epoch, for all processes in turn. An incomplete last pass is split evenly."""
+    """The padded batches of an epoch, in the order that [`Batches`] takes.
+
+    If the last rows don't fill a batch of each process, they are split evenly over the processes.
+    """
     order = shuffled(num_rows, seed)
     per_pass = batch_size * num_processes
     batches = []
@@ -167,14 +175,14 @@ def padded_batches(num_rows: int, batch_size: int, num_processes: int, seed: int
 def packed_batches(
     lengths: np.ndarray, samples_per_step: int, num_processes: int, accumulation_steps: int, seed: int
 ) -> list[list[int]]:
-    """The packed rows of an epoch, for all processes in turn: those of an accumulation step are adjacent.
+    """The packed rows of an epoch, each a list of sample numbers, in the order that [`Batches`] takes.
 
     Args:
-        lengths: Tokens of each sample, integers `(num_samples,)`.
-        samples_per_step: Samples of an optimizer step over all processes.
-        num_processes: Processes that share them.
-        accumulation_steps: Packed rows of a process in an optimizer step; the last step may have fewer.
-        seed: The epoch's.
+        lengths: Number of tokens of each sample, integers `(num_samples,)`.
+        samples_per_step: Number of samples in an optimizer step over all processes.
+        num_processes: Number of processes.
+        accumulation_steps: Number of packed rows of a process in an optimizer step; the last step may have fewer.
+        seed: The seed of the order of samples in this epoch.
     """
     order = shuffled(len(lengths), seed)
     batches = []
@@ -186,17 +194,21 @@ def packed_batches(
 
 
 def shuffled(count: int, seed: int) -> np.ndarray:
-    """A permutation of `range(count)`, torch's own for this seed: int64 `(count,)`."""
-    return torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
+    """The permutation of `range(count)` that torch draws with this seed, int64 `(count,)`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(count, generator=generator).numpy()
 
 
 def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
-    """Deal samples into rows: the longest sample first and always to the shortest row.
+    """Deal samples into packed rows of nearly the same length.
+
+    Samples are dealt from the longest to the shortest, each to the row that is the shortest then.
 
     Returns:
-        The sample numbers of each row in rising order, the longest row first.
+        The sample numbers of each row, in rising order. The longest row comes first.
     """
     longest_first = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+    # A heap of each row's length, number and samples. Of two rows of the same length, the lower number comes first.
     rows: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(num_rows)]
     for sample in longest_first:
         length, number, members = heapq.heappop(rows)
@@ -210,37 +222,42 @@ def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
 def plan_packing(
     rows: Dataset, blank: int, samples_per_step: int, num_processes: int, seeds: Sequence[int], packed_length: int
 ) -> int:
-    """The fewest accumulation steps for which no packed row is too long.
+    """The smallest number of accumulation steps with which no packed row is too long.
 
     Args:
         rows: The samples, with columns `length` and `num_images`.
-        blank: Tokens of the blank picture that a packed row of text alone gets.
-        samples_per_step: Samples of an optimizer step over all processes.
-        num_processes: Processes that share them.
-        seeds: Those of the run's epochs.
-        packed_length: Tokens of a packed row at most.
+        blank: Number of tokens of the blank picture that a packed row without pictures gets.
+        samples_per_step: Number of samples in an optimizer step over all processes.
+        num_processes: Number of processes.
+        seeds: The seed of each epoch of the run.
+        packed_length: The most tokens that a packed row may have.
 
     Raises:
-        UserError: if there are none.
+        UserError: if some row is too long with any number of steps.
     """
     lengths = row_lengths(rows)
     has_images = row_lengths(rows, "num_images") > 0
 
-    def length_of_row(samples: list[int]) -> int:
+    def fits(samples: list[int]) -> bool:
         length = lengths[samples].sum()
         if not has_images[samples].any():
             length += blank
-        return length
+        return length <= packed_length
+
+    def all_rows_fit(accumulation_steps: int) -> bool:
+        for seed in seeds:
+            epoch = packed_batches(lengths, samples_per_step, num_processes, accumulation_steps, seed)
+            if not all(fits(samples) for samples in epoch):
+                return False
+        return True
 
     longest = int(np.where(has_images, lengths, lengths + blank).max())
-    most_steps = samples_per_step // num_processes
-    if longest > packed_length:
-        most_steps = 0
-
-    for steps in range(1, most_steps + 1):
-        epochs = (packed_batches(lengths, samples_per_step, num_processes, steps, seed) for seed in seeds)
-        if all(length_of_row(row) <= packed_length for epoch in epochs for row in epoch):
-            return steps
+    if longest <= packed_length:
+        # Each packed row needs at least one sample.
+        most_steps = samples_per_step // num_processes
+        for accumulation_steps in range(1, most_steps + 1):
+            if all_rows_fit(accumulation_steps):
+                return accumulation_steps
     raise UserError(
         f"The {samples_per_step} samples of a step can't be packed into rows of {packed_length} tokens on "
         f"{num_processes} processes; the longest has {longest} (text alone gets a blank picture of {blank}). Raise "
@@ -249,15 +266,17 @@ def plan_packing(
 
 
 def require_separate_samples(config: PreTrainedConfig) -> None:
-    """Refuse a decoder that mixes the samples of a packed row, as convolutions and state spaces do.
+    """Refuse a decoder in which tokens of a packed row get something from other samples of the row.
+
+    Convolutions and state spaces do so, and masks that don't depend on positions.
 
     Raises:
-        UserError: if it does.
+        UserError: if the decoder has such layers or such a mask.
     """
     layer_types = set(getattr(config, "layer_types", None) or ())
     other_layers = layer_types - {"full_attention", "sliding_attention"}
     has_state = MODEL_MAPPING[type(config)]._is_stateful
-    if other_layers or has_state or config.model_type in MASKED_AS_ONE:
+    if other_layers or has_state or config.model_type in DECODERS_WITHOUT_SAMPLE_MASKS:
         raise UserError(
             f"packed_length: the decoder ({config.model_type}) mixes the samples of a packed row, in layers that are "
             "not attention or by its mask. Remove packed_length, and give per_device_train_batch_size."

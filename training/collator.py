@@ -1,4 +1,4 @@
-"""From rows to a padded or packed batch: opens the pictures, and puts the loss on assistant turns only."""
+"""Makes a padded or packed batch of tokenized rows and their pictures."""
 
 from dataclasses import dataclass
 
@@ -15,21 +15,23 @@ from diagnostics.tokens import Inputs
 
 @dataclass
 class VisionLanguageCollator:
-    """Collates tokenized rows into what the model and TRL's loss take.
+    """Collates tokenized rows into the batch that the model and TRL's loss take.
 
-    Padded, it returns `input_ids`, `attention_mask` and `labels`, each `(batch_size, sequence_length)`. Packed, all
-    samples are in one row: `input_ids`, `labels` and `position_ids`, which restart at each sample, are
-    `(1, sequence_length)`, there is no `attention_mask`, and `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
-    `max_length_k` tell attention kernels where samples begin, as in transformers. In both cases `pixel_values` is
-    `(num_images, 3, height, width)`, in the order of the image tokens.
+    A padded batch has `input_ids`, `attention_mask` and `labels`, each `(batch_size, sequence_length)`.
 
-    A batch without pictures, or without any row, gets a blank one, whose tokens no other token sees and which has no
-    label. It changes no result, but without it the projector would not take part in the loss: a stage that trains
-    nothing else would get no gradient, and parallel processes would deadlock.
+    A packed batch has all samples in one row. `input_ids`, `labels` and `position_ids` are `(1, sequence_length)`, and
+    positions restart at each sample. There is no `attention_mask`. As in transformers, `cu_seq_lens_q`,
+    `cu_seq_lens_k`, `max_length_q` and `max_length_k` tell attention kernels where samples begin.
+
+    Both have `pixel_values` `(num_images, 3, height, width)`, in the order of the image tokens.
+
+    A batch without pictures, and one without rows, gets a blank picture. No other token sees its tokens, and they have
+    no labels, so that it changes no result. Without it the projector would not take part in the loss: a stage that
+    trains only the projector would get no gradient, and parallel processes would deadlock.
 
     Args:
-        tokenize: What the rows were tokenized with.
-        packed: Whether to join the rows of a batch into one.
+        tokenize: The tokenizer of rows that made the rows' tokens.
+        packed: Whether to join the rows of a batch into one row.
     """
 
     tokenize: RowTokenizer
@@ -39,7 +41,7 @@ class VisionLanguageCollator:
         """Collate `rows`.
 
         Raises:
-            BadRowError: if one has an unreadable picture.
+            BadRowError: if a row has an unreadable picture.
         """
         samples = [self._expand(row) for row in rows]
         images = [image for row in rows for image in open_images(row)]
@@ -47,11 +49,11 @@ class VisionLanguageCollator:
             batch = self._pack(samples, has_images=bool(images))
         else:
             batch = self._pad(samples, has_images=bool(images))
-        batch["pixel_values"] = self.pixels(images)
+        batch["pixel_values"] = self.process_images(images)
         return batch
 
     def _expand(self, row: Row) -> dict[str, list[int]]:
-        """A row's tokens and labels, with as many image tokens for each picture as it has features."""
+        """A row's tokens and labels, in which one image token for each feature of a picture stands for the picture."""
         input_ids = self.tokenize.expand_pictures(row["input_ids"])
         labels = self.tokenize.repeat_at_pictures(row["labels"], row["input_ids"])
         return {"input_ids": input_ids, "labels": labels}
@@ -59,19 +61,20 @@ class VisionLanguageCollator:
     def _pack(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
         """Join samples into one row."""
         if not has_images:
-            # Each token of the blank picture is a sample, which tells it from a real picture and costs nothing.
+            # Each token of the blank picture becomes a sample of its own. So no other token sees it, and a blank
+            # picture can be told from a real one.
             image_id = self.tokenize.processor.image_token_id
             blank_token = {"input_ids": [image_id], "labels": [IGNORED]}
             samples = samples + [blank_token] * self.tokenize.tokens_per_image
 
         batch = DataCollatorForLanguageModeling(self._pad_id, padding_free=True)(samples)
-        batch.pop("seq_idx", None)  # of linear attention, which packing refuses
+        batch.pop("seq_idx", None)  # only linear attention reads it, and packing refuses such decoders
         return batch
 
     def _pad(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
-        """Pad samples to the longest; a blank picture comes after the padding."""
+        """Pad samples to the length of the longest, and put a blank picture after the padding if there is no other."""
         if not samples:
-            # Attention needs at least one token to attend to.
+            # Attention needs at least one token that isn't masked.
             samples = [{"input_ids": [self._pad_id], "labels": [IGNORED]}]
         batch = DataCollatorForLanguageModeling(self._pad_id)(samples)
 
@@ -87,8 +90,8 @@ class VisionLanguageCollator:
     def _pad_id(self) -> int:
         return self.tokenize.processor.tokenizer.pad_token_id
 
-    def pixels(self, images: list[Image.Image]) -> torch.Tensor:
-        """`pixel_values` of pictures, or of a blank one where there are none."""
+    def process_images(self, images: list[Image.Image]) -> torch.Tensor:
+        """The `pixel_values` of `images`, or of a blank picture if `images` is empty."""
         image_processor = self.tokenize.processor.image_processor
         if not images:
             size = image_processor.crop_size

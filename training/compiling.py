@@ -1,7 +1,7 @@
-"""Compiles the decoder's layers one by one: as a whole, the model would break into dozens of graphs.
+"""Compiles the decoder's layers one by one, since the whole model would break into dozens of graphs.
 
-On a CPU, attention "varlen" isn't compiled (training/attention.py). It parts a layer's graph, and of a checkpointed
-layer torch then compiles nothing, since the break lies within the checkpoint.
+On a CPU, attention "varlen" isn't compiled (training/attention.py), and so it breaks a layer's graph in two. If the
+layer is checkpointed too, torch compiles none of it, since it can't break a graph inside a checkpoint.
 """
 
 from collections.abc import Iterable
@@ -14,17 +14,17 @@ from torch import nn
 def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
     """Let each decoder layer run compiled while it is in training mode.
 
-    All layers share their graphs, and so do rows of any length. Only `forward` is replaced: names of weights stay, and
-    hooks on a layer are called as before. Hooks on modules inside a layer are called in eval mode alone, where the
-    layer runs as it is.
+    All layers and rows of any length share the same graphs. Only a layer's `forward` is replaced, so the names of
+    weights stay, and hooks on the layer are called as before. Hooks on modules inside a layer are called only in eval
+    mode, in which the layer doesn't run compiled.
 
     Args:
-        layers: The layers, already sharded if they are to be: FSDP2 replaces their class, by which transformers
-            decides whether to checkpoint.
-        backend: As for `torch.compile`.
+        layers: The layers. If they are to be sharded, they must be sharded already: FSDP2 replaces their class, by
+            which transformers decides whether to checkpoint them.
+        backend: The backend for `torch.compile`.
     """
-    # Under DDP torch would cut a layer's graph at the borders of DDP's buckets. Older versions fail at that where the
-    # layer is checkpointed.
+    # Under DDP, torch would split a layer's graph at the borders of DDP's buckets. Older versions fail to split the
+    # graph of a checkpointed layer.
     torch._dynamo.config.optimize_ddp = False
 
     for layer in layers:
@@ -32,14 +32,14 @@ def compile_layers(layers: Iterable[nn.Module], backend: str) -> None:
 
 
 def _compile_layer(layer: nn.Module, backend: str) -> None:
-    """Replace a layer's `forward`."""
-    as_it_is = layer.forward
-    # Not layer.compile(), which compiles the layer's hooks too. `dynamic`, or each length would get a graph.
-    compiled = torch.compile(as_it_is, dynamic=True, backend=backend)
+    """Replace a layer's `forward` by one that runs compiled in training mode."""
+    eager_forward = layer.forward
+    # layer.compile() would compile the layer's hooks too. Without `dynamic`, each sequence length would get a graph.
+    compiled_forward = torch.compile(eager_forward, dynamic=True, backend=backend)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if layer.training:
-            return compiled(*args, **kwargs)
-        return as_it_is(*args, **kwargs)
+            return compiled_forward(*args, **kwargs)
+        return eager_forward(*args, **kwargs)
 
     layer.forward = forward

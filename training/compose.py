@@ -4,8 +4,8 @@
         --text_model Qwen/Qwen2.5-7B-Instruct --output_dir checkpoints/composed
     python training/compose.py --llava_model llava-hf/llava-1.5-7b-hf --output_dir checkpoints/composed
 
-With `--captions`, the first also aligns the new projector. Both try a picture, print the norms at the modality
-interface before and after the norm, and write a complete checkpoint folder.
+With `--captions`, the first command also aligns the new projector. Both commands try the model on a picture, print the
+norms at the modality interface before and after the norm, and write a complete checkpoint folder.
 """
 
 import argparse
@@ -70,24 +70,26 @@ def compose(
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava from a vision encoder and a language model, with a new projector.
 
+    Below, T is the L2 norm that text has at the modality interface.
+
     Args:
         vision_model_path, text_model_path: Folders or Hub ids of the parts.
-        projector_norm: As in [`NormLlavaConfig`].
-        align_norm: Start the norm at the text's norm T, not at gain 1.
-        vision_feature_layer: Hidden state of the encoder to read.
-        seed: Of new weights.
-        scale_projector: Without a norm, scale the projector so that image tokens start at T.
-        norm_target_ratio: A multiple of T at which the norm starts.
-        center_crop: Crop as the encoder's own processor does; otherwise pictures are squashed.
-        spatial_merge_size: Join squares of so many patches a side into one image token.
+        projector_norm: The kind of norm, a field of [`NormLlavaConfig`].
+        align_norm: Whether the norm starts with gains that give image tokens the norm T. Otherwise gains start at 1.
+        vision_feature_layer: The number of the encoder's hidden state that the projector reads.
+        seed: The seed of new weights.
+        scale_projector: Whether to scale a projector without a norm, so that image tokens start at T.
+        norm_target_ratio: A factor of T: with 2, the norm starts at 2 T.
+        center_crop: Whether to crop pictures as the encoder's own processor does. Otherwise they are squashed.
+        spatial_merge_size: Number of patches along each side of the squares that are joined into one image token.
 
     Raises:
-        UserError: if the parts don't fit, naming the field or weight.
+        UserError: if the parts don't fit. It names the field or weight.
     """
     if scale_projector and projector_norm != "none":
-        raise UserError("scale_projector scales a projector without a norm; with one the gain sets the start.")
+        raise UserError("scale_projector scales a projector without a norm; a norm's gain sets where it starts.")
 
-    # The parts.
+    # Load the parts.
     text_model = load_text_model(plain_name(text_model_path))
     vision_model = load_vision_model(plain_name(vision_model_path), text_model.dtype)
     require_hidden_state(vision_model, vision_feature_layer)
@@ -95,13 +97,15 @@ def compose(
     with named_in_errors(vision_model_path):
         image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
     with named_in_errors(text_model_path):
-        # Padded on the left, for batches in `generate`.
+        # `generate` needs batches that are padded on the left.
         tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")
 
-    # What the model is told of them.
+    # Make the config.
     fit_processor(image_processor, vision_model.config.image_size, keeps_crop=center_crop)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
-    target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
+    target = None
+    if align_norm and projector_norm != "none":
+        target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
     image_token = choose_image_token(tokenizer)
     torch.manual_seed(seed)
     if len(tokenizer) > text_model.get_input_embeddings().weight.shape[0]:
@@ -116,17 +120,17 @@ def compose(
         vision_feature_layer=vision_feature_layer,
         spatial_merge_size=spatial_merge_size,
         projector_norm=projector_norm,
-        projector_norm_target=target if align_norm and projector_norm != "none" else None,
+        projector_norm_target=target,
         dtype=text_model.dtype,
-        # A new config would reset the attention implementation of its parts, which are built already.
+        # Without this argument the config would reset the attention of its parts, which are built already.
         attn_implementation=text_model.config._attn_implementation,
     )
     model = join_parts(config, vision_model, text_model, text_model_path)
 
-    # The new weights.
+    # Initialize the new weights.
     projector = model.model.multi_modal_projector
     for linear in (projector.linear_1, projector.linear_2):
-        linear.reset_parameters()  # as LLaVA does; transformers' fixed std of 0.02 is too small in narrow models
+        linear.reset_parameters()  # as in LLaVA; transformers' std of 0.02 would be too small in narrow models
     projector.to(text_model.dtype)
 
     require_same_answers(model, text_model)
@@ -140,14 +144,14 @@ def compose(
 def convert_llava(
     llava_model_path: str, projector_norm: str = "gwc", *, align_norm: bool = True, norm_target_ratio: float = 1.0
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A NormLlava from a Llava checkpoint: all weights are kept, only the norm is new.
+    """A NormLlava from a Llava checkpoint, which keeps all weights and gets a new norm.
 
-    The native class does the loading, so that checkpoints with legacy keys come out right. Arguments are those of
-    [`compose`].
+    Arguments are those of [`compose`]. The checkpoint is loaded by transformers' Llava class, which also reads legacy
+    names of weights.
 
     Raises:
-        UserError: if it is no Llava (a NormLlava has a norm already), if its encoder doesn't take pictures of one
-            fixed size, or if it is quantized.
+        UserError: if the checkpoint isn't a Llava (a NormLlava already has a norm), if its encoder doesn't take
+            pictures of one fixed size, or if it is quantized.
     """
     model_type = read_config(llava_model_path).model_type
     if model_type != "llava":
@@ -164,14 +168,16 @@ def convert_llava(
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     num_features = num_patches + num_additional
     if llava.config.vision_feature_select_strategy == "default":
-        num_features -= 1
-    target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
+        num_features -= 1  # "default" leaves out the first feature
+    target = None
+    if align_norm and projector_norm != "none":
+        target = text_norm_target(vocabulary_norms(language_model)) * norm_target_ratio
 
     fields: dict[str, Any] = llava.config.to_dict() | {
         "model_type": NormLlavaConfig.model_type,
         "image_seq_length": num_features,
         "projector_norm": projector_norm,
-        "projector_norm_target": target if align_norm and projector_norm != "none" else None,
+        "projector_norm_target": target,
         "llava_name_or_path": plain_name(llava_model_path),
     }
     config = NormLlavaConfig.from_dict(fields, attn_implementation=llava.config._attn_implementation)
@@ -192,14 +198,14 @@ def complete(
     """Complete a model's generation config, and return its processor.
 
     Args:
-        model: The model, whose parts are in place.
-        image_processor: Gives pictures of the encoder's size.
-        tokenizer: The language model's; its chat format is kept where it is known.
+        model: The model with all of its parts.
+        image_processor: An image processor that gives pictures of the encoder's size.
+        tokenizer: The language model's tokenizer, whose chat format the processor keeps if it can.
         image_token: The token that stands for a picture's features.
-        num_additional: Tokens that the encoder puts before a picture's patches.
+        num_additional: Number of tokens that the encoder puts before a picture's patches.
 
     Raises:
-        UserError: if a picture doesn't become as many tokens as features.
+        UserError: if the processor writes another number of image tokens than a picture has features.
     """
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -207,7 +213,7 @@ def complete(
     processor = LlavaProcessor(
         image_processor=image_processor,
         tokenizer=tokenizer,
-        # It counts a picture's image tokens by this.
+        # The processor counts a picture's image tokens by `patch_size`. Each of them stands for a square of patches.
         patch_size=model.config.vision_config.patch_size * model.config.spatial_merge_size,
         vision_feature_select_strategy=model.config.vision_feature_select_strategy,
         num_additional_image_tokens=num_additional,
@@ -219,7 +225,7 @@ def complete(
 
 
 def complete_generation(model: NormLlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let generation end with an answer, and never write an image token."""
+    """Let generation stop at the end of an answer, and never generate an image token."""
     generation = model.generation_config
 
     ends = generation.eos_token_id
@@ -231,7 +237,8 @@ def complete_generation(model: NormLlavaForConditionalGeneration, tokenizer: Pre
     generation.eos_token_id = list(dict.fromkeys([end_of_turn, *ends]))
     generation.pad_token_id = tokenizer.pad_token_id
 
-    if not generation.do_sample:  # Vicuna's sets these all the same, and transformers refuses to save that
+    # Vicuna's config sets these without sampling, and transformers refuses to save such a config.
+    if not generation.do_sample:
         generation.temperature = None
         generation.top_p = None
 
@@ -245,15 +252,15 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
     """Pass a picture through processor and model.
 
     Raises:
-        UserError: if image tokens and features differ in number, or logits are not finite.
+        UserError: if there are more or fewer image tokens than features, or if logits are not finite.
     """
-    picture = Image.new("RGB", (64, 48))
+    picture = Image.new("RGB", (64, 48))  # width and height
     inputs = processor(images=picture, text=f"{processor.image_token}\n", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
     (features,) = model.model.get_image_features(inputs["pixel_values"]).pooler_output
 
     num_written = int((inputs["input_ids"] == model.config.image_token_id).sum())
-    # vLLM and training count by this method.
+    # vLLM and training count image tokens by this method, which takes height and width.
     (num_counted,) = processor._get_num_multimodal_tokens(image_sizes=[(48, 64)]).num_image_tokens
     num_expected = model.config.image_seq_length
     if not num_written == num_counted == len(features) == num_expected:
@@ -264,7 +271,8 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
             "and takes pictures of one size."
         )
 
-    if not model.eval()(**inputs).logits.isfinite().all():
+    logits = model.eval()(**inputs).logits
+    if not logits.isfinite().all():
         raise UserError("The composed model's logits are not finite: look at the parts' weights and dtypes.")
 
 
@@ -272,17 +280,18 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
 def scale_to_text(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
     """Scale a projector without a norm, so that image tokens start at the text's norm T."""
     norms = interface_norms(model, processor)
+    scale = norms["text"] / norms["projector_output"]
     for parameter in model.model.multi_modal_projector.linear_2.parameters():
-        parameter *= norms["text"] / norms["projector_output"]
+        parameter *= scale
     model.config.projector_scaled = True
 
 
 @torch.no_grad()
 def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> dict[str, float]:
-    """Mean L2 norms at the modality interface on eight pictures of seeded noise, since there is no data here.
+    """Mean L2 norms at the modality interface on eight pictures of seeded noise; a composed model has no data yet.
 
-    Keys are the places of [`InterfaceHooks`] before the decoder, and `"text"` for T. Without a norm, `"norm_input"` is
-    what the projector returns.
+    Keys are the places of [`InterfaceHooks`] before the decoder, and `"text"` for the text's norm T. For a projector
+    without a norm, `"norm_input"` is equal to `"projector_output"`.
     """
     size = model.config.vision_config.image_size
     noise = np.random.default_rng(0).integers(0, 256, size=(8, size, size, 3), dtype=np.uint8)
@@ -301,7 +310,7 @@ def interface_norms(model: NormLlavaForConditionalGeneration, processor: LlavaPr
 
 
 def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor) -> str:
-    """The table that composing prints: mean norms, their ratio to text, and what was chosen."""
+    """The table that the command prints: mean norms, their ratio to the text's norm, and the model's settings."""
     norms = interface_norms(model, processor)
     labels = {
         "text": "text embeddings (T)",
@@ -325,7 +334,7 @@ def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The options of the command."""
+    """The parser of the command's options."""
     parser = argparse.ArgumentParser(
         description="Compose a NormLlava.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -355,7 +364,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line, or `argv`; options that don't go together end the command."""
+    """Parse `argv`, by default the command line. Options that don't go together end the command with a message."""
     parser = build_parser()
     options = parse(parser, argv)
 
@@ -383,7 +392,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 @command()
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line, or `argv`."""
+    """Run the command with `argv`, by default the command line."""
     options = parse_options(argv)
     if options.llava_model is not None:
         model, processor = convert_llava(

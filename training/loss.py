@@ -1,4 +1,4 @@
-"""What the trainer's loss is made of: where tokens are supervised, and the head at these places alone."""
+"""Parts of the trainer's loss: it is computed only at the positions that predict a supervised token."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,37 +11,38 @@ from conversations.tokens import IGNORED
 from modeling_normllava import NormLlavaForConditionalGeneration
 
 
-def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the next token is supervised, and which token it is.
+def supervised_tokens(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions whose next token is supervised, and these next tokens.
 
     Args:
-        labels: `(batch_size, sequence_length)`, with `IGNORED` where nothing is supervised.
+        labels: `(batch_size, sequence_length)`, with `IGNORED` for each token that isn't supervised.
 
     Returns:
-        Places in the flattened `(batch_size, sequence_length)`, and the tokens that come after them, both
+        Positions in the flattened `(batch_size, sequence_length)`, and the token after each of them. Both are
         `(num_supervised,)`.
     """
     next_tokens = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-    places = (next_tokens != IGNORED).nonzero()[:, 0]
-    return places, next_tokens[places]
+    positions = (next_tokens != IGNORED).nonzero()[:, 0]
+    return positions, next_tokens[positions]
 
 
 @contextmanager
-def head_on_supervised(model: NormLlavaForConditionalGeneration, places: torch.Tensor) -> Iterator[None]:
-    """For the time of the block the head sees only the hidden states at `places`, which predict a supervised token.
+def head_at_positions(model: NormLlavaForConditionalGeneration, positions: torch.Tensor) -> Iterator[None]:
+    """A block in which the head gets only the hidden states at `positions` of the flattened batch.
 
-    TRL does this itself where it has Triton. Elsewhere it scores every position, image tokens included.
+    If Triton is installed, TRL itself leaves out the positions that predict no supervised token. Without Triton it
+    computes logits at every position, those of image tokens included.
     """
 
-    def keep_places(module: nn.Module, args: Any, output: Any) -> Any:
+    def keep_positions(module: nn.Module, args: Any, output: Any) -> Any:
         hidden_states = output.last_hidden_state.flatten(0, 1)  # [batch_size * sequence_length, hidden_size]
-        output.last_hidden_state = hidden_states[places][None]  # [1, num_supervised, hidden_size]
+        output.last_hidden_state = hidden_states[positions][None]  # [1, num_supervised, hidden_size]
         return output
 
-    with model.model.register_forward_hook(keep_places):
+    with model.model.register_forward_hook(keep_positions):
         yield
 
 
 def gradient_alone(loss: torch.Tensor) -> torch.Tensor:
-    """Zero, with the gradient of `loss`: added to another loss, it trains what `loss` does and changes no figure."""
+    """A loss of value zero that has the gradient of `loss`: added to another loss, it leaves the value as it is."""
     return loss - loss.detach()

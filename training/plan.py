@@ -29,7 +29,7 @@ from modeling_normllava import NormLlavaConfig
 from training.arguments import RunArguments, TrainingConfig
 from training.command_line import parse_arguments
 from training.loading import load_config, prepare_model
-from training.loss import head_on_supervised
+from training.loss import head_at_positions
 from training.stages import base_model
 
 
@@ -267,7 +267,7 @@ def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
 
     labels = torch.zeros(1, num_labels, dtype=torch.long)
     positions = torch.arange(num_tokens - num_labels, num_tokens)
-    with head_on_supervised(model, positions):
+    with head_at_positions(model, positions):
         output = trained(inputs_embeds=embeddings, shift_labels=labels, fused_lm_head=True, use_cache=False)
     return -output.log_probs.sum() / num_labels
 

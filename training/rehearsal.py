@@ -1,4 +1,4 @@
-"""A run begins with a rehearsal of its largest batches, so that what doesn't fit into memory fails before step 1."""
+"""Rehearses the largest batches before the first step, so that a run that needs too much memory fails at once."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +13,16 @@ from training.batches import Batches
 
 @contextmanager
 def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
-    """A block for forward and backward passes, in which the optimizer's states are allocated. It leaves no trace.
+    """A block for forward and backward passes that take as much memory as in training, and change nothing.
+
+    The optimizer's states are allocated in it. After it, they are gone again, and so are the gradients, and the random
+    state is what it was.
 
     Raises:
         UserError: if the device has too little memory.
     """
-    # A resumed run has its states already. What other optimizers do in such a step is not known, and paged states are
-    # never freed.
+    # No states are allocated where the optimizer has them already (in a resumed run), where they are paged (they would
+    # never be freed), and where we don't know that a step with a rate of 0 leaves the weights as they are.
     is_known = type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
     is_paged = getattr(optimizer, "is_paged", False)
     allocates = is_known and not is_paged and not optimizer.state
@@ -41,7 +44,7 @@ def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.
 
 
 def allocate_states(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer take a step that allocates its states, with rates and gradients of 0: no weight changes."""
+    """Let an optimizer allocate its states by a step with rates and gradients of 0, which changes no weight."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -55,17 +58,17 @@ def allocate_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def largest_batch(batches: Batches, sizes: np.ndarray, is_padded: bool) -> list[int]:
-    """The rows of the largest batch of an epoch.
+    """The row numbers of the largest batch of an epoch.
 
     Args:
-        batches: Those of the epoch.
-        sizes: Size of each row, such as its number of tokens, integers `(num_rows,)`.
-        is_padded: Whether the rows of a batch are padded to the longest.
+        batches: The batches of the epoch.
+        sizes: The size of each row, such as its number of tokens, integers `(num_rows,)`.
+        is_padded: Whether each row of a batch takes as much as the largest.
     """
 
-    def size(rows: list[int]) -> int:
+    def batch_size(rows: list[int]) -> int:
         if is_padded:
             return len(rows) * sizes[rows].max(initial=0)
         return sizes[rows].sum()
 
-    return max(batches, key=size)
+    return max(batches, key=batch_size)

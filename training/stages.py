@@ -1,4 +1,4 @@
-"""What each stage trains, in one place: frozen modules, learning rates and dtypes."""
+"""What each stage of training does with a module: freeze or train it, at which learning rate, in which dtype."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,29 +14,30 @@ from modeling_normllava import NormLlavaForConditionalGeneration
 
 
 class Stage(StrEnum):
-    """The two stages of LLaVA's training, as "The Unseen Bias" (arXiv 2512.08374, App. E.1) runs them, and a third."""
+    """The two stages of LLaVA's training, as in "The Unseen Bias" (arXiv 2512.08374, App. E.1), and a third stage."""
 
     ALIGN = "align"
-    """Stage 1: only projector and norm, on pictures followed by their captions ("plain" rows)."""
+    """Stage 1: trains only the projector and its norm, on pictures followed by their captions ("plain" rows)."""
     INSTRUCT = "instruct"
-    """Stage 2: everything, on conversations in the language model's chat format."""
+    """Stage 2: trains the whole model, on conversations in the language model's chat format."""
     ADAPT = "adapt"
-    """Stage 2 on a small GPU: projector and norm, and LoRA adapters in the language model, on conversations. Key
-    adapters too, where the model has them; "instruct" trains these with everything else."""
+    """Stage 2 on a small GPU: trains the projector, its norm, LoRA adapters in the language model, and key adapters if
+    the model has them."""
 
 
 @dataclass(frozen=True)
 class LearningRates:
-    """Learning rate by module; what a stage freezes has none."""
+    """The learning rates that a stage gives to the modules that it trains."""
 
     common: float
-    """Rate of the language model and its head, its adapters, and the projector unless it has its own."""
+    """Rate of the language model, its head and its adapters, and of the projector if `projector` is `None`."""
     vision: float
     """Rate of the vision encoder, which only `Stage.INSTRUCT` trains."""
     norm: float
-    """Rate of the projector's norm. An AdamW step of 1e-3 is 5 to 7% of a gain of 0.0134 to 0.02."""
+    """Rate of the projector's norm. Its gains can be as small as 0.0134 to 0.02, of which an AdamW step at a rate of
+    1e-3 is 5 to 7%."""
     projector: float | None = None
-    """Rate of the projector, the common one by default. One that points at the embeddings already needs far less."""
+    """Rate of the projector, by default `common`. A projector that was aligned (training/align.py) needs far less."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,12 @@ class ModuleGroup:
     """`None` for a frozen module."""
 
 
-# Vision layers past the one that is read, and what PEFT keeps beside its trained copies.
+# The module that holds the parameters of the vision encoder on which the features don't depend.
 UNREAD = "vision_tower, not read"
+# The module that holds the untrained originals of the modules that PEFT has copied to train them.
 KEPT = "originals, kept by PEFT"
-# What was added to the language model, by a part of its parameters' names. "align" trains none of it.
-ADDED = {".lora_": "language_model.lora", ".key_adapter.": "language_model.key_adapter"}
+# Adapters in the language model. A parameter whose name has the part on the left belongs to the module on the right.
+ADAPTERS = {".lora_": "language_model.lora", ".key_adapter.": "language_model.key_adapter"}
 
 
 def prepare_stage(
@@ -65,13 +67,15 @@ def prepare_stage(
     """Freeze what the stage doesn't train, give each module its dtype, and return the modules.
 
     Args:
-        model: The model to prepare, in place. Its language model may hold LoRA adapters; for `Stage.ADAPT` it must.
-        stage: What to train.
-        rates: The learning rates of what is trained.
-        frozen_dtype: What frozen weights are held in. Quantized weights stay quantized; trained ones are float32.
+        model: The model to prepare, in place. `Stage.ADAPT` needs LoRA adapters in its language model; the other
+            stages allow them.
+        stage: The stage to train.
+        rates: The learning rates of the modules that the stage trains.
+        frozen_dtype: The dtype of frozen weights, except quantized ones, which stay as they are. Trained weights are
+            always float32.
 
     Returns:
-        The modules of the model; every parameter is in exactly one of them.
+        The modules of the model. Every parameter is in exactly one module.
     """
     groups = {name: ModuleGroup(name, {}, rate) for name, rate in module_rates(stage, rates).items()}
     unread = unread_parameters(model)
@@ -82,15 +86,16 @@ def prepare_stage(
             continue  # 4-bit weights are packed into bytes
 
         is_trained = group.learning_rate is not None
-        # In float32 a step of 1e-5 is not lost in rounding. Unread layers get the output of a trained encoder.
+        # Trained weights are float32, in which small steps are not lost in rounding. So are unread layers of a trained
+        # encoder, which get its float32 output.
         follows_trained = stage is Stage.INSTRUCT and group.name == UNREAD
         dtype = torch.float32 if is_trained or follows_trained else frozen_dtype
         parameter.requires_grad_(is_trained)
         parameter.data = parameter.data.to(dtype)
 
     if stage is not Stage.INSTRUCT:
-        # With checkpointing, transformers makes the patches require gradients, and a frozen encoder would be
-        # recomputed and run backward for nothing.
+        # With gradient checkpointing, transformers makes the patch embeddings require gradients. A backward pass
+        # through the frozen encoder would then be computed for nothing.
         model.model.vision_tower.forward = torch.no_grad()(model.model.vision_tower.forward)
     return [group for group in groups.values() if group.parameters]
 
@@ -103,7 +108,7 @@ def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
         "multi_modal_projector",
         "multi_modal_projector.norm",
         "language_model",
-        *ADDED.values(),
+        *ADAPTERS.values(),
         KEPT,
         "lm_head",
     )
@@ -112,7 +117,7 @@ def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
     learning_rates["multi_modal_projector"] = rates.common if rates.projector is None else rates.projector
     learning_rates["multi_modal_projector.norm"] = rates.norm
     if stage is not Stage.ALIGN:
-        learning_rates |= dict.fromkeys(ADDED.values(), rates.common)
+        learning_rates |= dict.fromkeys(ADAPTERS.values(), rates.common)
     if stage is Stage.INSTRUCT:
         learning_rates["vision_tower"] = rates.vision
         learning_rates["language_model"] = rates.common
@@ -126,9 +131,9 @@ def module_of(parameter: str, unread: set[str]) -> str:
         return UNREAD
     if ".original_module." in parameter:
         return KEPT
-    for part, added in ADDED.items():
+    for part, adapter in ADAPTERS.items():
         if part in parameter:
-            return added
+            return adapter
 
     module = parameter.removeprefix("model.").split(".")[0]
     if module == "multi_modal_projector" and ".norm." in parameter:
@@ -139,9 +144,9 @@ def module_of(parameter: str, unread: set[str]) -> str:
 def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that the model's features don't depend on.
 
-    They are layers past the one that is read, the last norm, a pooling head. DDP fails on a trained parameter without
-    a gradient, and encoders name and order these parts differently: so they are found from the autograd graph of an
-    encoder without data.
+    Such are the layers after the one that is read, the last norm, and a pooling head. They must not be trained, since
+    DDP fails on a trained parameter without a gradient. Encoders name and order them differently, so they are found by
+    the autograd graph of an encoder on the meta device, which has no data.
     """
     config = model.config.vision_config
     with torch.device("meta"):
@@ -171,14 +176,14 @@ def describe_stage(stage: Stage, groups: Iterable[ModuleGroup]) -> str:
 
 
 def num_weights(parameter: nn.Parameter) -> int:
-    """Number of a parameter's weights; two 4-bit weights share a byte."""
+    """Number of a parameter's weights."""
     if parameter.is_floating_point():
         return parameter.numel()
-    return 2 * parameter.numel()
+    return 2 * parameter.numel()  # each element is a byte that holds two 4-bit weights
 
 
 def base_model(trained: Any) -> Any:
-    """The model inside a `PeftModel`; another model itself."""
+    """The model inside a `PeftModel`. A model that is no `PeftModel` is returned itself."""
     if isinstance(trained, PeftModel):
         return trained.get_base_model()
     return trained

@@ -37,7 +37,7 @@ from training.checkpoints import (
 )
 from training.compiling import compile_layers
 from training.key_alignment import KeyAlignment
-from training.loss import gradient_alone, head_on_supervised, supervised
+from training.loss import gradient_alone, head_at_positions, supervised_tokens
 from training.monitor import ConsoleTable, InterfaceMonitor, MetricsFile
 from training.rehearsal import largest_batch, rehearsal
 from training.run import Run
@@ -45,26 +45,26 @@ from training.stages import ModuleGroup, base_model
 from training.streams import PLACE, StreamBatches
 
 
-# What wrappers put into parameter names: PEFT, and FSDP's activation checkpointing.
-WRAPPERS = ("base_model.model.", "_checkpoint_wrapped_module.")
+# PEFT and FSDP's activation checkpointing put these parts into the names of the parameters that they wrap.
+WRAPPER_NAME_PARTS = ("base_model.model.", "_checkpoint_wrapped_module.")
 
 
 class NormLlavaTrainer(SFTTrainer):
     """Trains a model that [`~training.stages.prepare_stage`] has prepared.
 
-    Methods stand in the order in which training calls them, each with its helpers behind it. Where one overrides TRL's
-    or Trainer's, its docstring says what would happen without.
+    Methods stand in the order in which training calls them, each followed by its helpers. The docstring of a method
+    that overrides TRL's or Trainer's says what the overridden method would do.
 
     Args:
         model: The model, or the `PeftModel` around it.
-        groups: What `prepare_stage` returned: learning rates and names of the modules.
-        run: The run's record, written into each checkpoint and with the result.
-        sampler: Deals batches of padded or packed rows to the processes; `None` for a stream.
-        stream: The batches of a stream; a resumed run continues where it was.
-        clip_by_module: Clip the gradient of each module to `max_grad_norm` instead of the whole gradient.
-        eval_sampler: Deals the batches of held-out rows.
-        key_alignment: The losses on the decoder's keys, if there are any.
-        kwargs: As for [`SFTTrainer`].
+        groups: The modules of the model with their learning rates, as `prepare_stage` returns them.
+        run: The run's record, which is written into each checkpoint and beside the final model.
+        sampler: This process's batches of padded or packed rows; `None` if the rows are a stream.
+        stream: The batches of a stream, `None` for other rows. A resumed run goes on at the row where it stopped.
+        clip_by_module: Whether to clip the gradient of each module to `max_grad_norm`, instead of the whole gradient.
+        eval_sampler: This process's batches of held-out rows.
+        key_alignment: The losses on the decoder's keys; `None` if the run has none.
+        kwargs: Arguments of [`SFTTrainer`].
     """
 
     control: TrainerControl
@@ -81,7 +81,8 @@ class NormLlavaTrainer(SFTTrainer):
         key_alignment: KeyAlignment | None = None,
         **kwargs: Any,
     ) -> None:
-        # Only names: sharding replaces parameters, and unsharded ones referenced here would stay on the device.
+        # Only the parameters' names are kept. FSDP2 replaces the parameters by shards, and a reference to a whole
+        # parameter would keep it on the device.
         self._module_of = {name: group.name for group in groups for name in group.parameters}
         self._rates = {group.name: group.learning_rate for group in groups if group.learning_rate is not None}
         self._run = run
@@ -90,24 +91,24 @@ class NormLlavaTrainer(SFTTrainer):
         self._clip_by_module = clip_by_module
         self._eval_sampler = eval_sampler
         self._key_alignment = key_alignment
-        # Of this process, since they were last added to the state.
+        # The tokens that this process has trained on and not yet added to the trainer's state.
         self._num_new_tokens = 0
-        # By module, before clipping.
+        # The last step's gradient norm of each module, before clipping.
         self._grad_norms: dict[str, torch.Tensor] = {}
 
         with kept_dtypes(model):
             super().__init__(model=model, **kwargs)
 
         if stream is not None:
-            self.args.ignore_data_skip = True  # the stream itself resumes where it was
+            self.args.ignore_data_skip = True  # the stream itself finds the row where it stopped
 
         fsdp_plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if fsdp_plugin is not None and fsdp_plugin.mixed_precision_policy is not None:
-            # Otherwise FSDP2 rounds each loss to bfloat16.
+            # With an output_dtype, FSDP2 would round each loss to bfloat16.
             policy = dataclasses.replace(fsdp_plugin.mixed_precision_policy, output_dtype=None)
             fsdp_plugin.mixed_precision_policy = policy
 
-        # In a notebook Trainer's default is another class than in a terminal.
+        # Our callbacks replace Trainer's progress bar, whose class differs between notebooks and terminals.
         self.remove_callback(transformers.trainer.DEFAULT_PROGRESS_CALLBACK)
         self.remove_callback(PrinterCallback)
         self._monitor = InterfaceMonitor(self._unwrapped(), self.processing_class)
@@ -122,7 +123,7 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def get_train_dataloader(self) -> DataLoader:
-        """The batches as `sampler` or `stream` deal them: accelerate would deal them among the processes again."""
+        """A loader of the batches of this process; accelerate would split them among the processes once more."""
         if self._stream is not None:
             return self._stream.loader()
         assert self._sampler is not None
@@ -143,14 +144,15 @@ class NormLlavaTrainer(SFTTrainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, DataLoader]:
-        """Compile the layers where asked, and rehearse, once a resumed run has its weights and states.
+        """Compile the layers if the run asks for it, and rehearse the largest batches.
 
-        Trainer has no callback between loading a checkpoint and the first step.
+        Both must come after a resumed run has loaded its checkpoint and before the first step, where Trainer calls no
+        callback.
         """
-        # A resumed run logs and saves at the intervals of this start, not at those that its checkpoint brings.
+        # A resumed run logs and saves at the intervals that it is given now, not at those of its checkpoint.
         self.state.compute_steps(self.args, max_steps)
 
-        layers = list(find_decoder(self._unwrapped()).layers)  # before FSDP puts a wrapper around each
+        layers = list(find_decoder(self._unwrapped()).layers)  # before FSDP wraps them
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self.args.torch_compile:
             compile_layers(layers, self.args.torch_compile_backend)
@@ -160,7 +162,7 @@ class NormLlavaTrainer(SFTTrainer):
         return model, loader
 
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
-        """Take passes of the batch with most tokens and of the one with most pictures; see training/rehearsal.py."""
+        """Run the batch with the most tokens and the batch with the most pictures once; see training/rehearsal.py."""
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
         most_images = largest_batch(sampler, row_lengths(self.train_dataset, "num_images"), is_padded=False)
@@ -168,29 +170,31 @@ class NormLlavaTrainer(SFTTrainer):
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         with rehearsal(model, self.optimizer.optimizer, self.args.device):
             for rows in (most_tokens, most_images):
-                # With more passes a step, a pass does find older gradients.
+                # In training a pass meets the gradients of earlier passes only if a step has several passes.
                 if self.args.gradient_accumulation_steps == 1:
                     model.zero_grad()
                 batch = self.data_collator([self.train_dataset[row] for row in rows])
                 super().training_step(model, batch)
 
-        # Nothing of it is logged.
+        # The log must not contain what TRL and the losses on keys have measured here.
         self._metrics["train"].clear()
         if self._key_alignment is not None:
             self._key_alignment.collect(self._sum_over_processes)
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Split the optimizer's parameter groups by module: Trainer has one learning rate for all of them."""
+        """Split the optimizer's parameter groups by module: Trainer gives all of them the same learning rate."""
         if self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer(model)
 
-        # The common rate first, or else the highest: it is the one that Trainer logs as `learning_rate`.
-        common = self.args.learning_rate
-        names = sorted(self._rates, key=lambda name: (self._rates[name] != common, -self._rates[name]))
+        # Trainer logs the rate of the first group as `learning_rate`. So modules with the common rate come first, and
+        # then those with the highest rates.
+        common_rate = self.args.learning_rate
+        names = sorted(self._rates, key=lambda name: (self._rates[name] != common_rate, -self._rates[name]))
         parameters_of = self._trained_parameters(model or self.model)
 
+        # A module's parameters are still in one group with weight decay and one without.
         groups = []
         for name in names:
             members = set(parameters_of[name])
@@ -202,18 +206,18 @@ class NormLlavaTrainer(SFTTrainer):
         return optimizer
 
     def _trained_parameters(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
-        """The trained parameters by module. Found by name, as sharding replaces parameters."""
+        """The trained parameters by module. They are found by name, since sharding replaces the parameters."""
         modules: dict[str, list[nn.Parameter]] = {name: [] for name in self._rates}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                for wrapper in WRAPPERS:
-                    name = name.replace(wrapper, "")
+                for part in WRAPPER_NAME_PARTS:
+                    name = name.replace(part, "")
                 modules[self._module_of[name]].append(parameter)
         return modules
 
     @override
     def _run_epoch(self, *, epoch: int, **kwargs: Any) -> None:
-        """Start the sampler's epoch, unless all steps are done: Trainer would take one more of a finished run."""
+        """Run an epoch, unless all steps are done: Trainer would add a step to a finished run that is resumed."""
         if self._sampler is not None:
             self._sampler.set_epoch(epoch)
 
@@ -223,9 +227,9 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A forward and backward pass, whose tokens are counted and whose loss is checked.
+        """Take a forward and backward pass, count its tokens, and check that its loss is finite.
 
-        Trainer would count padding, and train on with a loss that is not finite.
+        Trainer would count padding as tokens, and would go on training with a loss that is not finite.
 
         Raises:
             UserError: if the loss is not finite.
@@ -233,7 +237,7 @@ class NormLlavaTrainer(SFTTrainer):
         if self._stream is not None:
             self._stream.trained_on(inputs.pop(PLACE))
 
-        # Without padding and blank pictures; a batch without labels is one without rows.
+        # The count leaves out padding and blank pictures. A batch without supervised tokens is one without rows.
         if (inputs["labels"] != IGNORED).any():
             self._num_new_tokens += int(attended_tokens(inputs).sum())
 
@@ -252,39 +256,41 @@ class NormLlavaTrainer(SFTTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor, Any]:
-        """TRL's loss at the supervised tokens alone, and in training the gradient of the losses on keys.
+        """TRL's loss at the supervised tokens alone; in training with the gradient of the losses on keys.
 
-        TRL's `compute_loss` calls the model, whose `forward` it has replaced: the head is applied in tiles without
-        ever holding all logits, the sum of the tokens' losses is divided by the step's number of tokens, and
-        multiplied by that of processes, which DDP and FSDP2 average over. Without Triton it would score every
-        position, image tokens included.
+        TRL has replaced the model's `forward`, which its `compute_loss` calls. The new `forward` applies the head to
+        one tile of tokens after the other, so that it never holds all logits. The loss is the sum over the tokens,
+        divided by the number of supervised tokens in the step, and multiplied by the number of processes, since DDP
+        and FSDP2 average over processes. Without Triton, TRL would compute logits at every position, those of image
+        tokens included.
         """
         base = self._unwrapped()
         head = base.get_output_embeddings()
         if model.training and isinstance(head, FSDPModule):
-            # TRL would gather a sharded head past FSDP2, so that each process keeps its own gradient.
+            # TRL would gather a sharded head without FSDP2, which then would not add up the processes' gradients.
             head.unshard()
 
-        places, tokens = supervised(inputs["labels"])
-        with head_on_supervised(base, places):
-            loss = super().compute_loss(model, {**inputs, "shift_labels": tokens[None]}, *args, **kwargs)
+        positions, next_tokens = supervised_tokens(inputs["labels"])
+        with head_at_positions(base, positions):
+            loss = super().compute_loss(model, {**inputs, "shift_labels": next_tokens[None]}, *args, **kwargs)
 
         if self._key_alignment is None or not model.training:
             return loss
-        # The mean over the passes of a step, and over processes, whose gradients are averaged.
+        # A step's gradient is the sum over its passes and the mean over processes. The penalty shall be the mean over
+        # both.
         penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
-        # Its gradient alone, so that the losses of runs with and without it can be compared.
+        # Only its gradient is added, so that the logged losses of runs with and without it can be compared.
         return loss + gradient_alone(penalty)
 
     @override
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        """Measure the gradient by module, then clip: Trainer measures and clips the whole gradient alone.
+        """Measure the gradient of each module, then clip: Trainer measures and clips only the whole gradient.
 
         Returns:
             The norm of the whole gradient before clipping.
 
         Raises:
-            UserError: if it is not finite. In float16 the scaler skips such a step.
+            UserError: if that norm is not finite, except in float16, where the scaler skips such a step.
         """
         self.accelerator.unscale_gradients()
         parameters_of = self._trained_parameters(self.accelerator.unwrap_model(model))
@@ -301,32 +307,40 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log a step with its measurements, and without what Trainer counts with padding or from 0 after a resume."""
+        """Log a step with our measurements, and without Trainer's figures that are wrong here.
+
+        Trainer and TRL would log figures that count padding, or that begin at 0 again when a run is resumed.
+        """
         self._add_up_tokens()
         if "loss" in logs:
             logs |= self._measurements(logs["learning_rate"])
 
-        # TRL's own count, and of a stream Trainer's, begins at 0 again where a run is resumed.
+        # In a resumed run TRL's count of tokens begins at 0, and so does Trainer's epoch if the rows are a stream.
         self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
         if self._stream is not None:
             self.state.epoch = self.state.global_step / self.state.max_steps
 
-        # They count padding, and packed rows as samples.
+        # The first counts padding, and the second takes a packed row for one sample.
         logs.pop("total_flos", None)
         logs.pop("train_samples_per_second", None)
-        # A step that float16's scaler skipped has no gradient norm, and JSON no infinity.
-        finite = {name: value for name, value in logs.items() if "grad_norm" not in name or math.isfinite(value)}
-        super().log(finite, start_time)
+        # In a step that float16's scaler skipped, gradient norms are infinite, which JSON can't express.
+        for name in [name for name in logs if "grad_norm" in name]:
+            if not math.isfinite(logs[name]):
+                del logs[name]
+        super().log(logs, start_time)
 
     def _add_up_tokens(self) -> None:
-        """Add the tokens that all processes have trained on to the state, which checkpoints keep."""
+        """Add the new tokens of all processes to the trainer's state, which checkpoints keep."""
         new_tokens = self._sum_over_processes(torch.tensor(self._num_new_tokens))
         self.state.num_input_tokens_seen += int(new_tokens)
         self._num_new_tokens = 0
 
     def _measurements(self, logged_rate: float) -> dict[str, float]:
-        """Rates and gradient norms by module, and what the monitor and the losses on keys have measured."""
-        # The scheduler has stepped already; these are the rates of the step that is logged, as `logged_rate` is.
+        """Rates and gradient norms by module, and what the monitor and the losses on keys have measured.
+
+        `logged_rate` is the rate of the optimizer's first group in the step that is logged.
+        """
+        # The scheduler has already moved on, but has scaled all rates of that step by the same number.
         first_rate = self._rates[self.optimizer.param_groups[0]["module"]]
         scale = logged_rate / (first_rate or 1.0)
 
@@ -340,13 +354,13 @@ class NormLlavaTrainer(SFTTrainer):
     @override
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """The mean loss of the held-out rows' supervised tokens, also with a blank picture in place of every one.
+        """Mean loss of the held-out rows' supervised tokens, with their pictures and with blank pictures.
 
-        Logged as `eval_loss` and `eval_loss_blank`. Trainer's would be the mean over batches. The random state is
-        restored, so that training doesn't notice.
+        The two losses are logged as `eval_loss` and `eval_loss_blank`. Trainer would log a mean over batches. The
+        random state is restored, so that training goes on as it would without an evaluation.
         """
         device = self.args.device
-        blank = self.data_collator.pixels([]).to(device)
+        blank = self.data_collator.process_images([]).to(device)
         sums = torch.zeros(3, dtype=torch.float64)  # loss, loss with blank pictures, supervised tokens
         assert self._eval_sampler is not None
 
@@ -361,34 +375,36 @@ class NormLlavaTrainer(SFTTrainer):
 
         loss, loss_blank, num_tokens = self._sum_over_processes(sums).tolist()
         metrics = {"eval_loss": loss / num_tokens, "eval_loss_blank": loss_blank / num_tokens}
-        self._metrics["eval"].clear()  # TRL's own, averaged over batches
-        self.log(metrics)  # in eval mode still, or TRL would add what it has measured in training
+        self._metrics["eval"].clear()  # TRL's own metrics are means over batches
+        self.log(metrics)  # before model.train(): in training mode TRL would add its metrics of training
         self.model.train()
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _summed_loss(self, batch: dict[str, Any]) -> float:
         """The sum of the losses of a batch's supervised tokens."""
-        # TRL divides by this number, and multiplies by the number of processes, since DDP averages over them.
+        # TRL divides the sum by `num_items_in_batch` and multiplies it by the number of processes. The two cancel.
         num_items = self.accelerator.num_processes
         loss: Any = self.compute_loss(self.model, batch, num_items_in_batch=num_items)
         return loss.item()
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Let Trainer save a checkpoint aside, then move it to its place in one step: a killed run leaves no half."""
+        """Save a checkpoint aside, then move it to its place in one step: Trainer's could be left half-written."""
         self._add_up_tokens()
         output_dir = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
 
-        self._unwrapped()._weight_conversions = []  # Trainer reads a model's own names, which the Hub's DINOv2 hasn't
+        # Without conversions the weights get the names of the model's modules, by which Trainer loads them again.
+        # With conversions they would get the Hub's names, which differ for DINOv2.
+        self._unwrapped()._weight_conversions = []
         with write_aside(output_dir, self.accelerator) as aside:
             super()._save_checkpoint(model, trial)
             if self._stream is not None:
                 self._stream.write_place(aside / name, self.is_world_process_zero())
 
         if self.state.best_model_checkpoint is not None:
-            # The path that Trainer gave it is aside.
+            # Trainer has set this to the path where the checkpoint was saved first.
             self.state.best_model_checkpoint = str(output_dir / Path(self.state.best_model_checkpoint).name)
         if self.is_world_process_zero():
             self._run.write(aside / name)
@@ -398,29 +414,29 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: TRL's card would overwrite the checkpoint's own, which says more."""
+        """Do nothing: TRL's model card would overwrite the one that is written with the checkpoint."""
 
     @override
     def _get_output_dir(self, trial: Any) -> str:
-        """Where Trainer writes a checkpoint before it is moved to its place."""
+        """The folder in which Trainer writes a checkpoint, before we move it to its place."""
         return str(Path(self.args.output_dir) / SAVING_FOLDER)
 
     @override
     def _send_telemetry(self) -> None:
-        """Do nothing: TRL would tell of each checkpoint, and training runs are private."""
+        """Do nothing: TRL would send telemetry at each checkpoint, and training runs are private."""
 
     @override
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and processor. Every process must call this.
 
-        The run's result, for which no folder is given, appears only once all is written, and whole under FSDP2 too:
-        Trainer would write neither.
+        Without `output_dir` this saves the final model of the run. It is written aside and published only when it is
+        complete, and under FSDP2 the shards are gathered first. Trainer would write it in place, and sharded.
         """
         if output_dir is not None:
             super().save_model(output_dir, _internal_call=True)
             return
 
-        self._unwrapped().__dict__.pop("_weight_conversions", None)  # the result gets the Hub's names
+        self._unwrapped().__dict__.pop("_weight_conversions", None)  # the final model gets the Hub's names
         with write_aside(Path(self.args.output_dir), self.accelerator) as aside:
             if self.is_fsdp_enabled:
                 self._save_gathered(aside)
@@ -433,7 +449,7 @@ class NormLlavaTrainer(SFTTrainer):
             publish_result(aside, Path(self.args.output_dir))
 
     def _save_gathered(self, folder: Path) -> None:
-        """Save what FSDP2 shards, gathered in the main process's memory."""
+        """Gather the weights that FSDP2 has sharded in the main process's memory, and save them."""
         weights = self.accelerator.get_state_dict(self.model)
         if not self.is_world_process_zero():
             return
@@ -456,9 +472,10 @@ class NormLlavaTrainer(SFTTrainer):
 
 @contextmanager
 def kept_dtypes(model: nn.Module) -> Iterator[None]:
-    """Give trained parameters back the dtypes that they have before the block.
+    """A block after which trained parameters again have the dtypes that they had before.
 
-    TRL's constructor casts those of a quantized model to bfloat16, which loses small steps and most of the gain.
+    TRL's constructor casts the trained parameters of a quantized model to bfloat16. Small steps are lost in its
+    rounding, and so is most of what the norm's gain learns.
     """
     trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     yield
@@ -468,7 +485,7 @@ def kept_dtypes(model: nn.Module) -> Iterator[None]:
 
 
 def gradient_norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """L2 norm of the gradient of all `parameters` together, a scalar; over all shards if they are sharded."""
+    """L2 norm of the gradient of all `parameters` together, a scalar. If they are sharded, it is over all shards."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = nn.utils.get_total_norm(gradients)
     if isinstance(norm, DTensor):

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.gpu.recorder import StepRecorder, TrainingMeasured
-from training.loss import supervised
+from training.loss import supervised_tokens
 from training.stages import base_model
 
 
@@ -52,7 +52,7 @@ class BareLoop(StepRecorder):
 
     def compute_gradients(self, base: Any, batches: list[dict[str, Any]], args: Any) -> torch.Tensor:
         """Do the forward and backward passes of a step. Returns the mean loss of its supervised tokens."""
-        targets = [supervised(batch["labels"]) for batch in batches]
+        targets = [supervised_tokens(batch["labels"]) for batch in batches]
         num_tokens = sum(len(tokens) for _, tokens in targets)
 
         total = torch.zeros((), device=args.device)

@@ -1,4 +1,4 @@
-"""QLoRA as people run it: what is quantized and trained, the run, the adapter, and the merged model."""
+"""QLoRA: which modules are quantized and trained, the run, loading its adapter, and merging it."""
 
 import shutil
 import subprocess
@@ -29,74 +29,90 @@ QLORA = {"stage": "adapt", "load_in_4bit": True, "lora_r": 4, "lora_alpha": 8, "
 
 
 def test_the_language_model_alone_is_quantized_and_adapted(composed: Callable[..., Path]) -> None:
-    quantized = NormLlavaForConditionalGeneration.from_pretrained(
+    model = NormLlavaForConditionalGeneration.from_pretrained(
         composed(), dtype=torch.float32, quantization_config=quantization_config(torch.float32)
     )
-    in_4bit = {name for name, module in quantized.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
-    linear = {name for name, module in quantized.named_modules() if isinstance(module, torch.nn.Linear)}
-    assert in_4bit == {name for name in linear if name.startswith("model.language_model.layers.")}
-    assert quantized.model.multi_modal_projector.norm.weight.dtype == torch.float32
+    linear_layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    quantized_layers = {name for name, module in model.named_modules() if isinstance(module, bnb.nn.Linear4bit)}
+    assert quantized_layers == {name for name in linear_layers if name.startswith("model.language_model.layers.")}
+    assert model.model.multi_modal_projector.norm.weight.dtype == torch.float32
 
-    decoder = NormLlavaForConditionalGeneration.from_pretrained(composed()).model.language_model
-    group = ModuleGroup("language_model", dict(quantized.model.language_model.named_parameters()), None)
-    assert f" {decoder.num_parameters():,} " in describe_stage(Stage.ADAPT, [group])
+    # The table of a stage counts weights, of which a quantized tensor has two in each byte.
+    unquantized_decoder = NormLlavaForConditionalGeneration.from_pretrained(composed()).model.language_model
+    group = ModuleGroup("language_model", dict(model.model.language_model.named_parameters()), None)
+    assert f" {unquantized_decoder.num_parameters():,} " in describe_stage(Stage.ADAPT, [group])
 
-    adapted = add_adapters(quantized, rank=4, alpha=8)
-    with_adapter = {name.removesuffix(".lora_A") for name, _ in quantized.named_modules() if name.endswith(".lora_A")}
-    assert with_adapter == in_4bit
-    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert all(".lora_" in name or ".multi_modal_projector.modules_to_save." in name for name in trained)
-    assert len(trained) == 2 * len(in_4bit) + 6
+    adapted_model = add_adapters(model, rank=4, alpha=8)
+    suffix = ".lora_A"
+    adapted_layers = {name.removesuffix(suffix) for name, _ in model.named_modules() if name.endswith(suffix)}
+    assert adapted_layers == quantized_layers
+
+    # Each adapter has two weights. The projector has the weights and biases of two linear layers and of its norm.
+    trained = [name for name, parameter in adapted_model.named_parameters() if parameter.requires_grad]
+    of_adapters = [name for name in trained if ".lora_" in name]
+    of_projector = [name for name in trained if ".multi_modal_projector.modules_to_save." in name]
+    assert len(of_adapters) == 2 * len(adapted_layers)
+    assert len(of_projector) == 6
+    assert len(trained) == len(of_adapters) + len(of_projector)
 
 
-def test_a_recipes_adapters_are_as_asked(composed: Callable[..., Path], tmp_path: Path) -> None:
-    asked = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "use_rslora": True}
-    run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="adapt", **asked)
+def has_lora(model: torch.nn.Module) -> bool:
+    return any(".lora_" in name for name, _ in model.named_parameters())
+
+
+def test_a_recipes_fields_reach_the_adapters(composed: Callable[..., Path], tmp_path: Path) -> None:
+    fields = {"lora_r": 3, "lora_alpha": 5, "lora_dropout": 0.2, "use_rslora": True}
+    run_args = RunArguments(model_name_or_path=str(composed()), dataset_name="", stage="adapt", **fields)
     args = TrainingConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
-    trained, _ = prepare_model(load_base(run_args, args), run_args, args, args.frozen_dtype)
-    of = trained.peft_config["default"]
-    assert (of.r, of.lora_alpha, of.lora_dropout, of.use_rslora) == tuple(asked.values())
+    trained_model, _ = prepare_model(load_base(run_args, args), run_args, args, args.frozen_dtype)
+    config = trained_model.peft_config["default"]
+    assert config.r == 3
+    assert config.lora_alpha == 5
+    assert config.lora_dropout == 0.2
+    assert config.use_rslora
 
 
-def test_an_adapter_loads_on_a_whole_base_and_on_no_torn_one(composed: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}])
+def test_an_adapter_loads_only_on_a_base_with_all_weights(
+    composed: Callable[..., Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
     base = shutil.copytree(composed(), tmp_path / "base")
-    add_adapters(NormLlavaForConditionalGeneration.from_pretrained(base), rank=2, alpha=4).save_pretrained(
-        tmp_path / "adapter"
-    )
-    load, in_4bit = AutoModelForImageTextToText.from_pretrained, BitsAndBytesConfig(load_in_4bit=True)
-    # What the adapter's weights lack of the state of 4-bit weights is nothing that is missing.
-    for loaded in (load(tmp_path / "adapter"), load(tmp_path / "adapter", quantization_config=in_4bit)):
-        assert any(".lora_" in name for name, _ in loaded.named_parameters())
-        assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}
+    model = NormLlavaForConditionalGeneration.from_pretrained(base)
+    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter", **options)
+    assert has_lora(loaded)
+    assert {parameter.device.type for parameter in loaded.parameters()} == {"cpu"}  # none is left without data
+
     weights = load_file(base / "model.safetensors")
     kept = {name: weight for name, weight in weights.items() if "multi_modal_projector.linear_1" not in name}
     save_file(kept, base / "model.safetensors", metadata={"format": "pt"})
-    for options in ({}, {"quantization_config": in_4bit}):
-        with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
-            load(tmp_path / "adapter", **options)
+    with pytest.raises(ValueError, match="Weights missing: 2 of multi_modal_projector"):
+        AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter", **options)
 
 
 def test_an_adapters_base_is_quantized_once(
     composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The base is looked at a second time, to know which weights it has, without its data."""
-    add_adapters(NormLlavaForConditionalGeneration.from_pretrained(composed()), rank=2, alpha=4).save_pretrained(
-        tmp_path
-    )
-    quantize, quantized = bnb.functional.quantize_4bit, []
+    """Loading an adapter opens the base a second time to know which weights it has, but must not load these again."""
+    model = NormLlavaForConditionalGeneration.from_pretrained(composed())
+    add_adapters(model, rank=2, alpha=4).save_pretrained(tmp_path)
 
-    def noting(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
-        quantized.append(weight.shape)
-        return quantize(weight, *args, **options)
+    quantize_4bit = bnb.functional.quantize_4bit
+    quantized_shapes: list[torch.Size] = []
 
-    monkeypatch.setattr(bnb.functional, "quantize_4bit", noting)
+    def record_shape(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        quantized_shapes.append(weight.shape)
+        return quantize_4bit(weight, *args, **options)
+
+    monkeypatch.setattr(bnb.functional, "quantize_4bit", record_shape)
     in_4bit = BitsAndBytesConfig(load_in_4bit=True)
     NormLlavaForConditionalGeneration.from_pretrained(composed(), quantization_config=in_4bit)
-    of_base = list(quantized)
-    quantized.clear()
+    shapes_of_base = sorted(quantized_shapes)
+    assert len(shapes_of_base) > 0
+
+    quantized_shapes.clear()
     AutoModelForImageTextToText.from_pretrained(tmp_path, quantization_config=in_4bit)
-    assert len(of_base) > 0
-    assert sorted(quantized) == sorted(of_base)
+    assert sorted(quantized_shapes) == shapes_of_base
 
 
 def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(composed: Callable[..., Path], tmp_path: Path) -> None:
@@ -105,10 +121,10 @@ def test_an_adapter_loads_on_a_base_that_was_saved_in_4_bits(composed: Callable[
         composed(), dtype=torch.float32, quantization_config=in_4bit
     )
     base.save_pretrained(tmp_path / "base")
-    saved = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
-    add_adapters(saved, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
+    base = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
+    add_adapters(base, rank=2, alpha=4).save_pretrained(tmp_path / "adapter")
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter")
-    assert any(".lora_" in name for name, _ in loaded.named_parameters())
+    assert has_lora(loaded)
 
 
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
@@ -118,20 +134,20 @@ def test_a_run_learns_saves_reloads_and_merges(
     fields = {**QLORA, "model_name_or_path": str(composed()), "dataset_name": str(data), "num_train_epochs": 6}
     fields |= {"logging_steps": 8, "gradient_checkpointing": True, "bf16": bf16}
     run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
-    lines = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
-    losses = [line["loss"] for line in lines]
+    steps = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
+    losses = [step["loss"] for step in steps]
     assert losses == sorted(losses, reverse=True)
-    # The frozen head is random and can't be sure of anything, but the right token comes first more and more often.
-    assert lines[0]["mean_token_accuracy"] < 0.2
-    assert lines[-1]["mean_token_accuracy"] > 0.5
+    # The head is random and frozen, so that the loss can't fall far; but the right token becomes the most likely one.
+    assert steps[0]["mean_token_accuracy"] < 0.2
+    assert steps[-1]["mean_token_accuracy"] > 0.5
 
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     gain = saved["base_model.model.model.multi_modal_projector.norm.weight"]
-    start = load_file(composed() / "model.safetensors")["model.multi_modal_projector.norm.weight"]
-    assert (gain != start).all()  # none of it would have moved in bfloat16
+    gain_before = load_file(composed() / "model.safetensors")["model.multi_modal_projector.norm.weight"]
+    assert (gain != gain_before).all()  # in bfloat16, rounding would have kept some gains where they were
 
-    # The adapter reloads to the same logits, here on the base that it was trained on.
+    # Loaded on the base, the adapter has the saved weights. Its logits are what the merged model shall give.
     row = {
         "images": [str(data.parent / "7.png")],
         "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "number 7"}],
@@ -143,9 +159,9 @@ def test_a_run_learns_saves_reloads_and_merges(
     for name, tensor in peft.get_peft_model_state_dict(adapted).items():
         assert torch.equal(tensor, saved[name]), name
     with torch.no_grad():
-        expected = adapted(**batch).logits
+        expected_logits = adapted(**batch).logits
 
-    # Merged, it is an ordinary folder of the class that gives the same logits.
+    # The merged model is a complete folder, and gives the same logits.
     command = [sys.executable, "training/merge.py", "--adapter", str(tmp_path / "adapter")]
     result = subprocess.run(
         [*command, "--output_dir", str(tmp_path / "merged")], cwd=ROOT, capture_output=True, text=True
@@ -156,15 +172,16 @@ def test_a_run_learns_saves_reloads_and_merges(
     assert {path.name for path in (tmp_path / "merged").iterdir()} >= {
         "config.json", "model.safetensors", "modeling_normllava.py", "processor_config.json", "chat_template.jinja",
     }  # fmt: skip
-    for name in ("run.json", "trainer_state.json", "metrics.jsonl"):  # of which its model card is made
+    # The model card is made of these files.
+    for name in ("run.json", "trainer_state.json", "metrics.jsonl"):
         assert (tmp_path / "merged" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
     with torch.no_grad():
-        torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(merged(**batch).logits, expected_logits, rtol=1e-4, atol=1e-5)
 
-    # Training on from the adapter would save no more than the adapter.
-    onward = {**INSTRUCT, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
+    # A run that starts from the adapter is refused: it would save the adapter alone.
+    fields = {**INSTRUCT, "model_name_or_path": str(tmp_path / "adapter"), "dataset_name": str(data)}
     with pytest.raises(ValueError, match=r"is an adapter, not a whole model. Merge it .*training/merge.py"):
-        run(tmp_path, **onward, output_dir=str(tmp_path / "onward"))
+        run(tmp_path, **fields, output_dir=str(tmp_path / "next"))
 
 
 def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:
@@ -186,19 +203,20 @@ def test_an_adapter_without_all_of_its_weights_is_refused(composed: Callable[...
 def test_merging_loads_the_base_once_at_the_revision_that_was_trained_on(
     composed: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16).save_pretrained(
-        tmp_path / "base"
-    )
+    base = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
     model = NormLlavaForConditionalGeneration.from_pretrained(tmp_path / "base", dtype=torch.float32)
     add_adapters(model, rank=2, alpha=4, revision="v1.0").save_pretrained(tmp_path / "adapter")
-    load, loaded = AutoModelForImageTextToText.from_pretrained, []
 
-    def noting(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
-        loaded.append(options["revision"])
+    load = AutoModelForImageTextToText.from_pretrained
+    loaded_revisions = []
+
+    def record_revision(*args: Any, **options: Any) -> NormLlavaForConditionalGeneration:
+        loaded_revisions.append(options["revision"])
         return load(*args, **options)
 
-    monkeypatch.setattr("training.merge.AutoModelForImageTextToText.from_pretrained", noting)
+    monkeypatch.setattr("training.merge.AutoModelForImageTextToText.from_pretrained", record_revision)
     merged = merge(tmp_path / "adapter")
-    assert merged.lm_head.weight.dtype == torch.bfloat16  # as the base
+    assert loaded_revisions == ["v1.0"]
+    assert merged.lm_head.weight.dtype == torch.bfloat16  # the dtype of the base
     assert merged.model.multi_modal_projector.norm.weight.dtype == torch.float32
-    assert loaded == ["v1.0"]

@@ -1,4 +1,4 @@
-"""Batches: what is trained, what a blank picture changes (nothing), and what is refused."""
+"""Collated batches: which tokens are trained, that a blank picture changes nothing, and which rows are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,14 +17,22 @@ from training.collator import VisionLanguageCollator
 from training.stages import LearningRates, Stage, prepare_stage
 
 
-def make_row(folder: Path, answer: str, *more: str, num_images: int = 1) -> dict[str, Any]:
+def make_row(folder: Path, answer: str, *further_turns: str, num_images: int = 1) -> dict[str, Any]:
     """A row of `conversations.rows`: a question with pictures, an answer, and further questions and answers."""
     paths = [str(folder / f"{number}.png") for number in range(num_images)]
     for number, path in enumerate(paths):
         Image.new("RGB", (30, 20), (40 * number, 90, 200)).save(path)
-    values = ["<image>\n" * num_images + "What is it?", answer, *more]
-    turns = [{"from": ("human", "gpt")[number % 2], "value": value} for number, value in enumerate(values)]
+    question = "<image>\n" * num_images + "What is it?"
+    turns = []
+    for number, text in enumerate([question, answer, *further_turns]):
+        speaker = "human" if number % 2 == 0 else "gpt"
+        turns.append({"from": speaker, "value": text})
     return {"images": paths, "conversations": turns, "source": f"rows.json, row {answer}"}
+
+
+def collate_rows(tokenize: RowTokenizer, rows: list[dict[str, Any]], packed: bool = False) -> dict[str, Any]:
+    tokenized = [tokenize(row) for row in rows]
+    return VisionLanguageCollator(tokenize, packed)(tokenized)
 
 
 @pytest.fixture(params=["qwen2", "llama", "gemma3", "vicuna"])
@@ -38,18 +46,18 @@ def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
         make_row(tmp_path, "Text alone.", num_images=0),
         make_row(tmp_path, "Two.", num_images=2),
     ]
-    tokenize = RowTokenizer(processor, processor.chat_template)
-    batch = VisionLanguageCollator(tokenize)(list(map(tokenize, rows)))
+    batch = collate_rows(RowTokenizer(processor, processor.chat_template), rows)
     end = processor.tokenizer.eos_token
-    space = " " if end == "</s>" else ""  # Vicuna's answers start with one
+    space = " " if end == "</s>" else ""  # answers in Vicuna's format start with a space
     expected = [f"{space}A dog.{end}{space}Yes, a dog.{end}", f"{space}Text alone.{end}", f"{space}Two.{end}"]
     for labels, answers in zip(batch["labels"], expected, strict=True):
         assert processor.tokenizer.decode(labels[labels != -100]) == answers
     assert batch["pixel_values"].shape == (3, 3, 28, 28)
     assert (batch["input_ids"] == processor.image_token_id).sum(1).tolist() == [4, 0, 8]
-    assert not ((batch["labels"] != -100) & (batch["attention_mask"] == 0)).any()
+    is_padding = batch["attention_mask"] == 0
+    assert (batch["labels"][is_padding] == -100).all()
 
-    # Token by token what the tokenizer makes of the rendered text, each picture's mark repeated.
+    # The row without pictures has the tokens that the tokenizer gives for the rendered conversation.
     text = processor.apply_chat_template(
         [
             {"role": "user", "content": [{"type": "text", "text": "What is it?"}]},
@@ -62,23 +70,22 @@ def test_chat_rows_train_answers_only(processor: Any, tmp_path: Path) -> None:
 
 def test_plain_rows_are_picture_caption_and_line_break(processor: Any, tmp_path: Path) -> None:
     template = plain_template(processor.tokenizer, processor.image_token)
-    tokenize = RowTokenizer(processor, template)
     rows = [make_row(tmp_path, "A dog."), make_row(tmp_path, "A black cat.")]
-    batch = VisionLanguageCollator(tokenize)(list(map(tokenize, rows)))
+    batch = collate_rows(RowTokenizer(processor, template), rows)
     bos = processor.tokenizer.bos_token or ""
-    rendered = processor.tokenizer.decode(batch["input_ids"][1])
-    assert rendered == f"{bos}{processor.image_token * 4}A black cat.\n"
+    decoded = processor.tokenizer.decode(batch["input_ids"][1])  # the longer row, without padding
+    assert decoded == f"{bos}{processor.image_token * 4}A black cat.\n"
     labels = batch["labels"][0]
     assert processor.tokenizer.decode(labels[labels != -100]) == "A dog.\n"
 
 
-def losses_and_gradient(
+def loss_and_projector_gradient(
     model: NormLlavaForConditionalGeneration, batch: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss of a batch, and the gradient of the projector's first weight; `None` if it has no part in the loss."""
     model.zero_grad()
-    # Packed rows too; with a cache transformers doesn't look for their samples.
-    inputs = {name: value.double() if name == "pixel_values" else value for name, value in batch.items()}
-    loss = model(**inputs, use_cache=False).loss
+    # With a cache, transformers wouldn't look for the samples of a packed row.
+    loss = model(**batch, use_cache=False).loss
     loss.backward()
     return loss.detach(), model.model.multi_modal_projector.linear_1.weight.grad
 
@@ -89,32 +96,38 @@ def test_a_blank_picture_changes_nothing(composed: Callable[..., Path], tmp_path
     model = NormLlavaForConditionalGeneration.from_pretrained(composed(), dtype=torch.float64)
     rows = [make_row(tmp_path, answer, num_images=0) for answer in ("Short.", "A longer answer, of more words.")]
     tokenize = RowTokenizer(processor, processor.chat_template)
-    batch = VisionLanguageCollator(tokenize, packed)(list(map(tokenize, rows)))
-    blank = batch["input_ids"][0] == processor.image_token_id
-    length = batch["input_ids"].shape[1] - int(blank.sum())
+    batch = collate_rows(tokenize, rows, packed)
+    batch["pixel_values"] = batch["pixel_values"].double()
+
+    # The same batch without the blank picture, whose tokens come last.
+    num_blank = int((batch["input_ids"][0] == processor.image_token_id).sum())
     names = ("input_ids", "labels", "position_ids" if packed else "attention_mask")
-    without = {name: batch[name][:, :length] for name in names}
+    without_blank = {name: batch[name][:, :-num_blank] for name in names}
 
-    expected, no_gradient = losses_and_gradient(model, without)
-    language_gradients = {n: p.grad.clone() for n, p in model.model.language_model.named_parameters()}
-    loss, gradient = losses_and_gradient(model, batch)
+    decoder = model.model.language_model
+    expected_loss, no_gradient = loss_and_projector_gradient(model, without_blank)
+    expected_gradients = {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
+    loss, projector_gradient = loss_and_projector_gradient(model, batch)
+    torch.testing.assert_close(loss, expected_loss)
+    for name, parameter in decoder.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected_gradients[name], msg=name)
+    # The blank picture gives the projector a gradient of 0.
     assert no_gradient is None
-    assert gradient is not None
-    assert not gradient.any()
-    torch.testing.assert_close(loss, expected)
-    for name, parameter in model.model.language_model.named_parameters():
-        torch.testing.assert_close(parameter.grad, language_gradients[name], msg=name)
+    assert projector_gradient is not None
+    assert not projector_gradient.any()
 
-    # Stage 1 trains nothing else, so without the picture it would have nothing to differentiate.
-    prepare_stage(model, Stage.ALIGN, LearningRates(1e-3, 0.0, 1e-3))
-    losses_and_gradient(model, batch)
+    # Stage 1 trains only the projector, so without the blank picture its backward pass would fail.
+    prepare_stage(model, Stage.ALIGN, LearningRates(common=1e-3, vision=0.0, norm=1e-3))
+    loss_and_projector_gradient(model, batch)
     with pytest.raises(RuntimeError, match="does not require grad"):
-        losses_and_gradient(model, without)
-    # Of a process that gets no row: nothing to learn, but a forward pass.
-    empty = VisionLanguageCollator(tokenize, packed)([])
+        loss_and_projector_gradient(model, without_blank)
+
+    # A process without rows has no labels, but its batch still goes through the model.
+    empty = collate_rows(tokenize, [], packed)
+    empty["pixel_values"] = empty["pixel_values"].double()
     assert (empty["labels"] == -100).all()
     assert (empty["input_ids"] == processor.image_token_id).sum() == 4
-    assert model(**{**empty, "pixel_values": empty["pixel_values"].double()}, use_cache=False).logits.isfinite().all()
+    assert model(**empty, use_cache=False).logits.isfinite().all()
 
 
 def test_a_row_without_trained_tokens_is_refused(composed: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Compiled decoder layers: they train as the layers themselves do, and rows of any length share their graphs."""
+"""Compiled decoder layers train like uncompiled ones, and share their graphs among rows of any length."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ from training.run import Run
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Nothing compiled and nothing counted before."""
+    """Each test starts without compiled graphs, and with counters at 0."""
     torch.compiler.reset()
     counters.clear()
     yield
     torch.compiler.reset()
 
 
-def layers_of(model: Any) -> Any:
+def decoder_layers(model: Any) -> Any:
     return model.model.language_model.layers
 
 
@@ -39,7 +39,7 @@ def load(folder: Path, checkpointed: bool = False) -> Any:
 
 
 def train_on(model: Any, length: int, padding: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """The loss of two rows of random tokens, the first with padding, and the gradients."""
+    """The loss and gradients of two rows of random tokens, of which the first ends with `padding` masked tokens."""
     generator = torch.Generator().manual_seed(length)
     input_ids = torch.randint(5, 200, (2, length), generator=generator)
     attention_mask = torch.ones_like(input_ids)
@@ -48,11 +48,11 @@ def train_on(model: Any, length: int, padding: int) -> tuple[float, dict[str, to
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
     model.zero_grad()
     loss.backward()
-    gradients = {name: of.grad.clone() for name, of in model.named_parameters() if of.grad is not None}
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
     return loss.item(), gradients
 
 
-# Without padding there is no mask, which makes a second graph.
+# Sequence lengths and numbers of padding tokens. Batches without padding have no mask, and so need a second graph.
 ROWS = ((16, 0), (16, 3), (23, 1), (40, 0), (77, 5), (64, 0))
 
 
@@ -61,7 +61,7 @@ ROWS = ((16, 0), (16, 3), (23, 1), (40, 0), (77, 5), (64, 0))
 def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: str, checkpointed: bool) -> None:
     model = load(composed(text=text), checkpointed).double()
     expected = [train_on(model, *row) for row in ROWS]
-    compile_layers(layers_of(model), backend="eager")
+    compile_layers(decoder_layers(model), backend="eager")
     for row, (expected_loss, expected_gradients) in zip(ROWS, expected, strict=True):
         loss, gradients = train_on(model, *row)
         assert loss == pytest.approx(expected_loss, rel=1e-10)
@@ -74,32 +74,33 @@ def test_rows_of_any_length_share_graphs(composed: Callable[..., Path], text: st
 
 def test_hooks_on_layers_are_called_and_inner_ones_in_eval_mode(composed: Callable[..., Path]) -> None:
     model = load(composed())
-    compile_layers(layers_of(model), backend="eager")
+    compile_layers(decoder_layers(model), backend="eager")
     train_on(model, *ROWS[0])
-    called: list[str] = []
-    for layer in layers_of(model):
-        layer.register_forward_pre_hook(lambda *args: called.append("before"))
-        layer.mlp.register_forward_hook(lambda *args: called.append("inside"))
-        layer.register_forward_hook(lambda *args: called.append("after"))
+    calls: list[str] = []
+    for layer in decoder_layers(model):
+        layer.register_forward_pre_hook(lambda *args: calls.append("before"))
+        layer.mlp.register_forward_hook(lambda *args: calls.append("inside"))
+        layer.register_forward_hook(lambda *args: calls.append("after"))
     train_on(model, *ROWS[0])
-    assert called == ["before", "after"] * 2
-    called.clear()
-    graphs = counters["stats"]["unique_graphs"]
+    assert calls == ["before", "after"] * 2  # two layers
+
+    calls.clear()
+    num_graphs = counters["stats"]["unique_graphs"]
     model.eval()
     train_on(model, *ROWS[0])
-    assert called == ["before", "inside", "after"] * 2
-    assert counters["stats"]["unique_graphs"] == graphs
+    assert calls == ["before", "inside", "after"] * 2
+    assert counters["stats"]["unique_graphs"] == num_graphs
 
 
-def saved_elements(model: Any) -> int:
-    """How many elements of tensors a forward pass keeps for the backward pass."""
+def count_saved_elements(model: Any) -> int:
+    """The number of elements in all tensors that a forward pass keeps for the backward pass."""
     sizes: list[int] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def record_size(tensor: torch.Tensor) -> torch.Tensor:
         sizes.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record_size, lambda tensor: tensor):
         model(input_ids=torch.full((2, 64), 5), use_cache=False)
     return sum(sizes)
 
@@ -107,22 +108,24 @@ def saved_elements(model: Any) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["", "sharded"])
 def test_compiled_layers_are_checkpointed(composed: Callable[..., Path], tmp_path: Path, sharded: bool) -> None:
-    kept = {}
-    for checkpointed in (False, True):
+    if sharded:
+        store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def count_after_compiling(checkpointed: bool) -> int:
         model = load(composed(), checkpointed)
         if sharded:
-            store = torch.distributed.FileStore(str(tmp_path / f"store-{checkpointed}"), 1)
-            torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        try:
-            mesh = init_device_mesh("cpu", (1,)) if sharded else None
-            for layer in layers_of(model) if sharded else ():
+            mesh = init_device_mesh("cpu", (1,))
+            for layer in decoder_layers(model):
                 fully_shard(layer, mesh=mesh)
-            compile_layers(layers_of(model), backend="aot_eager")
-            kept[checkpointed] = saved_elements(model)
-        finally:
-            if sharded:
-                torch.distributed.destroy_process_group()
-    assert kept[True] < 0.7 * kept[False]
+        compile_layers(decoder_layers(model), backend="aot_eager")
+        return count_saved_elements(model)
+
+    try:
+        assert count_after_compiling(checkpointed=True) < 0.7 * count_after_compiling(checkpointed=False)
+    finally:
+        if sharded:
+            torch.distributed.destroy_process_group()
 
 
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
@@ -131,11 +134,11 @@ CHECKPOINTED = {"gradient_checkpointing": True}
 MASKED = {**PACKED, "attn_implementation": "sdpa"}
 KINDS: dict[str, dict[str, Any]] = {
     "packed": MASKED,
-    # On a CPU attention by sample isn't compiled: it parts the graph of a layer, which all layers and lengths share.
-    # Where layers are checkpointed too, torch compiles nothing of them, so those kinds below take sdpa.
-    "packed, by sample": PACKED,
+    # On a CPU, packed rows run with attention "varlen" by default, which isn't compiled and breaks a layer's graph in
+    # two. Layers that are checkpointed too would not be compiled at all, so all kinds below use sdpa.
+    "packed, varlen": PACKED,
     "padded, checkpointed": CHECKPOINTED,
-    "align": {"stage": "align", "vision_learning_rate": None},
+    "align": {"stage": "align", "vision_learning_rate": None},  # None takes a field of INSTRUCT out of the recipe
     "adapters": {**ADAPT, **CHECKPOINTED},
     "key adapters": {**ADAPT, "key_adapter_rank": 4},
     "4 bits": {**ADAPT, **CHECKPOINTED, "load_in_4bit": True},
@@ -152,18 +155,19 @@ def test_a_compiled_run_logs_what_an_eager_one_does(
     composed: Callable[..., Path], data: Path, tmp_path: Path, kind: str
 ) -> None:
     fields = {**INSTRUCT, **COMPILED, **KINDS[kind], "dataset_name": str(data), "logging_steps": 1}
-    parts = {name: fields.pop(name) for name in ("text", "key_adapter_rank") if name in fields}
-    fields["model_name_or_path"] = str(composed(**parts))
     fields |= {"eval_dataset_name": str(data), "eval_strategy": "steps", "eval_steps": 4}
-    eager, compiled = tmp_path / "eager", tmp_path / "compiled"
-    run(
-        tmp_path,
-        **{**fields, "torch_compile": None, "torch_compile_backend": None},
-        output_dir=str(eager),
-    )
-    assert not counters["stats"]
+    # These two are no recipe fields, but say which model the run starts from.
+    model_options = {name: fields.pop(name) for name in ("text", "key_adapter_rank") if name in fields}
+    fields["model_name_or_path"] = str(composed(**model_options))
+
+    eager = tmp_path / "eager"
+    eager_fields = {**fields, "torch_compile": None, "torch_compile_backend": None}
+    run(tmp_path, **eager_fields, output_dir=str(eager))
+    assert not counters["stats"]  # nothing was compiled
+
+    compiled = tmp_path / "compiled"
     run(tmp_path, **fields, output_dir=str(compiled))
-    most_graphs = 7 if kind == "packed, by sample" else 2  # with and without a mask
+    most_graphs = 7 if kind == "packed, varlen" else 2  # one with a mask and one without
     assert 1 <= counters["stats"]["unique_graphs"] <= most_graphs
 
     for line, expected in zip(read_metrics(compiled), read_metrics(eager), strict=True):
@@ -171,26 +175,32 @@ def test_a_compiled_run_logs_what_an_eager_one_does(
         for name in expected:
             if not name.endswith(("runtime", "_per_second")):
                 assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
-    files = {path.name for path in compiled.iterdir()}
-    assert files == {path.name for path in eager.iterdir()}
+
+    # The compiled run saves the same files, and weights under their own names.
+    assert {path.name for path in compiled.iterdir()} == {path.name for path in eager.iterdir()}
     loaded = AutoModelForImageTextToText.from_pretrained(compiled)
     assert not any("_orig_mod" in name for name in loaded.state_dict())
     assert Run.read(compiled).arguments["torch_compile"]
 
 
 @pytest.mark.slow
-def test_runs_go_on_compiled_or_not(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+def test_a_run_can_be_resumed_with_and_without_compiling(
+    composed: Callable[..., Path], data: Path, tmp_path: Path
+) -> None:
     fields = {**INSTRUCT, **MASKED, "model_name_or_path": str(composed()), "dataset_name": str(data), "save_steps": 4}
     settings: dict[str, dict[str, Any]] = {"eager": {}, "compiled": COMPILED}
     for name, setting in settings.items():
         run(tmp_path, **fields, **setting, output_dir=str(tmp_path / name))
+
     for before, after in (("eager", "compiled"), ("compiled", "eager"), ("compiled", "compiled")):
         out = tmp_path / f"{before}, then {after}"
         shutil.copytree(tmp_path / before / "checkpoint-4", out / "checkpoint-4")
-        more = {**fields, **settings[after], "output_dir": str(out), "resume_from_checkpoint": True}
+        resumed = {**fields, **settings[after], "output_dir": str(out), "resume_from_checkpoint": True}
         if before != after:
-            with pytest.raises(ValueError, match=f"torch_compile: {before == 'compiled'} before"):
-                run(tmp_path, **more)
-        run(tmp_path, **more, resume_changed=before != after)
-        # aot_eager runs the same operators, so that nothing is rounded differently.
+            # A changed setting is refused unless the run says that it may change.
+            was_compiled = before == "compiled"
+            with pytest.raises(ValueError, match=f"torch_compile: {was_compiled} before"):
+                run(tmp_path, **resumed)
+        run(tmp_path, **resumed, resume_changed=before != after)
+        # No weight differs from the eager run's: aot_eager runs the same operators, and so rounds in the same way.
         assert changed_weights(tmp_path / "eager", out) == set()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from test_distributed import TWO, launch
+from test_distributed import TWO_PROCESSES, launch
 from torch import nn
 from transformers import AutoProcessor
 
@@ -204,7 +204,7 @@ def test_two_processes_measure_the_same_losses_as_one(
     launch(tmp_path, "--cpu", **settings, output_dir=str(one))
     if not packing:
         settings["per_device_eval_batch_size"] = 1
-    launch(tmp_path, *TWO, **settings, output_dir=str(two))
+    launch(tmp_path, *TWO_PROCESSES, **settings, output_dir=str(two))
 
     assert len(read_evaluations(two)) == 2
     for line, expected in zip(read_evaluations(two), read_evaluations(one), strict=True):

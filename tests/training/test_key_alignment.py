@@ -1,4 +1,4 @@
-"""Losses on keys: the formulas, which keys and tokens they are of, and runs that are trained with them."""
+"""Losses on keys follow their formulas, take the right keys and tokens, and train a run's key adapters."""
 
 import json
 from collections.abc import Callable
@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_distributed import launch
+from test_distributed import TWO_PROCESSES, launch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 
 peft = pytest.importorskip("peft")
 
-from modeling_normllava import NormLlavaForConditionalGeneration  # noqa: E402
-from modeling_normllava import NormLlavaKeyAdapterForConditionalGeneration as Adapted  # noqa: E402
+from modeling_normllava import (  # noqa: E402
+    NormLlavaForConditionalGeneration,
+    NormLlavaKeyAdapterForConditionalGeneration,
+)
 from script_runs import PACKED, collate, read_metrics, run  # noqa: E402
 from training.adapters import add_adapters  # noqa: E402
 from training.add_key_adapters import add_key_adapters  # noqa: E402
@@ -30,45 +32,70 @@ ADAPT: dict[str, Any] = {"stage": "adapt", "lora_r": 4, "lora_alpha": 8, "learni
 
 
 def plain_mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-    """The U-statistic, pair by pair, with exp(-|x - y|² / (s σ²))."""
+    """The mean over heads of MMD², summed pair by pair, with kernels exp(-|x - y|² / (s σ²))."""
+
+    def mean_over_pairs(kernel: torch.Tensor) -> torch.Tensor:
+        num_tokens = len(kernel)
+        total = torch.zeros((), dtype=kernel.dtype)
+        for i in range(num_tokens):
+            for j in range(num_tokens):
+                if i != j:
+                    total = total + kernel[i, j]
+        return total / (num_tokens * (num_tokens - 1))
+
     heads = []
-    for v, t in zip(visual, text, strict=True):
-        both, (n, m) = torch.cat([v, t]), (len(v), len(t))
-        distances = (both[:, None] - both[None]).square().sum(-1)
-        scale = (distances.sum() / ((n + m) * (n + m - 1))).detach()
-        kernel = sum(torch.exp(-distances / (s * scale)) for s in BANDWIDTHS) / len(BANDWIDTHS)
-        vv = sum(kernel[i, j] for i in range(n) for j in range(n) if i != j) / (n * (n - 1))
-        tt = sum(kernel[n + i, n + j] for i in range(m) for j in range(m) if i != j) / (m * (m - 1))
-        heads.append(vv + tt - 2 * kernel[:n, n:].mean())
+    for visual_keys, text_keys in zip(visual, text, strict=True):
+        keys = torch.cat([visual_keys, text_keys])
+        squared_distances = (keys[:, None] - keys[None]).square().sum(-1)
+        scale = mean_over_pairs(squared_distances).detach()
+        kernel = sum(torch.exp(-squared_distances / (s * scale)) for s in BANDWIDTHS) / len(BANDWIDTHS)
+
+        num_visual = len(visual_keys)
+        within_visual = mean_over_pairs(kernel[:num_visual, :num_visual])
+        within_text = mean_over_pairs(kernel[num_visual:, num_visual:])
+        across = kernel[:num_visual, num_visual:].mean()
+        heads.append(within_visual + within_text - 2 * across)
     return torch.stack(heads).mean()
 
 
 def plain_gram(keys: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """|G - G_ref|²_F / n² of cosines between centred keys."""
+    """The mean over heads of |G - G_ref|²_F / n², where G and G_ref are cosines between centred keys."""
+
+    def cosines(keys_of_head: torch.Tensor) -> torch.Tensor:
+        centred = keys_of_head - keys_of_head.mean(0)
+        return torch.cosine_similarity(centred[:, None], centred[None], dim=-1)
+
     heads = []
-    for of_head in zip(keys, reference, strict=True):
-        k, r = (states - states.mean(0) for states in of_head)
-        cosines = [torch.nn.functional.cosine_similarity(s[:, None], s[None], dim=-1) for s in (k, r)]
-        heads.append((cosines[0] - cosines[1]).square().sum() / len(k) ** 2)
+    for head_keys, head_reference in zip(keys, reference, strict=True):
+        difference = cosines(head_keys) - cosines(head_reference)
+        heads.append(difference.square().sum() / len(head_keys) ** 2)
     return torch.stack(heads).mean()
 
 
 def test_losses_and_gradients_are_the_formulas() -> None:
     generator = torch.Generator().manual_seed(0)
-    visual, text, reference = (
-        torch.randn(3, n, 4, dtype=torch.double, generator=generator).requires_grad_() for n in (7, 5, 7)
-    )
-    for found, expected, leaves in (
-        (mmd(visual, text + 0.7), plain_mmd(visual, text + 0.7), (visual, text)),
+
+    def random_keys(num_tokens: int) -> torch.Tensor:
+        return torch.randn(3, num_tokens, 4, dtype=torch.double, generator=generator).requires_grad_()
+
+    visual = random_keys(7)
+    text = random_keys(5)
+    reference = random_keys(7)
+    shifted_text = text + 0.7  # so that the MMD is not about 0
+    for loss, expected_loss, inputs in (
+        (mmd(visual, shifted_text), plain_mmd(visual, shifted_text), (visual, text)),
         (gram_distance(visual, reference), plain_gram(visual, reference), (visual, reference)),
     ):
-        assert found.item() == pytest.approx(expected.item(), abs=1e-12)
-        for ours, plain in zip(torch.autograd.grad(found, leaves), torch.autograd.grad(expected, leaves), strict=True):
-            assert plain.abs().max() > 1e-3
-            torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-12)
+        assert loss.item() == pytest.approx(expected_loss.item(), abs=1e-12)
+        # `text` leads to both losses through the same shift, which the second backward pass needs again.
+        gradients = torch.autograd.grad(loss, inputs, retain_graph=True)
+        expected_gradients = torch.autograd.grad(expected_loss, inputs)
+        for gradient, expected in zip(gradients, expected_gradients, strict=True):
+            assert expected.abs().max() > 1e-3
+            torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_loss_of_which_the_gradient_alone_is_taken_changes_no_figure() -> None:
+def test_a_loss_that_gives_its_gradient_alone_does_not_change_the_value() -> None:
     weight = torch.tensor(3.0, requires_grad=True)
     loss = 1.5 * weight + gradient_alone(weight.square())
     assert loss.item() == 4.5
@@ -77,32 +104,36 @@ def test_a_loss_of_which_the_gradient_alone_is_taken_changes_no_figure() -> None
 
 
 class Batch:
-    """A padded or packed batch of rows, and where its visual and text tokens are."""
+    """A padded or packed batch of rows with and without pictures, and masks of its visual and text tokens."""
 
     def __init__(self, folder: Path, data: Path, packed: bool, pictures: tuple[int, ...] = (7, 8)) -> None:
         processor = AutoProcessor.from_pretrained(folder)
-        rows: list[dict[str, Any]] = [
-            {"images": [str(data.parent / f"{n}.png")], "source": "row",
-             "conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"number {n}"}]}
-            for n in pictures
-        ]  # fmt: skip
+        rows: list[dict[str, Any]] = []
+        for number in pictures:
+            turns = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": f"number {number}"}]
+            images = [str(data.parent / f"{number}.png")]
+            rows.append({"images": images, "source": "row", "conversations": turns})
         turns = [{"from": "human", "value": "Say."}, {"from": "gpt", "value": "something much longer than that"}]
         rows.append({"images": [], "source": "row", "conversations": turns})
-        self.inputs = {**collate(folder, rows, packed), "use_cache": False}
-        ids = self.inputs["input_ids"]
-        special = torch.isin(ids, torch.tensor(processor.tokenizer.all_special_ids))  # padding, BOS, delimiters
-        self.visual = (ids == processor.image_token_id) if pictures else torch.zeros_like(special)
-        self.text = ~special & (ids != processor.image_token_id)
-        assert special.any()
+        self.inputs = collate(folder, rows, packed)
+        self.inputs["use_cache"] = False
+
+        input_ids = self.inputs["input_ids"]
+        is_image_token = input_ids == processor.image_token_id
+        is_special = torch.isin(input_ids, torch.tensor(processor.tokenizer.all_special_ids))
+        assert is_special.any()  # padding, BOS and delimiters, which are not text tokens
+        self.text = ~is_special & ~is_image_token
+        # Without pictures, image tokens are those of a blank picture.
+        self.visual = is_image_token if pictures else torch.zeros_like(is_image_token)
 
 
 @pytest.fixture
 def moved_keys(composed: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """Folder of a model whose key adapters are not at their start, where some gradients are 0, without dropout."""
+    """Saves a model whose key adapters are not at their start, where some of their gradients would be 0."""
 
     def folder(text: str = "qwen2") -> Path:
         model = NormLlavaForConditionalGeneration.from_pretrained(composed(text=text))
-        model = add_key_adapters(model, 4, alpha=8, dropout=0.0)
+        model = add_key_adapters(model, 4, alpha=8, dropout=0.0)  # dropout would make passes differ
         generator = torch.Generator().manual_seed(0)
         for name, parameter in model.named_parameters():
             if name.endswith("key_adapter.up"):
@@ -114,37 +145,54 @@ def moved_keys(composed: Callable[..., Path], tmp_path: Path) -> Callable[..., P
     return folder
 
 
-def watch(folder: Path) -> tuple[NormLlavaForConditionalGeneration, KeyAlignment]:
-    """A model in float64 with LoRA, in training mode, and what watches it."""
-    model = Adapted.from_pretrained(folder, attn_implementation="sdpa").double()
+MMD_WEIGHT = 0.3
+GRAM_WEIGHT = 0.7
+
+
+def load_with_alignment(folder: Path) -> tuple[NormLlavaForConditionalGeneration, KeyAlignment]:
+    """A model in float64 with LoRA, in training mode, and the losses on its keys."""
+    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(folder, attn_implementation="sdpa").double()
     add_adapters(model, rank=2, alpha=4)
-    return model.train(), KeyAlignment(model, AutoProcessor.from_pretrained(folder), 0.3, 0.7)
+    processor = AutoProcessor.from_pretrained(folder)
+    return model.train(), KeyAlignment(model, processor, mmd_weight=MMD_WEIGHT, gram_weight=GRAM_WEIGHT)
 
 
 def plain_penalty(model: NormLlavaForConditionalGeneration, batch: Batch, with_norm: bool = False) -> torch.Tensor:
-    """By formula, from what each `k_proj` is given and returns in a pass of its own."""
+    """The penalty by its formula, from the inputs and outputs of each `k_proj` in a forward pass of its own.
+
+    `with_norm` says whether attention normalizes its keys.
+    """
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record_call(module: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        calls.append((args[0], output))
+
     attentions = [layer.self_attn for layer in model.model.language_model.layers]
-    hooks = [
-        attention.k_proj.register_forward_hook(lambda module, args, output: calls.append((args[0], output)))
-        for attention in attentions
-    ]
+    hooks = [attention.k_proj.register_forward_hook(record_call) for attention in attentions]
     model(**batch.inputs)
     for hook in hooks:
         hook.remove()
+
     total = torch.zeros((), dtype=torch.double)
-    for attention, (states, keys) in zip(attentions, calls, strict=True):
-        base = attention.k_proj.base
-        reference = (states.detach() @ base.weight.T + (0 if base.bias is None else base.bias)).detach()
-        of = {}
-        for name, mask in (("visual", batch.visual), ("text", batch.text)):
-            for kind, made in (("keys", keys), ("reference", reference)):
-                heads = made[mask].unflatten(-1, (-1, attention.head_dim))
-                heads = attention.k_norm(heads) if with_norm else heads
-                of[name, kind] = heads.transpose(0, 1)
-        grams = [plain_gram(of[name, "keys"], of[name, "reference"].detach()) for name in ("visual", "text")]
-        total = total + 0.3 * plain_mmd(of["visual", "keys"], of["text", "keys"]) + 0.7 * sum(grams) / 2
+    for attention, (hidden_states, keys) in zip(attentions, calls, strict=True):
+        with torch.no_grad():
+            reference = attention.k_proj.base(hidden_states)
+            visual_reference = keys_by_head(reference[batch.visual], attention, with_norm)
+            text_reference = keys_by_head(reference[batch.text], attention, with_norm)
+        visual = keys_by_head(keys[batch.visual], attention, with_norm)
+        text = keys_by_head(keys[batch.text], attention, with_norm)
+        visual_gram = plain_gram(visual, visual_reference)
+        text_gram = plain_gram(text, text_reference)
+        total = total + MMD_WEIGHT * plain_mmd(visual, text) + GRAM_WEIGHT * (visual_gram + text_gram) / 2
     return total / len(attentions)
+
+
+def keys_by_head(keys: torch.Tensor, attention: Any, with_norm: bool) -> torch.Tensor:
+    """From the output of `k_proj`, `(num_tokens, num_heads * head_dim)`, to `(num_heads, num_tokens, head_dim)`."""
+    heads = keys.unflatten(-1, (-1, attention.head_dim))
+    if with_norm:
+        heads = attention.k_norm(heads)
+    return heads.transpose(0, 1)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed and checkpointed"])
@@ -152,122 +200,162 @@ def plain_penalty(model: NormLlavaForConditionalGeneration, batch: Batch, with_n
 def test_the_penalty_is_the_formulas_on_ordinary_tokens(
     moved_keys: Callable[..., Path], data: Path, text: str, packed: bool
 ) -> None:
-    model, alignment = watch(moved_keys(text))
-    batch = Batch(moved_keys(text), data, packed)
+    folder = moved_keys(text)
+    model, alignment = load_with_alignment(folder)
+    batch = Batch(folder, data, packed)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if packed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
+
     model(**batch.inputs)
-    found = alignment.penalty()
-    gradients = torch.autograd.grad(found, trained, allow_unused=True)
+    penalty = alignment.penalty()
+    gradients = torch.autograd.grad(penalty, trained, allow_unused=True)
+
     model.gradient_checkpointing_disable()
-    expected = plain_penalty(model, batch, with_norm=text == "gemma3")
-    logs = alignment.collect(lambda sums: sums)  # measures without their weights
-    assert 0.3 * logs["key_mmd"] + 0.7 * logs["key_gram"] == pytest.approx(expected.item(), rel=1e-9)
-    assert alignment.collect(lambda sums: sums) == {}
-    assert found.dtype == torch.double  # float32 where the model is of less
-    assert found.item() == pytest.approx(expected.item(), rel=1e-9)
-    assert sum(gradient is not None and bool(gradient.any()) for gradient in gradients) > 10
-    for ours, plain in zip(gradients, torch.autograd.grad(expected, trained, allow_unused=True), strict=True):
-        if plain is None:
-            assert ours is None or not ours.any()
+    expected_penalty = plain_penalty(model, batch, with_norm=text == "gemma3")
+    expected_gradients = torch.autograd.grad(expected_penalty, trained, allow_unused=True)
+
+    assert penalty.dtype == torch.double
+    assert penalty.item() == pytest.approx(expected_penalty.item(), rel=1e-9)
+    with_gradient = [gradient for gradient in gradients if gradient is not None and gradient.any()]
+    assert len(with_gradient) > 10
+    tolerance = 1e-6 if text == "gemma3" else 1e-12  # Gemma's norms compute in float32
+    for gradient, expected in zip(gradients, expected_gradients, strict=True):
+        if expected is None:
+            assert gradient is None or not gradient.any()
         else:
-            rounding = 1e-6 if text == "gemma3" else 1e-12  # its norms are in float32
-            torch.testing.assert_close(ours, plain, rtol=1e-6, atol=rounding)
+            torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=tolerance)
+
+    # The two losses are logged without their weights, and only once.
+    logs = alignment.collect(lambda sums: sums)
+    weighted_sum = MMD_WEIGHT * logs["key_mmd"] + GRAM_WEIGHT * logs["key_gram"]
+    assert weighted_sum == pytest.approx(expected_penalty.item(), rel=1e-9)
+    assert alignment.collect(lambda sums: sums) == {}
 
 
 def test_sinks_stay_out(moved_keys: Callable[..., Path], data: Path) -> None:
-    model, alignment = watch(moved_keys())
-    batch = Batch(moved_keys(), data, packed=False)
-    sink = int(batch.inputs["input_ids"][2][batch.text[2]][3])
-    model.get_input_embeddings().weight.data[sink] *= 1000
-    batch.text &= batch.inputs["input_ids"] != sink
+    folder = moved_keys()
+    model, alignment = load_with_alignment(folder)
+    batch = Batch(folder, data, packed=False)
+    # A text token of the last row becomes a sink by a large embedding.
+    text_ids = batch.inputs["input_ids"][2][batch.text[2]]
+    sink_id = int(text_ids[3])
+    model.get_input_embeddings().weight.data[sink_id] *= 1000
+    batch.text &= batch.inputs["input_ids"] != sink_id
     model(**batch.inputs)
     assert alignment.penalty().item() == pytest.approx(plain_penalty(model, batch).item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_a_batch_without_pictures_adds_nothing(moved_keys: Callable[..., Path], data: Path, packed: bool) -> None:
-    model, alignment = watch(moved_keys())
-    model(**Batch(moved_keys(), data, packed, pictures=()).inputs)  # with a blank picture
+    folder = moved_keys()
+    model, alignment = load_with_alignment(folder)
+    batch_without_pictures = Batch(folder, data, packed, pictures=())
+    model(**batch_without_pictures.inputs)
     assert alignment.penalty().item() == 0
-    model.eval()(**Batch(moved_keys(), data, packed).inputs)
+
+    # Nor does a pass in eval mode.
+    model.eval()
+    model(**Batch(folder, data, packed).inputs)
     assert alignment.penalty().item() == 0
     assert alignment.collect(lambda sums: sums) == {}
 
 
 @pytest.fixture
 def same_rows(data: Path) -> Path:
-    """Sixteen times the same row."""
-    rows = [row for row in json.loads(data.read_text()) if row["id"] == 7] * 16
-    (data.parent / "same.json").write_text(json.dumps(rows))
-    return data.parent / "same.json"
+    """A file that has the same row sixteen times."""
+    (row,) = [row for row in json.loads(data.read_text()) if row["id"] == 7]
+    path = data.parent / "same.json"
+    path.write_text(json.dumps([row] * 16))
+    return path
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_accumulation_and_processes_change_nothing(
-    moved_keys: Callable[..., Path], same_rows: Path, tmp_path: Path, processes: int
+    moved_keys: Callable[..., Path],
+    same_rows: Path,
+    tmp_path: Path,
+    num_processes: int,
 ) -> None:
-    # Every pass has the same rows, so the mean over passes is that of one.
+    """All passes have the same rows, so a step's mean over two passes is equal to the mean of one pass.
+
+    The second run takes the two passes of a step one after the other, or in two processes.
+    """
     fields = {**ADAPT, "model_name_or_path": str(moved_keys()), "dataset_name": str(same_rows), "max_steps": 2}
     fields |= {"key_mmd_weight": 30.0, "key_gram_weight": 3.0, "optim": "sgd", "learning_rate": 0.1}
     fields |= {"max_grad_norm": 0, "per_device_train_batch_size": 2, "logging_steps": 1}
-    run(tmp_path, **fields, global_batch_size=2, output_dir=str(tmp_path / "one"))
-    fields |= {"global_batch_size": 4, "output_dir": str(tmp_path / "more")}
-    if processes == 1:
+    one_pass = tmp_path / "one pass"
+    two_passes = tmp_path / "two passes"
+    run(tmp_path, **fields, global_batch_size=2, output_dir=str(one_pass))
+    fields |= {"global_batch_size": 4, "output_dir": str(two_passes)}
+    if num_processes == 1:
         run(tmp_path, **fields)
     else:
-        launch(tmp_path, "--config_file", "training/accelerate/cpu_ddp.yaml", **fields)
-    one, more = ([line for line in read_metrics(tmp_path / name) if "loss" in line] for name in ("one", "more"))
-    for line, expected in zip(more, one, strict=True):
-        names = [name for name in expected if name.startswith(("loss", "grad_norm", "key_"))]
-        assert {name: line[name] for name in names} == pytest.approx(
-            {name: expected[name] for name in names}, rel=1e-4
-        )
-    adapter = load_file(tmp_path / "one" / "adapter_model.safetensors")
-    for name, tensor in load_file(tmp_path / "more" / "adapter_model.safetensors").items():
-        torch.testing.assert_close(tensor, adapter[name], rtol=1e-4, atol=1e-6, msg=name)
+        launch(tmp_path, *TWO_PROCESSES, **fields)
+
+    expected_steps = [line for line in read_metrics(one_pass) if "loss" in line]
+    steps = [line for line in read_metrics(two_passes) if "loss" in line]
+    for step, expected in zip(steps, expected_steps, strict=True):
+        for name in expected:
+            if name.startswith(("loss", "grad_norm", "key_")):
+                assert step[name] == pytest.approx(expected[name], rel=1e-4), name
+
+    expected_weights = load_file(one_pass / "adapter_model.safetensors")
+    weights = load_file(two_passes / "adapter_model.safetensors")
+    assert weights.keys() == expected_weights.keys()
+    for name, expected_weight in expected_weights.items():
+        torch.testing.assert_close(weights[name], expected_weight, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["padded", "packed"])
 def test_a_run_moves_keys_reloads_and_merges(
     composed: Callable[..., Path], data: Path, tmp_path: Path, packing: dict[str, Any]
 ) -> None:
-    fields = {**ADAPT, **packing, "model_name_or_path": str(composed(key_adapter_rank=4)), "dataset_name": str(data)}
+    folder = composed(key_adapter_rank=4)
+    fields = {**ADAPT, **packing, "model_name_or_path": str(folder), "dataset_name": str(data)}
     fields |= {"num_train_epochs": 4, "key_mmd_weight": 2.0, "key_gram_weight": 0.1, "logging_steps": 4}
     fields["gradient_checkpointing"] = bool(packing)
     run(tmp_path, **fields, output_dir=str(tmp_path / "adapter"))
-    lines = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
-    assert lines[-1]["key_mmd"] < 0.5 * lines[0]["key_mmd"]
-    assert lines[-1]["key_gram"] > 0
+    steps = [line for line in read_metrics(tmp_path / "adapter") if "loss" in line]
+    assert steps[-1]["key_mmd"] < 0.5 * steps[0]["key_mmd"]
+    assert steps[-1]["key_gram"] > 0
+
+    # Key adapters are saved with all their weights, and `k_proj` has no LoRA beside them.
     saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
-    assert {name.rsplit(".", 1)[-1] for name in saved if ".key_adapter." in name} == {
-        "down", "up", "gate_weight", "gate_bias"
-    }  # fmt: skip
+    key_adapter_weights = {name.rsplit(".", 1)[-1] for name in saved if ".key_adapter." in name}
+    assert key_adapter_weights == {"down", "up", "gate_weight", "gate_bias"}
     assert not any("k_proj" in name and "lora_" in name for name in saved)
 
+    # The merged model and the adapter, each loaded from its folder, give the same logits as the trained model.
     merged = merge(tmp_path / "adapter").eval()
     assert not any("lora" in name or "modules_to_save" in name for name, _ in merged.named_parameters())
     merged.save_pretrained(tmp_path / "merged")
-    inputs = Batch(composed(key_adapter_rank=4), data, packed=False).inputs
-    base = Adapted.from_pretrained(composed(key_adapter_rank=4), dtype=torch.float32)
+    inputs = Batch(folder, data, packed=False).inputs
+    base = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    trained = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
     with torch.no_grad():
-        expected = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()(**inputs).logits
-        again = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
-        torch.testing.assert_close(again(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
-        adapted = AutoModelForImageTextToText.from_pretrained(tmp_path / "adapter").eval()
-        torch.testing.assert_close(adapted(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
+        expected_logits = trained(**inputs).logits
+        for name in ("merged", "adapter"):
+            loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / name).eval()
+            torch.testing.assert_close(loaded(**inputs).logits, expected_logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", Stage)
-def test_what_a_stage_trains_of_key_adapters(composed: Callable[..., Path], stage: Stage) -> None:
-    model = Adapted.from_pretrained(composed(key_adapter_rank=4))
+def test_which_stages_train_key_adapters(composed: Callable[..., Path], stage: Stage) -> None:
+    model = NormLlavaKeyAdapterForConditionalGeneration.from_pretrained(composed(key_adapter_rank=4))
     if stage is Stage.ADAPT:
         add_adapters(model, rank=2, alpha=4)
-    prepare_stage(model, stage, LearningRates(1e-3, 1e-4, 1e-5))
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    of_keys = {name for name, _ in model.named_parameters() if ".key_adapter." in name}
-    assert of_keys & trained == {name for name in of_keys if ".original_module." not in name and stage != Stage.ALIGN}
-    assert any(".original_module." in name for name in of_keys) == (stage is Stage.ADAPT)
-    assert not any("k_proj.base" in name for name in trained) or stage is Stage.INSTRUCT
+    prepare_stage(model, stage, LearningRates(common=1e-3, vision=1e-4, norm=1e-5))
+
+    num_originals = 0
+    for name, parameter in model.named_parameters():
+        if ".original_module." in name:
+            num_originals += 1
+            assert not parameter.requires_grad, name
+        elif ".key_adapter." in name:
+            assert parameter.requires_grad == (stage is not Stage.ALIGN), name
+        elif "k_proj.base" in name:
+            assert parameter.requires_grad == (stage is Stage.INSTRUCT), name
+    # With LoRA, PEFT trains a copy of each key adapter and keeps the original.
+    assert (num_originals > 0) == (stage is Stage.ADAPT)

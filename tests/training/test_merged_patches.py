@@ -1,4 +1,4 @@
-"""Models whose neighbouring patches are merged: composed, loaded as a stranger loads them, and trained."""
+"""Models that join neighbouring patches into one image token can be composed, loaded from a folder and aligned."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +23,7 @@ QUESTION = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "te
 def merged(
     request: pytest.FixtureRequest, backbones: Callable[[str], Path]
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
-    """A model that makes one image token of 2 x 2 patches; CLIP's class token comes before them."""
+    """A model that makes one image token of 2 x 2 patches. CLIP also has a class token, which is left out."""
     return compose(str(backbones(request.param)), str(backbones("qwen2")), spatial_merge_size=2)
 
 
@@ -33,14 +33,16 @@ def test_a_picture_becomes_a_quarter_as_many_tokens(
     model, processor = merged
     prompt = processor.apply_chat_template(QUESTION, add_generation_prompt=True)
     inputs = processor(images=[picture], text=prompt, return_tensors="pt")
-    assert (inputs["input_ids"] == model.config.image_token_id).sum() == model.config.image_seq_length == 1
-    assert RowTokenizer(processor, processor.chat_template).tokens_per_image == 1  # what training counts
+    # The processor, the config and training count one image token for the picture's four patches.
+    assert (inputs["input_ids"] == model.config.image_token_id).sum() == 1
+    assert model.config.image_seq_length == 1
+    assert RowTokenizer(processor, processor.chat_template).tokens_per_image == 1
 
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)
 
 
-def test_a_stranger_loads_it(
+def test_a_saved_model_loads_by_auto_classes(
     merged: tuple[NormLlavaForConditionalGeneration, LlavaProcessor], picture: Image.Image, tmp_path: Path
 ) -> None:
     model, processor = merged
@@ -50,26 +52,35 @@ def test_a_stranger_loads_it(
     loaded_processor = AutoProcessor.from_pretrained(tmp_path, trust_remote_code=True)
 
     prompt = processor.apply_chat_template(QUESTION, add_generation_prompt=True)
-    inputs = loaded_processor(images=[picture], text=prompt, return_tensors="pt")
-    assert inputs["input_ids"].equal(processor(images=[picture], text=prompt, return_tensors="pt")["input_ids"])
+    inputs = processor(images=[picture], text=prompt, return_tensors="pt")
+    loaded_inputs = loaded_processor(images=[picture], text=prompt, return_tensors="pt")
+    assert torch.equal(loaded_inputs["input_ids"], inputs["input_ids"])
     with torch.no_grad():
-        torch.testing.assert_close(loaded(**inputs).logits, model.eval()(**inputs).logits, rtol=1e-5, atol=1e-6)
-        generated = loaded.generate(**inputs, max_new_tokens=3)
+        expected_logits = model.eval()(**inputs).logits
+        logits = loaded(**loaded_inputs).logits
+        generated = loaded.generate(**loaded_inputs, max_new_tokens=3)
+    torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-6)
     assert generated.shape[1] > inputs["input_ids"].shape[1]
 
 
-def test_its_projector_can_be_aligned(backbones: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_projector_can_be_aligned(backbones: Callable[[str], Path], tmp_path: Path) -> None:
     model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")), spatial_merge_size=2)
-    before = model.model.multi_modal_projector.linear_1.weight.clone()
+    weight_before = model.model.multi_modal_projector.linear_1.weight.clone()
+    assert weight_before.shape == (32, 4 * 24)  # its input is four patches of width 24
+
     rows = []
-    for number, caption in enumerate(("black", "white")):
-        Image.new("RGB", (28, 28), caption).save(tmp_path / f"{caption}.png")
-        turns = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": caption}]
-        row = {"image": f"{caption}.png", "image_folder": str(tmp_path), "conversations": turns}
-        rows.append({**row, "source": f"row {number}"})
+    for colour in ("black", "white"):
+        Image.new("RGB", (28, 28), colour).save(tmp_path / f"{colour}.png")
+        rows.append(
+            {
+                "image": f"{colour}.png",
+                "image_folder": str(tmp_path),
+                "conversations": [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": colour}],
+                "source": f"row {colour}",
+            }
+        )
     align(model, processor, Dataset.from_list(rows), seed=0, steps=2)
-    assert before.shape == (32, 4 * 24)
-    assert not torch.equal(model.model.multi_modal_projector.linear_1.weight, before)
+    assert not torch.equal(model.model.multi_modal_projector.linear_1.weight, weight_before)
 
 
 def test_squares_that_do_not_fill_the_picture_are_refused(backbones: Callable[[str], Path]) -> None:

@@ -1,5 +1,6 @@
-"""Packed rows: the same training as padded ones, nothing lost, rows even and within their limit."""
+"""Packed rows train as padded rows do, contain every sample once, and are within their limit."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,48 +30,55 @@ from training.collator import VisionLanguageCollator
 from training.monitor import InterfaceMonitor
 
 
+# The number of pictures of each row.
 NUM_IMAGES = [1, 0, 2, 1, 0]
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
-    """Rows with one picture, two and none, of different lengths."""
+    """Five rows of different lengths: two without pictures, two with one picture, and one with two pictures."""
     rows = []
     for number, num_images in enumerate(NUM_IMAGES):
-        paths = [str(tmp_path / f"{number}-{image}.png") for image in range(num_images)]
-        for image, path in enumerate(paths):
+        paths = []
+        for image in range(num_images):
+            path = tmp_path / f"{number}-{image}.png"
             Image.effect_noise((28, 28), 40 + 20 * number + image).convert("RGB").save(path)
-        turns = [
-            {"from": "human", "value": "<image>\n" * num_images + "What" + " really" * number + "?"},
-            {"from": "gpt", "value": f"answer {number}" + " and more" * (5 - number)},
-        ]
+            paths.append(str(path))
+        question = "<image>\n" * num_images + "What" + " really" * number + "?"
+        answer = f"answer {number}" + " and more" * (5 - number)
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
         rows.append({"images": paths, "conversations": turns, "source": f"row {number}"})
     return rows
 
 
-def sizes_of(count: int) -> Dataset:
-    """Sizes of samples, every third of them without pictures."""
+def random_sizes(num_samples: int) -> Dataset:
+    """Lengths of samples from 700 to 3,700, most of them short, and numbers of pictures from 0 to 2."""
     generator = torch.Generator().manual_seed(0)
-    lengths = (700 + 300 * torch.rand(count, generator=generator) ** 4 * 10).long().numpy()
-    return Dataset.from_dict({"length": lengths, "num_images": np.arange(count) % 3})
+    lengths = 700 + 3000 * torch.rand(num_samples, generator=generator) ** 4
+    return Dataset.from_dict({"length": lengths.long().numpy(), "num_images": np.arange(num_samples) % 3})
 
 
-def packed_size(rows: Dataset, members: list[int], blank: int) -> int:
-    """Tokens of a packed row."""
-    chosen = rows.select(members)
-    return sum(chosen["length"]) + blank * (not any(chosen["num_images"]))
+def packed_size(sizes: Dataset, samples: list[int], blank: int) -> int:
+    """Number of tokens of a packed row, with a blank picture if the row has no other."""
+    row = sizes.select(samples)
+    if any(row["num_images"]):
+        return sum(row["length"])
+    return sum(row["length"]) + blank
 
 
-def backward(model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]) -> float:
-    """Backward pass of a loss in float64, which the model's own is not; returns the loss."""
-    labels = inputs["labels"][:, 1:]
-    inputs = {name: value.double() if name == "pixel_values" else value for name, value in inputs.items()}
-    inputs.pop("labels")
-    # As in training: with a cache transformers doesn't look for packed samples.
+def loss_and_gradients(
+    model: NormLlavaForConditionalGeneration, inputs: dict[str, Any]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """A batch's loss, and the gradients. The loss is computed in float64; the model itself would use float32."""
+    inputs = dict(inputs)
+    inputs["pixel_values"] = inputs["pixel_values"].double()
+    next_tokens = inputs.pop("labels")[:, 1:]
+    # As in training, there is no cache: with one, transformers wouldn't look for packed samples.
     logits = model(**inputs, use_cache=False).logits[:, :-1]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
     loss.backward()
-    return loss.item()
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return loss.item(), gradients
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "varlen"])
@@ -82,29 +90,31 @@ def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
 ) -> None:
     folder = composed(text=text, spatial_merge_size=spatial_merge_size)
     set_seed(0)
-    padded = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
-    packed = NormLlavaForConditionalGeneration.from_pretrained(
+    padded_batch = collate(folder, rows)
+    packed_batch = collate(folder, rows, packed=True)
+    assert "attention_mask" not in packed_batch
+    assert packed_batch["input_ids"].shape == (1, padded_batch["attention_mask"].sum())
+
+    # The collator says the same of the samples as transformers finds in their positions.
+    cu_seq_lens, max_lengths = prepare_fa_kwargs_from_position_ids(packed_batch["position_ids"])
+    assert torch.equal(packed_batch["cu_seq_lens_q"], cu_seq_lens[0])
+    assert torch.equal(packed_batch["cu_seq_lens_k"], cu_seq_lens[1])
+    assert (packed_batch["max_length_q"], packed_batch["max_length_k"]) == max_lengths
+
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float64)
+    expected_loss, expected_gradients = loss_and_gradients(model, padded_batch)
+    model = NormLlavaForConditionalGeneration.from_pretrained(
         folder, dtype=torch.float64, attn_implementation={"text_config": attention, "vision_config": "sdpa"}
     )
-    batch, row = collate(folder, rows), collate(folder, rows, packed=True)
-    assert "attention_mask" not in row
-    assert row["input_ids"].shape == (1, batch["attention_mask"].sum())
-    (q, k), longest = prepare_fa_kwargs_from_position_ids(row["position_ids"])  # flash attention reads these alone
-    assert torch.equal(row["cu_seq_lens_q"], q)
-    assert torch.equal(row["cu_seq_lens_k"], k)
-    assert (row["max_length_q"], row["max_length_k"]) == longest
-    losses = [backward(model, inputs) for model, inputs in ((padded, batch), (packed, row))]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)
-    gradients = [
-        {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-        for model in (padded, packed)
-    ]
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        # Root mean square norms are computed in float32 whatever the model's dtype.
-        # A key's bias has no gradient but rounding: the softmax takes it out.
-        error = (gradient - gradients[1][name]).norm()
-        assert error <= 1e-6 * gradient.norm() + 1e-9, f"{name}: {error:.1e} of {gradient.norm():.1e}"
+    loss, gradients = loss_and_gradients(model, packed_batch)
+
+    assert loss == pytest.approx(expected_loss, rel=1e-9)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, expected in expected_gradients.items():
+        # The relative tolerance is for root mean square norms, which compute in float32 whatever the model's dtype.
+        # The absolute one is for a key's bias: the softmax cancels it, so that its gradient is only rounding.
+        error = (gradients[name] - expected).norm()
+        assert error <= 1e-6 * expected.norm() + 1e-9, f"{name}: {error:.1e} of {expected.norm():.1e}"
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -115,21 +125,23 @@ def test_a_blank_picture_is_not_measured(
     model = NormLlavaForConditionalGeneration.from_pretrained(composed()).train()
     monitor = InterfaceMonitor(model, processor)
     monitor.active = True
-    inputs = collate(composed(), [rows[1]], packed)
-    del inputs["labels"]
-    model.model(**inputs, use_cache=False)
-    assert "norm/visual" not in monitor.collect(lambda sums: sums)
-    inputs = collate(composed(), rows, packed)
-    del inputs["labels"]
-    model.model(**inputs, use_cache=False)
-    metrics = monitor.collect(lambda sums: sums)
+
+    def measure(some_rows: list[dict[str, Any]]) -> dict[str, float]:
+        inputs = collate(composed(), some_rows, packed)
+        del inputs["labels"]
+        model.model(**inputs, use_cache=False)
+        return monitor.collect(lambda sums: sums)
+
+    row_without_pictures = rows[1]
+    assert "norm/visual" not in measure([row_without_pictures])
+    metrics = measure(rows)
     target = model.model.multi_modal_projector.norm.weight.norm().item()
     assert metrics["norm/visual"] == pytest.approx(target, rel=0.05)
 
 
 @pytest.mark.parametrize("config", [Lfm2Config(full_attn_idxs=[1]), FalconH1Config(), BioGptConfig()])
 def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedConfig) -> None:
-    """They read the samples before; the loss was off by hundredths, and nothing was said."""
+    """Their tokens would read earlier samples of the row, and training would have a wrong loss without a warning."""
     with pytest.raises(ValueError, match=f"packed_length: the decoder .{config.model_type}. mixes the samples"):
         require_separate_samples(config)
     require_separate_samples(Gemma3TextConfig())
@@ -137,49 +149,67 @@ def test_decoders_that_mix_the_samples_of_a_row_are_refused(config: PreTrainedCo
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
-@pytest.mark.parametrize("count", [64, 67, 79])
+@pytest.mark.parametrize("num_samples", [64, 67, 79])
 def test_every_sample_once_in_an_epoch_and_the_same_steps_on_any_number_of_processes(
-    num_processes: int, count: int
+    num_processes: int, num_samples: int
 ) -> None:
-    rows, lengths = sizes_of(count), np.array(sizes_of(count)["length"])
-    steps = plan_packing(rows, 729, 16, num_processes, [42, 43], 5000)
-    first, second = (packed_batches(lengths, 16, num_processes, steps, seed) for seed in (42, 43))
-    assert sorted(sample for row in first for sample in row) == list(range(count))
-    assert first != second
-    assert all(packed_size(rows, row, 729) <= 5000 for row in (*first, *second) if row)
-    # The samples of a step don't depend on who shares it.
-    alone, width = packed_batches(lengths, 16, 1, 1, 42), steps * num_processes
-    assert len(alone) == -(-count // 16) == -(-len(first) // width)
-    for number, step in enumerate(alone):
-        assert sorted(sample for row in first[number * width :][:width] for sample in row) == sorted(step)
-    # Nor is there a row more than needed.
-    if steps > 1:
-        fewer = packed_batches(lengths, 16, num_processes, steps - 1, 42)
-        fewer += packed_batches(lengths, 16, num_processes, steps - 1, 43)
-        assert any(packed_size(rows, row, 729) > 5000 for row in fewer)
+    sizes = random_sizes(num_samples)
+    lengths = np.array(sizes["length"])
+    samples_per_step, packed_length, blank = 16, 5000, 729
+    accumulation_steps = plan_packing(sizes, blank, samples_per_step, num_processes, [42, 43], packed_length)
+
+    def pack(accumulation_steps: int, seed: int) -> list[list[int]]:
+        return packed_batches(lengths, samples_per_step, num_processes, accumulation_steps, seed)
+
+    def is_too_long(row: list[int]) -> bool:
+        return packed_size(sizes, row, blank) > packed_length
+
+    first_epoch = pack(accumulation_steps, seed=42)
+    second_epoch = pack(accumulation_steps, seed=43)
+    assert sorted(sample for row in first_epoch for sample in row) == list(range(num_samples))
+    assert first_epoch != second_epoch
+    assert not any(is_too_long(row) for row in first_epoch + second_epoch)
+
+    # The samples of an optimizer step don't depend on the number of processes, nor on that of accumulation steps.
+    samples_of_steps = packed_batches(lengths, samples_per_step, num_processes=1, accumulation_steps=1, seed=42)
+    rows_per_step = accumulation_steps * num_processes
+    assert len(samples_of_steps) == math.ceil(num_samples / samples_per_step)
+    assert len(samples_of_steps) == math.ceil(len(first_epoch) / rows_per_step)
+    for number, samples in enumerate(samples_of_steps):
+        rows_of_step = first_epoch[number * rows_per_step : (number + 1) * rows_per_step]
+        assert sorted(sample for row in rows_of_step for sample in row) == sorted(samples)
+
+    # With fewer accumulation steps, some row would be too long.
+    if accumulation_steps > 1:
+        rows = pack(accumulation_steps - 1, seed=42) + pack(accumulation_steps - 1, seed=43)
+        assert any(is_too_long(row) for row in rows)
 
 
 def test_plans_that_cannot_be_met() -> None:
-    def plan(lengths: list[int], samples: int, processes: int, blank: int = 0) -> int:
-        rows = Dataset.from_dict({"length": lengths, "num_images": [0] * len(lengths)})
-        return plan_packing(rows, blank, samples, processes, [42], 800)
+    def plan(lengths: list[int], samples_per_step: int, num_processes: int, blank: int = 0) -> int:
+        sizes = Dataset.from_dict({"length": lengths, "num_images": [0] * len(lengths)})
+        return plan_packing(sizes, blank, samples_per_step, num_processes, seeds=[42], packed_length=800)
 
     with pytest.raises(ValueError, match=r"the longest has 829 .text alone gets a blank picture of 729"):
-        plan([100, 50], 2, 1, blank=729)
+        plan([100, 50], samples_per_step=2, num_processes=1, blank=729)
     with pytest.raises(ValueError, match="samples of a step can't be packed into rows of 800 tokens on 3 process"):
-        plan([500] * 9, 4, 3)
+        plan([500] * 9, samples_per_step=4, num_processes=3)
 
 
 def test_a_packed_row_without_pictures_leaves_room_for_the_blank_one(
     composed: Callable[..., Path], rows: list[dict[str, Any]]
 ) -> None:
-    """4,096 tokens became 4,825."""
     processor = AutoProcessor.from_pretrained(composed())
     tokenize = RowTokenizer(processor, processor.chat_template)
-    tokenized = [tokenize(row) for row in [rows[1], rows[4]] * 3]
-    sizes, blank = Dataset.from_list([{name: row[name] for name in ("length", "num_images")} for row in tokenized]), 4
-    packed_length = sum(sizes["length"][:2]) + 2  # two texts fit only without the blank picture
-    steps = plan_packing(sizes, blank, 6, 1, [0], packed_length)
-    for pack in packed_batches(np.array(sizes["length"]), 6, 1, steps, 0):
-        batch = VisionLanguageCollator(tokenize, packed=True)([tokenized[member] for member in pack])
-        assert batch["input_ids"].shape[1] == packed_size(sizes, pack, blank) <= packed_length
+    samples = [tokenize(row) for row in [rows[1], rows[4]] * 3]  # the rows without pictures
+    lengths = [sample["length"] for sample in samples]
+    sizes = Dataset.from_dict({"length": lengths, "num_images": [0] * 6})
+    blank = tokenize.tokens_per_image
+    packed_length = lengths[0] + lengths[1] + 2
+    assert blank > 2  # so two samples would fit into a row only without the blank picture
+
+    accumulation_steps = plan_packing(sizes, blank, 6, 1, [0], packed_length)
+    for row in packed_batches(np.array(lengths), 6, 1, accumulation_steps, 0):
+        batch = VisionLanguageCollator(tokenize, packed=True)([samples[number] for number in row])
+        assert batch["input_ids"].shape[1] == packed_size(sizes, row, blank)
+        assert batch["input_ids"].shape[1] <= packed_length

@@ -46,7 +46,7 @@ PAPER = (
         task="mmbench_en_dev_static",
         metric="gpt_eval_score",
         scale=100.0,
-        choice="letters read by rules; the judged variant asks a paid model, and guesses where that fails",
+        choice="letters read by rules, not by a paid model, whose failures the benchmark replaces by guesses",
         row_log="answer in each order",
     ),
     Benchmark(
@@ -76,7 +76,7 @@ PAPER = (
         harness="lmms-eval",
         task="ocrbench",
         metric="ocrbench_accuracy",
-        choice="right of 1000, under --limit too",
+        choice="number of right answers divided by 1000, even if --limit asks fewer questions",
     ),
     Benchmark(
         title="ScienceQA",

@@ -23,7 +23,7 @@ from hub_cards.contents import (
     APACHE_TEXT,
     CARD,
     COPIED,
-    PIXELS,
+    PIXELS_FILE,
     PLOT,
     SERVING,
     SETTINGS,
@@ -57,8 +57,9 @@ class BuildOptions:
         widget_data: Rows whose first pictures become examples on the card, with the model's answers.
         text_model: Hub id of the language model, if it was loaded from a folder.
         vision_model: Hub id of the vision encoder, if it was loaded from a folder.
-        license: Identifier of the model's licence, where the licence of a part is not known.
-        base_licence_file: File with the licence's text, if it isn't Apache's.
+        license: Identifier of the model's licence, where the licence of a part is not known. The word is
+            spelled as in the Hub's metadata.
+        base_licence_file: File with the text of the model's licence, if the licence isn't Apache's.
     """
 
     repo_id: str
@@ -135,12 +136,12 @@ def build_release(run: Path, folder: Path, options: BuildOptions) -> None:
     for path in SERVING:
         shutil.copy(path, partial)
     if facts.diagnostics:
-        copy_pixels(run / "diagnostics" / "figures" / Path(PLOT).name, partial / PLOT)
+        copy_picture(run / "diagnostics" / "figures" / Path(PLOT).name, partial / PLOT)
 
     widgets = []
     if options.widget_data is not None:
         widgets = make_widgets(partial, options.widget_data)
-    release = Release(options.repo_id, options.revision, fingerprint(facts.weights.sha256))
+    release = Release(options.repo_id, options.revision, fingerprint(facts.weights.file_hashes))
     release.write(partial)
     card = render_card(facts, licence, prose, release, widgets, line_counts)
     (partial / CARD).write_text(card, encoding="utf-8")
@@ -204,7 +205,8 @@ def read_licence_text(licence: Licence, base_licence_file: Path | None) -> str:
 
 def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
     """Copy the weights, the tokenizer and the settings. The settings lose the names of this machine's folders."""
-    for name in (*facts.weights.sha256, *COPIED):
+    weight_files = list(facts.weights.file_hashes)
+    for name in [*weight_files, *COPIED]:
         if (run / name).exists():
             shutil.copy(run / name, folder)
 
@@ -216,7 +218,7 @@ def copy_checkpoint(run: Path, folder: Path, facts: Facts) -> None:
 
 
 def without_local_names(value: Any) -> Any:
-    """A JSON value without those `name_or_path` fields that hold no Hub id but a folder of this machine."""
+    """A JSON value without the `name_or_path` fields that hold a folder of this machine. Hub ids stay."""
     if isinstance(value, list):
         return [without_local_names(entry) for entry in value]
     if not isinstance(value, dict):
@@ -266,12 +268,14 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
     Raises:
         UserError: if no row is left.
     """
+    # `hub_cards.facts` imports `modeling_normllava`, which registers the model's classes with transformers. So the code
+    # in the folder is not needed.
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     widgets: list[Widget] = []
     for row in load_rows(str(data)):
-        question = first_question(row)
-        if question is None or len(row_images(row)) != 1:
+        question = read_question(row)
+        if not question or len(row_images(row)) != 1:
             continue
 
         (picture,) = open_images(row)
@@ -291,15 +295,15 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
     return widgets
 
 
-def first_question(row: dict[str, Any]) -> str | None:
-    """The text of a row's first user turn, without the picture's mark; `None` if the row has no user turn."""
+def read_question(row: dict[str, Any]) -> str:
+    """The text of a row's first user turn, without the picture's mark; empty if the row has no user turn."""
     for turn in row_turns(row) or []:
         if turn.get("from") == "human":
             return turn["value"].replace(IMAGE_MARK, "").strip()
-    return None
+    return ""
 
 
-def copy_pixels(source: Path, path: Path) -> None:
+def copy_picture(source: Path, path: Path) -> None:
     """Copy a picture file without its metadata."""
     with Image.open(source) as picture:
         save_picture(picture, path)
@@ -308,11 +312,14 @@ def copy_pixels(source: Path, path: Path) -> None:
 def save_picture(picture: Image.Image, path: Path) -> None:
     """Save a picture's pixels without its metadata, which can name places and people."""
     path.parent.mkdir(exist_ok=True)
-    pixels = Image.frombytes(picture.mode, picture.size, picture.tobytes())
-    pixels.save(path)
+    # The pixels of mode "P" are indices into a palette, which `tobytes` leaves out.
+    if picture.mode == "P":
+        picture = picture.convert("RGBA")
+    without_metadata = Image.frombytes(picture.mode, picture.size, picture.tobytes())
+    without_metadata.save(path)
 
 
 def build_space(folder: Path) -> None:
     """Write the Space's files into a folder. Other files in it stay as they are."""
     shutil.copytree(SPACE, folder, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-    shutil.copy(PIXELS, folder)
+    shutil.copy(PIXELS_FILE, folder)

@@ -58,8 +58,8 @@ def read_prose(path: Path, facts: Facts) -> Prose:
     """Read a card's prose.
 
     Raises:
-        UserError: if the file is not a YAML mapping; if a field is unknown, missing or not text; or if it says where a
-            part comes from whose Hub id is known.
+        UserError: if the file is not a YAML mapping; if a field is unknown, missing or not text; or if the file says
+            where a part comes from although the part's Hub id is known.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -71,7 +71,9 @@ def read_prose(path: Path, facts: Facts) -> Prose:
     for name, value in content.items():
         texts = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in texts):
-            raise UserError(f'{path}: {name} is {value!r}, not text. YAML reads no as false: write "no".')
+            raise UserError(
+                f'{path}: {name} is {value!r}, not text. YAML reads an unquoted `no` as false: write "no".'
+            )
 
     for name, base_model in (("language_model", facts.text_model), ("vision_encoder", facts.vision_model)):
         if name in content and base_model is not None:
@@ -117,10 +119,10 @@ def render_card(
         dtypes=sorted(facts.weights.dtypes),
         class_names=" and ".join(line_counts),
         class_lines=sum(line_counts.values()),
-        question=json.dumps(first_question(widgets), ensure_ascii=False),
+        question=json.dumps(choose_question(widgets), ensure_ascii=False),
         start=describe_start(facts),
         diagnostics=facts.diagnostics,
-        earlier_is_missing=bool(facts.stages) and not facts.earlier_is_recorded,
+        earlier_training_is_missing=bool(facts.stages) and not facts.has_whole_history,
         stages=[(stage.stage or NOT_RECORDED, list_stage(stage)) for stage in facts.stages],
         evaluations=[list_evaluation(evaluation) for evaluation in facts.evaluations],
         commands=list_commands(facts.evaluations),
@@ -161,7 +163,7 @@ def build_metadata(
     )
 
 
-def first_question(widgets: list[Widget]) -> str:
+def choose_question(widgets: list[Widget]) -> str:
     """The question that the card's snippet asks: the first example's, if there are examples."""
     if not widgets:
         return DEFAULT_QUESTION
@@ -176,8 +178,8 @@ def describe_norm(config: dict[str, Any]) -> str:
 
 
 def describe_start(facts: Facts) -> str:
-    """Sentences on how the projector and its norm were initialized."""
-    sentences = [describe_first_norm(facts)]
+    """Sentences on how the projector and the LayerNorm after it were initialized."""
+    sentences = [describe_initial_norm(facts)]
     if facts.config.get("projector_aligned"):
         sentences.append(
             "Before training, the projector learned to point image tokens at the language model's own embeddings of "
@@ -186,26 +188,27 @@ def describe_start(facts: Facts) -> str:
     return " ".join(sentences)
 
 
-def describe_first_norm(facts: Facts) -> str:
+def describe_initial_norm(facts: Facts) -> str:
     """Sentences on the L2 norm that image tokens had before training."""
     config = facts.config
     target = config.get("projector_norm_target")
     if config["projector_norm"] == "none" and config.get("projector_scaled"):
         return (
             "This model has no norm after the projector. Its projector was scaled before training, so that image "
-            "tokens started at the mean norm of text tokens."
+            "tokens started at the mean L2 norm of text tokens."
         )
     if config["projector_norm"] == "none":
         return "This model has no norm after the projector."
     if target is not None:
         return (
-            f"Here the norm's gain starts at a value that gives image tokens a norm of T = {target:.4g}: the mean "
-            "norm of text tokens, unless composed with another `--norm_target_ratio`."
+            "Here the gain of the LayerNorm after the projector starts at a value that gives image tokens an L2 norm "
+            f"of {target:.4g}. That is the mean L2 norm of text tokens, times the `--norm_target_ratio` that the "
+            "model was composed with (1 by default)."
         )
     initial_norm = facts.decoder.hidden_size**0.5
     return (
-        f"Here the norm's gain starts at 1, which gives image tokens a norm of {initial_norm:.3g} (√d), regardless of "
-        "text tokens."
+        "Here the gain of the LayerNorm after the projector starts at 1, which gives image tokens an L2 norm of "
+        f"{initial_norm:.3g} (√d), regardless of text tokens."
     )
 
 
@@ -298,9 +301,9 @@ def list_evaluation(evaluation: Evaluation) -> list[str]:
     if evaluation.standard_error is not None:
         value += f" ± {evaluation.standard_error:.2g}"
 
-    scorer = evaluation.harness or "a script"
+    method = evaluation.harness or "a script"
     if evaluation.choice:
-        scorer += f"; {evaluation.choice}"
+        method += f"; {evaluation.choice}"
 
     baseline = NOT_RECORDED
     if evaluation.baseline is not None:
@@ -312,16 +315,19 @@ def list_evaluation(evaluation: Evaluation) -> list[str]:
         evaluation.metric,
         value,
         format_count(evaluation.n),
-        scorer,
+        method,
         baseline,
     )
     return [escape_cell(text) for text in cells]
 
 
 def list_commands(evaluations: list[Evaluation]) -> list[str]:
-    """The commands that measured the results, each once."""
-    commands = dict.fromkeys(evaluation.command for evaluation in evaluations)
-    return [escape_cell(command) for command in commands]
+    """The commands that measured the results, each once and on one line.
+
+    The card shows them as code outside of tables, where escaped characters would be copied with them.
+    """
+    commands = [" ".join(evaluation.command.split()) for evaluation in evaluations]
+    return list(dict.fromkeys(commands))
 
 
 def escape_cell(value: object) -> str:

@@ -42,10 +42,10 @@ APACHE_TEXT = ASSETS / "LICENSE-APACHE"
 CLASS_FOLDER = Path(str(modeling_normllava.__file__)).parent
 
 # `pixels.py` turns any picture into RGB. Endpoints and Spaces get a copy, so that they read pictures as training does.
-PIXELS = Path(str(pixels.__file__))
+PIXELS_FILE = Path(str(pixels.__file__))
 
 # Files that an inference endpoint needs beside the model.
-SERVING = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS)
+SERVING = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS_FILE)
 
 # Names of all files that may be published, and the pattern of those that are numbered.
 LISTED = {

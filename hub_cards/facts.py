@@ -94,7 +94,7 @@ class Facts:
         vision_model: Hub id of the vision encoder; `None` if it is not from the Hub. If the model was converted from a
             Llava checkpoint, it is the Llava's id.
         stages: The stages of training, in their order.
-        earlier_is_recorded: Whether the parts had not been trained together before the first of `stages`.
+        has_whole_history: Whether `stages` hold all training of the model since its parts were joined.
         evaluations: Rows of `evaluation.json`.
         diagnostics: Measured values by their names on the card; `None` if nothing was measured.
     """
@@ -105,7 +105,7 @@ class Facts:
     text_model: str | None
     vision_model: str | None
     stages: list[TrainingStage]
-    earlier_is_recorded: bool
+    has_whole_history: bool
     evaluations: list[Evaluation]
     diagnostics: dict[str, str] | None
 
@@ -132,7 +132,7 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
     config = read_json(run / "config.json")
     stages = collect_stages(run)
     weights = read_weights(run)
-    weights_hash = fingerprint(weights.sha256)
+    weights_hash = fingerprint(weights.file_hashes)
     return Facts(
         weights=weights,
         config=config,
@@ -140,7 +140,7 @@ def collect_facts(run: Path, text_model: str | None = None, vision_model: str | 
         text_model=find_part_id(config, "text", text_model),
         vision_model=find_part_id(config, "vision", vision_model),
         stages=stages,
-        earlier_is_recorded=has_whole_history(config, stages),
+        has_whole_history=is_whole_history(config, stages),
         evaluations=read_evaluations(run / EVALUATION_FILE, weights_hash),
         diagnostics=read_diagnostics(run / "diagnostics" / "report.json", weights_hash),
     )
@@ -198,9 +198,9 @@ def hub_id(name: str | None) -> str | None:
     return name if name and HUB_ID.fullmatch(name) else None
 
 
-def has_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
+def is_whole_history(config: dict[str, Any], stages: list[TrainingStage]) -> bool:
     """Whether `stages` hold all training of the model since its parts were joined."""
-    # A converted Llava was trained before, and so was an aligned projector. No record tells how.
+    # A converted Llava and an aligned projector were trained before the first stage. No record tells how.
     if config.get("llava_name_or_path") or config.get("projector_aligned"):
         return False
     return len(stages) > 0 and stages[0].stage == "align"
@@ -251,7 +251,7 @@ def read_stage(folder: Path, record: dict[str, Any]) -> TrainingStage:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `metrics.jsonl`; none if there is no such file.
+    """The lines of a run's `metrics.jsonl`; an empty list if there is no such file.
 
     Raises:
         UserError: if a line is torn.
@@ -288,7 +288,7 @@ def select_arguments(arguments: dict[str, Any], metrics: list[dict[str, Any]]) -
 
 
 def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
-    """Rows of `evaluation.json`; none if there is no such file.
+    """The rows of `evaluation.json`; an empty list if there is no such file.
 
     Raises:
         UserError: if a row lacks a field, its value is not finite, or it was measured with other weights.
@@ -301,7 +301,9 @@ def read_evaluations(path: Path, weights_hash: str) -> list[Evaluation]:
         if not isfinite(row.value):
             raise UserError(f"{path}, row {number}: value is NaN or infinite.")
         if row.weights != weights_hash:
-            raise UserError(f"{path}, row {number}, {row.task}: of other weights. Measure again: {row.command}")
+            raise UserError(
+                f"{path}, row {number}, {row.task}: was measured with other weights. Measure again: {row.command}"
+            )
     return rows
 
 

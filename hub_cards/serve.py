@@ -20,8 +20,8 @@ from common.files import folder_or_id
 
 HOST = "127.0.0.1"
 
-# Fields that `transformers serve` adds to OpenAI's API. Requests with them are refused: the first can name pictures
-# that are files of this machine.
+# Fields that `transformers serve` adds to OpenAI's API. Requests with them are refused: `chat_template_kwargs` can
+# name pictures that are files of this machine, and `generation_config` replaces the model's settings of generation.
 REFUSED_FIELDS = ("chat_template_kwargs", "generation_config")
 
 # The routes that are kept. Through other routes of `transformers serve`, a request can have the code of any repository
@@ -45,7 +45,9 @@ def serve_model(model: str, revision: str, port: int) -> None:
         port: Port to listen on.
 
     Raises:
-        UserError: if the model can't be loaded, the port is taken, or the server is not installed.
+        UserError: if the folder doesn't exist or holds no model that can be served, the port is taken, or the server
+            is not installed.
+        OSError: if a repository, a revision or a file of the model is missing. The command prints it in one line.
     """
     if not is_serve_available():
         raise UserError("transformers' server is not installed: pip install -e '.[release]'")
@@ -60,7 +62,12 @@ def serve_model(model: str, revision: str, port: int) -> None:
 
 
 def build_app(model: str, revision: str) -> Any:
-    """Load a model with its own code, and return an app that serves this model alone."""
+    """Load a model with its own code, and return an app that serves this model alone.
+
+    Raises:
+        UserError: if transformers refuses the model.
+        OSError: if a repository, a revision or a file of the model is missing.
+    """
     # These imports need the extra "release".
     from starlette.exceptions import HTTPException
     from starlette.responses import JSONResponse
@@ -85,7 +92,7 @@ def build_app(model: str, revision: str) -> Any:
     handlers["response_handler"] = guard_handler(ResponseHandler(manager, state), model, pinned)
     app = build_server(manager, generation_state=state, **handlers)
 
-    # Take out the routes that are not on the list, among them those of the handlers that are `None`.
+    # Take out the routes that are not in `ROUTES`. The routes of the handlers that are `None` are among them.
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
 
     @app.exception_handler(HTTPException)
@@ -125,7 +132,9 @@ def guard_handler(handler: Any, model: str, pinned: str) -> Any:
             request["model"] = pinned
         try:
             return await handle(request, request_id)
-        except (ValueError, OSError) as error:  # the request's pictures or text can't be read
+        except (ValueError, OSError) as error:
+            # `read_messages` refuses files by a UserError, which is a ValueError. Pillow, the HTTP client and
+            # transformers raise both types for pictures and text that they can't read.
             raise HTTPException(400, str(error)) from error
 
     handler.handle_request = handle_guarded

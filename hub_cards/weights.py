@@ -23,13 +23,13 @@ class Weights:
     """What the weight files of a folder hold.
 
     Attributes:
-        sha256: Hash of each file, by the file's name.
+        file_hashes: SHA-256 hash of each weight file, by the file's name.
         counts: Number of weights in each part of the model, as [`name_part`] names it.
         dtypes: Number of weights of each dtype.
         not_finite: Names of tensors with NaN or infinite values.
     """
 
-    sha256: dict[str, str]
+    file_hashes: dict[str, str]
     counts: Counter[str] = field(default_factory=Counter)
     dtypes: Counter[str] = field(default_factory=Counter)
     not_finite: list[str] = field(default_factory=list)
@@ -48,12 +48,12 @@ def read_weights(folder: Path) -> Weights:
     Raises:
         UserError: if there is no weight file, a file can't be read, or the index names other files.
     """
-    weights = Weights(sha256=hash_files(folder, WEIGHT_FILES))
-    if not weights.sha256:
+    weights = Weights(file_hashes=hash_files(folder, WEIGHT_FILES))
+    if not weights.file_hashes:
         raise UserError(f"{folder / 'model.safetensors'} is missing: the folder holds no complete model.")
-    require_indexed_files(folder, set(weights.sha256))
+    require_indexed_files(folder, set(weights.file_hashes))
 
-    for name in weights.sha256:
+    for name in weights.file_hashes:
         path = folder / name
         try:
             with safe_open(path, framework="pt") as file:

@@ -12,9 +12,9 @@ TRAINING: list[Column] = [
     ("tokens/s", "tokens_per_second", 1, ",.0f"),
     ("s a step", "seconds_per_step", 1, ".3f"),
     ("% of 989 TFLOP/s", "share_of_peak", 100, ".1f"),
-    ("% of the product", "share_of_product", 100, ".1f"),
+    ("% of the best matrix product", "share_of_product", 100, ".1f"),
     ("layers: % of 989", "layers_share_of_peak", 100, ".1f"),
-    ("layers: % of the product", "layers_share_of_product", 100, ".1f"),
+    ("layers: % of the best matrix product", "layers_share_of_product", 100, ".1f"),
     ("loss", "loss", 1, ".4f"),
     ("padding %", "padding_share", 100, ".0f"),
     ("GiB", "peak_memory_gib", 1, ".2f"),
@@ -37,7 +37,7 @@ COLUMNS: dict[str, list[Column]] = {
         ("of the key's", "key_relative_error", 1, ".1e"),
         ("of the value's", "value_relative_error", 1, ".1e"),
         ("first call, ms", "first_call_ms", 1, ".1f"),
-        ("slowest", "slowest_first_call_ms", 1, ".1f"),
+        ("slowest first call, ms", "slowest_first_call_ms", 1, ".1f"),
         ("second call, ms", "second_call_ms", 1, ".1f"),
     ],
     "small": TRAINING,
@@ -45,7 +45,8 @@ COLUMNS: dict[str, list[Column]] = {
     "large_full": TRAINING,
     "large_4bit": TRAINING,
 }
-# By part: the heading of the column that compares an arm with its `beside`, and the figure whose ratio it shows.
+# By part: the heading of the column that compares an arm with the arm that its line names as `beside`, and the figure
+# whose ratio the column shows.
 COMPARED = {
     "norm": ("time over", "microseconds"),
     "attention": ("time over", "milliseconds"),
@@ -113,7 +114,7 @@ def with_product(figures: dict[str, Any], product: float | None) -> dict[str, An
 
 def render_error(error: str) -> str:
     """The beginning of an error's first line, without bars, which would end the cell."""
-    first_line = error.splitlines()[0]
+    first_line = error.partition("\n")[0]
     return first_line[:150].replace("|", "/")
 
 

@@ -201,9 +201,11 @@ def test_the_table_compares_each_arm_with_the_one_beside_it(tmp_path: Path) -> N
     add("large", "TRL", {"tokens_per_second": 1000, **training})
     add("large", "ours", {"tokens_per_second": 1500, **training}, beside="TRL")
     add("large", "compiled", error="ValueError: refused\nand more", beside="ours")
+    add("large", "silent", error="")
     text = render(results)
     assert "| ours | 1,500 | 1.000 | 40.0 | 50.0 | 50.0 | 75.0 | 2.0000 | 0 | 20.00 | 1.50 | TRL |" in text
     assert "| compiled | ValueError: refused |" in text
+    assert "| silent |  |" in text
 
 
 @pytest.mark.parametrize("make_arms", [large.packed_arms, large.full_arms, large.quantized_arms])

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from PIL import Image
 from safetensors.torch import load_file
 
-from hub_cards.build import BuildOptions, build_release
+from hub_cards.build import BuildOptions, build_release, save_picture
 from hub_cards.card import Prose
 from hub_cards.check import find_faults
 from hub_cards.facts import HUB_ID, collect_facts
@@ -158,7 +158,7 @@ def test_the_card_counts_weights(release: Path, trained: Path) -> None:
 def test_the_card_names_the_norm_of_image_tokens(release: Path, trained: Path) -> None:
     card = (release / "README.md").read_text()
     target = json.loads((trained / "config.json").read_text())["projector_norm_target"]
-    assert f"a norm of T = {target:.4g}: the mean norm of text tokens" in card
+    assert f"an L2 norm of {target:.4g}. That is the mean L2 norm of text tokens" in card
 
 
 def test_the_hubs_client_reads_the_metadata(release: Path) -> None:
@@ -217,17 +217,33 @@ def test_the_first_question_is_asked_and_pictures_lose_their_metadata(
     exif[artist] = "me"
     Image.new("RGB", (30, 20)).save(tmp_path / "0.png", exif=exif, icc_profile=b"0" * 200)
 
-    row_without_question = {"image": "0.png", "label": 3}
+    row_without_turns = {"image": "0.png", "label": 3}
+    picture_alone = {"image": "0.png", "conversations": [{"from": "human", "value": "<image>"}]}
     turns = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "<image>\nwhat does it say?"}]
-    rows = [row_without_question, {"image": "0.png", "conversations": turns}]
+    rows = [row_without_turns, picture_alone, {"image": "0.png", "conversations": turns}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
 
     text = build_card(trained, widget_data=tmp_path / "rows.json", **OWN_LICENCE)
     assert "what does it say?" in text
+    assert [path.name for path in (tmp_path / "release" / "images").iterdir()] == ["example1.png"]
     assert "Be brief." not in text
     with Image.open(tmp_path / "release" / "images" / "example1.png") as picture:
         assert picture.info == {}
         assert picture.size == (30, 20)
+
+
+def test_a_picture_with_a_palette_keeps_its_colours(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (4, 4), (200, 20, 90))
+    save_picture(picture.quantize(), tmp_path / "copy.png")
+    with Image.open(tmp_path / "copy.png") as copy:
+        assert copy.convert("RGB").tobytes() == picture.tobytes()
+
+
+def test_commands_of_the_card_can_be_copied(run: Path, build_card: Callable[..., str]) -> None:
+    evaluations = json.loads((run / "evaluation.json").read_text())
+    evaluations[0]["command"] = "python evaluate.py < rows.json | tee log"
+    (run / "evaluation.json").write_text(json.dumps(evaluations))
+    assert "Commands: `python evaluate.py < rows.json | tee log`." in build_card(run, **OWN_LICENCE)
 
 
 def test_shards_are_copied_with_their_index(run: Path, build_card: Callable[..., str], tmp_path: Path) -> None:
@@ -313,7 +329,7 @@ def test_results_that_are_not_finite_or_of_other_weights_are_refused(run: Path) 
         collect_facts(run)
 
     (run / "evaluation.json").write_text(json.dumps([result | {"weights": None}]))
-    with pytest.raises(ValueError, match=r"row 0, Visual .* of other weights. Measure again: python evaluate.py"):
+    with pytest.raises(ValueError, match=r"row 0, Visual .* with other weights. Measure again: python evaluate.py"):
         collect_facts(run)
 
 
@@ -456,7 +472,7 @@ def test_a_converted_llava_is_the_base_model(run: Path) -> None:
     set_fields("config.json", llava_name_or_path="llava-hf/llava-1.5-7b-hf")(run)
     facts = collect_facts(run)
     assert facts.base_models == ["llava-hf/llava-1.5-7b-hf"]
-    assert not facts.earlier_is_recorded
+    assert not facts.has_whole_history
 
 
 def test_another_id_than_the_recorded_one_is_refused(run: Path) -> None:

@@ -98,7 +98,7 @@ def choose_benchmarks(tasks: Sequence[str] | None) -> Sequence[Benchmark]:
     """The benchmarks that `--tasks` names, each once. Without `--tasks` these are the paper's nine.
 
     Raises:
-        UserError: if a name is no task's.
+        UserError: if a name is not the name of a task.
     """
     if not tasks:
         return PAPER

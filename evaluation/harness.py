@@ -89,8 +89,8 @@ def open_model(folder: str) -> Model:
     weights = {name: hashes[name] for name in hashes if fnmatch(name, WEIGHT_FILES)}
     if not weights:
         raise UserError(
-            f"{folder}: no folder with {WEIGHT_FILES}. Give that of a trained model, an adapter's after merging; one "
-            "on the Hub is downloaded by: hf download <id> --local-dir <folder>"
+            f"{folder}: no folder with {WEIGHT_FILES}. Give the folder of a trained model. Merge an adapter before; "
+            "download a model on the Hub by: hf download <id> --local-dir <folder>"
         )
     return Model(folder.rstrip("/"), path, fingerprint(hashes), fingerprint(weights))
 

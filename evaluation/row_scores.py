@@ -109,7 +109,7 @@ def exact_match(answer: Any, right_answer: Any) -> float | None:
 
 
 def mean_and_error(scores: pd.Series) -> tuple[float, float | None]:
-    """The mean over groups of each group's mean, and the standard error of that.
+    """The mean of the groups' means, and its standard error.
 
     The error is `None` if a group has a single row, or if the rows within each group are all equal.
     """

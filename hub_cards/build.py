@@ -268,8 +268,8 @@ def make_widgets(folder: Path, data: Path) -> list[Widget]:
     Raises:
         UserError: if no row is left.
     """
-    # `hub_cards.facts` imports `modeling_normllava`, which registers the model's classes with transformers. So the code
-    # in the folder is not needed.
+    # `hub_cards.facts` imports `modeling_normllava`, which registers the model's classes with transformers. So the
+    # code in the folder is not needed.
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
     processor = AutoProcessor.from_pretrained(folder)
     widgets: list[Widget] = []

@@ -47,7 +47,7 @@ PIXELS_FILE = Path(str(pixels.__file__))
 # Files that an inference endpoint needs beside the model.
 SERVING = (ASSETS / "handler.py", ASSETS / "requirements.txt", PIXELS_FILE)
 
-# Names of all files that may be published, and the pattern of those that are numbered.
+# Names of the files that may be published, and a pattern for the names that hold a number.
 LISTED = {
     CARD,
     RELEASE_FILE,

@@ -194,7 +194,10 @@ def find_part_id(config: dict[str, Any], part: str, given: str | None) -> str | 
 
 
 def hub_id(name: str | None) -> str | None:
-    """The name, if it has the form of a Hub id, else `None`. `compose.py` records folders as absolute paths."""
+    """The name if it has the form of a Hub id, else `None`.
+
+    `compose.py` records a local folder by its absolute path, which never has this form.
+    """
     return name if name and HUB_ID.fullmatch(name) else None
 
 

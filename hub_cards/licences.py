@@ -66,7 +66,8 @@ def choose_licence(text_model: str | None, vision_model: str | None, given: str 
         given: Identifier of the licence that the user names, for a part whose licence is not known.
 
     Raises:
-        UserError: if the licence of a part is neither known nor given, or if two different licences are not Apache's.
+        UserError: if the licence of a part is neither known nor given, or if the parts are under two different
+            licences, neither of which is Apache's.
     """
     licences = []
     if given is not None:

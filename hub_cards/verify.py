@@ -20,7 +20,8 @@ from hub_cards.release import read_release
 SNIPPET = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 # Environment variables that begin with these can give the Hub's client and transformers a token, a cache or a mode.
-# The snippets run without them, except for the two below, which say where the Hub is and how to download.
+# The snippets run without these variables, except for the two in `PASSED_ON`, which say where the Hub is and how to
+# download.
 HIDDEN_PREFIXES = ("HF_", "HUGGING", "TRANSFORMERS_", "PYTORCH_TRANSFORMERS_")
 PASSED_ON = ("HF_ENDPOINT", "HF_HUB_DISABLE_XET")
 
@@ -65,8 +66,7 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
 
         completed = run_snippets(snapshot / CARD, Path(home), token)
         if completed.returncode != 0:
-            error = completed.stderr.strip().splitlines()[-1]
-            problems.append(f"the card's snippet fails: {error}")
+            problems.append(f"the card's snippet fails: {describe_failure(completed)}")
         return Verdict(comparison.checked_count, completed.stdout.strip(), problems)
 
 
@@ -130,3 +130,11 @@ def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.Comple
     # -I keeps this repository's modules off Python's path, so that only the release's own files are used.
     command = [sys.executable, "-I", "-c", "\n".join(snippets)]
     return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
+
+
+def describe_failure(completed: subprocess.CompletedProcess[str]) -> str:
+    """The last line of a failed process's errors, or its exit status if it was killed before it could write one."""
+    error_lines = completed.stderr.strip().splitlines()
+    if not error_lines:
+        return f"exit status {completed.returncode}"
+    return error_lines[-1]

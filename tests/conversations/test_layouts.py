@@ -544,6 +544,20 @@ def test_pictures_beside_turns_are_not_copied(tmp_path: Path) -> None:
     assert cache_size < 1.2 * pictures_size
 
 
+def test_turns_are_read_anew_after_a_change_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pictures(tmp_path)
+    path = write_columns(tmp_path, [LAYOUTS["messages without a mark"]])
+    (old,) = load_rows(str(path))
+    assert row_turns(old) == ASKED
+
+    changed_turns = turns("<image>\nNew?", "Yes.")
+    changed_row = {"images": [], "conversations": changed_turns, "problem": None, "unread": []}
+    monkeypatch.setattr("conversations.columns.read_row", lambda fields: dict(changed_row))
+    monkeypatch.setattr("conversations.columns.hash_files", lambda folder, pattern: {"layouts.py": "changed"})
+    (new,) = load_rows(str(path))
+    assert row_turns(new) == changed_turns
+
+
 def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:
     data_url = "data:image/png;base64," + "A" * 1_000_000
     long_path = "x" * 9000

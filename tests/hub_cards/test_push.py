@@ -219,6 +219,13 @@ def test_verify_finds_what_differs(release: Path, hub: HubServer, monkeypatch: p
     ]
 
 
+def test_verify_reports_a_snippet_that_fails_without_a_message(release: Path, hub: HubServer) -> None:
+    files = read_tree(release)
+    files["README.md"] = b"```python\nimport os\nos._exit(3)\n```\n"
+    place_files(hub, files)
+    assert verify_release(NAME, "v1.0").problems == ["the card's snippet fails: exit status 3"]
+
+
 def test_verify_says_in_one_line_that_a_release_is_missing_or_another(release: Path, hub: HubServer) -> None:
     place_files(hub, read_tree(release))
     with pytest.raises(SystemExit, match=r"^error: The release can't be downloaded: .*404"):

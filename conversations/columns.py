@@ -15,8 +15,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from datasets.fingerprint import Hasher
 
 from common.errors import UserError
+from common.files import hash_files
 from conversations.layouts import IDENTIFYING, PICTURE_COLUMNS, READ_COLUMNS, Row, read_row
 from conversations.sources import Source
 
@@ -115,10 +117,14 @@ def _read_turns(
         table = datasets.concatenate_datasets([table, datasets.Dataset.from_dict(picture_counts)], axis=1)
     else:
         read_features = datasets.Features({"images": PICTURES, **READ_FEATURES})
+    code_hashes = hash_files(Path(__file__).parent, "*.py")
     return table.map(
         partial(_read_fields, picture_columns=list(picture_counts)),
         remove_columns=table.column_names,
         features=read_features,
+        # datasets' own fingerprint leaves out the code that the function calls, so turns that an earlier version of
+        # this package read would be taken from the cache.
+        new_fingerprint=Hasher.hash([table._fingerprint, list(picture_counts), code_hashes]),
         desc="Reading the turns",
     )
 

@@ -27,7 +27,7 @@ Turn = dict[str, Any]
 
 PICTURE_COLUMNS = ("images", "image")
 # LLaVA's name of a role, by the names that rows use.
-ROLE_NAMES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
+LLAVA_ROLES = {"human": "human", "user": "human", "gpt": "gpt", "assistant": "gpt", "system": "system"}
 # Fields that say where a row comes from or how large its picture is. They hold nothing to learn, so nobody is warned
 # that they aren't read.
 IDENTIFYING = frozenset({
@@ -64,12 +64,12 @@ def read_row(row: Row) -> Row:
     """
     unread = _unread_fields(row, READ_COLUMNS)
     try:
-        layout = _find_layout(row)
-        reader = _Reader(layout)
-        turns = READERS[layout](row, reader)
+        column = _find_turns_column(row)
+        reader = _Reader(column)
+        turns = READERS[column](row, reader)
         images = _choose_pictures(row, reader.pictures)
         turns = _add_system(turns, row.get("system"))
-        if layout != "conversations":  # LLaVA's turns have to mark their pictures themselves
+        if column != "conversations":  # LLaVA's turns have to mark their pictures themselves
             turns = _mark_pictures(turns, len(images))
     except LayoutError as error:
         return {"images": [], "conversations": None, "problem": str(error), "unread": unread}
@@ -87,8 +87,8 @@ def _unread_fields(fields: dict[str, Any], read: frozenset[str]) -> list[str]:
     return names
 
 
-def beside_pictures(row: Row) -> list[Any]:
-    """The pictures in a row's picture columns, beside its turns. A column holds a picture, a list, or nothing.
+def pictures_in_columns(row: Row) -> list[Any]:
+    """The pictures in a row's columns `images` or `image`. Such a column holds a picture, a list of them, or nothing.
 
     Raises:
         LayoutError: if both `images` and `image` hold pictures.
@@ -118,7 +118,7 @@ def has_content(value: Any) -> bool:
 
 
 def unpack_list(entries: Any) -> Any:
-    """A list of turns or parts that is stored in another way; what is no such list is returned as it is.
+    """Turn a stored form of a list of turns or parts back into the list. Anything else is returned as it is.
 
     A `datasets.Sequence` of dicts is stored as a dict of lists, and some datasets store lists as JSON text.
 
@@ -127,13 +127,22 @@ def unpack_list(entries: Any) -> Any:
     """
     if isinstance(entries, str):
         return _decode_list(entries)
-    if not isinstance(entries, dict) or not all(isinstance(column, list) for column in entries.values()):
-        return entries
+    if isinstance(entries, dict) and all(isinstance(column, list) for column in entries.values()):
+        return _join_columns(entries)
+    return entries
 
-    lengths = {name: len(column) for name, column in entries.items()}
+
+def _join_columns(columns: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """The list whose entries have one value from each column."""
+    lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:
         raise LayoutError(f"turns are stored as lists of different lengths: {lengths}")
-    return [dict(zip(entries, values, strict=True)) for values in zip(*entries.values(), strict=True)]
+
+    num_entries = max(lengths.values(), default=0)
+    entries = []
+    for number in range(num_entries):
+        entries.append({name: column[number] for name, column in columns.items()})
+    return entries
 
 
 def _decode_list(text: str) -> Any:
@@ -175,17 +184,18 @@ class _Reader:
         """A turn in LLaVA's form. A malformed turn is returned as it is, and the row's check reports it."""
         if not isinstance(turn, dict):
             return turn
-        role = _filled_one(turn, "from", "role")
-        content = _filled_one(turn, "value", "content")
-        if not isinstance(role, str) or role not in ROLE_NAMES:
+        role = _filled_field(turn, "from", "role")
+        content = _filled_field(turn, "value", "content")
+        if not isinstance(role, str) or role not in LLAVA_ROLES:
             return turn
 
-        role = ROLE_NAMES[role]
+        role = LLAVA_ROLES[role]
         _refuse_what_changes_training(turn, role)
         self.note_unread(turn, TURN_FIELDS)
-        parts = None if isinstance(content, str) else unpack_list(content)
-        if isinstance(parts, list):
-            content = self._join_parts(parts, role)
+        if not isinstance(content, str):  # a text is never read as JSON here, since it is what the turn says
+            content = unpack_list(content)
+        if isinstance(content, list):
+            content = self._join_parts(content, role)
         return {"from": role, "value": content}
 
     def note_unread(self, fields: dict[str, Any], read: frozenset[str]) -> None:
@@ -218,9 +228,11 @@ class _Reader:
             self.pictures.append(payloads[0])
             return
 
-        index = part.get("index")
-        if index is not None and index != self._num_placeholders:
-            raise LayoutError(f"a part stands for picture {index} where picture {self._num_placeholders} would come")
+        # Some datasets number such parts from 0. The columns' pictures are taken in order, so the numbers must agree.
+        expected_index = self._num_placeholders
+        index = part.get("index", expected_index)
+        if index not in (None, expected_index):
+            raise LayoutError(f"a part stands for picture {index} where picture {expected_index} would come")
         self._num_placeholders += 1
 
 
@@ -263,17 +275,17 @@ def _picture_payloads(part: dict[str, Any]) -> list[Any]:
     return payloads
 
 
-def _filled_one(turn: dict[str, Any], name: str, other: str) -> Any:
-    """The value of that one of two fields which has content.
+def _filled_field(turn: dict[str, Any], name: str, other: str) -> Any:
+    """The value of the field that has content. If neither field has content, the first value that isn't null.
 
     Raises:
         LayoutError: if both fields have content.
     """
     if has_content(turn.get(name)) and has_content(turn.get(other)):
         raise LayoutError(f"a turn has both `{name}` and `{other}`; keep one of them")
-    if turn.get(name) is not None:
-        return turn[name]
-    return turn.get(other)
+    if has_content(turn.get(other)) or turn.get(name) is None:
+        return turn.get(other)
+    return turn[name]
 
 
 def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
@@ -287,14 +299,20 @@ def _read_prompt(row: Row, reader: _Reader) -> list[Turn]:
 def _read_text_or_messages(row: Row, column: str, role: str, reader: _Reader) -> list[Turn]:
     """The turns of a column that holds messages, or a text, which becomes one turn with the given role."""
     content = row.get(column)
-    is_text = isinstance(content, str) and not isinstance(unpack_list(content), list)
-    if is_text:
+    if isinstance(content, str) and not _are_messages(unpack_list(content)):
         content = [{"role": role, "content": content}]
 
     turns = reader.turns(content)
     if not isinstance(turns, list):
         raise LayoutError(f"`{column}` is neither a text nor a list of messages")
     return turns
+
+
+def _are_messages(entries: Any) -> bool:
+    """Whether this is a list of messages. A JSON list without roles is an answer, such as a list of boxes, or `[]`."""
+    if not isinstance(entries, list) or not entries:
+        return False
+    return all("role" in entry or "from" in entry for entry in entries)
 
 
 def _read_texts(row: Row, reader: _Reader) -> list[Turn]:
@@ -324,7 +342,7 @@ READERS: dict[str, Callable[[Row, _Reader], Any]] = {
 READ_COLUMNS = frozenset({*READERS, "completion", "system", *PICTURE_COLUMNS})
 
 
-def _find_layout(row: Row) -> str:
+def _find_turns_column(row: Row) -> str:
     """The column that holds a row's turns.
 
     It is `"conversations"` if no column of turns has content. The row's check then reports that there are no turns.
@@ -346,13 +364,14 @@ def _find_layout(row: Row) -> str:
 
 def _is_first_text(prompt: Any, messages: Any) -> bool:
     """Whether a prompt is the text of the first message."""
-    first = messages[0] if isinstance(messages, list) else None
+    messages = unpack_list(messages)
+    first = messages[0] if isinstance(messages, list) and messages else None
     return isinstance(first, dict) and first.get("content") == prompt
 
 
 def _choose_pictures(row: Row, pictures_inside: list[Any]) -> list[Any]:
     """The row's pictures, which are either in its picture columns or inside its messages."""
-    beside = beside_pictures(row)
+    beside = pictures_in_columns(row)
     if beside and pictures_inside:
         raise LayoutError("there are pictures both in the messages and beside them; keep one of these")
     return beside or pictures_inside

@@ -2,8 +2,9 @@
 
 `conversations/layouts.py` reads other layouts into this one. A row has these fields:
 
-- `images` or `image`: its pictures, as paths or as what `datasets.Image(decode=False)` gives.
-- `image_folder`: the folder that paths are relative to.
+- `images` or `image`: its pictures, as paths or as what `datasets.Image(decode=False)` gives: a dict with `bytes` and
+  `path`, of which one may be null.
+- `image_folder`: the folder that paths are relative to, as an absolute path without `..`, as `load_rows` writes it.
 - `conversations`: LLaVA's turns with `from` and `value`.
 - `source`: the file or dataset and the row's number, for messages.
 - `problem`: why the row couldn't be read from another layout, if it couldn't.
@@ -12,16 +13,17 @@
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from common.errors import UserError
-from conversations.layouts import IMAGE_MARK, ROLE_NAMES, LayoutError, Row, beside_pictures
+from conversations.layouts import IMAGE_MARK, LLAVA_ROLES, LayoutError, Row, pictures_in_columns
 
 
-# The role in chat messages, by LLaVA's name of the role.
-ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+# The name of a role in chat messages, by LLaVA's name of it.
+CHAT_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
 # How many characters of a path a message shows.
 LONGEST_PATH = 200
 
@@ -60,7 +62,7 @@ def row_images(row: Row) -> list[Any]:
         BadRowError: if both `image` and `images` hold pictures.
     """
     try:
-        return beside_pictures(row)
+        return pictures_in_columns(row)
     except LayoutError as error:
         raise BadRowError(row["source"], str(error)) from error
 
@@ -84,8 +86,11 @@ def picture_path(row: Row, image: Any) -> str | None:
     # Links are not resolved before the comparison, since the folder may hold links to other disks.
     folder = row["image_folder"]
     path = os.path.normpath(os.path.join(folder, name))
-    if not path.startswith(os.path.join(folder, "")):
-        problem = f"image {shortened(name)} is outside the image folder {folder}; set one that holds all"
+    if not Path(path).is_relative_to(folder):
+        problem = (
+            f"image {shortened(name)} is outside the image folder {folder}; "
+            "set one that holds the pictures of all rows"
+        )
         raise BadRowError(row["source"], problem)
     return path
 
@@ -108,7 +113,7 @@ def row_turns(row: Row) -> list[dict[str, str]]:
     for turn in turns:
         role = turn.get("from") if isinstance(turn, dict) else None
         if role in ("user", "assistant"):
-            turn = turn | {"from": ROLE_NAMES[role]}
+            turn = turn | {"from": LLAVA_ROLES[role]}
         renamed.append(turn)
     return renamed
 
@@ -117,11 +122,12 @@ def to_messages(row: Row) -> list[dict[str, Any]]:
     """The row's turns as chat messages, in which each `<image>` mark is an image part.
 
     The chat template puts each part on its own line, so the line breaks that LLaVA writes next to a mark are removed.
-    What the assistant says stays one string. All texts are stripped, as LLaVA strips them.
+    What the assistant says stays one string. The text of each turn is stripped, as LLaVA strips it; between a text and
+    a mark only line breaks are removed, since spaces there belong to the text.
     """
     messages: list[dict[str, Any]] = []
     for turn in row_turns(row):
-        role = ROLES[turn["from"]]
+        role = CHAT_ROLES[turn["from"]]
         text = turn["value"].strip()
         content = text if role == "assistant" else _split_at_marks(text)
         messages.append({"role": role, "content": content})
@@ -132,7 +138,7 @@ def _split_at_marks(text: str) -> list[dict[str, str]]:
     """A text as the parts of a message: an image part for each `<image>` mark, and the texts between them."""
     parts = []
     for piece in re.split(f"({IMAGE_MARK})", text):
-        piece = piece.strip("\n")
+        piece = piece.strip("\n")  # spaces stay
         if piece == IMAGE_MARK:
             parts.append({"type": "image"})
         elif piece:
@@ -140,13 +146,17 @@ def _split_at_marks(text: str) -> list[dict[str, str]]:
     return parts
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase, image_token: str) -> re.Pattern[str]:
+def control_token_pattern(tokenizer: PreTrainedTokenizerBase, image_token: str) -> re.Pattern[str]:
     """A pattern that finds what a tokenizer reads as a control token: its special tokens and the image token.
 
-    `<image>` isn't among them, since rows mark their pictures with it.
+    `<image>` isn't among them, since rows mark their pictures with it. For a tokenizer without control tokens the
+    pattern finds nothing.
     """
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     tokens = {*special, *tokenizer.all_special_tokens, image_token} - {IMAGE_MARK, ""}
+
+    if not tokens:
+        return re.compile(r"(?!)")  # matches nowhere, while an empty pattern would match everywhere
 
     # Where a token begins with another token, the pattern has to find the longer one, which a message then names.
     longest_first = sorted(tokens, key=len, reverse=True)
@@ -158,7 +168,7 @@ def check_row(row: Row, control_tokens: re.Pattern[str] | None = None, needs_ans
 
     Args:
         row: The row.
-        control_tokens: A pattern of texts that the row must not contain, made by `control_tokens` for the model.
+        control_tokens: A pattern of texts that the row must not contain, which [`control_token_pattern`] makes.
         needs_answer: Whether the row needs an answer, as it does in training.
 
     Raises:
@@ -207,8 +217,8 @@ def _find_turn_problem(turn: Any, control_tokens: re.Pattern[str] | None) -> str
     """What is wrong with a turn, as a sentence without its subject, which is the turn; `None` if nothing is."""
     role = turn.get("from") if isinstance(turn, dict) else None
     value = turn.get("value") if isinstance(turn, dict) else None
-    if not isinstance(role, str) or role not in ROLES or not isinstance(value, str):
-        return f'is not {{"from": one of {", ".join(ROLES)}, "value": text}}: {str(turn)[:200]}'
+    if not isinstance(role, str) or role not in CHAT_ROLES or not isinstance(value, str):
+        return f'is not {{"from": one of {", ".join(CHAT_ROLES)}, "value": text}}: {str(turn)[:200]}'
 
     match = control_tokens.search(value) if control_tokens else None
     if match:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import LlavaProcessor
 
 from conversations.chat_template import plain_template
-from conversations.rows import BadRowError, Row, control_tokens, row_turns, to_messages
+from conversations.rows import BadRowError, Row, control_token_pattern, row_turns, to_messages
 
 
 # The label of a token that the loss leaves out.
@@ -44,7 +44,7 @@ class RowTokenizer:
         tokenizer = self.processor.tokenizer
         image_token = self.processor.image_token
         self.tokens_per_image = self._count_tokens_per_image()
-        self.control_tokens = control_tokens(tokenizer, image_token)
+        self.control_tokens = control_token_pattern(tokenizer, image_token)
         self.plain = self.chat_template == plain_template(tokenizer, image_token)
 
     def __call__(self, row: Row) -> Row:

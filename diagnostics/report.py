@@ -152,10 +152,15 @@ def with_interval(estimate: Estimate) -> str:
     if not math.isfinite(width):
         return format_number(estimate.mean)
 
-    # Both ends of a very narrow interval would look the same, and need too many digits.
+    if width == 0:
+        return f"{format_number(estimate.mean, 5)} (± 0)"
+
+    # Both ends of a very narrow interval would look the same up to many digits, so half of its width is shown. The
+    # mean has as many digits as that needs, but no more than float32 holds.
     largest = max(abs(estimate.mean), abs(estimate.low), abs(estimate.high))
     if width <= 1e-4 * largest:
-        return f"{format_number(estimate.mean, 5)} (± {width / 2:.1g})"
+        digits = min(8, 1 - math.floor(math.log10(width / largest)))
+        return f"{format_number(estimate.mean, digits)} (± {width / 2:.1g})"
 
     decimals = max(0, 1 - math.floor(math.log10(width)))
     mean = _format_decimals(estimate.mean, decimals)

@@ -50,12 +50,15 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
         folder: The release folder that was pushed, to compare with the repository.
 
     Raises:
-        UserError: if the repository can't be read, or the folder was built for another repository or tag.
+        UserError: if the repository can't be read without a token and there is none, if its card has no snippet, or
+            if the folder was built for another repository or tag. Other errors of the Hub's client, such as for an
+            unknown tag, are raised as they are.
     """
     if folder is not None:
         require_same_release(folder, repo_id, revision)
 
     with tempfile.TemporaryDirectory() as home:
+        # The snippets run with `home` as HF_HOME, so the Hub's client looks for the download in `hub` inside it.
         cache = Path(home) / "hub"
         snapshot, token = download_release(repo_id, revision, cache)
         api = HfApi(token=token)
@@ -68,6 +71,14 @@ def verify_release(repo_id: str, revision: str, folder: Path | None = None) -> V
         if completed.returncode != 0:
             problems.append(f"the card's snippet fails: {describe_failure(completed)}")
         return Verdict(comparison.checked_count, completed.stdout.strip(), problems)
+
+
+def describe_failure(completed: subprocess.CompletedProcess[str]) -> str:
+    """The last line that a failed process wrote to stderr, or its exit status if it wrote nothing."""
+    lines = completed.stderr.strip().splitlines()
+    if not lines:
+        return f"exit status {completed.returncode}"
+    return lines[-1]
 
 
 def require_same_release(folder: Path, repo_id: str, revision: str) -> None:
@@ -84,7 +95,8 @@ def download_release(repo_id: str, revision: str, cache: Path) -> tuple[Path, st
         The folder of the download, and the token that it needed; `False` if it needed none.
 
     Raises:
-        UserError: if the repository can't be read.
+        UserError: if the repository can't be read without a token, and there is none. Other errors of the Hub's
+            client are raised as they are; the command turns them into a line.
     """
     try:
         return Path(snapshot_download(repo_id, revision=revision, cache_dir=cache, token=False)), False
@@ -110,7 +122,7 @@ def compare_with_folder(repo_id: str, revision: str, folder: Path, api: HfApi) -
 
 
 def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.CompletedProcess[str]:
-    """Run a card's snippets, one after the other, in a process whose only cache is in `home`.
+    """Run a card's snippets, one after the other, in a process whose HF_HOME is `home`, with its cache in `home/hub`.
 
     Raises:
         UserError: if the card has no snippet.
@@ -127,14 +139,7 @@ def run_snippets(card: Path, home: Path, token: str | bool) -> subprocess.Comple
     if token:
         environment["HF_TOKEN"] = str(token)
 
-    # -I keeps this repository's modules off Python's path, so that only the release's own files are used.
+    # -I leaves out the working folder and PYTHONPATH, by which a checkout of this repository could be imported instead
+    # of the release's own files. An editable installation of it would still be found.
     command = [sys.executable, "-I", "-c", "\n".join(snippets)]
     return subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
-
-
-def describe_failure(completed: subprocess.CompletedProcess[str]) -> str:
-    """The last line of a failed process's errors, or its exit status if it was killed before it could write one."""
-    error_lines = completed.stderr.strip().splitlines()
-    if not error_lines:
-        return f"exit status {completed.returncode}"
-    return error_lines[-1]

@@ -45,7 +45,7 @@ def named_in_errors(path: str) -> Iterator[None]:
         raise UserError(f"{path} can't be loaded: {error}") from error
 
 
-def plain_name(name: str) -> str:
+def absolute_or_id(name: str) -> str:
     """The absolute path of a folder; a Hub id is returned as it is.
 
     The model's config records the name, and a relative path such as `a/b` would be taken for a Hub id.
@@ -210,7 +210,7 @@ def join_parts(
 
 
 @torch.no_grad()
-def require_same_answers(model: NormLlavaForConditionalGeneration, text_model: PreTrainedModel) -> None:
+def require_unchanged_logits(model: NormLlavaForConditionalGeneration, text_model: PreTrainedModel) -> None:
     """Refuse a composed model whose logits on text differ from those of its language model.
 
     Raises:

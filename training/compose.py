@@ -36,6 +36,7 @@ from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneratio
 from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.align import align
 from training.backbones import (
+    absolute_or_id,
     choose_image_token,
     describe_shapes,
     fit_processor,
@@ -43,10 +44,9 @@ from training.backbones import (
     load_text_model,
     load_vision_model,
     named_in_errors,
-    plain_name,
     read_config,
     require_hidden_state,
-    require_same_answers,
+    require_unchanged_logits,
     require_whole_squares,
     vision_tokens,
 )
@@ -84,14 +84,15 @@ def compose(
         spatial_merge_size: Number of patches along each side of the squares that are joined into one image token.
 
     Raises:
-        UserError: if the parts don't fit. It names the field or weight.
+        UserError: if the parts or the arguments don't fit. It names the field, weight or argument.
     """
     if scale_projector and projector_norm != "none":
         raise UserError("scale_projector scales a projector without a norm; a norm's gain sets where it starts.")
+    require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
 
     # Load the parts.
-    text_model = load_text_model(plain_name(text_model_path))
-    vision_model = load_vision_model(plain_name(vision_model_path), text_model.dtype)
+    text_model = load_text_model(absolute_or_id(text_model_path))
+    vision_model = load_vision_model(absolute_or_id(vision_model_path), text_model.dtype)
     require_hidden_state(vision_model, vision_feature_layer)
     require_whole_squares(vision_model, spatial_merge_size)
     with named_in_errors(vision_model_path):
@@ -105,9 +106,12 @@ def compose(
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     target = None
     if align_norm and projector_norm != "none":
+        # T is measured before embeddings of new tokens are added, which would change it.
         target = text_norm_target(vocabulary_norms(text_model)) * norm_target_ratio
-    image_token = choose_image_token(tokenizer)
+
+    # All random weights are made below: the embeddings of new tokens, and then the projector.
     torch.manual_seed(seed)
+    image_token = choose_image_token(tokenizer)  # this may add a token
     if len(tokenizer) > text_model.get_input_embeddings().weight.shape[0]:
         text_model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=64)
 
@@ -133,7 +137,7 @@ def compose(
         linear.reset_parameters()  # as in LLaVA; transformers' std of 0.02 would be too small in narrow models
     projector.to(text_model.dtype)
 
-    require_same_answers(model, text_model)
+    require_unchanged_logits(model, text_model)
     model.generation_config = text_model.generation_config
     processor = complete(model, image_processor, tokenizer, image_token, num_additional)
     if scale_projector:
@@ -151,8 +155,9 @@ def convert_llava(
 
     Raises:
         UserError: if the checkpoint isn't a Llava (a NormLlava already has a norm), if its encoder doesn't take
-            pictures of one fixed size, or if it is quantized.
+            pictures of one fixed size, if it is quantized, or if the ratio doesn't fit.
     """
+    require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
     model_type = read_config(llava_model_path).model_type
     if model_type != "llava":
         raise UserError(f"{llava_model_path} has model_type {model_type!r}, a Llava is needed.")
@@ -178,7 +183,7 @@ def convert_llava(
         "image_seq_length": num_features,
         "projector_norm": projector_norm,
         "projector_norm_target": target,
-        "llava_name_or_path": plain_name(llava_model_path),
+        "llava_name_or_path": absolute_or_id(llava_model_path),
     }
     config = NormLlavaConfig.from_dict(fields, attn_implementation=llava.config._attn_implementation)
     model = NormLlavaForConditionalGeneration(config, vision_model, language_model, llava.lm_head)
@@ -186,6 +191,14 @@ def convert_llava(
     model.model.multi_modal_projector.linear_2 = llava.model.multi_modal_projector.linear_2
     model.generation_config = llava.generation_config
     return model, complete(model, image_processor, tokenizer, old_processor.image_token, num_additional)
+
+
+def require_fitting_ratio(projector_norm: str, align_norm: bool, norm_target_ratio: float) -> None:
+    """Raises `UserError` if the ratio isn't above 0, or would be ignored since no norm starts at the text's norm."""
+    starts_at_text = projector_norm != "none" and align_norm
+    is_ignored = norm_target_ratio != 1 and not starts_at_text
+    if norm_target_ratio <= 0 or is_ignored:
+        raise UserError("norm_target_ratio is a number above 0, for a norm that starts at the text's norm.")
 
 
 def complete(
@@ -267,8 +280,8 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
         raise UserError(
             f"A picture should be {num_expected} tokens, but the processor writes {num_written} and counts "
             f"{num_counted}, and the encoder gives {len(features)}: set size and crop_size in "
-            "preprocessor_config.json to vision_config.image_size. An encoder may give one token more than patches, "
-            "and takes pictures of one size."
+            "preprocessor_config.json to vision_config.image_size. The encoder must take pictures of one size, and "
+            "give one token for each patch and at most one token besides."
         )
 
     logits = model.eval()(**inputs).logits
@@ -383,10 +396,10 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if converts and options.center_crop:
         parser.error("--center_crop is for a new model; a converted Llava keeps its image processor")
 
-    starts_at_text = options.projector_norm != "none" and not options.no_align_norm
-    has_ratio = options.norm_target_ratio != 1
-    if options.norm_target_ratio <= 0 or (has_ratio and not starts_at_text):
-        parser.error("--norm_target_ratio is a number above 0, for a norm that starts at the text's norm")
+    try:
+        require_fitting_ratio(options.projector_norm, not options.no_align_norm, options.norm_target_ratio)
+    except UserError as error:
+        parser.error(str(error))
     return options
 
 

@@ -25,16 +25,16 @@ def arms(device: torch.device) -> list[Arm]:
     shrink = 1 if device.type == "cuda" else 64
     repeats = 30 if device.type == "cuda" else 2
 
-    measured = []
+    product_arms = []
     for name, shape in PRODUCTS.items():
         sizes = [size // shrink for size in shape]
         settings: dict[str, Any] = {"shape": sizes, "repeats": repeats}
-        measured.append(Arm(name, partial(time_product, sizes, repeats, device), settings))
+        product_arms.append(Arm(name, partial(time_product, sizes, repeats, device), settings))
 
     size = COPIED_BYTES // shrink
     settings = {"bytes": size, "repeats": repeats}
-    measured.append(Arm("copy", partial(time_copy, size, repeats, device), settings))
-    return measured
+    copy_arm = Arm("copy", partial(time_copy, size, repeats, device), settings)
+    return [*product_arms, copy_arm]
 
 
 def time_product(shape: list[int], repeats: int, device: torch.device) -> Figures:

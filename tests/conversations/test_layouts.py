@@ -297,6 +297,35 @@ def test_what_nothing_reads_inside_turns_is_named() -> None:
     assert row["unread"] == ["messages[].cache_control", "messages[].reasoning_content"]
 
 
+@pytest.mark.parametrize("text", ['[{"bbox_2d": [1, 2, 3, 4], "label": "cat"}]', "[]"])
+def test_a_json_list_without_roles_is_a_text(text: str) -> None:
+    """Boxes are asked for and answered in this way."""
+    row = read_row({"prompt": text, "completion": text})
+    assert row["conversations"] == turns(text, text)
+
+    row = read_row({"messages": [message("user", text), message("assistant", text)]})
+    assert row["conversations"] == turns(text, text)
+
+
+def test_messages_as_json_text_are_messages() -> None:
+    messages = [message("user", "What?"), ANSWER]
+    expected = turns("What?", "A dog.")
+    row = read_row({"prompt": json.dumps(messages[:1]), "completion": json.dumps(messages[1:])})
+    assert row["conversations"] == expected
+
+    # UltraChat's repeated prompt
+    row = read_row({"prompt": "What?", "messages": json.dumps(messages)})
+    assert row["problem"] is None
+    assert row["conversations"] == expected
+
+
+def test_of_two_fields_of_a_turn_the_filled_one_is_read() -> None:
+    question = {"from": "", "role": "user", "value": "", "content": "What?"}
+    answer = {"from": "gpt", "role": "", "value": "A dog.", "content": ""}
+    row = read_row({"conversations": [question, answer]})
+    assert row["conversations"] == turns("What?", "A dog.")
+
+
 def test_texts_of_parts_are_one_text() -> None:
     parts = [{"type": "text", "text": "It is "}, {"type": "text", "text": "a dog."}]
     row = read_row({"messages": [message("user", "Hi."), message("assistant", parts)]})
@@ -513,6 +542,20 @@ def test_pictures_beside_turns_are_not_copied(tmp_path: Path) -> None:
     pictures_size = 20 * picture.stat().st_size
     cache_size = sum(Path(file["filename"]).stat().st_size for file in rows.cache_files)
     assert cache_size < 1.2 * pictures_size
+
+
+def test_turns_are_read_anew_after_a_change_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_pictures(tmp_path)
+    path = write_columns(tmp_path, [LAYOUTS["messages without a mark"]])
+    (old,) = load_rows(str(path))
+    assert row_turns(old) == ASKED
+
+    changed_turns = turns("<image>\nNew?", "Yes.")
+    changed_row = {"images": [], "conversations": changed_turns, "problem": None, "unread": []}
+    monkeypatch.setattr("conversations.columns.read_row", lambda fields: dict(changed_row))
+    monkeypatch.setattr("conversations.columns.hash_files", lambda folder, pattern: {"layouts.py": "changed"})
+    (new,) = load_rows(str(path))
+    assert row_turns(new) == changed_turns
 
 
 def test_a_picture_as_text_gives_a_short_message(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoProcessor
 
 from conversations.loading import load_rows
 from conversations.pictures import open_images
-from conversations.rows import BadRowError, check_row, control_tokens, to_messages
+from conversations.rows import BadRowError, check_row, control_token_pattern, to_messages
 from row_files import COLOUR, GOOD_ROWS, turns, write_json, write_pictures
 
 
@@ -67,7 +68,7 @@ def test_a_workers_error_about_a_bad_row_keeps_its_type_and_message() -> None:
 def test_text_that_would_become_a_control_token_is_refused(text: str, composed: Callable[..., Path]) -> None:
     processor = AutoProcessor.from_pretrained(composed(text=text))
     tokenizer = processor.tokenizer
-    tokens = control_tokens(tokenizer, processor.image_token)
+    tokens = control_token_pattern(tokenizer, processor.image_token)
     special_ids = {*tokenizer.all_special_ids, processor.image_token_id}
     special_tokens = set(tokenizer.convert_ids_to_tokens(list(special_ids)))
 
@@ -85,6 +86,11 @@ def test_text_that_would_become_a_control_token_is_refused(text: str, composed: 
     check_row({"images": [], "conversations": turns(harmless, harmless), "source": "row"}, tokens)
 
 
+def test_a_tokenizer_without_control_tokens_finds_none() -> None:
+    tokenizer: Any = SimpleNamespace(added_tokens_decoder={}, all_special_tokens=[])
+    assert control_token_pattern(tokenizer, "<image>").search("any text") is None
+
+
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/passwd", "../pictures2/secret.png"])
 def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path, name: str) -> None:
     path = write_json(tmp_path, [{"image": name, "conversations": ASKED}])
@@ -92,6 +98,15 @@ def test_a_path_out_of_the_image_folder_is_refused(tmp_path: Path, name: str) ->
     for check_or_open in (check_row, open_images):
         with pytest.raises(BadRowError, match=r"row 0: image .* is outside the image folder .*pictures; set one that"):
             check_or_open(row)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_json_row_may_give_a_picture_as_a_mapping_with_its_path(tmp_path: Path, streaming: bool) -> None:
+    path = write_json(tmp_path, [{"images": [{"path": "a.png"}], "conversations": ASKED}])
+    (row,) = load_rows(str(path), str(tmp_path / "pictures"), streaming=streaming)
+    check_row(row)
+    (image,) = open_images(row)
+    assert image.getpixel((0, 0)) == COLOUR
 
 
 def test_paths_inside_the_folder_may_be_links_to_other_disks(tmp_path: Path) -> None:

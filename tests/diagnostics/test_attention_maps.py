@@ -170,11 +170,12 @@ def test_questions_with_the_word_are_chosen(picture: Image.Image) -> None:
     before = question_of("Which colour?", picture)
     after = question_of(picture, "Which Colour?")
     answered = question_of(picture, "What is it?", answer="a colour")
-    of_two = question_of(picture, picture, "Which colour?")
-    assert questions_with_word([before, after, of_two, answered], "colour") == [after, answered]
-    assert questions_with_word([after] * 5, "colour") == [after] * 3
+    with_two_pictures = question_of(picture, picture, "Which colour?")
+    questions = [before, after, with_two_pictures, answered]
+    assert questions_with_word(questions, "colour") == [after, answered]
+    assert questions_with_word([after] * 5, "colour") == [after] * 3  # no more than three are drawn
     with pytest.raises(DiagnosticsError, match=r'--attention_map: no question .* has "colour" after the picture'):
-        questions_with_word([before, of_two], "colour")
+        questions_with_word([before, with_two_pictures], "colour")
 
 
 def test_two_models_are_drawn_in_the_same_colours(picture: Image.Image) -> None:

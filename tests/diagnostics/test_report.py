@@ -33,18 +33,19 @@ HOSTILE = "a|b <script>alert(1)</script> `c` [d](http://e.org) $x$ &amp; \u202e_
 def make_rows_of_a_model(
     num_pictures: int = 6, gaps: Sequence[float] = (0.06, -0.15, 0.0), seed: int = 0, with_keys: bool = True
 ) -> pd.DataFrame:
-    """Rows of a model with six layers, in whose thirds the gap of cosines is `gaps`."""
+    """Made-up rows of a model with six layers. The gap of cosines is `gaps[i]` in both layers of third `i`."""
     rng = np.random.default_rng(seed)
     layers = range(6)
+    gap_by_layer = np.repeat(gaps, 2)
 
-    def around(mean: float, *num_layers: int) -> np.ndarray:
-        """Values near the mean for each picture, or for each picture and layer."""
-        return mean + rng.normal(0, 0.002, (num_pictures, *num_layers))
+    def around(mean: float, *shape: int) -> np.ndarray:
+        """Random values near the mean: an array of `shape`, by default one value, for each picture."""
+        return mean + rng.normal(0, 0.002, (num_pictures, *shape))
 
     rows = [
         make_rows("at_decoder", around(40), "visual"),
-        ratio_rows("ratio", around(40 + seed), around(20)),
-        make_rows("gap", around(0, 6) + np.repeat(gaps, 2), "", layers),
+        ratio_rows("ratio", around(40 + seed), around(20)),  # models with another seed have another ratio
+        make_rows("gap", around(0, 6) + gap_by_layer, "", layers),
         ratio_rows("norm_ratio", around(40, 6), around(20, 6), layers),
         make_rows("attention", around(0.3, 2), "", [0, 5]),
         make_rows("attention_even", around(0.4, 2), "", [0, 5]),
@@ -61,16 +62,34 @@ def make_rows_of_a_model(
 
 
 def make_report(*models: tuple[str, pd.DataFrame]) -> Report:
-    reports = [
-        ModelReport(name, "Llava", "float32", 6, 32, int(rows["picture"].max()) + 1, {"visual": 96}, {"sink": 2},
-                    [f"note on {name}"], Summary.of(rows))
-        for name, rows in models
-    ]  # fmt: skip
-    return Report("command", {"torch": "2"}, "data", 1, ["row 3: broken"], reports)
+    reports = []
+    for name, rows in models:
+        num_pictures = int(rows["picture"].max()) + 1
+        report = ModelReport(
+            name=name,
+            model_class="Llava",
+            dtype="float32",
+            num_layers=6,
+            hidden_size=32,
+            num_pictures=num_pictures,
+            num_tokens={"visual": 96},
+            excluded={"sink": 2},
+            notes=[f"note on {name}"],
+            summary=Summary.of(rows),
+        )
+        reports.append(report)
+    return Report(
+        command="command",
+        versions={"torch": "2"},
+        data="data",
+        passed_over=1,
+        unreadable=["row 3: broken"],
+        models=reports,
+    )
 
 
 def test_sentences_compare_turning_in_each_third_of_the_layers() -> None:
-    """In the mean over all layers, image tokens would turn faster."""
+    """The thirds differ in sign, which the mean over all layers, a faster turning, would hide."""
     (model,) = make_report(("it", make_rows_of_a_model())).models
     text = sentences(model)[1]
     assert re.search(r"more slowly in the first third, .*faster in the middle third, .*no clear difference in", text)
@@ -86,7 +105,7 @@ def test_sentences_compare_turning_in_each_third_of_the_layers() -> None:
         ((), "no clear difference"),
     ],
 )
-def test_turning_differs_where_its_whole_interval_does(interval: tuple[float, ...], said: str) -> None:
+def test_turning_differs_if_its_interval_lies_on_one_side_of_zero(interval: tuple[float, ...], said: str) -> None:
     assert compare_turning(Estimate(0.1, *interval)) == said
 
 
@@ -108,7 +127,8 @@ def test_one_picture_has_no_spread(tmp_path: Path) -> None:
         (12345.6, (12000.0, 12691.0), "12,346 (12,000 to 12,691)"),
         (-0.0041, (-0.08, 0.07), "0.00 (−0.08 to 0.07)"),
         (1.5, (1.5, 1.5), "1.5 (± 0)"),
-        (0.99999100, (0.99999057, 0.99999142), "0.99999 (± 4e-07)"),
+        (0.99999123, (0.99999081, 0.99999165), "0.99999123 (± 4e-07)"),
+        (1.132774, (1.132734, 1.132814), "1.13277 (± 4e-05)"),
         (1.23456, (), "1.23"),
         (12345.6, (), "12,346"),
     ],

@@ -21,14 +21,19 @@ FILE_OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os
 
 
 class Killer:
-    """An audit hook that lists the events of this process, and kills the process at the event with a number.
+    """An audit hook that lists the events of this process, and kills the process at one of them.
 
-    Without a number it only lists them.
+    Attributes:
+        folder: The run's output folder.
+        last_event: The number of the event at which the process is killed; `None` if it is only to list its events.
+        is_counting: Whether counting has begun.
+        log: The events that were counted.
     """
 
-    def __init__(self, folder: str, number: int | None) -> None:
+    def __init__(self, folder: str, last_event: int | None) -> None:
         self.folder = folder
-        self.number = number
+        self.last_event = last_event
+        self.is_counting = False
         self.log: list[str] = []
 
     def __call__(self, operation: str, args: tuple[Any, ...]) -> None:
@@ -40,11 +45,13 @@ class Killer:
 
         # Counting begins at the first file of the second checkpoint.
         is_file_of_a_save = operation == "open" and "/.saving/" in path
-        if not self.log and not (is_file_of_a_save and self.has_checkpoint()):
+        if is_file_of_a_save and self.has_checkpoint():
+            self.is_counting = True
+        if not self.is_counting:
             return
 
         self.log.append(f"{operation} {path.removeprefix(self.folder)}")
-        if len(self.log) == self.number:
+        if len(self.log) == self.last_event:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def has_checkpoint(self) -> bool:
@@ -68,7 +75,8 @@ def run(recipe: str, *arguments: str, killer: Killer | None = None) -> int:
         sys.addaudithook(killer)
     sft.main()
     if killer is not None:
-        Path(killer.folder, "events.txt").write_text("\n".join(killer.log))
+        events = "\n".join(killer.log)  # joined first, since the hook counts the opening of events.txt
+        Path(killer.folder, "events.txt").write_text(events)
     os._exit(0)
 
 

@@ -301,6 +301,11 @@ def test_arguments_that_do_not_fit_are_refused(backbones: Callable[[str], Path])
     parts = (str(backbones("siglip")), str(backbones("qwen2")))
     with pytest.raises(ValueError, match="scale_projector scales a projector without a norm"):
         compose(*parts, scale_projector=True)
+    ignored_ratio = "norm_target_ratio is a number above 0, for a norm that starts at"
+    with pytest.raises(UserError, match=ignored_ratio):
+        compose(*parts, align_norm=False, norm_target_ratio=2)
+    with pytest.raises(UserError, match=ignored_ratio):
+        compose(*parts, projector_norm="none", norm_target_ratio=2)
     with pytest.raises(ValueError, match="vision_feature_layer 99: the encoder's are -4 to 3"):
         compose(*parts, vision_feature_layer=99)
 
@@ -353,8 +358,8 @@ def test_llava_keeps_every_weight_and_number_of_image_tokens(
             legacy_weights[name] = weight
         save_file(legacy_weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
 
-    for projector_norm in ("none", "gwc"):
-        model, converted_processor = convert_llava(str(tmp_path), projector_norm, norm_target_ratio=2.0)
+    for projector_norm, ratio in (("none", 1.0), ("gwc", 2.0)):
+        model, converted_processor = convert_llava(str(tmp_path), projector_norm, norm_target_ratio=ratio)
         assert model.config.llava_name_or_path == str(tmp_path)  # the model card names it
 
         # All weights are kept, and only the norm's are added.

@@ -139,7 +139,8 @@ def test_bytes_of_weights_gradients_and_states_follow_from_the_number_of_paramet
     in_bfloat16 = plan_fields({**fields, "bf16": True}, batch)
     num_in_float32 = num_trained
     if stage == "instruct":
-        # The encoder's last layer is not trained, but its input is float32, as the encoder is, so it is float32, too.
+        # The projector doesn't read the encoder's last layer, so this layer isn't trained. It stays float32 too, since
+        # the trained layers before it give it float32 input.
         num_in_float32 = num_all
     assert in_bfloat16.weights == 4 * num_in_float32 + 2 * (num_all - num_in_float32)
 

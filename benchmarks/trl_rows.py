@@ -6,7 +6,7 @@ from typing import Any
 
 from datasets import Dataset, Image, List
 
-from training.batches import shuffled
+from training.batches import random_order
 
 
 ROLES = {"human": "user", "gpt": "assistant"}
@@ -19,7 +19,7 @@ def trl_dataset(rows: Sequence[dict[str, Any]], image_folder: Path, seed: int) -
     """
     images = []
     messages = []
-    for number in shuffled(len(rows), seed):
+    for number in random_order(len(rows), seed):
         row = rows[number]
         images.append([str(image_folder / row["image"])] if row.get("image") else [])
         messages.append([to_message(turn) for turn in row["conversations"]])

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     for comparison in comparisons:
         # The report is saved after each model, so that it is kept if the next model fails.
-        with_weights(comparison, args.model).save(args.output_dir)
+        add_weights_fingerprints(comparison, args.model).save(args.output_dir)
     logger.info("\n%s\n\nReport: %s", comparison, args.output_dir / "report.html")
 
 
@@ -74,7 +74,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def choose_names(parser: argparse.ArgumentParser, args: argparse.Namespace) -> list[str]:
-    """The models' names in the report. If two are the same, or if names are missing, the parser ends the command."""
+    """The models' names in the report.
+
+    The parser ends the command if two names are the same, or if there aren't as many names as models.
+    """
     names = args.names or args.model
     if len(names) != len(args.model):
         parser.error(f"--names gives {len(names)} names for {len(args.model)} models")
@@ -84,7 +87,7 @@ def choose_names(parser: argparse.ArgumentParser, args: argparse.Namespace) -> l
 
 
 def check_processors(args: argparse.Namespace) -> None:
-    """Check that every model takes pictures, before hours are spent on the first one.
+    """Check that every model takes pictures, before hours are spent on measuring the first model.
 
     Raises:
         UserError: if a model takes no pictures.
@@ -96,23 +99,24 @@ def check_processors(args: argparse.Namespace) -> None:
 
 
 def load_models(args: argparse.Namespace, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, Any]]:
-    """Load the models one after the other: name, model and processor.
+    """Load the models one after the other, and yield each model's name, the model and its processor.
 
-    No variable here refers to a model, so that it can be freed before the next one is loaded.
+    No variable here refers to a model, so that the caller can free it before the next model is loaded.
     """
     for path, name in zip(args.model, names, strict=True):
         logger.info("Loading %s ...", path)
         yield name, *load_model(path, **model_options(args))
 
 
-def with_weights(comparison: Comparison, paths: Sequence[str]) -> Comparison:
+def add_weights_fingerprints(comparison: Comparison, paths: Sequence[str]) -> Comparison:
     """The comparison with the fingerprint of each model's weights in its report.
 
     Args:
         comparison: The comparison of the models that were measured so far.
-        paths: Folder or Hub id of all models, in the same order.
+        paths: Folder or Hub id of every model, the measured ones first, in their order.
     """
     models = []
+    # While models are still to be measured, there are more paths than models in the report.
     for model, path in zip(comparison.report.models, paths, strict=False):
         models.append(replace(model, weights=weights_fingerprint(Path(path))))
     report = replace(comparison.report, models=models)

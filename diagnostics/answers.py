@@ -32,7 +32,7 @@ def make_prompt(question: str, image: Image.Image | None = None) -> Prompt:
 
 def encode_prompts(processor: Any, prompts: list[Prompt]) -> Any:
     """A padded batch of prompts, each up to where the answer begins."""
-    # Both pad, but a tokenizer takes `padding` as its own argument, and a processor inside `processor_kwargs`.
+    # A tokenizer takes `padding` as an argument of its own, a processor takes it inside `processor_kwargs`.
     padding: dict[str, Any] = {"padding": True}
     if isinstance(processor, ProcessorMixin):
         padding = {"processor_kwargs": {"padding": True}}
@@ -55,7 +55,7 @@ def answer_prompts(
 
     Args:
         model: The model.
-        processor: Its processor, or a tokenizer if no prompt has a picture.
+        processor: The model's processor, or a tokenizer if no prompt has a picture.
         prompts: The questions.
         title: Text of the progress bar.
         max_new_tokens: Length at which an answer is cut off.
@@ -86,7 +86,8 @@ def answer_ids(processor: Any, prompt: Prompt, answer: str) -> list[int]:
 def _ids_after_prompt(processor: Any, prompt: Prompt, answer: str) -> list[int]:
     """Token ids that the chat template writes after the prompt if the assistant gives this answer.
 
-    Empty if the template can't write the conversation, or if it writes the prompt in another way once it is answered.
+    The list is empty if the template can't write the conversation, or if it writes the prompt differently when an
+    answer follows.
     """
     turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
     try:
@@ -117,11 +118,12 @@ class ReadPrompt(NamedTuple):
 
     Attributes:
         cache: Keys and values of the prompt.
-        first: Log-probabilities of the first token after the prompt, `(vocab_size,)`.
+        first_log_probabilities: The vocabulary's log-probabilities for the first token after the prompt,
+            `(vocab_size,)`.
     """
 
     cache: DynamicCache
-    first: torch.Tensor
+    first_log_probabilities: torch.Tensor
 
 
 @torch.no_grad()
@@ -139,7 +141,7 @@ def read_prompt(model: PreTrainedModel, inputs: Any) -> ReadPrompt:
 
 @torch.no_grad()
 def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """For each answer, the log-probabilities that the model gives the vocabulary in the place of each answer token.
+    """For each answer, the vocabulary's log-probabilities at the position of each of the answer's tokens.
 
     Args:
         model: The model.
@@ -158,39 +160,39 @@ def distributions(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[
     except AttributeError as error:  # A layer without attention has no keys and values to repeat.
         raise DiagnosticsError("Its decoder keeps more than keys and values, so answers can't be scored.") from error
 
-    # The model reads all tokens of an answer but the last, after which nothing is asked. It has to read at least one
-    # token, so answers are padded to at least two.
+    # The model reads all tokens of an answer except the last, because what follows the last token doesn't matter. It
+    # has to read at least one token, so answers are padded to at least two tokens.
     longest = max(2, *map(len, answers))
     padded = torch.zeros(len(answers), longest, dtype=torch.long, device=model.device)
     for row, answer in zip(padded, answers, strict=True):
         row[: len(answer)] = torch.tensor(answer)
 
-    # Without an attention mask: no answer token sees the padding, which comes last, and decoders with positions in
-    # three axes (Qwen2-VL) take no mask together with a cache.
+    # No attention mask is given. No answer token would need it, because the padding comes last, and decoders with
+    # positions in three axes (Qwen2-VL) take no mask together with a cache.
     logits = model(input_ids=padded[:, :-1], past_key_values=cache).logits
     log_probabilities = logits.float().log_softmax(dim=-1)  # [num_answers, longest - 1, vocab_size]
 
     distributions_by_answer = []
     for answer, after_each_token in zip(answers, log_probabilities, strict=True):
         after_first = after_each_token[: len(answer) - 1]
-        distributions_by_answer.append(torch.cat([prompt.first[None], after_first]))
+        distributions_by_answer.append(torch.cat([prompt.first_log_probabilities[None], after_first]))
     return distributions_by_answer
 
 
 def likeliest(model: PreTrainedModel, prompt: ReadPrompt, answers: Sequence[Sequence[int]]) -> int:
     """Index of the answer with the highest log-probability after a prompt.
 
-    The result is exact, but not every answer has to be scored: an answer can't be likelier than its first token. So
-    answers are scored a few at a time, the one with the likeliest first token first, until the best answer so far is
-    likelier than the first token of each remaining answer.
+    The result is exact, but not every answer has to be scored, because an answer can't be likelier than its first
+    token. Answers are scored a few at a time, by falling probability of their first tokens. The search ends when the
+    best answer so far is likelier than the first token of each remaining answer.
 
     Args:
         model: The model.
         prompt: The prompt that the answers follow.
-        answers: Token ids of each answer with its end token, so at least two.
+        answers: Token ids of each answer, with its end token.
     """
     first_tokens = [tokens[0] for tokens in answers]
-    first_scores = prompt.first[first_tokens]  # [num_answers]
+    first_scores = prompt.first_log_probabilities[first_tokens]  # [num_answers]
     by_first_score = first_scores.argsort(descending=True, stable=True)
 
     best = -1

@@ -35,9 +35,9 @@ MAX_PICTURES = 3
 COLOURS = "YlOrRd"
 # Opacity of the strongest attention. The opacity of no attention is 0.
 MAX_OPACITY = 0.8
-# The scale of colours ends at this quantile of all patches' attention. If it ended at the largest, a single sink would
-# leave all other patches without colour.
-QUANTILE = 0.99
+# The scale of colours ends at this quantile of all patches' attention. If the scale ended at the largest attention, a
+# single sink would leave all other patches without colour.
+SCALE_QUANTILE = 0.99
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ def attention_map(
     layers: Sequence[int] | None = None,
     answer: str = "",
 ) -> AttentionMap:
-    """What a word of a question looks at in a picture, or a word of its answer.
+    """What a word of a question, or of its answer, looks at in a picture.
 
     Args:
         model: The model. Its decoder has to run with `attn_implementation="sdpa"`.
         processor: The model's processor.
         picture: The picture. The model is given it before the question.
         question: The question.
-        word: A word, or several words in a row, of the question or the answer. Only its first place counts.
+        word: A word, or several words in a row, of the question or the answer. Only its first occurrence counts.
         layers: Numbers of layers; four layers from the first to the last by default.
         answer: The model's answer, if the word may be in it.
 
@@ -105,10 +105,10 @@ def map_questions(
 
 
 def questions_with_word(questions: Iterable[Question], word: str) -> list[Question]:
-    """The first `MAX_PICTURES` questions about a single picture that have the word after it, or in their answer.
+    """The first `MAX_PICTURES` questions about a single picture that have the word after the picture or in the answer.
 
     Raises:
-        DiagnosticsError: if no question has the word there.
+        DiagnosticsError: if no question has the word in either place.
     """
     pattern = word_pattern(word)
     chosen = [question for question in questions if pattern.search(text_after_picture(question))]
@@ -157,13 +157,13 @@ def map_attention(
     text: str,
     layers: Sequence[int] | None = None,
 ) -> AttentionMap:
-    """Run a model on one prompt, in eval mode, and map the attention of a word after its picture.
+    """Run a model on one prompt, in eval mode, and map the attention of a word that comes after the picture.
 
     Args:
         model: The model. Its decoder has to run with `attn_implementation="sdpa"`.
         processor: The model's processor.
         inputs: The model's inputs for one prompt with one picture, with `input_ids` of shape `(1, S)`.
-        word: A word, or several words in a row. Capital and small letters are the same.
+        word: A word, or several words in a row. Case is ignored.
         text: The text that the word stands in, for the map's title.
         layers: Numbers of layers; four layers that are evenly spread by default.
 
@@ -219,11 +219,13 @@ def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_ima
         DiagnosticsError: if image tokens are not the patches of one picture, so that their places are not known.
     """
     patch_size = getattr(getattr(model.config, "vision_config", None), "patch_size", None)
-    if patch_size is not None and pixel_values is not None and pixel_values.ndim == 4 and len(pixel_values) == 1:
-        # The size is a number, or height and width.
+    shape = () if pixel_values is None else tuple(pixel_values.shape)
+    has_one_picture = len(shape) == 4 and shape[0] == 1
+    if patch_size is not None and has_one_picture:
+        # `patch_size` is a single number, or a pair of height and width.
         patch_height, patch_width = np.broadcast_to(patch_size, 2).tolist()
-        num_rows = pixel_values.shape[2] // patch_height
-        num_columns = pixel_values.shape[3] // patch_width
+        num_rows = shape[2] // patch_height
+        num_columns = shape[3] // patch_width
         if num_rows * num_columns == num_image_tokens:
             return num_rows, num_columns
 
@@ -234,9 +236,9 @@ def find_grid(model: PreTrainedModel, pixel_values: torch.Tensor | None, num_ima
 
 
 def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Tensor, word: str) -> torch.Tensor:
-    """Positions of the tokens of a word, `(num_word_tokens,)`, at its first place after the picture.
+    """Positions of the tokens of a word, `(num_word_tokens,)`, at its first occurrence after the picture.
 
-    A word before the picture can't look at it.
+    Words before the picture don't count: a decoder's tokens attend only to earlier tokens.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -245,7 +247,7 @@ def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Te
         word: The word. It has to stand alone: "cat" isn't found in "category".
 
     Raises:
-        DiagnosticsError: if the word is not there.
+        DiagnosticsError: if the word doesn't occur after the picture.
     """
     start = int(image_positions[-1]) + 1
     ids = input_ids[start:].tolist()
@@ -254,8 +256,8 @@ def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Te
     if match is None:
         raise DiagnosticsError(f'"{word}" is not in the text after the picture: "{text.strip()}"')
 
-    # Where in the text each token ends; the text before the first token ends at 0. A letter may consist of several
-    # tokens: until its last token it is decoded as "�", and does not count.
+    # `ends[i]` is the number of characters that the first i tokens decode to. A letter may consist of several tokens:
+    # until the last of these tokens it is decoded as "�", which isn't counted.
     ends = []
     for count in range(len(ids) + 1):
         decoded = tokenizer.decode(ids[:count])
@@ -271,7 +273,7 @@ def find_word(tokenizer: Any, input_ids: torch.Tensor, image_positions: torch.Te
 
 
 def word_pattern(word: str) -> re.Pattern[str]:
-    """A pattern that finds a word, or several words in a row, if it stands alone, in capital or small letters."""
+    """A pattern that finds a word, or several words in a row, if it stands alone. Case is ignored."""
     return re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", re.IGNORECASE)
 
 
@@ -308,10 +310,10 @@ def draw_attention_maps(models: Mapping[str, Sequence[AttentionMap]]) -> Figure:
 
     num_columns = 1 + max(len(attention_map.layers) for _, attention_map in rows)
     all_weights = np.concatenate([relative_weights(attention_map).ravel() for _, attention_map in rows])
-    # The scale reaches at least 2, so that attention that is nearly even is not drawn as if it was strong somewhere.
-    scale = Normalize(0, max(2.0, float(np.quantile(all_weights, QUANTILE))))
+    # The scale reaches at least 2, so that small differences in nearly even attention aren't drawn in strong colours.
+    scale = Normalize(0, max(2.0, float(np.quantile(all_weights, SCALE_QUANTILE))))
 
-    # In inches: a column is the page's width without margins, divided by their number, and a row has room for text.
+    # Sizes are in inches. Columns share the width without margins, and 0.42 of a row's height is for its text.
     column_width = (WIDTH - 0.6) / num_columns
     height_of_width = max(attention_map.picture.height / attention_map.picture.width for _, attention_map in rows)
     row_height = height_of_width * column_width + 0.42

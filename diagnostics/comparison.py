@@ -155,7 +155,7 @@ def compare(
     comparisons = measure_models(
         named_models, questions, data_name, layers=layers, sweep=sweep, attention_word=attention_word
     )
-    return list(comparisons)[-1]  # the last one has all models
+    return list(comparisons)[-1]  # the last comparison has all models
 
 
 class ModelResults(NamedTuple):
@@ -177,7 +177,7 @@ def measure_models(
     sweep: bool = False,
     attention_word: str | None = None,
 ) -> Iterator[Comparison]:
-    """Measure models one after the other, and yield the comparison of the models so far after each.
+    """Measure models one after the other, and after each yield the comparison of the models so far.
 
     If `models` loads a model only when it is asked for the next one, a single model is in memory at a time.
 
@@ -191,8 +191,8 @@ def measure_models(
         attention_word: Also draw what this word of the questions or answers looks at.
 
     Raises:
-        DiagnosticsError: if no question has the word, or if a model can't be measured. In the second case the message
-            begins with the model's name.
+        DiagnosticsError: if no question has the word, or if a model can't be measured. If a model can't be measured,
+            the message begins with its name.
     """
     if attention_word is not None:
         # This raises for a word that no question has, before the first model is loaded.
@@ -206,7 +206,7 @@ def measure_models(
             )
         except DiagnosticsError as error:
             raise DiagnosticsError(f"{name}: {error}") from error
-        # Without these two references, the model can be freed before the next one is loaded.
+        # These two references would keep the model in memory while the next model is loaded.
         del model, processor
 
         yield join_results(results, questions, data, command)
@@ -221,13 +221,13 @@ def measure_model(
     sweep: bool = False,
     attention_word: str | None = None,
 ) -> ModelResults:
-    """Measure one model, with its sweep and its attention maps if these are asked for.
+    """Measure one model. A sweep and attention maps are made only if they are asked for.
 
     Raises:
         DiagnosticsError: if the model can't be measured.
     """
+    # Attention maps come first, because they are quick and fail for some models: such an error shall come soon.
     attention_maps = []
-    # Attention maps come first: they are quick, and can't be made of every model.
     if attention_word is not None:
         attention_maps = map_questions(model, processor, questions, attention_word, layers)
 
@@ -242,7 +242,7 @@ def measure_model(
 
 
 def join_results(results: Mapping[str, ModelResults], questions: Questions, data: str, command: str) -> Comparison:
-    """The comparison of models from the results of each, by the model's name."""
+    """The comparison of models, made of the results of each model by its name."""
     report = Report(
         command=command,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
@@ -292,9 +292,9 @@ def measure_questions(
         DiagnosticsError: if one of `layers` does not exist, or if a question can't be measured.
     """
     num_layers = len(find_decoder(model).layers)
-    chosen = choose_layers(num_layers, layers)
+    chosen_layers = choose_layers(num_layers, layers)
 
-    records = record_questions(model, processor, questions, chosen, title=f"{name}: pictures")
+    records = record_questions(model, processor, questions, chosen_layers, title=f"{name}: pictures")
     tables = [
         measure_all(model, records),
         measure_space("keys", records),

@@ -15,8 +15,8 @@ COMPONENTS = 10
 BINS = 16
 # The floor of a distance is this quantile of the distances between random halves.
 FLOOR_QUANTILE = 0.95
-# For each of several ways to split tokens, the groups of tokens in a first and in a second set: two boolean arrays,
-# `(num_ways, num_groups)` each.
+# Several ways to choose a first and a second set of tokens, whose distance is measured. Two boolean arrays,
+# `(num_ways, num_groups)` each, tell for each way which groups of tokens are in the first set and in the second set.
 Split = tuple[np.ndarray, np.ndarray]
 
 
@@ -24,8 +24,8 @@ def measure_divergence(heads: np.ndarray, groups: np.ndarray, observed: Split, h
     """Divergence in bits between the modalities, `"jsd"`, and its floor, `"jsd_halves"`; medians over heads.
 
     The floor is the 95% quantile of the divergences between random halves of the pictures, within one modality. It is
-    rather too high than too low: the fewer tokens there are, the larger is the divergence by chance, and halves have
-    fewer tokens than modalities.
+    rather too high than too low: a divergence by chance is larger between fewer tokens, and a half of the pictures has
+    fewer tokens than all pictures.
 
     Args:
         heads: Keys of each head, of image tokens and then of text tokens, `(num_heads, num_tokens, head_dim)`.
@@ -48,8 +48,8 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -
     """Jensen-Shannon divergence in bits between the two sets of each split, `(num_ways,)`.
 
     It is the mean over the principal components of all points, weighted by the variance that each component explains.
-    On each component both sets have the same 16 bins. The bins' edges are quantiles of all points, so that each bin
-    holds equally many points even if there are outliers.
+    Both sets have the same bins, `BINS` for each component. The bins' edges are quantiles of all points, so that each
+    bin holds equally many points even if there are outliers.
 
     Args:
         points: One head's keys, `(num_tokens, head_dim)`.
@@ -78,10 +78,10 @@ def histogram_divergence(points: np.ndarray, groups: np.ndarray, split: Split) -
 def jensen_shannon(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Jensen-Shannon divergence in bits of two histograms, counts `(..., num_bins)` each; NaN for an empty histogram.
 
-    It is the square of scipy's `jensenshannon`. That function is not used, because it takes the root, which is NaN if
-    rounding makes the divergence negative.
+    scipy's `jensenshannon` is the root of this divergence. It isn't used here, because the root is NaN if rounding
+    makes the divergence negative.
     """
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # 0 / 0 in an empty histogram
         first = first / first.sum(axis=-1, keepdims=True)
         second = second / second.sum(axis=-1, keepdims=True)
     mixture = (first + second) / 2

@@ -32,7 +32,7 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
     """Places of image and text tokens on a plane, by t-SNE of their keys. Distances on the plane mean nothing.
 
     Args:
-        records: One for each picture.
+        records: The record of each picture.
         measured: The rows of the records' measures. A layer without a row of `keys.jsd` has too few keys to place.
 
     Returns:
@@ -43,13 +43,16 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
         return pd.DataFrame(columns=["layer", "modality", "x", "y"])
 
     tables = []
-    for index in np.linspace(0, len(layers) - 1, min(MAX_LAYERS, len(layers))).round().astype(int):
+    num_drawn = min(MAX_LAYERS, len(layers))
+    for index in np.linspace(0, len(layers) - 1, num_drawn).round().astype(int):
         layer = layers[index]
         points = take_points("keys", layer, records)
-        num_of_modality = len(points.pictures)  # image tokens come first, then as many text tokens
-        modality = ["visual"] * num_of_modality + ["text"] * num_of_modality
-        places = project(points.scaled.reshape(len(modality), -1))
-        tables.append(pd.DataFrame({"layer": layer, "modality": modality, "x": places[:, 0], "y": places[:, 1]}))
+        # `points.scaled` has all image tokens first, and then as many text tokens.
+        num_per_modality = len(points.pictures)
+        modalities = ["visual"] * num_per_modality + ["text"] * num_per_modality
+        vectors = points.scaled.reshape(len(modalities), -1)  # [2n, num_heads * head_dim]
+        places = project(vectors)
+        tables.append(pd.DataFrame({"layer": layer, "modality": modalities, "x": places[:, 0], "y": places[:, 1]}))
 
     return pd.concat(tables, ignore_index=True)
 
@@ -57,7 +60,7 @@ def place_keys(records: Sequence[Record], measured: pd.DataFrame) -> pd.DataFram
 def project(vectors: np.ndarray) -> np.ndarray:
     """Places of vectors `(n, size)` on a plane by t-SNE, `(n, 2)`; the same vectors always get the same places."""
     reduced = PCA(min(COMPONENTS, *vectors.shape), random_state=SEED).fit_transform(vectors)
-    perplexity = min(PERPLEXITY, len(vectors) / 4)  # it has to be less than the number of vectors
+    perplexity = min(PERPLEXITY, len(vectors) / 4)  # t-SNE needs a perplexity below the number of vectors
     return TSNE(perplexity=perplexity, init="pca", random_state=SEED).fit_transform(reduced)
 
 
@@ -69,6 +72,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
         models: Summaries by name of the models in `placed`.
         placed: What `place_keys` returns for each model, with a column `model`.
     """
+    # A column for the divergence, and one for each drawn layer.
     num_columns = 1 + placed.groupby("model")["layer"].nunique().max()
     figure, axes = plt.subplots(
         len(models),
@@ -86,7 +90,7 @@ def draw_key_map(models: Mapping[str, Summary], placed: pd.DataFrame) -> Figure:
         for axis, (layer, tokens) in zip(row[1:], tokens_by_layer, strict=False):
             _draw_tokens(axis, tokens)
             axis.set_xlabel(f"keys of layer {layer}")
-        # A model may have fewer layers than another.
+        # If another model has more layers in its row, this row's last axes stay empty.
         for axis in row[1 + len(tokens_by_layer) :]:
             axis.axis("off")
 

@@ -22,7 +22,7 @@ from diagnostics.tokens import Tokens
 
 # About how many tokens of each modality are compared, over all pictures.
 MAX_TOKENS = 256
-# With fewer tokens of each modality, a distance says nothing.
+# The smallest number of tokens of each modality from which a distance says something.
 MIN_TOKENS = 8
 # Bandwidths of the kernel, in multiples of the mean squared distance.
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -37,14 +37,16 @@ def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.Dat
 
     Args:
         name: `"keys"` or `"values"`.
-        records: One for each picture.
+        records: The record of each picture.
         seed: Seed of the random halves.
     """
     recorded_layers = [set(getattr(record, name)) for record in records]
     layers = sorted(set.intersection(*recorded_layers))
     points_by_layer = {layer: take_points(name, layer, records) for layer in layers}
-    # All layers have the same tokens, so the first one tells whether there are enough.
-    if not layers or not can_compare(points_by_layer[layers[0]]):
+    if not layers:
+        return None
+    # All layers have the same tokens, so the first layer tells whether there are enough tokens.
+    if not can_compare(points_by_layer[layers[0]]):
         return None
 
     splits = make_splits(len(records), np.random.default_rng(seed))
@@ -55,7 +57,8 @@ def measure_space(name: str, records: Sequence[Record], seed: int = 0) -> pd.Dat
 def draw_positions(tokens: Tokens, picture: str, count: int) -> torch.Tensor:
     """Random positions of at most `count` image tokens and `count` text tokens of a sample, in order.
 
-    The random numbers depend only on `picture`, the fingerprint of the sample's picture, so every model gets the same.
+    The random numbers depend only on `picture`, the fingerprint of the sample's picture, so that every model gets the
+    same numbers.
     """
     generator = torch.Generator().manual_seed(int(picture, 16) % 2**63)  # seeds are below 2^63
     drawn = []
@@ -67,7 +70,7 @@ def draw_positions(tokens: Tokens, picture: str, count: int) -> torch.Tensor:
 
 
 class Points(NamedTuple):
-    """Keys or values of one layer, from each picture as many of image tokens as of text tokens.
+    """Keys or values of one layer. Each picture gives as many image tokens as text tokens.
 
     The picture of `visual[i]` and the picture of `text[i]` are both `pictures[i]`.
 
@@ -115,7 +118,7 @@ def take_points(name: str, layer: int, records: Sequence[Record]) -> Points:
     Args:
         name: `"keys"` or `"values"`.
         layer: Number of the layer.
-        records: One for each picture.
+        records: The record of each picture.
     """
     visual = []
     text = []
@@ -149,13 +152,13 @@ class Splits(NamedTuple):
 
     Attributes:
         observed: The image tokens and the text tokens of all pictures.
-        without: The image tokens and the text tokens of all pictures but one, for each picture that is left out.
+        leave_one_out: For each picture, the image tokens and the text tokens of all other pictures.
         halves: Tokens of a random half of the pictures and of the other half, both of the same modality. Empty for
             fewer than four pictures.
     """
 
     observed: Split
-    without: Split
+    leave_one_out: Split
     halves: Split
 
 
@@ -165,19 +168,19 @@ def make_splits(num_pictures: int, rng: np.random.Generator) -> Splits:
     all_but_one = ~np.eye(num_pictures, dtype=bool)
 
     # A half needs at least two pictures, because only pairs of tokens from different pictures count.
-    size = num_pictures // 2
-    num_halves = HALVES if size > 1 else 0
+    half_size = num_pictures // 2
+    num_halves = HALVES if half_size > 1 else 0
     # Each row gives the pictures random ranks. With an odd number of pictures, the last rank is in neither half.
     ranks = np.array([rng.permutation(num_pictures) for _ in range(num_halves)]).reshape(-1, num_pictures)
-    first_half = ranks < size
-    second_half = (ranks >= size) & (ranks < 2 * size)
+    first_half = ranks < half_size
+    second_half = (ranks >= half_size) & (ranks < 2 * half_size)
     halves = (
         np.concatenate([image_groups(first_half), text_groups(first_half)]),
         np.concatenate([image_groups(second_half), text_groups(second_half)]),
     )
     return Splits(
         observed=(image_groups(all_pictures), text_groups(all_pictures)),
-        without=(image_groups(all_but_one), text_groups(all_but_one)),
+        leave_one_out=(image_groups(all_but_one), text_groups(all_but_one)),
         halves=halves,
     )
 
@@ -204,6 +207,7 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     """Rows of one layer: MMD², divergence and the linear probe's accuracy, each the median over heads."""
     heads = points.scaled.transpose(1, 0, 2)  # [num_heads, 2n, head_dim]
     kernels = [kernel(head) for head in heads]
+    # The groups are numbered as in `Points.groups`: image tokens of all pictures, then text tokens of all pictures.
     picture_of_group = np.arange(2 * points.num_pictures) % points.num_pictures
 
     def median_mmd(split: Split) -> np.ndarray:
@@ -213,7 +217,7 @@ def _measure_layer(layer: int, points: Points, splits: Splits) -> pd.DataFrame:
     (mmd,) = median_mmd(splits.observed)
     accuracy = np.median([linear_probe(head, points.groups, points.num_pictures) for head in heads])
     rows = [
-        jackknife_rows("mmd", mmd, median_mmd(splits.without), layers=[layer]),
+        jackknife_rows("mmd", mmd, median_mmd(splits.leave_one_out), layers=[layer]),
         make_rows("probe", layers=[layer], whole=accuracy),
         make_rows("tokens", layers=[layer], whole=len(points.pictures)),
     ]
@@ -234,7 +238,7 @@ def kernel(points: np.ndarray) -> np.ndarray:
     It is the mean over the bandwidths s of exp(-‖x-y‖²/(s σ²)), where σ² is the mean squared distance of two rows.
     """
     rows = torch.from_numpy(points).double()
-    # This mode is slower, but has no rounding errors at small distances.
+    # cdist's faster mode, by matrix products, has large rounding errors at small distances.
     squared_distances = torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").square()
     num_pairs = len(rows) * (len(rows) - 1)
     mean_squared_distance = squared_distances.sum() / num_pairs

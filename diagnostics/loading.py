@@ -25,7 +25,7 @@ from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id
 
 logger = logging.getLogger(__name__)
 
-# If none of the first rows can be read, the search ends after this many.
+# If no row can be read, the search for questions ends after this many rows.
 MAX_UNREADABLE = 100
 QUESTION = "Describe this picture."
 # Pillow can't read HEIC. Its suffixes are here so that such a file gets a message and is not ignored in silence.
@@ -115,7 +115,8 @@ def load_model(
         AutoModelForImageTextToText, name, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
     )
 
-    # Both raise for a model that can't be measured, here and not only after the data is loaded.
+    # Both calls raise an error for a model that can't be measured. They are made here so that the error comes before
+    # the data is loaded.
     image_token_id(model)
     find_decoder(model)
 
@@ -218,16 +219,16 @@ def find_pictures(data: Path) -> list[Path] | None:
     if data.is_file():
         return [data] if is_picture(data) else None
 
-    # Not on this machine, a JSON file in its folder, or a dataset as `save_to_disk` writes it.
+    # `data` names rows if it is on the Hub, or a folder with a JSON file or with a dataset that `save_to_disk` wrote.
     if not data.is_dir() or find_source(str(data)).kind != "dataset":
         return None
-    # Files of rows in any other form.
+    # It also names rows if the folder holds files of rows in another form.
     for file in data.rglob("*"):
         if file.suffix in DATASET_SUFFIXES or file.name in METADATA_FILES:
             return None
 
-    not_hidden = [data / name for name in iglob("**", root_dir=data, recursive=True)]
-    return sorted(path for path in not_hidden if is_picture(path))
+    visible_paths = [data / name for name in iglob("**", root_dir=data, recursive=True)]  # iglob omits hidden files
+    return sorted(path for path in visible_paths if is_picture(path))
 
 
 def is_picture(path: Path) -> bool:
@@ -291,7 +292,7 @@ def to_question(row: Row) -> Question | None:
     for message in prompt:
         image_parts += [part for part in message["content"] if part["type"] == "image"]
 
-    # The row's other pictures come after the first answer.
+    # The row's further pictures come after its first answer, and are left out.
     images = open_images(row)[: len(image_parts)]
     if not images:
         return None

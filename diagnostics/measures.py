@@ -1,4 +1,4 @@
-"""Norms on the way into the decoder, how its layers turn tokens, attention to the picture, the projector's norm.
+"""Measures norms up to the decoder, how layers turn tokens, attention to the picture, and the projector's norm.
 
 Sources: "The Unseen Bias" (arXiv 2512.08374), Tables 1 to 3 and 5, Fig. 1b, 3 to 5, App. G. Every measure returns rows
 of [`~diagnostics.table`], and is defined on the report's page.
@@ -20,7 +20,7 @@ from diagnostics.probe import TINY, Record
 from diagnostics.table import make_rows, ratio_rows
 
 
-# Two factors of text tokens count as equal if they differ by less than this share.
+# The factors by which a decoder multiplies two text tokens count as equal if they differ by less than this share.
 SCALE_TOLERANCE = 0.02
 
 
@@ -29,7 +29,7 @@ def measure_all(model: PreTrainedModel, records: Sequence[Record]) -> pd.DataFra
 
     Args:
         model: The model.
-        records: One for each picture.
+        records: The record of each picture.
     """
     measured = [
         measure_interface(records, vocabulary_norms(model)),
@@ -44,7 +44,7 @@ def measure_interface(records: Sequence[Record], vocabulary: torch.Tensor) -> pd
     """Rows of the mean norm at each place up to the decoder, and of the ratio of image to text norms.
 
     Args:
-        records: One for each picture.
+        records: The record of each picture.
         vocabulary: Norm of the text embedding of each token id, `(vocab_size,)`.
     """
     text_norms = [record.layer_norms[0, record.tokens.text] for record in records]
@@ -82,7 +82,9 @@ def mean_of_each(samples: Sequence[torch.Tensor]) -> np.ndarray:
 
 
 def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
-    """The factor by which a decoder multiplies its input before the first layer (Granite); 1 if it doesn't.
+    """The factor by which a decoder, such as Granite's, multiplies its input before the first layer.
+
+    The factor is 1 for a decoder that doesn't multiply its input.
 
     Args:
         entering: Norms of text tokens at the decoder's first layer, `(num_tokens,)`.
@@ -92,7 +94,8 @@ def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
     if len(factors) < 2:
         return 1.0
 
-    # A decoder that adds position embeddings changes the norm of each token by another factor. This is no scale.
+    # A decoder that adds position embeddings changes the norm of each token by a different factor. Such a decoder has
+    # no scale.
     scale = factors.median().item()
     all_equal = (factors - scale).abs().max() < SCALE_TOLERANCE * scale
     is_one = abs(scale - 1) <= SCALE_TOLERANCE
@@ -102,7 +105,7 @@ def input_scale(entering: torch.Tensor, embedded: torch.Tensor) -> float:
 
 
 def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
-    """Rows of norms, turning and updates by layer and modality, and of how the two modalities differ in them."""
+    """Rows of norms, turning and updates by layer and modality, and of differences between the modalities."""
     image_masks = [record.tokens.visual for record in records]
     text_masks = [record.tokens.text for record in records]
     layer_norms = [record.layer_norms for record in records]
@@ -112,7 +115,7 @@ def measure_layers(records: Sequence[Record]) -> pd.DataFrame:
 
     num_layers = len(cosines[0])
     layers = range(num_layers)
-    # Norms are those of each layer's input, and one more of the last layer's output.
+    # There is a norm of each layer's input, and one more norm, of the last layer's output.
     norm_layers = range(num_layers + 1)
 
     rows = []
@@ -152,7 +155,7 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
     if not layers:
         return None
 
-    # By measure, a list for each picture with a share for each layer.
+    # For each measure, a list of pictures. For each picture, a list with the share of each layer.
     shares: dict[str, list[list[float]]] = {
         "attention": [], "attention_even": [], "attention_without_sinks": [], "attention_even_without_sinks": [],
     }  # fmt: skip
@@ -161,7 +164,7 @@ def measure_attention(records: Sequence[Record]) -> pd.DataFrame | None:
         # Uniform attention has the same weight for each key that a query sees.
         even = [record.visible[layer][None] for layer in layers]  # [1, num_queries, S] each
 
-        is_image_token = record.with_sinks.visual
+        is_image_token = record.tokens_with_sinks.visual
         is_any_key = torch.ones_like(is_image_token)
         shares["attention"].append(attention_shares(probabilities, is_image_token, is_any_key))
         shares["attention_even"].append(attention_shares(even, is_image_token, is_any_key))
@@ -196,8 +199,9 @@ def attention_shares(
 def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
     """How far the keys and the values of a picture's image tokens have turned from those of its `baseline` record.
 
-    The numbers are 1 minus the cosine of the two, mean over heads and layers. The first layer is left out: a sweep
-    changes only the norm of its input. Keys or values that were not recorded have no number.
+    The result is 1 minus the cosine of a vector and its baseline, as a mean over tokens, heads and layers. The first
+    layer is left out, because a sweep changes only the norm of its input. Keys or values that were not recorded are
+    missing from the result.
     """
     is_image_token = baseline.tokens.visual[baseline.key_positions]
 
@@ -208,7 +212,7 @@ def measure_drift(record: Record, baseline: Record) -> dict[str, float]:
         recorded_layers = vectors_by_layer.keys() & baseline_by_layer.keys()
 
         cosines = []
-        for layer in recorded_layers - {0}:
+        for layer in recorded_layers - {0}:  # without the first layer
             vectors = vectors_by_layer[layer][:, is_image_token]  # [num_heads, num_image_tokens, head_dim]
             baseline_vectors = baseline_by_layer[layer][:, is_image_token]
             cosines.append(cosine_similarity(vectors, baseline_vectors, dim=-1).mean().item())

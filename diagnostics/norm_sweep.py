@@ -24,13 +24,13 @@ from diagnostics.norms import token_norms
 from diagnostics.parts import DiagnosticsError, find_decoder, image_token_id, spread_layers
 from diagnostics.probe import Record
 from diagnostics.recording import prepare_inputs, record_questions
-from diagnostics.scaling import ANOTHERS, AS_IT_IS, BLANK, DOSES, OWN, scaled
+from diagnostics.scaling import BLANK_PICTURE, DOSES, OTHER_PICTURE, OWN_PICTURE, UNCHANGED_DOSE, scaled
 from diagnostics.table import COLUMNS, make_rows
 
 
 logger = logging.getLogger(__name__)
 
-# Over fewer pictures, an interval is too wide to say anything.
+# The fewest pictures over which an interval is narrow enough to say something.
 MIN_PICTURES = 3
 # Length at which a greedy answer is cut off.
 MAX_NEW_TOKENS = 8
@@ -52,7 +52,7 @@ class Baseline(NamedTuple):
     """What a sweep records of the model as it is.
 
     Attributes:
-        records: One for each picture, with keys and values.
+        records: The record of each picture, with keys and values.
         layer_1: What [`measure_layer_1`] returns for each picture.
         image_norm: Mean norm of the image tokens that enter the decoder.
         text_norm: Mean norm of the text tokens that enter the decoder.
@@ -86,7 +86,7 @@ def sweep_model(model: PreTrainedModel, processor: Any, questions: Sequence[Ques
 
     tables = [ask_questions(model, processor, questions, doses, name)]
     for dose in doses:
-        # Records are large, so `measure_turning` drops those of one dose before the next dose begins.
+        # Records are large, so `measure_turning` takes a single dose, and drops its records when it returns.
         tables.append(measure_turning(model, processor, questions, baseline, dose, name))
     tables.append(layer_1_rows(model, baseline))
 
@@ -117,10 +117,10 @@ def log_duration(name: str, num_pictures: int, num_doses: int, seconds: float) -
         num_doses: Number of doses.
         seconds: Duration of one pass over all pictures.
     """
-    # At each dose the prompt is read four times: to record it, and to ask about the own picture, a white one and
-    # another question's. The greedy answer takes about four more passes.
+    # At each dose the prompt is read four times: once to record the pass, and once each to ask about the question's
+    # own picture, a white picture and another question's picture. The greedy answer takes about four more passes.
     passes = 4 * num_doses + 4
-    # About half as much again for the passes over the answers' tokens.
+    # The passes over the answers' tokens take about half as much time again.
     minutes = 1.5 * passes * seconds / 60
     logger.info("%s: %d passes for each of %d pictures: %.1f minutes", name, passes, num_pictures, minutes)
 
@@ -180,7 +180,7 @@ def layer_1_rows(model: PreTrainedModel, baseline: Baseline) -> pd.DataFrame:
         tables.append(make_rows(measure, norms / baseline.text_norm))
     eps_norms = np.full(num_pictures, eps_norm)
     tables.append(make_rows("eps", eps_norms / baseline.text_norm))
-    return pd.concat(tables).assign(dose=AS_IT_IS, control=OWN)
+    return pd.concat(tables).assign(dose=UNCHANGED_DOSE, control=OWN_PICTURE)
 
 
 def ask_questions(
@@ -194,7 +194,7 @@ def ask_questions(
 
 
 def tabulate_measured(measured: Sequence[Measured]) -> pd.DataFrame:
-    """A table of measured values, with the columns that they lack left empty: modality and layer."""
+    """A table of measured values. Its columns for modality and layer are empty."""
     return pd.DataFrame(measured, columns=Measured._fields).assign(modality="", layer=pd.NA)
 
 
@@ -216,20 +216,22 @@ def ask_question(
     question = questions[number]
     choices = find_choices(processor, questions, question)
 
-    scores_by_control = {OWN: ask_own_picture(model, processor, question, choices, doses)}
+    scores_by_control = {OWN_PICTURE: ask_own_picture(model, processor, question, choices, doses)}
     if choices.right:
         white = Image.new("RGB", question.image.size, "white")
-        # For the first question this is the picture of the last one.
-        anothers = questions[number - 1].image
-        scores_by_control[BLANK] = ask_other_picture(model, processor, question.about(white), choices, doses)
-        scores_by_control[ANOTHERS] = ask_other_picture(model, processor, question.about(anothers), choices, doses)
+        # The picture of the question before. For the first question, index -1 gives the last question's picture.
+        other_image = questions[number - 1].image
+        scores_by_control[BLANK_PICTURE] = ask_other_picture(model, processor, question.about(white), choices, doses)
+        scores_by_control[OTHER_PICTURE] = ask_other_picture(
+            model, processor, question.about(other_image), choices, doses
+        )
 
-    as_it_is = scores_by_control[OWN][0]
+    scores_as_it_is = scores_by_control[OWN_PICTURE][0]  # the first dose is 1
     measured = []
     for control, scores_by_dose in scores_by_control.items():
         for dose, scores in zip(doses, scores_by_dose, strict=True):
             for measure, value in scores.items():
-                change = value - as_it_is[measure]
+                change = value - scores_as_it_is[measure]
                 measured.append(Measured(number, measure, value, dose, control))
                 measured.append(Measured(number, f"{measure}_change", change, dose, control))
     return measured
@@ -280,7 +282,8 @@ def ask_own_picture(
         with scaled(model, is_image_token, dose):
             prompt = read_prompt(model, inputs)
 
-        # Both answers are scored in one pass. If there is no right answer, the greedy answer is scored twice.
+        # The greedy and the right answer are scored in one pass. Without a right answer, the greedy answer is scored
+        # twice.
         at_greedy, at_right = distributions(model, prompt, [greedy, choices.right or greedy])
         divergences = (as_it_is.exp() * (as_it_is - at_greedy)).sum(dim=-1)  # [num_tokens]
         likeliest_tokens = at_greedy.argmax(dim=-1).tolist()
@@ -300,7 +303,7 @@ def ask_own_picture(
 def ask_other_picture(
     model: PreTrainedModel, processor: Any, messages: list[Message], choices: Choices, doses: Sequence[float]
 ) -> list[Scores]:
-    """Loss of the right answer at each dose, if the messages show a picture that the answer is not about."""
+    """Loss of the right answer at each dose, for messages that show a picture that the answer isn't about."""
     inputs = prepare_inputs(model, processor, messages)
     is_image_token = inputs["input_ids"][0] == image_token_id(model)
 
@@ -317,7 +320,8 @@ def mean_loss(log_probabilities: torch.Tensor, tokens: Sequence[int]) -> float:
     """Mean loss of an answer's tokens.
 
     Args:
-        log_probabilities: Of the vocabulary in the place of each token, `(num_tokens, vocab_size)`.
+        log_probabilities: The vocabulary's log-probabilities at the position of each of the answer's tokens,
+            `(num_tokens, vocab_size)`.
         tokens: Ids of the answer's tokens.
     """
     return -log_probabilities[range(len(tokens)), tokens].mean().item()
@@ -342,7 +346,7 @@ def measure_turning(
             (record,) = record_questions(model, processor, [question], layers, title="")
 
         for measure, value in measure_drift(record, record_as_it_is).items():
-            drifts.append(Measured(number, measure, value, dose, OWN))
+            drifts.append(Measured(number, measure, value, dose, OWN_PICTURE))
         # Keys and values are the largest part of a record, and are not needed any more.
         record.keys.clear()
         record.values.clear()
@@ -352,5 +356,5 @@ def measure_turning(
     # The sweep's figure needs the turning in layer 1 as a measure of its own, without a layer.
     is_turning_in_layer_1 = (by_layer["measure"] == "turning") & (by_layer["layer"] == 0)
     layer_1 = by_layer[is_turning_in_layer_1].assign(measure="turning, layer 1", layer=pd.NA)
-    rows = pd.concat([by_layer, layer_1, measure_attention(records)]).assign(dose=dose, control=OWN)
+    rows = pd.concat([by_layer, layer_1, measure_attention(records)]).assign(dose=dose, control=OWN_PICTURE)
     return pd.concat([rows, tabulate_measured(drifts)])

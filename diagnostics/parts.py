@@ -19,7 +19,7 @@ PROJECTORS = (
 # Names of the groups of layers in a report. A decoder with one or two layers has no thirds.
 THIRDS = ("first third", "middle third", "last third")
 FEW_LAYERS = {1: ("only layer",), 2: ("first layer", "last layer")}
-# Number of layers whose attention and keys are measured, unless the user names layers.
+# Number of evenly spread layers whose attention and keys are measured, unless the user names layers.
 NUM_SPREAD = 6
 
 
@@ -30,7 +30,7 @@ class DiagnosticsError(UserError):
 def find_encoder(model: PreTrainedModel) -> nn.Module | None:
     """The vision encoder; `None` if transformers knows none for this model."""
     encoder = model.get_encoder(modality="image")
-    # transformers returns the model itself where it knows no encoder.
+    # transformers returns the model itself if it knows no encoder of it.
     if encoder is model or encoder is model.base_model:
         return None
     return encoder
@@ -53,7 +53,7 @@ def find_norm(model: PreTrainedModel) -> Any:
         return None
 
     norm = getattr(find_projector(model), "norm", None)
-    # A projector without a norm has an `nn.Identity` there.
+    # A projector without a norm has an `nn.Identity` in the norm's place.
     return norm if hasattr(norm, "weight") else None
 
 
@@ -81,7 +81,7 @@ def outermost(modules: Iterable[tuple[str, nn.Module]]) -> nn.Module | None:
     """The module that is nested in the fewest other modules; `None` if there are no modules.
 
     Args:
-        modules: Dotted path and module of each, as `named_modules` gives them.
+        modules: Pairs of a dotted path and a module, as `named_modules` gives them.
     """
     by_depth = sorted(modules, key=lambda entry: entry[0].count("."))
     if not by_depth:
@@ -136,6 +136,6 @@ def choose_layers(num_layers: int, layers: Sequence[int] | None, count: int = NU
 
 
 def spread_layers(num_layers: int, count: int = NUM_SPREAD) -> list[int]:
-    """Numbers of `count` layers, evenly spread from the first to the last; all layers, if there are no more."""
+    """Numbers of `count` layers, evenly spread from the first to the last; all layers of a decoder with fewer."""
     evenly_spread = np.linspace(0, num_layers - 1, count).round().astype(int)
     return sorted(set(evenly_spread.tolist()))

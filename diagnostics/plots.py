@@ -15,11 +15,12 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from diagnostics.scaling import ANOTHERS, AS_IT_IS, BLANK, OWN
+from diagnostics.scaling import BLANK_PICTURE, OTHER_PICTURE, OWN_PICTURE, UNCHANGED_DOSE
 from diagnostics.table import Summary
 
 
-Parameters = ParamSpec("Parameters")  # of a function that draws a figure
+# The parameters of a function that draws a figure.
+Parameters = ParamSpec("Parameters")
 
 WIDTH = 7.0  # width of a figure in inches
 INK = "#24292f"
@@ -70,7 +71,7 @@ class SweepCurve(NamedTuple):
     label: str
     measure: str
     modality: str = ""
-    control: str = OWN
+    control: str = OWN_PICTURE
 
 
 # The panels of the sweep's figure: title, and curves.
@@ -79,8 +80,8 @@ PANELS = {
     RIGHT_ANSWERS: [SweepCurve("multiplied", "named")],
     "loss of the right answer": [
         SweepCurve("multiplied", "loss"),
-        SweepCurve("a blank", "loss", control=BLANK),
-        SweepCurve("another's", "loss", control=ANOTHERS),
+        SweepCurve("a blank", "loss", control=BLANK_PICTURE),
+        SweepCurve("another's", "loss", control=OTHER_PICTURE),
     ],
     "KL of the answer to today's": [SweepCurve("multiplied", "kl")],
     "turning, 1 − cosine": [
@@ -94,7 +95,7 @@ PANELS = {
 def draw_figures(
     models: Mapping[str, Summary], swept: Mapping[str, Mapping[tuple[float, str], Summary]] | None = None
 ) -> dict[str, Figure]:
-    """The figures of a report by name, except those of key maps and attention maps. One without data is left out.
+    """The figures of a report by name, except key maps and attention maps. A figure without data is left out.
 
     Args:
         models: Summaries by the model's name.
@@ -126,10 +127,10 @@ def styled(draw: Callable[Parameters, Figure]) -> Callable[Parameters, Figure]:
             for axes in figure.axes:
                 _choose_ticks(axes)
 
-            # Compute the layout once and keep it: each file that is saved would compute it again.
+            # The layout is computed once and kept. Otherwise each file that is saved would compute it again.
             figure.draw_without_rendering()
             figure.set_layout_engine("none")
-        # A notebook shows all figures that are open after each cell.
+        # A notebook shows every open figure after a cell, and would show this figure twice.
         plt.close(figure)
         return figure
 
@@ -162,8 +163,8 @@ def draw_overview(models: Mapping[str, Summary]) -> Figure:
 
     If no model's attention was recorded, its column is left out.
     """
-    with_attention = any(summary.look("attention") for summary in models.values())
-    figure, rows = _rows_of_axes(models, columns=3 if with_attention else 2)
+    has_attention = any(summary.look("attention") for summary in models.values())
+    figure, rows = _rows_of_axes(models, columns=3 if has_attention else 2)
     for row, summary in zip(rows, models.values(), strict=True):
         for modality, style in LINES.items():
             draw_curve(row[0], summary.curve("norm", modality), label=modality, **style)
@@ -172,7 +173,7 @@ def draw_overview(models: Mapping[str, Summary]) -> Figure:
         row[1].set(ylabel="turning, 1 − cosine")
         _mark_level(row[1], 0)
 
-        if with_attention:
+        if has_attention:
             draw_curve(row[2], summary.curve("attention"), label="measured", color=GREEN)
             draw_curve(row[2], summary.curve("attention_even"), label="uniform", color=FAINT, **DOTTED)
             row[2].set(ylabel="attention to the picture")
@@ -201,7 +202,7 @@ def draw_gaps(models: Mapping[str, Summary]) -> Figure:
 def draw_keys(models: Mapping[str, Summary]) -> Figure:
     """A row for each model: the distance between image and text tokens by layer, for keys and for values.
 
-    Dotted curves are the distance between halves of the pictures, to compare with.
+    Dotted curves show the distance between two halves of the pictures, for comparison.
     """
     figure, rows = _rows_of_axes(models, columns=2)
     for row, summary in zip(rows, models.values(), strict=True):
@@ -247,12 +248,12 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
     """A row for each model: what changes with the norm of image tokens, in the `PANELS`.
 
     Args:
-        models: By the model's name, its summaries by dose and control.
+        models: Summaries by the model's name, then by dose and control.
     """
     figure, rows = _rows_of_axes(models, len(PANELS))
     figure.set_size_inches(1.5 * WIDTH, 0.8 + 2.4 * len(models))
     for row, points in zip(rows, models.values(), strict=True):
-        norm, *update_norms = _norms_in_layer_1(points[AS_IT_IS, OWN])
+        norm, *update_norms = _norms_in_layer_1(points[UNCHANGED_DOSE, OWN_PICTURE])
         for axes, (title, curves) in zip(row, PANELS.items(), strict=True):
             for curve, style in zip(curves, MODELS, strict=False):
                 means = _over_norms(points, curve, norm)
@@ -269,7 +270,10 @@ def draw_sweep(models: Mapping[str, Mapping[tuple[float, str], Summary]]) -> Fig
 
 
 def _norms_in_layer_1(as_it_is: Summary) -> list[float]:
-    """Norm of the image tokens that enter, and if they are known the norms of what attention and the MLP add."""
+    """Norm of the image tokens that enter layer 1, and then the norms of what attention and the MLP add to them.
+
+    Norms of what is added are left out if they are not known.
+    """
     estimates = [as_it_is.look(measure) for measure in ("length", "attention_update", "mlp_update")]
     return [estimate.mean for estimate in estimates if estimate is not None]
 
@@ -319,7 +323,7 @@ def _with_legend_above(figure: Figure, axes: Axes) -> None:
 
 
 def _mark_level(axes: Axes, level: float) -> None:
-    """Draw a thin horizontal line, at the value that means no effect."""
+    """Draw a thin horizontal line at `level`, the value that means no effect."""
     if axes.has_data():
         axes.axhline(level, color=FAINT, linewidth=0.6, zorder=0)
 
@@ -327,8 +331,8 @@ def _mark_level(axes: Axes, level: float) -> None:
 def _set_title(axes: Axes, title: str) -> None:
     """Set a title that begins at the left corner and may be wider than the axes.
 
-    The layout would make room for all of a title. An empty title reserves only the height, and the text is an
-    annotation that the layout ignores.
+    For a wide title, the layout would shrink the axes. So the title is empty and reserves only the height, and an
+    annotation that the layout ignores shows the text.
     """
     axes.set_title(" ")
     annotation = axes.annotate(
@@ -355,7 +359,7 @@ def _choose_log_ticks(axis: Axis, low: float, high: float) -> None:
     if axis.get_scale() != "log":
         return
 
-    # Ticks at powers of ten alone would be too few on a short axis.
+    # A short axis would have too few ticks if they were only at powers of ten.
     if high < 10 * low:
         axis.set_major_locator(MaxNLocator(5))
     elif high < 100 * low:

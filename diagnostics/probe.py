@@ -1,8 +1,8 @@
 """Records one forward pass of a vision-language model with hooks; the measures are computed from the record.
 
-It works for every model of transformers whose parts `diagnostics.parts` finds, and leaves logits unchanged, bit for
-bit. Hidden states are not kept: the hooks reduce them to a few float32 numbers per token. Attention is kept for chosen
-queries only, and keys and values for chosen tokens only.
+Recording works for every model of transformers whose parts `diagnostics.parts` finds, and doesn't change a bit of the
+logits. Hidden states are not kept: the hooks reduce them to a few float32 numbers per token. Attention is kept for
+chosen queries only, and keys and values for chosen tokens only.
 """
 
 from collections.abc import Collection
@@ -24,8 +24,8 @@ from diagnostics.tokens import Inputs, Tokens, find_newlines, find_sinks
 
 # Maximum number of queries per sample whose attention is kept.
 MAX_QUERIES = 16
-# Places of `InterfaceHooks` before the decoder; a record has the norms at those that the model has.
-BEFORE_DECODER = ("encoder_output", "projector_input", "norm_input", "projector_output")
+# Places of `InterfaceHooks` before the decoder. A record has norms at each of these places that the model has.
+PLACES_BEFORE_DECODER = ("encoder_output", "projector_input", "norm_input", "projector_output")
 # Smallest divisor, so that a zero vector does not give NaN.
 TINY = 1e-30
 
@@ -37,10 +37,10 @@ class Record:
     Attributes:
         input_ids: `(S,)`.
         tokens: Type of each position; sinks are excluded.
-        with_sinks: Type of each position, where sinks still count as image or text tokens.
-        interface: Norms of the tokens by place, for the `BEFORE_DECODER` places that the model has, `(num_tokens,)`.
-        layer_norms: Norm of each layer's input, and of the last layer's output, which is before the decoder's final
-            norm: `(L + 1, S)`.
+        tokens_with_sinks: Type of each position, where sinks still count as image or text tokens.
+        interface: Norms of the tokens, `(num_tokens,)`, at each of the `PLACES_BEFORE_DECODER` that the model has.
+        layer_norms: L2 norm of each layer's input, and then of the last layer's output before the decoder's final
+            norm module, `(L + 1, S)`.
         cosines: Between a layer's input and output, `(L, S)`.
         update_ratios: Norm of a layer's residual update over the norm of its input, `(L, S)`.
         update_cosines: Between a layer's input and its residual update, `(L, S)`.
@@ -52,7 +52,7 @@ class Record:
 
     input_ids: torch.Tensor
     tokens: Tokens
-    with_sinks: Tokens
+    tokens_with_sinks: Tokens
     interface: dict[str, torch.Tensor]
     layer_norms: torch.Tensor
     cosines: torch.Tensor
@@ -68,7 +68,7 @@ class Record:
 
 
 class Probe:
-    """Records a model's forward pass over one sample. Use as a context manager, which removes the hooks on exit.
+    """Records a model's forward pass over one sample. It is a context manager, which removes the hooks on exit.
 
         with Probe(model, inputs, tokens) as probe:
             model(**inputs)
@@ -76,7 +76,7 @@ class Probe:
 
     Args:
         model: The model. Attention is recorded if its decoder runs with `attn_implementation="sdpa"`.
-        inputs: What its processor returns for one sample, `input_ids` of shape `(1, S)`.
+        inputs: What the model's processor returns for one sample, `input_ids` of shape `(1, S)`.
         tokens: Type of each position, as far as the inputs tell: see [`~diagnostics.tokens.classify_sample`].
         layers: Layers whose attention, keys and values are kept; all by default.
         key_positions: Positions in the sample whose keys and values are kept, `(num_kept,)`; all by default.
@@ -99,7 +99,8 @@ class Probe:
         self._key_positions = torch.arange(self._length) if key_positions is None else key_positions
         self._hooks = ExitStack()
         self._interface: dict[str, torch.Tensor] = {}
-        self._turns: dict[int, torch.Tensor] = {}  # By layer, what `describe_turn` returns for it.
+        # By layer, what `describe_turn` returns.
+        self._turns: dict[int, torch.Tensor] = {}
 
     def __enter__(self) -> Self:
         decoder = find_decoder(self._model)
@@ -132,10 +133,10 @@ class Probe:
         if place == "decoder":
             self._check_entrance(features)
             self._tokens = find_newlines(self._model, features[0], self._tokens)
-        elif place in BEFORE_DECODER:
+        elif place in PLACES_BEFORE_DECODER:
             if place == "encoder_output":
                 features = self._without_padding(features)
-            # A model that encodes the tiles of a picture one by one comes to a place once for each tile.
+            # A model that encodes the tiles of a picture one by one reaches a place once for each tile.
             norms_so_far = self._interface.get(place, torch.empty(0))
             norms = token_norms(features).flatten().cpu()
             self._interface[place] = torch.cat([norms_so_far, norms])
@@ -148,7 +149,7 @@ class Probe:
         return features[is_real_patch.bool().to(features.device)]
 
     def _check_entrance(self, embeddings: torch.Tensor) -> None:
-        """Check that the decoder's input has shape `(1, S, hidden_size)`, and a picture's features in it."""
+        """Check that the decoder's input has shape `(1, S, hidden_size)` and holds a picture's features."""
         name = type(self._model).__name__
         if embeddings.shape[:-1] != (1, self._length):
             raise DiagnosticsError(
@@ -182,16 +183,16 @@ class Probe:
         norms_before, norms_after, cosines, update_ratios, update_cosines = turns
         layer_norms = torch.cat([norms_before, norms_after[-1:]])  # [L + 1, S]
 
-        with_sinks = self._tokens
-        if not layer_norms[:, with_sinks.visual | with_sinks.text].isfinite().all():
+        tokens_with_sinks = self._tokens
+        if not layer_norms[:, tokens_with_sinks.visual | tokens_with_sinks.text].isfinite().all():
             raise DiagnosticsError(
                 f"Hidden states overflow in {self._model.dtype}: load the model with --dtype bfloat16 or float32."
             )
 
         return Record(
             input_ids=self._inputs["input_ids"][0].cpu(),
-            tokens=with_sinks.without("sink", find_sinks(layer_norms, with_sinks)),
-            with_sinks=with_sinks,
+            tokens=tokens_with_sinks.exclude("sink", find_sinks(layer_norms, tokens_with_sinks)),
+            tokens_with_sinks=tokens_with_sinks,
             interface=self._interface,
             layer_norms=layer_norms,
             cosines=cosines,
@@ -241,5 +242,5 @@ def choose_queries(tokens: Tokens) -> torch.Tensor:
 
     question = attended[is_question][-(MAX_QUERIES - 1) :]
     last_of_prompt = attended[-1:]
-    # The last token may be of the question too.
+    # The prompt's last token may also be the question's last token. `unique` keeps it once.
     return torch.unique(torch.cat([question, last_of_prompt]))

@@ -24,8 +24,8 @@ class Chapter(NamedTuple):
     """A chapter of the page.
 
     Attributes:
-        figures: Names of its figures.
-        measures: Beginnings of the names of its measures.
+        figures: Names of the chapter's figures.
+        measures: Prefixes of the names of the chapter's measures.
     """
 
     figures: tuple[str, ...]
@@ -33,7 +33,7 @@ class Chapter(NamedTuple):
 
 
 KEYS_AND_VALUES = "Keys and values"
-# A measure whose name begins in no other chapter's way is in this one.
+# This chapter has the measures whose names fit no other chapter.
 OTHER_MEASURES = "Other measures"
 CHAPTERS = {
     "Norms up to the decoder": Chapter(
@@ -117,7 +117,10 @@ def sentences(model: ModelReport) -> list[str]:
 
 
 def compare_turning(gap: Estimate | None) -> str:
-    """How image tokens turn compared with text tokens: they differ if the gap's whole interval is on one side of 0."""
+    """How image tokens turn compared with text tokens, by the gap between the cosines of image and of text tokens.
+
+    The two differ if the gap's whole interval is on one side of 0. A larger cosine means slower turning.
+    """
     if gap is not None and gap.low > 0:
         return "more slowly"
     if gap is not None and gap.high < 0:
@@ -147,7 +150,7 @@ def with_minus(text: str) -> str:
 
 
 def with_interval(estimate: Estimate) -> str:
-    """A mean with its 95% interval, with as many decimals as two significant digits of the interval's width need."""
+    """A mean with its 95% interval, rounded to two significant digits of the interval's width."""
     width = estimate.high - estimate.low
     if not math.isfinite(width):
         return format_number(estimate.mean)
@@ -195,13 +198,14 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
     if len(models) == 2:
         frames[DIFFERENCE] = paired_difference(models[0].name, models[1].name, rows)
 
-    # By measure and modality, the text in each column.
+    # For each measure and modality, the text in each column.
     texts_of_rows: dict[tuple[str, str], dict[str, str]] = {}
     for column, frame in frames.items():
         for row in frame[frame["layer"].isna()].itertuples():
             texts = texts_of_rows.setdefault((row.measure, row.modality), {})
             texts[column] = with_interval(Estimate(row.mean, row.low, row.high))
 
+    # What a column shows for a measure that it has no value of.
     without_value = {column: "" if column == DIFFERENCE else "–" for column in frames}
     tables: dict[str, dict[str, dict[str, str]]] = {title: {} for title in CHAPTERS}
     for (measure, modality), texts in texts_of_rows.items():
@@ -220,8 +224,8 @@ def make_tables(models: Sequence[ModelReport], rows: pd.DataFrame) -> dict[str, 
 def paired_difference(first: str, second: str, rows: pd.DataFrame) -> pd.DataFrame:
     """The second model's results minus the first model's, as [`summarize_rows`] returns them.
 
-    Differences without an interval are left out, and those of keys and values, because the keys and values of two
-    models share no scale.
+    Differences without an interval are left out. So are differences of measures of keys and values, because the keys
+    and values of two models share no scale.
     """
     rows_of_first = with_means(rows[rows["model"] == first])
     rows_of_second = with_means(rows[rows["model"] == second])

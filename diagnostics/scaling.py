@@ -10,12 +10,12 @@ from diagnostics.hooks import InterfaceHooks
 
 
 # Factors by which a sweep multiplies the image tokens. The first factor leaves the model as it is.
-AS_IT_IS = 1.0
-DOSES = (AS_IT_IS, 0.03, 0.1, 0.3, 3.0, 10.0, 30.0)
+UNCHANGED_DOSE = 1.0
+DOSES = (UNCHANGED_DOSE, 0.03, 0.1, 0.3, 3.0, 10.0, 30.0)
 # Values of a sweep's column `control`, which says what picture the question was asked about.
-OWN = ""  # the question's own picture
-BLANK = "blank"  # a white picture
-ANOTHERS = "another's"  # another question's picture
+OWN_PICTURE = ""  # the question's own picture
+BLANK_PICTURE = "blank"  # a white picture
+OTHER_PICTURE = "another's"  # another question's picture
 
 
 @contextmanager

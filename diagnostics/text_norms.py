@@ -71,9 +71,9 @@ def build_parser() -> argparse.ArgumentParser:
 def compare_text_norms(norms: Mapping[str, torch.Tensor]) -> pd.DataFrame:
     """A row for each model, with columns `model`, `embeddings`, `mean`, `standard_deviation` and `ratio`.
 
-    All-zero embeddings, which pad a vocabulary, are left out, as in T (eq. 11). The paper doesn't say whether its
-    Table 6 counts them. `embeddings` is the number of embeddings that are left, `ratio` is the model's mean over the
-    first model's mean.
+    All-zero embeddings, which pad a vocabulary, are left out, as in the paper's target norm T (eq. 11). The paper
+    doesn't say whether its Table 6 counts them. `embeddings` is the number of embeddings that are left. `ratio` is the
+    model's mean over the first model's mean.
 
     Args:
         norms: What [`vocabulary_norms`] returns for each model, by the model's name.

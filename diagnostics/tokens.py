@@ -16,7 +16,7 @@ from diagnostics.parts import DiagnosticsError, image_token_id
 
 # A token is a sink if its norm is more than this many times the median norm of its modality in its sample.
 SINK_FACTOR = 10.0
-# A token is the newline feature if its cosine to that feature is above this.
+# A token counts as a newline if the cosine between it and the model's newline feature is above this.
 NEWLINE_COSINE = 1 - 1e-5
 # A model's inputs by name of its argument, as a processor or a collator returns them.
 Inputs = dict[str, Any]
@@ -37,16 +37,17 @@ class Tokens:
     Attributes:
         visual: Image tokens: positions that hold a feature of a picture.
         text: Ordinary text tokens.
-        excluded: By reason, the positions that are neither. `"padding"` and `"special"` (BOS, delimiters of turns and
-            of pictures, other modalities) are always there. `"blank picture"` (which training adds to a batch without
-            pictures), `"newline"` (row ends that a model puts among a picture's features) and `"sink"` may be missing.
+        excluded: By reason, the positions that are neither image tokens nor ordinary text. `"padding"` and `"special"`
+            (BOS, delimiters of turns and of pictures, other modalities) are always there. `"blank picture"` (which
+            training adds to a batch without pictures), `"newline"` (row ends that a model puts among a picture's
+            features) and `"sink"` may be missing.
     """
 
     visual: torch.Tensor
     text: torch.Tensor
     excluded: dict[str, torch.Tensor]
 
-    def without(self, reason: str, positions: torch.Tensor) -> "Tokens":
+    def exclude(self, reason: str, positions: torch.Tensor) -> "Tokens":
         """The same types, except that these positions are excluded for this reason."""
         return Tokens(
             visual=self.visual & ~positions,
@@ -68,7 +69,7 @@ def token_ids(model: PreTrainedModel, processor: Any = None) -> TokenIds:
                 special |= set(value if isinstance(value, list | tuple) else [value])
 
     if processor is not None:
-        # `processor` may also be a tokenizer, which has none inside it.
+        # `processor` may itself be a tokenizer, which has no attribute `tokenizer`.
         tokenizer = getattr(processor, "tokenizer", processor)
         special |= {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= set(tokenizer.all_special_ids)
@@ -89,8 +90,8 @@ def attended_tokens(inputs: Inputs) -> torch.Tensor:
 
     position_ids = inputs.get("position_ids")
     if position_ids is not None:
-        # In a packed row, each token of a blank picture has position 0, as if it was a sample of its own. No other
-        # sample has only one token.
+        # In a packed row, each token of a blank picture is a sample of its own, with position 0. No other sample has
+        # only one token. `roll` brings the next token's position; for the last token it brings the row's first, 0.
         starts_sample = position_ids == 0
         next_starts_sample = position_ids.roll(-1, dims=1) == 0
         return ~(starts_sample & next_starts_sample)
@@ -155,16 +156,16 @@ def find_newlines(model: PreTrainedModel, embeddings: torch.Tensor, tokens: Toke
     for name, parameter in model.named_parameters():
         if name.split(".")[-1] != "image_newline":
             continue
-        # HunYuan-VL adds its newline feature before the projector, so that it has the encoder's width. Behind the
-        # projector it can't be told from other features.
+        # HunYuan-VL adds its newline feature before the projector, so that the feature has the encoder's
+        # width. Behind the projector it can't be told from other features.
         if parameter.shape[-1] != embeddings.shape[-1]:
             continue
 
-        # The norm may differ: decoders such as Granite's multiply their input. The direction stays.
+        # Cosines are compared, because decoders such as Granite's multiply their input, which changes only the norm.
         newline = parameter.to(embeddings.device).float()
         cosines = cosine_similarity(embeddings.float(), newline, dim=-1)  # [S]
         is_newline = (cosines > NEWLINE_COSINE).cpu() & tokens.visual
-        tokens = tokens.without("newline", is_newline)
+        tokens = tokens.exclude("newline", is_newline)
     return tokens
 
 
@@ -172,7 +173,8 @@ def find_sinks(layer_norms: torch.Tensor, tokens: Tokens) -> torch.Tensor:
     """Mask of the sinks, `(S,)`: tokens with massive norms, which attract attention whatever their content is.
 
     A token is a sink if its norm after some layer is more than `SINK_FACTOR` times the median norm of its modality
-    there (compare the massive activations of arXiv 2402.17762). Its norm before the first layer doesn't count.
+    after that layer (compare the massive activations of arXiv 2402.17762). The norm before the first layer doesn't
+    count.
 
     Args:
         layer_norms: Norms of each layer's input and of the last layer's output, `(L + 1, S)`.

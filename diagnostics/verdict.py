@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diagnostics.scaling import AS_IT_IS, DOSES, OWN
+from diagnostics.scaling import DOSES, OWN_PICTURE, UNCHANGED_DOSE
 from diagnostics.table import Estimate, Summary
 
 
 # The report prints the changes at these two doses: about a third of the norm, and three times the norm.
 SMALLER = 0.3
 LARGER = 3.0
-# At the smallest dose, tokens may be so small that the eps in layer 1's norm matters. The report says so if less than
-# this share of a token's usual norm is left.
+# At the smallest dose, tokens may be so small that the eps in layer 1's RMSNorm matters: it then gives a token less
+# than the usual norm. The report says so if less than `KEPT_BY_EPS` of the usual norm is left.
 SMALLEST = min(DOSES)
 KEPT_BY_EPS = 0.9
 
@@ -42,11 +42,11 @@ class Verdict:
     """What `sweep.jinja` prints.
 
     Attributes:
-        advice: Whether to rescale; `None` if the data has no answers, by which alone a dose can be better or worse.
+        advice: Whether to rescale; `None` if the data has no answers, without which no dose can be judged.
         better: Doses at which answers are clearly better.
         worse: Doses at which answers are clearly worse.
-        num_tried: Number of doses besides the model as it is.
-        by_right_answers: Whether `better` and `worse` are judged by the share of right answers, and not by the loss.
+        num_tried: Number of doses other than 1.
+        by_right_answers: Whether `better` and `worse` are judged by the share of right answers; if not, by the loss.
         num_pictures: Number of pictures that were asked about.
         num_named: Number of pictures whose question has several answers in the data, so that one can be chosen.
         right: Share of right answers of the model as it is; `None` if no question has several answers.
@@ -57,7 +57,7 @@ class Verdict:
         image_norm: Norm of the image tokens that enter the decoder, over the norm of text tokens.
         attention_norm: Norm of what layer 1's attention adds to image tokens, over the norm of text tokens; `None` if
             it can't be told apart from what the MLP adds.
-        mlp_norm: The same of what layer 1's MLP adds.
+        mlp_norm: Norm of what layer 1's MLP adds to image tokens, in the same unit; `None` in the same case.
         place: How `image_norm` compares with `attention_norm` and `mlp_norm`; `None` if these are `None`.
         kept_by_eps: Norm that layer 1's RMSNorm gives image tokens at `SMALLEST`, as a share of the usual norm; `None`
             if this is nearly 1.
@@ -84,8 +84,8 @@ class Verdict:
 
 def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
     """Judge a model by the summaries of its sweep, by dose and control."""
-    by_dose = {dose: summary for (dose, control), summary in points.items() if control == OWN}
-    as_it_is = by_dose[AS_IT_IS]
+    by_dose = {dose: summary for (dose, control), summary in points.items() if control == OWN_PICTURE}
+    as_it_is = by_dose[UNCHANGED_DOSE]
     right = as_it_is.look("named")
     loss = as_it_is.look("loss")
     image_norm = get_estimate(as_it_is, "length")  # sweep.csv calls the norm of image tokens `length`
@@ -123,7 +123,7 @@ def judge_sweep(points: Mapping[tuple[float, str], Summary]) -> Verdict:
 
 
 def choose_advice(better: list[float], worse: list[float]) -> Advice:
-    """The advice for a model with answers. One dose that is clearly better is worth a try, whatever other doses do."""
+    """The advice for a model with answers. A dose that is clearly better is worth a try even if others are worse."""
     if better:
         return Advice.MAY_HELP
     if worse:
@@ -143,7 +143,7 @@ def doses_below_zero(by_dose: Mapping[float, Summary], measure: str) -> list[flo
 
 def doses_tried(by_dose: Mapping[float, Summary]) -> list[float]:
     """All doses except that of the model as it is, in increasing order."""
-    return sorted(dose for dose in by_dose if dose != AS_IT_IS)
+    return sorted(dose for dose in by_dose if dose != UNCHANGED_DOSE)
 
 
 def smaller_and_larger(by_dose: Mapping[float, Summary], measure: str) -> list[Estimate]:
@@ -172,7 +172,8 @@ def as_share(estimate: Estimate) -> Estimate:
 def place_norm(image: Estimate, attention: Estimate | None, mlp: Estimate | None) -> Place | None:
     """Compare the norm of image tokens with the norms of what attention and the MLP add to them.
 
-    Two norms differ if their intervals don't overlap. `None` if the norms of what is added are not known.
+    Two norms differ if their intervals don't overlap. The result is `None` if the norms of what attention and the MLP
+    add are not known.
     """
     if attention is None or mlp is None:
         return None

@@ -183,10 +183,14 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the tests of `IN_ONE_WORKER` into one group, which pytest-xdist's `--dist loadgroup` gives to one worker."""
+    """Put the tests of `IN_ONE_WORKER` into one group, which pytest-xdist's `--dist loadgroup` gives to one worker.
+
+    The group comes first: it takes minutes, in which the other worker runs the other tests.
+    """
     for item in items:
         if item.path.name in IN_ONE_WORKER:
             item.add_marker(pytest.mark.xdist_group("processes"))
+    items.sort(key=lambda item: item.path.name not in IN_ONE_WORKER)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,9 @@
 """4-bit weights and LoRA for the language model only, not for the vision encoder, the projector and its norm.
 
-The modules are named in full here, because the libraries' shortcuts reach the wrong modules. Short names of modules to
-skip are ignored without a warning, so that the projector would be quantized. A list of modules to skip replaces the
-default list, and so must name the head again. PEFT's `target_modules="all-linear"` would put adapters into the vision
-encoder.
+The modules are named in full here, because the libraries' shortcuts reach the wrong modules. If transformers gets
+short names of modules to leave unquantized, it ignores them without a warning, and quantizes the projector. Such a
+list replaces the default list, and so must also name the head. PEFT's `target_modules="all-linear"` would put adapters
+into the vision encoder.
 """
 
 from typing import Any
@@ -44,7 +44,8 @@ def add_adapters(
     Args:
         model: The model to adapt, in place.
         rank, alpha, dropout, options: Arguments of PEFT's `LoraConfig`.
-        revision: The revision of the model on the Hub, which is recorded so that merging loads the same.
+        revision: The revision of the model on the Hub, which is recorded so that merging loads the same
+            weights.
     """
     decoder_layers: Any = model.model.language_model.layers
     linear_names = set()

@@ -64,8 +64,10 @@ def align(
     directions, mean = embed_captions(model, processor, unique_captions)
 
     projector = model.model.multi_modal_projector.float()
+    # The norm of image tokens before training, to which they are scaled back afterwards.
     some_features = features[:BATCH_SIZE].to(device).float()
     norm_before = mean_norm(projector, some_features)
+
     parameters = [*projector.linear_1.parameters(), *projector.linear_2.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.0)
     scheduler = get_scheduler("linear", optimizer, num_warmup_steps=WARMUP_STEPS, num_training_steps=steps)
@@ -147,9 +149,9 @@ def embed_captions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A direction for each caption, and the mean embedding of the vocabulary.
 
-    A caption's direction is that of its content words. It is the sum of its tokens' embeddings after the vocabulary's
-    mean has been subtracted from each. Tokens are weighted by their inverse document frequency, so that a token that
-    most captions have hardly counts.
+    A caption's direction is that of the weighted sum of its tokens' embeddings, after the vocabulary's mean has been
+    subtracted from each embedding. The weights are inverse document frequencies: a token that most captions have
+    hardly counts, so that content words decide the direction.
 
     Returns:
         The directions with L2 norm 1, `(num_captions, hidden_size)`, and the vocabulary's mean divided by the
@@ -190,7 +192,7 @@ def contrastive_loss(
         directions: The directions of the batch's captions, `(num_captions, hidden_size)`.
         targets: The number of each picture's caption in `directions`, `(num_pictures,)`.
     """
-    # `mean` is in units of the vocabulary's norm. A token of L2 norm 1 is so in these units too.
+    # `mean` is in units of the vocabulary's mean norm. A token with L2 norm 1 has, in these units, the text's norm.
     tokens = nn.functional.normalize(image_tokens, dim=-1) - mean
     pictures = tokens.mean(dim=1)
 

@@ -31,8 +31,8 @@ class SourceArguments:
     2.5 every row twice and half of the rows a third time."""
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.weight, int | float)
-        if not is_number or not 0 < self.weight < math.inf:
+        is_valid = isinstance(self.weight, int | float) and 0 < self.weight < math.inf
+        if not is_valid:
             raise UserError(f"datasets, {self.path}: weight must be a number above 0, got {self.weight!r}.")
 
 
@@ -114,8 +114,8 @@ class TrainingConfig(SFTConfig):
             raise UserError("output_dir is missing: give the folder that the trained model is written to.")
         self.resume_from_checkpoint: str | bool | None = read_resume(self.resume_from_checkpoint)
 
-        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and warns about the old name
-        # even when TRL's default sets it. Older versions don't have the new field.
+        # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing. It would warn about the old
+        # name even though TRL's default has set it. Older versions of transformers don't have the new field.
         has_new_field = "activation_checkpointing" in vars(self)
         if has_new_field and vars(self)["activation_checkpointing"] is None:
             self.activation_checkpointing = self.gradient_checkpointing
@@ -123,7 +123,8 @@ class TrainingConfig(SFTConfig):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         # TRL would turn `None` into true, but most CPUs are slower in bfloat16.
-        if self.use_cpu and self.bf16 is None and not self.fp16:
+        arithmetic_is_given = self.bf16 is not None or self.fp16
+        if self.use_cpu and not arithmetic_is_given:
             self.bf16 = is_cpu_fast_at_bf16()
         # With torch_compile transformers would turn TF32 on, which rounds products in float32 to 10 bits.
         if self.torch_compile and self.tf32 is None:

@@ -31,9 +31,9 @@ def varlen_mask(
 ) -> torch.Tensor | None:
     """The attention mask of a batch, `None` for a packed row. Arguments are those of transformers' mask functions.
 
-    A row without an `attention_mask` is packed if transformers doesn't allow to skip its mask, since it has found
-    positions that begin anew. All other rows get sdpa's mask, which here is never skipped, not even for rows without
-    padding. So a missing mask always means a packed row.
+    A row without an `attention_mask` is packed if transformers forbids skipping its mask: it has found positions that
+    begin anew within the row. All other rows get sdpa's mask. sdpa would skip the mask of rows without padding; here
+    they get it too, so that a missing mask always means a packed row.
     """
     is_packed = attention_mask is None and not allow_is_causal_skip and q_length == kv_length
     if is_packed:
@@ -63,8 +63,8 @@ def varlen_attention_forward(
         module: The attention layer.
         query: `(1, num_heads, sequence_length, head_dim)`.
         key, value: `(1, num_key_value_heads, sequence_length, head_dim)`.
-        attention_mask: The mask of rows that are not packed. It is not used for a packed row, and is not `None` only
-            if such a row has a single sample.
+        attention_mask: The mask of rows that are not packed. A packed row with a single sample has a mask too, which
+            is not used; with several samples it has none.
         dropout: The probability with which an attention weight is dropped.
         scaling: The factor of the products of queries and keys; 1/√head_dim by default.
         cu_seq_lens_q: The position at which each sample begins, and the end of the last sample, int32,
@@ -230,7 +230,7 @@ def sliding_window_mask(length: int, sliding_window: int, device: torch.device) 
 
 @cache
 def warn_of_sdpa(dtype: torch.dtype, head_dim: int, dropout: float) -> None:
-    """Warn that sdpa computes what the kernel can't; the cache makes it one warning for each set of arguments."""
+    """Warn that sdpa computes attention because the kernel can't. Thanks to the cache, a warning isn't repeated."""
     logger.warning(
         'Attention "varlen": the GPU\'s kernel takes bfloat16 and float16, heads of up to 256 in steps of 8, and no '
         "dropout. With %s, heads of %d and dropout %g, sdpa computes one sample after the other, which is slower.",
@@ -248,7 +248,7 @@ def default_attention(config: PreTrainedConfig, packed: bool, device: torch.devi
         packed: Whether rows are packed.
         device: The device that the run trains on.
     """
-    # Some decoders compute attention in their own code, and don't call what is registered with transformers.
+    # Some decoders compute attention in their own code, and don't call functions registered with transformers.
     is_pluggable = MODEL_MAPPING[type(config)]._supports_attention_backend
     if not packed or not is_pluggable:
         return "sdpa"

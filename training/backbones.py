@@ -113,10 +113,11 @@ def require_hidden_state(vision_model: PreTrainedModel, vision_feature_layer: in
     """Refuse a `vision_feature_layer` for which the encoder has no hidden state.
 
     Raises:
-        UserError: if there is none. It names the numbers of the encoder's hidden states.
+        UserError: if the encoder has no such hidden state. The message names the numbers that it has.
     """
     depth = vision_model.config.num_hidden_layers
-    if not -depth - 1 <= vision_feature_layer <= depth:
+    has_hidden_state = -depth - 1 <= vision_feature_layer <= depth  # the embeddings' output is number 0
+    if not has_hidden_state:
         raise UserError(f"vision_feature_layer {vision_feature_layer}: the encoder's are {-depth - 1} to {depth}.")
 
 
@@ -124,7 +125,7 @@ def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int
     """Refuse a `spatial_merge_size` with which the squares of merged patches don't fill the picture.
 
     Raises:
-        UserError: if it doesn't divide the number of patches along a side. It names the sizes that do.
+        UserError: if the size doesn't divide the number of patches along a side. The message names sizes that do.
     """
     num_patches = vision_model.config.image_size // vision_model.config.patch_size
     if spatial_merge_size < 1 or num_patches % spatial_merge_size != 0:
@@ -138,8 +139,8 @@ def require_whole_squares(vision_model: PreTrainedModel, spatial_merge_size: int
 def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bool) -> None:
     """Let an image processor give pictures of the encoder's size.
 
-    It always gets a `crop_size`, by which LlavaProcessor counts tokens. SigLIP's processor has none, and that of the
-    Hub's DINOv2 crops pictures to 224 pixels, although its encoder takes 518.
+    The image processor always gets a `crop_size`, by which LlavaProcessor counts tokens. SigLIP's image processor
+    has no `crop_size` of its own. DINOv2's on the Hub crops pictures to 224 pixels, although its encoder takes 518.
 
     Args:
         image_processor: The image processor of the encoder, which is changed in place.
@@ -149,7 +150,8 @@ def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bo
     """
     square = {"height": size, "width": size}
     crops = bool(getattr(image_processor, "do_center_crop", False))
-    if crops and not keeps_crop:
+    squashes_instead = crops and not keeps_crop
+    if squashes_instead:
         image_processor.size = square
     elif crops and image_processor.crop_size["height"] != size:
         image_processor.size = {"shortest_edge": size}
@@ -177,7 +179,7 @@ def vision_tokens(vision_model: PreTrainedModel, image_processor: BaseImageProce
 
 
 def choose_image_token(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A token of the tokenizer that can stand for a picture. If there is none, `<image>` is added to it."""
+    """A token of the tokenizer that can stand for a picture. If it has none, `<image>` is added to it."""
     taken = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token}
     for token in IMAGE_TOKEN_CANDIDATES:
         if token in tokenizer.added_tokens_encoder and token not in taken:

@@ -31,8 +31,9 @@ class Batches(Sampler[list[int]]):
     All processes get the same number of batches. A process for which no rows are left gets an empty batch.
 
     Args:
-        deal: Takes the number of an epoch, and returns the epoch's batches for all processes: the first batch of each
-            process, then the second of each, and so on. Every epoch must have the same number of batches.
+        deal: Takes the number of an epoch, and returns the epoch's batches for all processes: the first batch of every
+            process, then the second batch of every process, and so on. Every epoch must have the same number of
+            batches.
         args: Hold the number of this process and the number of processes.
     """
 
@@ -102,7 +103,7 @@ def count_passes(global_batch_size: int, args: TrainingConfig) -> int:
     """The number of passes that each process takes for a global batch of padded rows.
 
     Raises:
-        UserError: if whole passes don't add up to the global batch.
+        UserError: if the global batch is not a whole number of passes.
     """
     per_pass = args.per_device_train_batch_size * args.world_size
     if global_batch_size % per_pass != 0:
@@ -124,7 +125,9 @@ def deal_packed(
 
     num_epochs = args.num_train_epochs
     if args.max_steps > 0:
-        num_epochs = args.max_steps / math.ceil(len(rows) / samples_per_step)
+        steps_per_epoch = math.ceil(len(rows) / samples_per_step)
+        num_epochs = args.max_steps / steps_per_epoch
+
     seed = data_seed(args)
     accumulation_steps = plan_packing(
         rows,
@@ -149,7 +152,10 @@ def deal_packed(
 
 
 def deal_held_out(args: TrainingConfig, num_rows: int) -> Batches:
-    """This process's batches of held-out rows. All rows keep their order, and batches don't depend on `world_size`."""
+    """This process's batches of held-out rows.
+
+    The rows keep their order, and which rows form a batch doesn't depend on the number of processes.
+    """
     batch_size = args.per_device_eval_batch_size
     batches = []
     for start in range(0, num_rows, batch_size):
@@ -163,7 +169,7 @@ def padded_batches(num_rows: int, batch_size: int, num_processes: int, seed: int
 
     If the last rows don't fill a batch of each process, they are split evenly over the processes.
     """
-    order = shuffled(num_rows, seed)
+    order = random_order(num_rows, seed)
     per_pass = batch_size * num_processes
     batches = []
     for rows_of_pass in np.split(order, range(per_pass, num_rows, per_pass)):
@@ -184,25 +190,26 @@ def packed_batches(
         accumulation_steps: Number of packed rows of a process in an optimizer step; the last step may have fewer.
         seed: The seed of the order of samples in this epoch.
     """
-    order = shuffled(len(lengths), seed)
+    order = random_order(len(lengths), seed)
     batches = []
     for samples in np.split(order, range(samples_per_step, len(order), samples_per_step)):
+        # Each packed row gets at least one sample, as long as there are enough for one row of each process.
         num_passes = max(min(accumulation_steps, len(samples) // num_processes), 1)
-        for row in partition(lengths[samples].tolist(), num_passes * num_processes):
+        for row in partition_samples(lengths[samples].tolist(), num_passes * num_processes):
             batches.append(samples[row].tolist())
     return batches
 
 
-def shuffled(count: int, seed: int) -> np.ndarray:
+def random_order(count: int, seed: int) -> np.ndarray:
     """The permutation of `range(count)` that torch draws with this seed, int64 `(count,)`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(count, generator=generator).numpy()
 
 
-def partition(lengths: list[int], num_rows: int) -> list[list[int]]:
+def partition_samples(lengths: list[int], num_rows: int) -> list[list[int]]:
     """Deal samples into packed rows of nearly the same length.
 
-    Samples are dealt from the longest to the shortest, each to the row that is the shortest then.
+    The longest sample is dealt first. Each sample goes to the row that is the shortest at that moment.
 
     Returns:
         The sample numbers of each row, in rising order. The longest row comes first.
@@ -233,7 +240,7 @@ def plan_packing(
         packed_length: The most tokens that a packed row may have.
 
     Raises:
-        UserError: if some row is too long with any number of steps.
+        UserError: if a packed row is too long whatever the number of accumulation steps.
     """
     lengths = row_lengths(rows)
     has_images = row_lengths(rows, "num_images") > 0
@@ -266,9 +273,9 @@ def plan_packing(
 
 
 def require_separate_samples(config: PreTrainedConfig) -> None:
-    """Refuse a decoder in which tokens of a packed row get something from other samples of the row.
+    """Refuse a decoder in which a sample of a packed row influences other samples of the row.
 
-    Convolutions and state spaces do so, and masks that don't depend on positions.
+    Convolutions and state spaces mix samples, and so does attention whose mask doesn't depend on positions.
 
     Raises:
         UserError: if the decoder has such layers or such a mask.

@@ -48,9 +48,9 @@ def lock_output_dir(output_dir: Path) -> Iterator[None]:
         try:
             # lockf, not flock: a worker that outlives the run would keep holding a flock, which it inherits.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError) as error:
+        except (BlockingIOError, PermissionError) as error:  # which of the two depends on the system
             raise UserError(f"output_dir {output_dir} is in use by another run.") from error
-        except OSError as error:
+        except OSError as error:  # some network file systems have no locks
             logger.warning("%s can't be locked (%s): start no other run in it.", output_dir, error)
 
         try:
@@ -70,7 +70,7 @@ def find_checkpoint(output_dir: Path, resume: str | bool | None) -> Path | None:
 
     Args:
         output_dir: The run's folder.
-        resume: A checkpoint's path, `True` for the newest complete one, or `None` to start anew.
+        resume: A checkpoint's path, `True` for the newest complete checkpoint, or `None` to start anew.
 
     Raises:
         UserError: if the checkpoint is not complete, or the folder holds a model or a run that would be overwritten.
@@ -111,7 +111,9 @@ def _find_newest_checkpoint(output_dir: Path) -> Path | None:
 
 
 def _holds_run_or_model(output_dir: Path) -> bool:
-    return bool(list_checkpoints(output_dir)) or any(output_dir.glob("*config.json"))
+    # The pattern matches a model's config.json and an adapter's adapter_config.json.
+    has_config = any(output_dir.glob("*config.json"))
+    return has_config or bool(list_checkpoints(output_dir))
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
@@ -120,14 +122,18 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder is a whole checkpoint: a run's record, the state of the step in its name, and a scheduler."""
+    """Whether a run can resume from a folder.
+
+    The folder must hold the run's record, the trainer's state after the step that the folder is named for, and the
+    scheduler.
+    """
     try:
         Run.read(checkpoint)
         num_steps = steps_done(checkpoint)
     except UserError:
         return False
     # A run with `save_only_model` saves no scheduler, so it can't be resumed.
-    return num_steps == step_of(checkpoint) and (checkpoint / "scheduler.pt").exists()
+    return num_steps == checkpoint_step(checkpoint) and (checkpoint / "scheduler.pt").exists()
 
 
 @dataclass(frozen=True)
@@ -151,7 +157,7 @@ def steps_done(folder: Path) -> int:
     return read_record(TrainerProgress, state_file).global_step
 
 
-def step_of(checkpoint: Path) -> int:
+def checkpoint_step(checkpoint: Path) -> int:
     """The step in a checkpoint's name; -1 if the name has none."""
     number = checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(number) if number.isdigit() else -1
@@ -180,7 +186,7 @@ def recorded_arguments(output_dir: Path, resume: str | bool | None) -> dict[str,
 
 def move_superseded(output_dir: Path, checkpoint: Path) -> None:
     """Move what a run wrote after the checkpoint that it resumes from into a numbered folder in `superseded`."""
-    later = [path for path in list_checkpoints(output_dir) if step_of(path) > step_of(checkpoint)]
+    later = [path for path in list_checkpoints(output_dir) if checkpoint_step(path) > checkpoint_step(checkpoint)]
     # The state in the output folder itself marks the run as finished.
     if (output_dir / STATE_FILE).exists():
         later.append(output_dir / STATE_FILE)
@@ -200,28 +206,28 @@ def move_superseded(output_dir: Path, checkpoint: Path) -> None:
 
 
 @contextmanager
-def write_aside(output_dir: Path, accelerator: Accelerator) -> Iterator[Path]:
-    """Give the block an empty folder for all processes to write into. After the block all of them have written.
+def open_saving_folder(output_dir: Path, accelerator: Accelerator) -> Iterator[Path]:
+    """Give the block an empty folder for all processes to write into, and wait after it until all have written.
 
     Every process must enter the block.
     """
-    aside = output_dir / SAVING_FOLDER
+    saving_folder = output_dir / SAVING_FOLDER
     if accelerator.is_main_process:
-        fresh_folder(aside)
+        fresh_folder(saving_folder)
     accelerator.wait_for_everyone()
-    yield aside
+    yield saving_folder
     accelerator.wait_for_everyone()
 
 
 def publish_checkpoint(folder: Path, destination: Path) -> None:
     """Write a complete folder's files through to the disk, and give the folder a checkpoint's name in one step."""
-    _write_through(folder)
+    _flush_to_disk(folder)
     os.rename(folder, destination)
 
 
 def publish_result(folder: Path, output_dir: Path) -> None:
     """Move the files of a complete folder into the run's output folder."""
-    _write_through(folder)
+    _flush_to_disk(folder)
     # config.json makes the folder a model, so it follows the model's files. The trainer's state marks the run as
     # finished, so it follows everything.
     last_names = ["config.json", STATE_FILE]
@@ -232,7 +238,7 @@ def publish_result(folder: Path, output_dir: Path) -> None:
     folder.rmdir()
 
 
-def _write_through(folder: Path) -> None:
+def _flush_to_disk(folder: Path) -> None:
     """Write a folder's files through to the disk, and set the permissions that the user's umask gives to new files.
 
     safetensors writes files that only their owner can read, whatever the umask.
@@ -275,29 +281,29 @@ def copy_record(source: Path, destination: Path) -> None:
 
 
 def check_weights(checkpoint: Path, model: Any) -> None:
-    """Check that a checkpoint's weights have the names of the model's weights. transformers would only warn.
+    """Check that a checkpoint's weights have the names of the model's weights. Trainer would only warn.
 
     A checkpoint with sharded weights, which holds no safetensors file, is not checked.
 
     Raises:
         UserError: if names differ. The message lists them.
     """
-    given: set[str] = set()
+    saved_names: set[str] = set()
     for path in checkpoint.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            given |= set(file.keys())
-    if not given:
+            saved_names |= set(file.keys())
+    if not saved_names:
         return
 
-    expected = set(model.state_dict())
+    model_names = set(model.state_dict())
     if (checkpoint / "adapter_config.json").exists():
         from peft import get_peft_model_state_dict  # imported here because it is slow, and only adapters need it
 
-        expected = set(get_peft_model_state_dict(model))
+        model_names = set(get_peft_model_state_dict(model))
 
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    missing = sorted(expected - given - tied)
-    unexpected = sorted(given - expected - tied)
+    tied_names = set(getattr(model, "all_tied_weights_keys", None) or ())
+    missing = sorted(model_names - saved_names - tied_names)
+    unexpected = sorted(saved_names - model_names - tied_names)
     if missing or unexpected:
         raise UserError(
             f"The weights of {checkpoint} don't match the model. Missing: {missing or 'none'}; unexpected: "

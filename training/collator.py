@@ -25,9 +25,10 @@ class VisionLanguageCollator:
 
     Both have `pixel_values` `(num_images, 3, height, width)`, in the order of the image tokens.
 
-    A batch without pictures, and one without rows, gets a blank picture. No other token sees its tokens, and they have
-    no labels, so that it changes no result. Without it the projector would not take part in the loss: a stage that
-    trains only the projector would get no gradient, and parallel processes would deadlock.
+    A batch without pictures gets a blank picture, and so does a batch without rows. No other token sees the tokens of
+    the blank picture, and they have no labels, so that the picture changes no result. Without it the projector would
+    not take part in the loss: a stage that trains only the projector would get no gradient, and parallel processes
+    would deadlock.
 
     Args:
         tokenize: The tokenizer of rows that made the rows' tokens.
@@ -61,8 +62,8 @@ class VisionLanguageCollator:
     def _pack(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
         """Join samples into one row."""
         if not has_images:
-            # Each token of the blank picture becomes a sample of its own. So no other token sees it, and a blank
-            # picture can be told from a real one.
+            # Each token of the blank picture becomes a sample of its own, so that no other token sees it. Samples of
+            # a single token also tell a blank picture from a real picture.
             image_id = self.tokenize.processor.image_token_id
             blank_token = {"input_ids": [image_id], "labels": [IGNORED]}
             samples = samples + [blank_token] * self.tokenize.tokens_per_image
@@ -72,7 +73,7 @@ class VisionLanguageCollator:
         return batch
 
     def _pad(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
-        """Pad samples to the length of the longest, and put a blank picture after the padding if there is no other."""
+        """Pad samples to the length of the longest, and put a blank picture after it if no sample has one."""
         if not samples:
             # Attention needs at least one token that isn't masked.
             samples = [{"input_ids": [self._pad_id], "labels": [IGNORED]}]

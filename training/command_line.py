@@ -71,14 +71,15 @@ def read_fields(parser: TrlParser, argv: Sequence[str] | None = None) -> dict[st
         if word.startswith("--"):
             refuse_renamed_field(word.removeprefix("--").split("=")[0])
 
-    # Recipe and command line are parsed apart first, so that an error names the recipe where the mistake is there.
+    # Recipe and command line are first parsed separately, so that the message about a wrong field of the recipe names
+    # the recipe.
     recipe_options: list[str] = []
     if known.config is not None:
         recipe_options = read_recipe(Path(known.config), parser)
         parse(parser, recipe_options, where=f"{known.config}: ")
     parse(parser, options)
 
-    # Where an option is given twice, argparse takes the last, which is the command line's.
+    # If an option is given twice, argparse takes the later one. So the command line's options come last.
     fields = vars(parse(parser, [*recipe_options, *options]))
     for name in PATH_FIELDS:
         if fields[name] is not None:
@@ -105,8 +106,8 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
     Lists and mappings can't be written as options. They become the parser's defaults.
 
     Raises:
-        UserError: if the recipe is not a mapping of fields to values, a field has been renamed, or a field has a list
-            or a mapping and can't be one.
+        UserError: if the recipe is not a mapping of fields to values, if a field has been renamed, or if a field that
+            takes neither lists nor mappings has one.
     """
     with path.open(encoding="utf-8") as file:
         try:
@@ -114,7 +115,8 @@ def read_recipe(path: Path, parser: TrlParser) -> list[str]:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             problem = " ".join(str(error).split())  # in one line; a YAML error has several
             raise UserError(f"--config {path} is not YAML: {problem}") from error
-    if not isinstance(recipe, dict) or None in recipe.values():
+    is_valid = isinstance(recipe, dict) and None not in recipe.values()
+    if not is_valid:
         raise UserError(f"--config {path} must be a mapping of fields to values; leave out what has none.")
     for name in recipe:
         refuse_renamed_field(name)
@@ -155,7 +157,7 @@ def refuse_renamed_field(name: str) -> None:
     """Check that a name is not the old name of a field.
 
     Raises:
-        UserError: if it is. The message says what to give instead.
+        UserError: if it is an old name. The message says what to give instead.
     """
     replacement = RENAMED_FIELDS.get(name.replace("-", "_"))
     if replacement is not None:

@@ -38,12 +38,13 @@ def read_rows(
     Raises:
         UserError: as `load_rows` does, or if a row is bad and `bad_rows` is `"error"`.
     """
-    # Every start checks all rows and lists the bad ones anew. A resumed stream doesn't read its first rows again, so
-    # their list is kept.
+    # Every start checks all rows, and writes the list of bad rows anew. Only a resumed stream keeps the list, because
+    # it doesn't read the rows before its place again.
     is_resumed_stream = run_args.dataset_streaming and args.resume_from_checkpoint
     if not is_resumed_stream:
         _delete_bad_rows_list(args, BAD_ROWS_FILE)
 
+    # The recipe gives either `datasets` or the fields of a single source.
     entries = run_args.datasets
     if not entries:
         entry = SourceArguments(
@@ -59,9 +60,10 @@ def read_rows(
         stream = load_rows(entry.path, entry.image_folder, entry.name, entry.split, streaming=True)
         return stream, stream_fingerprint(entry.path, entry.name, entry.split), []
 
-    first_seed = args.seed if args.data_seed is None else args.data_seed
     drawn_rows = []
     sources = []
+    # Each source has a seed of its own, for the random sample of its rows.
+    first_seed = args.seed if args.data_seed is None else args.data_seed
     for index, entry in enumerate(entries):
         checked = check_rows(run_args, args, tokenize, entry, BAD_ROWS_FILE)
         drawn = draw_rows(checked.good_rows, entry, seed=first_seed + index)
@@ -76,8 +78,8 @@ def read_rows(
 def draw_rows(rows: Dataset, entry: SourceArguments, seed: int) -> Dataset:
     """The rows that an epoch takes from a source, by the source's weight.
 
-    All rows come as often as the whole part of the weight says. The fraction that is left is a random sample of the
-    rows. It depends on the seed alone, so that all epochs, processes and resumed starts have the same sample.
+    With a weight of 2.3, an epoch has each row twice, and a random sample of 30% of the rows once more. The sample
+    depends on the seed alone, so that all epochs, processes and resumed starts have the same sample.
     """
     num_repeats = math.floor(entry.weight)
     num_sampled = round((entry.weight - num_repeats) * len(rows))
@@ -101,8 +103,10 @@ def read_held_out(run_args: RunArguments, args: TrainingConfig, tokenize: RowTok
     if path is None:
         return None
 
-    # `dataset_config` is a config of the training data, so it applies only where both are the same dataset.
+    # `dataset_config` names a config of the training dataset, so it applies only if the held-out rows come from the
+    # same dataset.
     config_name = run_args.dataset_config if path == run_args.dataset_name else None
+    # Files and folders without splits have only "train".
     split = str(run_args.dataset_test_split) if has_splits(path) else "train"
     entry = SourceArguments(path, config_name, split, image_folder=run_args.eval_image_folder)
     return check_rows(run_args, args, tokenize, entry, HELD_OUT_BAD_ROWS_FILE).good_rows
@@ -128,7 +132,7 @@ def check_rows(
     Raises:
         UserError: as `load_rows` does, or if a row is bad and `bad_rows` is `"error"`.
     """
-    # The main process reads and checks the rows. The others then find the results in datasets' cache.
+    # The main process reads and checks the rows. The other processes then find the results in datasets' cache.
     with args.main_process_first(desc="reading and checking the rows"):
         rows = load_rows(entry.path, entry.image_folder, entry.name, entry.split)
         assert isinstance(rows, Dataset)
@@ -161,7 +165,7 @@ def mixture_fingerprint(sources: list[Source]) -> str:
 
 
 def require_pictures(rows: Dataset | IterableDataset) -> None:
-    """Check that rows have a picture, without which stage 'align' would learn nothing. A stream passes unread.
+    """Check that rows have a picture, without which stage 'align' would learn nothing. A stream isn't checked.
 
     Raises:
         UserError: if no row has a picture.

@@ -1,7 +1,7 @@
 """Losses that bring visual and text keys together while adapters are trained, as in MaLoRA (arXiv 2510.26721).
 
 Only the paper's abstract was available. It names a multi-kernel MMD and a Gram reference, and all details are our
-choice. The losses are computed for each head. They take keys before the rotary embedding, and after the key norm in
+choice. The losses are computed for each head, from keys before the rotary embedding, and after the key norm in
 families that have one, such as Qwen3. Visual and text tokens are those that the diagnostics count as such.
 """
 
@@ -20,7 +20,7 @@ from modeling_normllava import NormLlavaForConditionalGeneration, NormLlavaKeyAd
 
 # The bandwidths of the MMD's kernels, the same as in the diagnostics.
 BANDWIDTHS = (0.25, 0.5, 1.0, 2.0, 4.0)
-# The losses take at most so many tokens of each modality in a forward pass.
+# The most tokens of each modality that the losses take from a forward pass.
 MAX_TOKENS = 256
 
 
@@ -34,8 +34,8 @@ def mmd(visual: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
     """
     num_visual = visual.shape[1]
     kernel = gaussian_kernels(torch.cat([visual, text], dim=1))
-    within_visual = mean_within(kernel[:, :num_visual, :num_visual])
-    within_text = mean_within(kernel[:, num_visual:, num_visual:])
+    within_visual = mean_over_pairs(kernel[:, :num_visual, :num_visual])
+    within_text = mean_over_pairs(kernel[:, num_visual:, num_visual:])
     across = kernel[:, :num_visual, num_visual:].mean((1, 2))
     return (within_visual + within_text - 2 * across).mean()
 
@@ -60,12 +60,12 @@ def gaussian_kernels(keys: torch.Tensor) -> torch.Tensor:
 
     num_pairs = num_tokens * (num_tokens - 1)
     scale = squared_distances.detach().sum((1, 2), keepdim=True) / num_pairs  # σ², [num_heads, 1, 1]
-    scale = scale.clamp(min=torch.finfo(keys.dtype).eps ** 2)  # not 0 if all keys are equal
+    scale = scale.clamp(min=torch.finfo(keys.dtype).eps ** 2)  # avoids a division by 0 if all keys are equal
     kernels = [torch.exp(-squared_distances / (bandwidth * scale)) for bandwidth in BANDWIDTHS]
     return torch.stack(kernels).mean(0)
 
 
-def mean_within(kernel: torch.Tensor) -> torch.Tensor:
+def mean_over_pairs(kernel: torch.Tensor) -> torch.Tensor:
     """A kernel's mean over all pairs of different tokens.
 
     Args:
@@ -108,9 +108,9 @@ class KeyAlignment:
     """Records the decoder's keys in training, and computes the penalty on them that is added to the loss.
 
     The penalty is the mean over decoder layers of `mmd_weight` times [`mmd`] plus `gram_weight` times
-    [`gram_distance`], which is the mean over both modalities. Reference keys are those that the frozen `k_proj`
-    computes from the same hidden states. The penalty is 0 for a pass with fewer than two tokens of a modality, such as
-    one without pictures.
+    [`gram_distance`]. The Gram distance is computed for visual and for text keys, and the two are averaged. Reference
+    keys are those that the frozen `k_proj` computes from the same hidden states. The penalty is 0 for a pass with
+    fewer than two tokens of a modality, such as a pass without pictures.
 
     Sink tokens are left out. They are found among all tokens that are drawn in a pass, whereas the diagnostics look
     for sinks in each sample by itself.
@@ -167,15 +167,15 @@ class KeyAlignment:
             return
 
         self._tokens = classify(kwargs, self._ids)
-        visual = draw(self._tokens.visual)
-        text = draw(self._tokens.text)
+        visual = draw_positions(self._tokens.visual)
+        text = draw_positions(self._tokens.text)
         self._positions = torch.cat([visual, text])
         self._num_visual = len(visual)
 
     @torch.no_grad()
     def _record_norms(self, layer: nn.Module, args: Any, output: Any) -> None:
         if self._tokens is None:
-            return  # gradient checkpointing runs the layers again after `penalty`
+            return  # gradient checkpointing runs the layers once more after `penalty`, in the backward pass
         hidden_states = output if isinstance(output, torch.Tensor) else output[0]
         self._norms.append(hidden_states.flatten(0, 1)[self._positions].float().norm(dim=-1))
 
@@ -218,6 +218,8 @@ class KeyAlignment:
             losses = []
             for number, attention in enumerate(self._attentions):
                 keys = self._keys.pop(number)
+                # A projection or key norm gives [batch_size, sequence_length, ...], but some key norms come after the
+                # heads have moved to the second dimension.
                 if keys.shape[:2] != tokens.visual.shape:
                     keys = keys.transpose(1, 2)  # [batch_size, sequence_length, num_heads, head_dim]
                 keys = split_heads(keys.flatten(0, 1)[self._positions], attention.head_dim)
@@ -236,9 +238,9 @@ class KeyAlignment:
         """The indices of visual and of text tokens among the drawn tokens, without sinks."""
         is_visual = torch.arange(len(self._positions)) < self._num_visual
         drawn = Tokens(is_visual, ~is_visual, {})
-        # `find_sinks` ignores its first row, the norms of the decoder's input, for which any norms can stand.
+        # `find_sinks` ignores its first row, the norms of the decoder's input. The first layer's norms fill that row.
         norms = torch.stack([self._norms[0], *self._norms]).cpu()
-        kept = drawn.without("sink", find_sinks(norms, drawn))
+        kept = drawn.exclude("sink", find_sinks(norms, drawn))
 
         device = self._positions.device
         return kept.visual.nonzero()[:, 0].to(device), kept.text.nonzero()[:, 0].to(device)
@@ -246,7 +248,7 @@ class KeyAlignment:
     def _layer_losses(
         self, keys: torch.Tensor, reference: torch.Tensor | None, visual: torch.Tensor, text: torch.Tensor
     ) -> torch.Tensor:
-        """MMD² and Gram distance of a layer, `(2,)`. A loss whose weight is 0 is not computed, but 0."""
+        """MMD² and Gram distance of a layer, `(2,)`. A loss whose weight is 0 is not computed; its value is 0."""
         mmd_loss = keys.new_zeros(())
         if self._mmd_weight:
             mmd_loss = mmd(keys[:, visual], keys[:, text])
@@ -276,7 +278,7 @@ class KeyAlignment:
         return means
 
 
-def draw(mask: torch.Tensor) -> torch.Tensor:
+def draw_positions(mask: torch.Tensor) -> torch.Tensor:
     """Random positions in a flattened mask at which it is true, at most `MAX_TOKENS` of them."""
     positions = mask.flatten().nonzero()[:, 0]
     order = torch.randperm(len(positions), device=positions.device)

@@ -38,7 +38,8 @@ class InterfaceMonitor(TrainerCallback):
         self.active = False  # whether the current step will be logged
         self._token_ids = token_ids(model, processor)
         self._tokens: Tokens | None = None
-        self._sums = torch.zeros(2, 2)  # rows: image, text; columns: sum of norms, number of tokens
+        # Rows: image tokens, text tokens. Columns: sum of norms, number of tokens.
+        self._sums = torch.zeros(2, 2)
         model.model.register_forward_pre_hook(self._classify_tokens, with_kwargs=True)
         find_decoder(model).layers[0].register_forward_pre_hook(self._add_norms, with_kwargs=True)
 
@@ -60,9 +61,9 @@ class InterfaceMonitor(TrainerCallback):
 
         hidden_states = args[0] if args else kwargs["hidden_states"]
         norms = token_norms(hidden_states)  # [batch_size, sequence_length]
-        for row, mask in enumerate((self._tokens.visual, self._tokens.text)):
-            self._sums[row] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
-        # Gradient checkpointing runs the layer a second time, which must not count again.
+        for kind, mask in enumerate((self._tokens.visual, self._tokens.text)):
+            self._sums[kind] += torch.stack([norms[mask].sum(), mask.sum()]).cpu()
+        # Gradient checkpointing runs the layer a second time, which must not add the norms again.
         self._tokens = None
 
     @torch.no_grad()

@@ -36,8 +36,8 @@ from training.stages import base_model
 logger = logging.getLogger(__name__)
 
 GIB = 2**30
-# The peak comes in the second pass of the second step: gradients exist from the first pass of a step on, and optimizer
-# states from the end of the first step on.
+# The peak comes in the second pass of the second step. By then the optimizer's states exist, which are made at the end
+# of the first step, and so do the gradients, which each step makes in its first pass.
 NUM_STEPS = 2
 NUM_PASSES = 2
 
@@ -170,7 +170,7 @@ def plan_step(
         model.tie_weights()
         trained.train()
 
-        # Counted before checkpointing is turned on, because recomputation is not part of the model's FLOPs.
+        # FLOPs are counted before checkpointing is turned on, because recomputation isn't part of the model's FLOPs.
         flops = count_flops(trained, batch)
         trained.zero_grad()
         if args.gradient_checkpointing:
@@ -195,7 +195,11 @@ def plan_step(
 
 
 def check_plan(config: NormLlavaConfig, run_args: RunArguments, args: TrainingConfig, batch: Batch) -> None:
-    """Check that a step can be planned; [`plan_step`] says what it raises."""
+    """Check that a step can be planned.
+
+    Raises:
+        UserError: as [`plan_step`] does.
+    """
     if batch.tokens < config.image_seq_length + batch.supervised:
         needed = f"{config.image_seq_length} tokens of its picture and {batch.supervised} supervised ones"
         raise UserError(f"A sample of {batch.tokens} tokens can't hold the {needed}: set --tokens and --supervised.")
@@ -225,10 +229,10 @@ def count_flops(trained: nn.Module, batch: Batch) -> int:
 def track_steps(
     trained: nn.Module, args: TrainingConfig, batch: Batch, keeps_casts: bool
 ) -> tuple[int, torch.optim.Optimizer]:
-    """Run some steps.
+    """Run some steps, and count the bytes that they need.
 
     Returns:
-        The bytes at their peak, and the optimizer with its states.
+        The bytes at the peak of the steps, and the optimizer with its states.
     """
     optimizer_class, optimizer_options = Trainer.get_optimizer_cls_and_kwargs(args, trained)
     optimizer = optimizer_class(trained_parameters(trained), **optimizer_options)
@@ -246,11 +250,11 @@ def track_steps(
 
 
 def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
-    """The loss of a pass over made-up rows: all image tokens first, then all text tokens, of which the last are
-    supervised.
+    """The loss of a pass over made-up rows.
 
-    The picture features are joined to the text's embeddings here. The model itself would look for the image tokens
-    among the values of `input_ids`, which have no data.
+    All image tokens come first, then all text tokens. The last text tokens are supervised. The picture features are
+    joined to the text's embeddings here. The model itself would look for the image tokens among the values of
+    `input_ids`, which have no data.
     """
     model = base_model(trained)
     num_tokens = batch.samples * batch.tokens
@@ -263,7 +267,7 @@ def compute_loss(trained: Any, batch: Batch) -> torch.Tensor:
     num_text_tokens = num_tokens - len(features)
     text = model.get_input_embeddings()(torch.zeros(num_text_tokens, dtype=torch.long))
     embeddings = torch.cat([features.to(text.dtype), text])  # [num_tokens, hidden_size]
-    embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)
+    embeddings = embeddings.view(num_rows, num_tokens // num_rows, -1)  # [num_rows, tokens of a row, hidden_size]
 
     labels = torch.zeros(1, num_labels, dtype=torch.long)
     positions = torch.arange(num_tokens - num_labels, num_tokens)
@@ -285,7 +289,7 @@ def num_bytes(candidates: Iterable[Any]) -> int:
 def attention_flops(query: Any, key: Any, value: Any, *_: Any, attn_mask: Any = None, **options: Any) -> int:
     """FLOPs of attention from the shapes of its tensors.
 
-    Only the decoder gives a mask. It is causal, so half of the products count.
+    Only the decoder's attention gets a mask. The mask is causal, so half of the products count.
     """
     flops = sdpa_flop_count(query, key, value)
     if attn_mask is None:
@@ -294,7 +298,7 @@ def attention_flops(query: Any, key: Any, value: Any, *_: Any, attn_mask: Any = 
 
 
 def attention_backward_flops(gradient: Any, *shapes: Any, **options: Any) -> int:
-    """FLOPs of attention's backward pass: twice those of the forward pass. What it recomputes doesn't count."""
+    """FLOPs of attention's backward pass: twice those of the forward pass, as recomputation doesn't count."""
     return 2 * attention_flops(*shapes, **options)
 
 

@@ -1,7 +1,7 @@
 """Checks of a run's arguments.
 
-They refuse arguments that would be ignored, or would change the result, without a message. The docstring of each check
-is the rule that holds for the arguments it lets pass.
+The checks refuse arguments that would be ignored in silence, or would change the result in silence. The docstring of
+each check states the rule that arguments must follow.
 """
 
 import math
@@ -42,7 +42,7 @@ FIXED_FIELDS: dict[str, tuple[Any, str]] = {
     "chat_template_path": (None, "the chat template comes with the checkpoint; compose writes it"),
     "push_to_hub": (False, "it would upload training_args.bin, which holds your token; release with hub_cards"),
 }
-# Fields that must be 1 or more unless they are `None`.
+# Fields that must be `None`, or 1 or more.
 COUNT_FIELDS = (
     "per_device_train_batch_size",
     "per_device_eval_batch_size",
@@ -52,7 +52,7 @@ COUNT_FIELDS = (
     "max_length",
     "lora_r",
 )
-# Fields that must be 0 or more unless they are `None`.
+# Fields that must be `None`, or 0 or more and finite.
 RATE_FIELDS = (
     "learning_rate",
     "vision_learning_rate",
@@ -149,7 +149,8 @@ def check_stage(run_args: RunArguments) -> None:
             "compare with."
         )
     for name in ADAPTER_FIELDS:
-        if getattr(run_args, name) != getattr(RunArguments, name):
+        default = getattr(RunArguments, name)
+        if getattr(run_args, name) != default:
             raise UserError(f"{name} is read in stage 'adapt' alone, got stage {run_args.stage!r}: leave it out.")
 
 
@@ -243,7 +244,8 @@ def check_precision(args: TrainingConfig) -> None:
         raise UserError("fp16 needs a GPU: a CPU would compute in float32 all the same. Leave it out.")
 
     launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched_with != "no" and not args.bf16 and not args.fp16:
+    recipe_names_it = args.bf16 or args.fp16
+    if launched_with != "no" and not recipe_names_it:
         raise UserError(f"The launcher has mixed_precision {launched_with!r}: give bf16: true, or launch with 'no'.")
 
 
@@ -269,7 +271,9 @@ def check_trackers(args: TrainingConfig) -> None:
 
 
 def check_devices(args: TrainingConfig) -> None:
-    """Check that this process trains on one GPU: with several, as in a notebook, transformers uses `nn.DataParallel`.
+    """Check that this process trains on a single GPU.
+
+    A process that sees several GPUs, as in a notebook, would split its batches over them by `nn.DataParallel`.
 
     Raises:
         UserError: if this process would use several GPUs.

@@ -15,14 +15,14 @@ from training.batches import Batches
 def rehearsal(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
     """A block for forward and backward passes that take as much memory as in training, and change nothing.
 
-    The optimizer's states are allocated in it. After it, they are gone again, and so are the gradients, and the random
-    state is what it was.
+    The block begins with the optimizer's states allocated. After the block, these states and all gradients are freed,
+    and the random state is restored.
 
     Raises:
         UserError: if the device has too little memory.
     """
-    # No states are allocated where the optimizer has them already (in a resumed run), where they are paged (they would
-    # never be freed), and where we don't know that a step with a rate of 0 leaves the weights as they are.
+    # No states are allocated if the optimizer of a resumed run has them already, if they are paged and would never be
+    # freed, or if the optimizer is of a library of which we don't know that a step with a rate of 0 keeps the weights.
     is_known = type(optimizer).__module__.startswith(("torch.optim", "bitsandbytes"))
     is_paged = getattr(optimizer, "is_paged", False)
     allocates = is_known and not is_paged and not optimizer.state
@@ -63,12 +63,12 @@ def largest_batch(batches: Batches, sizes: np.ndarray, is_padded: bool) -> list[
     Args:
         batches: The batches of the epoch.
         sizes: The size of each row, such as its number of tokens, integers `(num_rows,)`.
-        is_padded: Whether each row of a batch takes as much as the largest.
+        is_padded: Whether each row of a batch is padded to the size of the batch's largest row.
     """
 
     def batch_size(rows: list[int]) -> int:
         if is_padded:
-            return len(rows) * sizes[rows].max(initial=0)
+            return len(rows) * sizes[rows].max(initial=0)  # `initial` is for a batch without rows
         return sizes[rows].sum()
 
     return max(batches, key=batch_size)

@@ -19,8 +19,8 @@ from common.records import read_record
 
 RUN_FILE = "run.json"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
-# Arguments that the weights depend on. A resumed run must have the same ones. The fields that name the data are not
-# among them, because the data is compared by its content.
+# Arguments that the weights depend on, whose values must be the same when a run is resumed. The arguments that name
+# the data are left out, because the data is compared by its content.
 COMPARED_ARGUMENTS = (
     "stage", "model_name_or_path", "model_revision", "load_in_4bit", "bnb_4bit_quant_type", "use_bnb_nested_quant",
     "attn_implementation", "torch_compile", "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora",
@@ -63,7 +63,7 @@ class Environment:
     resumed: bool
     """Whether the run was resumed from a checkpoint. If so, its timings don't cover the whole run."""
     commit: str | None
-    """The git commit of this code, with "-dirty" if files have changed since; `None` if no repository tracks it."""
+    """The git commit of this code, with "-dirty" if files have changed since; `None` if the code isn't in git."""
     packages: dict[str, str]
     """Versions of the packages in `PACKAGES`."""
 
@@ -115,7 +115,7 @@ def describe_run(
     compared = {name: arguments[name] for name in COMPARED_ARGUMENTS if name in arguments}
     return Run(
         data=data,
-        # As JSON gives them back, so that they equal the same arguments read from a file.
+        # JSON changes some values, such as tuples to lists. After this round trip the arguments equal those in a file.
         arguments=json.loads(json.dumps(compared, default=str)),
         recipe=None if recipe is None else os.path.abspath(recipe),
         environment=environment,
@@ -175,6 +175,7 @@ def current_commit() -> str | None:
     # An installed copy may lie inside the repository of another project, whose commit says nothing about this code.
     if _run_git("ls-files", "--error-unmatch", __file__) is None:
         return None
+    # `describe` with all tags excluded gives the commit itself.
     return _run_git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 

@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
-    """Set the fields for arithmetic and attention, where they aren't given, to what the resumed run recorded.
+    """Fill in the fields for arithmetic and attention that the user left out, from the resumed run's record.
 
     The defaults of both depend on the machine, and a run may be resumed on another machine.
     """
@@ -90,7 +90,8 @@ def fill_from_record(fields: dict[str, Any]) -> dict[str, Any]:
 
     recorded = recorded_arguments(Path(fields["output_dir"]), resume)
     filled: dict[str, Any] = {}
-    if fields["bf16"] is None and not fields["fp16"]:
+    arithmetic_is_given = fields["bf16"] is not None or fields["fp16"]
+    if not arithmetic_is_given:
         filled["bf16"] = recorded.get("bf16")
     if fields["attn_implementation"] is None:
         filled["attn_implementation"] = recorded.get("attn_implementation")
@@ -168,7 +169,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
         data_collator=collate,
     )
     logger.info("%s\n%s", describe_stage(stage, groups), describe_batch(run_args, args))
-    del groups  # these hold the whole parameters, whose memory must be free once FSDP2 has sharded them
+    del groups  # they hold the unsharded parameters, whose memory must be free once FSDP2 has sharded them
     trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     logger.info("Saved to %s", output_dir)
@@ -189,7 +190,7 @@ def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLla
 
 
 def count_steps(args: TrainingConfig, sampler: Batches | None) -> int:
-    """The optimizer steps of the whole run, as Trainer counts them. A stream has no sampler, but `max_steps`."""
+    """The optimizer steps of the whole run, as Trainer counts them. A stream has no sampler, and needs `max_steps`."""
     if sampler is None or args.max_steps > 0:
         return args.max_steps
     steps_per_epoch = math.ceil(len(sampler) / args.gradient_accumulation_steps)
@@ -202,8 +203,8 @@ def is_finished(
     """Whether the output folder holds the result of this run after all of its steps.
 
     Raises:
-        UserError: if the folder or the checkpoint is another run's, or the folder holds a result with too few steps
-            and no checkpoint to resume from.
+        UserError: if the folder or the checkpoint belongs to another run, or the folder holds a result with too few
+            steps and no checkpoint to resume from.
     """
     output_dir = Path(args.output_dir)
     # A checkpoint given by path is resumed from even if the run in the folder is finished.
@@ -212,7 +213,8 @@ def is_finished(
     recorded_in = checkpoint
     if checkpoint is None and num_done > 0:
         recorded_in = output_dir
-    if recorded_in is not None and not run_args.resume_changed:
+    may_differ = run_args.resume_changed
+    if recorded_in is not None and not may_differ:
         check_same_run(recorded_in, run)
 
     if num_done >= num_steps:
@@ -228,7 +230,7 @@ def is_finished(
 
 def prepare_resuming(checkpoint: Path, args: TrainingConfig, stream: StreamBatches | None) -> None:
     """Set the stream to its place in the checkpoint, and move later checkpoints away."""
-    args.eval_on_start = False  # the first start has evaluated the model
+    args.eval_on_start = False  # the run's first start has evaluated the untrained model
     if stream is not None:
         stream.read_place(checkpoint)
     if args.process_index == 0:

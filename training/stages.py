@@ -34,8 +34,8 @@ class LearningRates:
     vision: float
     """Rate of the vision encoder, which only `Stage.INSTRUCT` trains."""
     norm: float
-    """Rate of the projector's norm. Its gains can be as small as 0.0134 to 0.02, of which an AdamW step at a rate of
-    1e-3 is 5 to 7%."""
+    """Rate of the projector's norm. It must be low, because the norm's gains can be as small as 0.0134 to 0.02: an
+    AdamW step at a rate of 1e-3 would change them by 5 to 7%."""
     projector: float | None = None
     """Rate of the projector, by default `common`. A projector that was aligned (training/align.py) needs far less."""
 
@@ -50,10 +50,10 @@ class ModuleGroup:
     """`None` for a frozen module."""
 
 
-# The module that holds the parameters of the vision encoder on which the features don't depend.
-UNREAD = "vision_tower, not read"
-# The module that holds the untrained originals of the modules that PEFT has copied to train them.
-KEPT = "originals, kept by PEFT"
+# The group of the vision encoder's parameters on which the image features don't depend.
+UNREAD_VISION = "vision_tower, not read"
+# The group of the untrained originals of modules that PEFT has copied. PEFT trains the copies.
+PEFT_ORIGINALS = "originals, kept by PEFT"
 # Adapters in the language model. A parameter whose name has the part on the left belongs to the module on the right.
 ADAPTERS = {".lora_": "language_model.lora", ".key_adapter.": "language_model.key_adapter"}
 
@@ -86,9 +86,9 @@ def prepare_stage(
             continue  # 4-bit weights are packed into bytes
 
         is_trained = group.learning_rate is not None
-        # Trained weights are float32, in which small steps are not lost in rounding. So are unread layers of a trained
-        # encoder, which get its float32 output.
-        follows_trained = stage is Stage.INSTRUCT and group.name == UNREAD
+        # Trained weights are float32, in which small steps are not lost in rounding. The unread layers of a trained
+        # encoder are float32 too, because they get its float32 output.
+        follows_trained = stage is Stage.INSTRUCT and group.name == UNREAD_VISION
         dtype = torch.float32 if is_trained or follows_trained else frozen_dtype
         parameter.requires_grad_(is_trained)
         parameter.data = parameter.data.to(dtype)
@@ -104,12 +104,12 @@ def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
     """Learning rate of each module in a stage, `None` where it is frozen."""
     module_names = (
         "vision_tower",
-        UNREAD,
+        UNREAD_VISION,
         "multi_modal_projector",
         "multi_modal_projector.norm",
         "language_model",
         *ADAPTERS.values(),
-        KEPT,
+        PEFT_ORIGINALS,
         "lm_head",
     )
     learning_rates: dict[str, float | None] = dict.fromkeys(module_names)
@@ -128,9 +128,9 @@ def module_rates(stage: Stage, rates: LearningRates) -> dict[str, float | None]:
 def module_of(parameter: str, unread: set[str]) -> str:
     """The module that a parameter belongs to, by its name. `unread` are the names of [`unread_parameters`]."""
     if parameter in unread:
-        return UNREAD
+        return UNREAD_VISION
     if ".original_module." in parameter:
-        return KEPT
+        return PEFT_ORIGINALS
     for part, adapter in ADAPTERS.items():
         if part in parameter:
             return adapter
@@ -144,9 +144,9 @@ def module_of(parameter: str, unread: set[str]) -> str:
 def unread_parameters(model: NormLlavaForConditionalGeneration) -> set[str]:
     """Names of the vision encoder's parameters that the model's features don't depend on.
 
-    Such are the layers after the one that is read, the last norm, and a pooling head. They must not be trained, since
-    DDP fails on a trained parameter without a gradient. Encoders name and order them differently, so they are found by
-    the autograd graph of an encoder on the meta device, which has no data.
+    They belong to the layers after the layer that is read, to the last norm, and to a pooling head. They must not be
+    trained, since DDP fails on a trained parameter without a gradient. Encoders name and order their layers
+    differently, so the parameters are found by the autograd graph of an encoder on the meta device, which has no data.
     """
     config = model.config.vision_config
     with torch.device("meta"):
@@ -183,7 +183,7 @@ def num_weights(parameter: nn.Parameter) -> int:
 
 
 def base_model(trained: Any) -> Any:
-    """The model inside a `PeftModel`. A model that is no `PeftModel` is returned itself."""
+    """The model inside a `PeftModel`. Any other model is returned as it is."""
     if isinstance(trained, PeftModel):
         return trained.get_base_model()
     return trained

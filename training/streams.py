@@ -30,8 +30,8 @@ from training.data import BAD_ROWS_FILE
 STREAM_FILE = "stream.json"
 # The key of a batch under which its place in the stream stands.
 PLACE = "place"
-# A reader gives up after this many bad rows without a good one between them. If all rows of a stream were bad, it
-# would search forever.
+# A reader gives up after this many bad rows without a good row between them. Otherwise it would search forever in a
+# stream whose rows are all bad.
 MAX_CONSECUTIVE_BAD_ROWS = 1000
 
 
@@ -43,10 +43,10 @@ class StreamBatches(IterableDataset):
         rows: The stream's rows, unchecked.
         check: Checks and tokenizes a row.
         collate: Makes a batch of rows.
-        bad_rows: What raises `BadRowError`: with `"error"` the first bad row, with `"skip"` only
-            `MAX_CONSECUTIVE_BAD_ROWS` of them without a good one between them.
-        args: Give the number of rows in a batch, of processes and of workers. Without workers the process itself is
-            its only reader.
+        bad_rows: When bad rows raise `BadRowError`: with `"error"` at the first bad row, with `"skip"` only after
+            `MAX_CONSECUTIVE_BAD_ROWS` bad rows without a good row between them.
+        args: Give the number of rows in a batch, of processes, and of workers in each process. Without workers the
+            process itself is its only reader.
     """
 
     rows: datasets.IterableDataset
@@ -70,7 +70,7 @@ class StreamBatches(IterableDataset):
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            generator=torch.Generator(),  # the default generator would lose a random number that training uses
+            generator=torch.Generator(),  # otherwise the loader would draw from the random numbers of training
         )
 
     @override
@@ -99,7 +99,8 @@ class StreamBatches(IterableDataset):
 
     def _share_of_reader(self, reader: int) -> datasets.IterableDataset:
         """The endless rows of a reader, from its place on."""
-        num_readers = len(self.places)
+        # A reader's rank counts the readers of all processes.
+        num_readers = len(self.places)  # of each process
         share = split_dataset_by_node(
             self.rows.repeat(None),
             rank=self.args.process_index * num_readers + reader,
@@ -116,19 +117,19 @@ class StreamBatches(IterableDataset):
         Raises:
             BadRowError: at a bad row if `bad_rows` is `"error"`, or after `MAX_CONSECUTIVE_BAD_ROWS` of them.
         """
-        num_bad = 0  # since the last good row
+        num_consecutive_bad = 0
         # `share.iter` in batches of one row, because `iter(share)` would split the share among the workers once more.
         for columns in share.iter(batch_size=1):
             row = {name: values[0] for name, values in columns.items()}
             try:
                 good_row = self.check(row)
             except BadRowError as error:
-                num_bad += 1
-                if self.bad_rows == "error" or num_bad == MAX_CONSECUTIVE_BAD_ROWS:
+                num_consecutive_bad += 1
+                if self.bad_rows == "error" or num_consecutive_bad == MAX_CONSECUTIVE_BAD_ROWS:
                     raise
                 self._list_bad_row(error)
             else:
-                num_bad = 0
+                num_consecutive_bad = 0
                 yield good_row
 
     def _list_bad_row(self, error: BadRowError) -> None:
@@ -136,7 +137,7 @@ class StreamBatches(IterableDataset):
         with Path(self.args.output_dir, BAD_ROWS_FILE).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"source": error.source, "problem": error.problem}) + "\n")
 
-    def trained_on(self, place: dict[str, Any]) -> None:
+    def record_trained(self, place: dict[str, Any]) -> None:
         """Record that the batch with this place was trained on."""
         reader = place["reader"]
         self.places[reader] = place["rows"]

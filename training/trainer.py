@@ -30,9 +30,9 @@ from training.batches import Batches
 from training.checkpoints import (
     SAVING_FOLDER,
     STATE_FILE,
+    open_saving_folder,
     publish_checkpoint,
     publish_result,
-    write_aside,
     write_unsharded,
 )
 from training.compiling import compile_layers
@@ -60,8 +60,9 @@ class NormLlavaTrainer(SFTTrainer):
         groups: The modules of the model with their learning rates, as `prepare_stage` returns them.
         run: The run's record, which is written into each checkpoint and beside the final model.
         sampler: This process's batches of padded or packed rows; `None` if the rows are a stream.
-        stream: The batches of a stream, `None` for other rows. A resumed run goes on at the row where it stopped.
-        clip_by_module: Whether to clip the gradient of each module to `max_grad_norm`, instead of the whole gradient.
+        stream: The batches of a stream; `None` if the rows are not a stream.
+        clip_by_module: Whether to clip the gradient of each module to `max_grad_norm`, instead of clipping the whole
+            gradient to it.
         eval_sampler: This process's batches of held-out rows.
         key_alignment: The losses on the decoder's keys; `None` if the run has none.
         kwargs: Arguments of [`SFTTrainer`].
@@ -91,12 +92,12 @@ class NormLlavaTrainer(SFTTrainer):
         self._clip_by_module = clip_by_module
         self._eval_sampler = eval_sampler
         self._key_alignment = key_alignment
-        # The tokens that this process has trained on and not yet added to the trainer's state.
+        # The number of tokens that this process has trained on since it last added them to the trainer's state.
         self._num_new_tokens = 0
         # The last step's gradient norm of each module, before clipping.
         self._grad_norms: dict[str, torch.Tensor] = {}
 
-        with kept_dtypes(model):
+        with keep_dtypes(model):
             super().__init__(model=model, **kwargs)
 
         if stream is not None:
@@ -170,7 +171,8 @@ class NormLlavaTrainer(SFTTrainer):
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         with rehearsal(model, self.optimizer.optimizer, self.args.device):
             for rows in (most_tokens, most_images):
-                # In training a pass meets the gradients of earlier passes only if a step has several passes.
+                # If training accumulates gradients over several passes, a pass needs memory for the gradients of
+                # earlier passes too. So gradients are freed here only if a step has a single pass.
                 if self.args.gradient_accumulation_steps == 1:
                     model.zero_grad()
                 batch = self.data_collator([self.train_dataset[row] for row in rows])
@@ -194,7 +196,7 @@ class NormLlavaTrainer(SFTTrainer):
         names = sorted(self._rates, key=lambda name: (self._rates[name] != common_rate, -self._rates[name]))
         parameters_of = self._trained_parameters(model or self.model)
 
-        # A module's parameters are still in one group with weight decay and one without.
+        # Trainer has made two groups, one with weight decay and one without. Each module gets its part of both.
         groups = []
         for name in names:
             members = set(parameters_of[name])
@@ -235,9 +237,10 @@ class NormLlavaTrainer(SFTTrainer):
             UserError: if the loss is not finite.
         """
         if self._stream is not None:
-            self._stream.trained_on(inputs.pop(PLACE))
+            self._stream.record_trained(inputs.pop(PLACE))
 
-        # The count leaves out padding and blank pictures. A batch without supervised tokens is one without rows.
+        # The count leaves out padding and blank pictures. Every row has supervised tokens, so a batch without
+        # supervised tokens has no rows.
         if (inputs["labels"] != IGNORED).any():
             self._num_new_tokens += int(attended_tokens(inputs).sum())
 
@@ -276,10 +279,10 @@ class NormLlavaTrainer(SFTTrainer):
 
         if self._key_alignment is None or not model.training:
             return loss
-        # A step's gradient is the sum over its passes and the mean over processes. The penalty shall be the mean over
-        # both.
+        # A step's gradient is the sum over its passes and the mean over processes. The division makes the penalty a
+        # mean over passes too.
         penalty = self._key_alignment.penalty().to(loss.device) / self.current_gradient_accumulation_steps
-        # Only its gradient is added, so that the logged losses of runs with and without it can be compared.
+        # Only the penalty's gradient is added, so that logged losses of runs with and without it can be compared.
         return loss + gradient_alone(penalty)
 
     @override
@@ -320,7 +323,7 @@ class NormLlavaTrainer(SFTTrainer):
         if self._stream is not None:
             self.state.epoch = self.state.global_step / self.state.max_steps
 
-        # The first counts padding, and the second takes a packed row for one sample.
+        # `total_flos` counts padding, and `train_samples_per_second` takes a packed row for a single sample.
         logs.pop("total_flos", None)
         logs.pop("train_samples_per_second", None)
         # In a step that float16's scaler skipped, gradient norms are infinite, which JSON can't express.
@@ -340,9 +343,10 @@ class NormLlavaTrainer(SFTTrainer):
 
         `logged_rate` is the rate of the optimizer's first group in the step that is logged.
         """
-        # The scheduler has already moved on, but has scaled all rates of that step by the same number.
+        # The rates in the optimizer are already those of the next step. The scheduler scales all rates of a step by
+        # the same number, so the first group's logged rate tells the scale of the logged step.
         first_rate = self._rates[self.optimizer.param_groups[0]["module"]]
-        scale = logged_rate / (first_rate or 1.0)
+        scale = logged_rate / (first_rate or 1.0)  # avoids a division by 0
 
         measurements = {f"learning_rate/{name}": rate * scale for name, rate in self._rates.items()}
         measurements |= {f"grad_norm/{name}": norm.item() for name, norm in self._grad_norms.items()}
@@ -390,7 +394,10 @@ class NormLlavaTrainer(SFTTrainer):
 
     @override
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint aside, then move it to its place in one step: Trainer's could be left half-written."""
+        """Save a checkpoint in a separate folder, and rename it when it is complete.
+
+        Trainer writes a checkpoint in its place, where a killed run leaves it half-written.
+        """
         self._add_up_tokens()
         output_dir = Path(self.args.output_dir)
         name = f"checkpoint-{self.state.global_step}"
@@ -398,18 +405,18 @@ class NormLlavaTrainer(SFTTrainer):
         # Without conversions the weights get the names of the model's modules, by which Trainer loads them again.
         # With conversions they would get the Hub's names, which differ for DINOv2.
         self._unwrapped()._weight_conversions = []
-        with write_aside(output_dir, self.accelerator) as aside:
+        with open_saving_folder(output_dir, self.accelerator) as saving_folder:
             super()._save_checkpoint(model, trial)
             if self._stream is not None:
-                self._stream.write_place(aside / name, self.is_world_process_zero())
+                self._stream.write_place(saving_folder / name, self.is_world_process_zero())
 
         if self.state.best_model_checkpoint is not None:
             # Trainer has set this to the path where the checkpoint was saved first.
             self.state.best_model_checkpoint = str(output_dir / Path(self.state.best_model_checkpoint).name)
         if self.is_world_process_zero():
-            self._run.write(aside / name)
-            self.state.save_to_json(str(aside / name / STATE_FILE))
-            publish_checkpoint(aside / name, output_dir / name)
+            self._run.write(saving_folder / name)
+            self.state.save_to_json(str(saving_folder / name / STATE_FILE))
+            publish_checkpoint(saving_folder / name, output_dir / name)
             rotate_checkpoints(str(output_dir), self.args.save_total_limit, self.state.best_model_checkpoint)
 
     @override
@@ -429,24 +436,25 @@ class NormLlavaTrainer(SFTTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save model and processor. Every process must call this.
 
-        Without `output_dir` this saves the final model of the run. It is written aside and published only when it is
-        complete, and under FSDP2 the shards are gathered first. Trainer would write it in place, and sharded.
+        Without `output_dir` this saves the final model of the run. The model is written into a separate folder and
+        published only when it is complete. Under FSDP2 the shards are gathered first. Trainer would write the model in
+        its place, and sharded.
         """
         if output_dir is not None:
             super().save_model(output_dir, _internal_call=True)
             return
 
         self._unwrapped().__dict__.pop("_weight_conversions", None)  # the final model gets the Hub's names
-        with write_aside(Path(self.args.output_dir), self.accelerator) as aside:
+        with open_saving_folder(Path(self.args.output_dir), self.accelerator) as saving_folder:
             if self.is_fsdp_enabled:
-                self._save_gathered(aside)
+                self._save_gathered(saving_folder)
             else:
-                super().save_model(str(aside), _internal_call=True)
+                super().save_model(str(saving_folder), _internal_call=True)
 
         if self.is_world_process_zero():
-            self._run.write(aside)
-            self.state.save_to_json(str(aside / STATE_FILE))
-            publish_result(aside, Path(self.args.output_dir))
+            self._run.write(saving_folder)
+            self.state.save_to_json(str(saving_folder / STATE_FILE))
+            publish_result(saving_folder, Path(self.args.output_dir))
 
     def _save_gathered(self, folder: Path) -> None:
         """Gather the weights that FSDP2 has sharded in the main process's memory, and save them."""
@@ -471,11 +479,11 @@ class NormLlavaTrainer(SFTTrainer):
 
 
 @contextmanager
-def kept_dtypes(model: nn.Module) -> Iterator[None]:
-    """A block after which trained parameters again have the dtypes that they had before.
+def keep_dtypes(model: nn.Module) -> Iterator[None]:
+    """A block after which trained parameters again have the dtypes and values that they had before it.
 
-    TRL's constructor casts the trained parameters of a quantized model to bfloat16. Small steps are lost in its
-    rounding, and so is most of what the norm's gain learns.
+    TRL's constructor casts the trained parameters of a quantized model to bfloat16, whose rounding loses small steps,
+    and most of what the norm's gain learns.
     """
     trained = {parameter: parameter.data for parameter in model.parameters() if parameter.requires_grad}
     yield

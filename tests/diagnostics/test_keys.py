@@ -84,8 +84,8 @@ def set_vectors(
     num_heads, _, head_dim = image_vectors.shape
     length = len(record.tokens.visual)
     vectors = torch.zeros(num_heads, length, head_dim)
-    vectors[:, record.with_sinks.visual] = image_vectors
-    vectors[:, record.with_sinks.text] = text_vectors
+    vectors[:, record.tokens_with_sinks.visual] = image_vectors
+    vectors[:, record.tokens_with_sinks.text] = text_vectors
     return dataclasses.replace(record, **{space: {0: vectors}}, key_positions=torch.arange(length))
 
 

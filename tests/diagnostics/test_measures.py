@@ -64,7 +64,7 @@ def test_queries_of_zero_attend_to_all_visible_keys_evenly(name: str, padding: i
 
 def test_attention_is_measured_with_sinks_and_without() -> None:
     record = record_sample(build("llava-siglip"), inputs("llava-siglip"))
-    types = record.with_sinks
+    types = record.tokens_with_sinks
     sink, image_token = types.visual.nonzero()[:2, 0]
     text_token = types.text.nonzero()[0, 0]
 
@@ -74,7 +74,7 @@ def test_attention_is_measured_with_sinks_and_without() -> None:
     probabilities[..., text_token] = 0.3
     is_sink = torch.zeros_like(types.visual)
     is_sink[sink] = True
-    record = dataclasses.replace(record, attention={0: probabilities}, tokens=types.without("sink", is_sink))
+    record = dataclasses.replace(record, attention={0: probabilities}, tokens=types.exclude("sink", is_sink))
 
     measured = measure_attention([record])
     assert measured is not None

@@ -57,7 +57,7 @@ def test_a_batch_that_is_neither_padded_nor_packed() -> None:
 
 def test_a_sink_has_a_large_norm_after_a_layer() -> None:
     """A norm that is large only before the first layer makes no sink: the layer may undo it."""
-    tokens = record_sample(build("llava-siglip"), inputs("llava-siglip")).with_sinks
+    tokens = record_sample(build("llava-siglip"), inputs("llava-siglip")).tokens_with_sinks
     layer_norms = torch.ones(4, len(tokens.text))
     layer_norms[0, 10] = 1e4
     assert not find_sinks(layer_norms, tokens).any()

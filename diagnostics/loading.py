@@ -14,7 +14,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel
 
 import modeling_normllava  # noqa: F401 - registers the classes with the auto classes
-from common.errors import UserError
+from common.errors import UserError, errors_named_after
 from conversations.loading import load_rows
 from conversations.pictures import fingerprint, open_images
 from conversations.pixels import to_rgb
@@ -140,11 +140,8 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
         UserError: if the folder can't be loaded, or if the model needs a package that is missing.
         OSError: if a file is missing, or there is no such model on the Hub.
     """
-    try:
+    with errors_named_after(name):
         return auto_class.from_pretrained(name, **options)
-    except (ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{name} can't be loaded: {reason}") from error
 
 
 def add_arguments(parser: argparse.ArgumentParser, num_samples: int) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from common.console import command, new_folder, parse
+from common.errors import errors_named_after
 from modeling_normllava import (
     NormLlavaForConditionalGeneration,
     NormLlavaKeyAdapterConfig,
     NormLlavaKeyAdapterForConditionalGeneration,
 )
 from training.checkpoints import copy_record
-from training.loading import errors_named_after, load_config, load_processor
+from training.loading import load_config, load_processor
 
 
 def add_key_adapters(

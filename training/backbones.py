@@ -1,8 +1,6 @@
 """Loads the parts of which a NormLlava is composed, and refuses parts that would give other answers in it."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from common.errors import UserError
+from common.errors import UserError, errors_named_after
 from common.files import folder_or_id
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 
@@ -30,19 +28,6 @@ IMAGE_TOKEN_CANDIDATES = ("<image>", "<|image_pad|>", "<|reserved_special_token_
 EXPERT_FIELDS = ("output_router_logits", "n_routed_experts", "moe_num_experts")
 # The config of a vision encoder for pictures of one fixed size has all of these fields, as integers.
 ENCODER_FIELDS = ("image_size", "patch_size", "hidden_size", "num_hidden_layers")
-
-
-@contextmanager
-def named_in_errors(path: str) -> Iterator[None]:
-    """A block in which a library loads something from `path`, and whose errors name `path`.
-
-    Raises:
-        UserError: if the library raises a `ValueError`, for example for a model type that it doesn't know.
-    """
-    try:
-        yield
-    except ValueError as error:
-        raise UserError(f"{path} can't be loaded: {error}") from error
 
 
 def absolute_or_id(name: str) -> str:
@@ -63,7 +48,7 @@ def read_config(path: str) -> Any:
             over this field, and its other parts would be treated as quantized too.
     """
     name = folder_or_id(path)
-    with named_in_errors(path):
+    with errors_named_after(path):
         config = AutoConfig.from_pretrained(name)
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{path} is quantized: start from the weights before; load_in_4bit quantizes them to train.")
@@ -86,7 +71,7 @@ def load_vision_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
         )
     if hasattr(config, "vision_use_head"):
         config.vision_use_head = False  # Llava doesn't read SigLIP's pooling head, and vLLM on a CPU can't run it
-    with named_in_errors(path):
+    with errors_named_after(path):
         return MODEL_MAPPING[type(config)].from_pretrained(path, config=config, dtype=dtype)
 
 
@@ -105,7 +90,7 @@ def load_text_model(path: str) -> PreTrainedModel:
             f"{path}: {config.model_type!r} is no language model with a decoder alone, or mixes experts, which Llava "
             "can't train: it returns no router logits, which balance them, and adapters don't reach their weights."
         )
-    with named_in_errors(path):
+    with errors_named_after(path):
         return AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from common.console import command, new_folder, parse
-from common.errors import UserError
+from common.errors import UserError, errors_named_after
 from conversations.chat_template import chat_format, chat_template
 from conversations.loading import load_rows
 from diagnostics.hooks import InterfaceHooks
@@ -43,7 +43,6 @@ from training.backbones import (
     join_parts,
     load_text_model,
     load_vision_model,
-    named_in_errors,
     read_config,
     require_hidden_state,
     require_unchanged_logits,
@@ -95,9 +94,9 @@ def compose(
     vision_model = load_vision_model(absolute_or_id(vision_model_path), text_model.dtype)
     require_hidden_state(vision_model, vision_feature_layer)
     require_whole_squares(vision_model, spatial_merge_size)
-    with named_in_errors(vision_model_path):
+    with errors_named_after(vision_model_path):
         image_processor = AutoImageProcessor.from_pretrained(vision_model_path)
-    with named_in_errors(text_model_path):
+    with errors_named_after(text_model_path):
         # `generate` needs batches that are padded on the left.
         tokenizer = AutoTokenizer.from_pretrained(text_model_path, padding_side="left")
 
@@ -161,7 +160,7 @@ def convert_llava(
     model_type = read_config(llava_model_path).model_type
     if model_type != "llava":
         raise UserError(f"{llava_model_path} has model_type {model_type!r}, a Llava is needed.")
-    with named_in_errors(llava_model_path):
+    with errors_named_after(llava_model_path):
         llava = LlavaForConditionalGeneration.from_pretrained(llava_model_path, dtype="auto")
         old_processor = AutoProcessor.from_pretrained(llava_model_path)
         tokenizer = AutoTokenizer.from_pretrained(llava_model_path, padding_side="left")

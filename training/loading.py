@@ -1,7 +1,5 @@
 """Loads the model of a run, and prepares it for its stage."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +7,12 @@ import torch
 from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoProcessor, LlavaProcessor
 
 import training.attention  # noqa: F401 - registers "varlen"
-from common.errors import UserError
+from common.errors import UserError, errors_named_after
 from common.files import folder_or_id
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 from training.adapters import add_adapters, quantization_config
 from training.arguments import RunArguments, TrainingConfig
 from training.stages import LearningRates, ModuleGroup, Stage, prepare_stage
-
-
-@contextmanager
-def errors_named_after(name: str | Path) -> Iterator[None]:
-    """Turn a `ValueError` raised in the block into a `UserError` that begins with a model's name.
-
-    transformers, PEFT and the model class raise `ValueError` for files that are wrong.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from error
 
 
 def load_config(name: str, revision: str | None = None) -> NormLlavaConfig:

@@ -16,10 +16,10 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForImageTextToText
 
 from common.console import command, new_folder, parse
-from common.errors import UserError
+from common.errors import UserError, errors_named_after
 from modeling_normllava import NormLlavaForConditionalGeneration
 from training.checkpoints import check_weights, copy_record
-from training.loading import errors_named_after, load_config, load_processor
+from training.loading import load_config, load_processor
 
 
 def merge(adapter: Path, base: str | None = None) -> NormLlavaForConditionalGeneration:

@@ -185,7 +185,7 @@ def vision_model(family: str) -> tuple[PreTrainedModel, object]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of `IN_ONE_WORKER` into one group, which pytest-xdist's `--dist loadgroup` gives to one worker.
 
-    The group comes first: it takes minutes, in which the other worker runs the other tests.
+    These tests come first, since they take minutes.
     """
     for item in items:
         if item.path.name in IN_ONE_WORKER:

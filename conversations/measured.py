@@ -38,7 +38,8 @@ FEATURES = Features(
         "conversations": Value("string"),
         "input_ids": List(Value("int32")),
         "labels": List(Value("int32")),
-        "num_images": Value("int32"),
+        "tiles_per_image": List(Value("int32")),
+        "num_tiles": Value("int32"),
         "length": Value("int32"),
         "checksum": Value("uint32"),
         "problem": Value("string"),
@@ -64,18 +65,22 @@ class RowCheck:
         Raises:
             BadRowError: if the row can't be trained on.
         """
-        self.look(row)
-        return self.tokenize(row)
+        image_sizes = self.look(row)
+        return self.tokenize(row, image_sizes)
 
-    def look(self, row: Row) -> None:
+    def look(self, row: Row) -> list[tuple[int, int]] | None:
         """Check a row's text and pictures, without tokenizing it.
+
+        Returns:
+            Width and height of each picture, or `None` if pictures aren't opened.
 
         Raises:
             BadRowError: if the row can't be trained on.
         """
         check_row(row, self.tokenize.control_tokens)
-        if self.open_pictures:
-            open_images(row)
+        if not self.open_pictures:
+            return None
+        return [image.size for image in open_images(row)]
 
 
 def tokenize_rows(dataset: Dataset, check: RowCheck, num_proc: int | None = None) -> Dataset:
@@ -116,9 +121,11 @@ def _fingerprint(dataset: Dataset, check: RowCheck) -> str:
         tokenize.processor.tokenizer,
         tokenize.chat_template,
         tokenize.processor.image_token,
-        tokenize.tokens_per_image,
+        tokenize.tokens_per_tile,
         tokenize.max_length,
         tokenize.max_positions,
+        tokenize.max_tiles,
+        tokenize.processor.image_processor.to_json_string(),  # the number of a picture's tiles depends on it
         check.open_pictures,
         hash_files(Path(__file__).parent, "*.py"),
         transformers.__version__,
@@ -176,7 +183,7 @@ def _tokenize_batch(batch: dict[str, list[Any]], check: RowCheck) -> dict[str, l
     return {name: [row[name] for row in measured] for name in FEATURES}
 
 
-def _tokens_or_problem(row: Row, look: Future[None], check: RowCheck) -> Row:
+def _tokens_or_problem(row: Row, look: Future[list[tuple[int, int]] | None], check: RowCheck) -> Row:
     """What is kept of a row: its tokens if it is good, otherwise only its problem.
 
     Args:
@@ -188,9 +195,9 @@ def _tokens_or_problem(row: Row, look: Future[None], check: RowCheck) -> Row:
         BadRowError: if the disk is at fault. As the row's problem it would be kept even after the disk is mended.
     """
     try:
-        look.result()
+        image_sizes = look.result()
         conversations = json.dumps(row_turns(row), default=str)
-        tokens = check.tokenize(row)
+        tokens = check.tokenize(row, image_sizes)
     except BadRowError as error:
         is_disk_fault = getattr(error.__cause__, "errno", None) is not None
         if is_disk_fault:

@@ -1,4 +1,4 @@
-"""Turns a row into token ids and labels. It opens no pictures, since every picture has the same number of tokens."""
+"""Turns a row into token ids and labels, without opening its pictures."""
 
 import re
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from transformers import LlavaProcessor
 
 from conversations.chat_template import plain_template
 from conversations.rows import BadRowError, Row, control_token_pattern, row_turns, to_messages
+from conversations.tiles import cuts_tiles, tile_options
 
 
 # The label of a token that the loss leaves out.
@@ -16,10 +17,12 @@ IGNORED = -100
 
 @dataclass
 class RowTokenizer:
-    """Adds `input_ids`, `labels`, `num_images` and `length` to a row.
+    """Adds `input_ids`, `labels`, `tiles_per_image`, `num_tiles` and `length` to a row.
 
     - `input_ids` and `labels` are of the same length. Each picture has a single image token in them, which the
-      collator repeats `tokens_per_image` times.
+      collator repeats `tokens_per_tile` times for each tile of the picture.
+    - `tiles_per_image` has the number of tiles of each picture, with its thumbnail, and `num_tiles` is their sum. A
+      picture that isn't cut is one tile.
     - `length` is the number of tokens after that, with all image tokens.
     - A label is -100 unless the template marks its token with `{% generation %}`. The first token's label is always
       -100, since no token comes before it from which it could be predicted.
@@ -29,13 +32,15 @@ class RowTokenizer:
         chat_template: The Jinja template that writes a row as text.
         max_length: The largest `length` allowed. Longer samples are refused, never cut.
         max_positions: The decoder's number of positions, which is a limit of `length` too.
+        max_tiles: The largest number of tiles that a picture is cut into. By default it is the processor's.
     """
 
     processor: LlavaProcessor
     chat_template: str
     max_length: int | None = None
     max_positions: int | None = None
-    tokens_per_image: int = field(init=False)
+    max_tiles: int | None = None
+    tokens_per_tile: int = field(init=False)
     control_tokens: re.Pattern[str] = field(init=False)
     # Whether the template is LLaVA's of stage 1. It leaves questions out, so conversations are refused.
     plain: bool = field(init=False)
@@ -43,12 +48,21 @@ class RowTokenizer:
     def __post_init__(self) -> None:
         tokenizer = self.processor.tokenizer
         image_token = self.processor.image_token
-        self.tokens_per_image = self._count_tokens_per_image()
+        self.tokens_per_tile = self._count_tokens_per_tile()
         self.control_tokens = control_token_pattern(tokenizer, image_token)
         self.plain = self.chat_template == plain_template(tokenizer, image_token)
 
-    def __call__(self, row: Row) -> Row:
+    @property
+    def needs_image_sizes(self) -> bool:
+        """Whether a picture's number of tokens depends on its size."""
+        return cuts_tiles(self.processor.image_processor)
+
+    def __call__(self, row: Row, image_sizes: list[tuple[int, int]] | None = None) -> Row:
         """Tokenize a row that `check_row` has found good.
+
+        Args:
+            row: The row.
+            image_sizes: Width and height of each picture, where `needs_image_sizes` says that they are needed.
 
         Raises:
             BadRowError: if the row is too long, or has nothing that the model could be trained on.
@@ -59,7 +73,11 @@ class RowTokenizer:
         encoded = self._encode(row)
         input_ids = encoded["input_ids"]
         num_images = input_ids.count(self.processor.image_token_id)
-        length = len(input_ids) + num_images * (self.tokens_per_image - 1)
+        tiles_per_image = self._count_tiles(num_images, image_sizes)
+        num_tiles = sum(tiles_per_image)
+
+        # Each picture has one token in `input_ids`, in whose place the tokens of all its tiles will stand.
+        length = len(input_ids) - num_images + num_tiles * self.tokens_per_tile
         self._check_length(row, length)
 
         labels = self._mask_labels(input_ids, encoded["assistant_masks"])
@@ -67,31 +85,40 @@ class RowTokenizer:
             problem = "no supervised token: the template marks no answer, or the tokenizer has `trim_offsets`"
             raise BadRowError(row["source"], problem)
 
-        return {**row, "input_ids": input_ids, "labels": labels, "num_images": num_images, "length": length}
+        tokenized = {"input_ids": input_ids, "labels": labels, "length": length}
+        return {**row, **tokenized, "tiles_per_image": tiles_per_image, "num_tiles": num_tiles}
 
-    def expand_pictures(self, input_ids: list[int]) -> list[int]:
-        """A row's `input_ids`, or their beginning, with all image tokens of each picture."""
-        return self.repeat_at_pictures(input_ids, input_ids)
-
-    def repeat_at_pictures(self, values: list[int], input_ids: list[int]) -> list[int]:
-        """Repeat the values at image tokens, such as their labels, `tokens_per_image` times.
+    def repeat_at_pictures(self, values: list[int], row: Row) -> list[int]:
+        """Repeat the values at image tokens, such as their labels, so that there is one for each image token.
 
         Args:
-            values: One value for each of `input_ids`.
-            input_ids: A row's `input_ids`, in which each picture has a single image token.
+            values: One value for each of the row's `input_ids`.
+            row: A tokenized row, in whose `input_ids` each picture has a single image token.
         """
+        tiles_of_next_image = iter(row["tiles_per_image"])
         repeated: list[int] = []
-        for value, token in zip(values, input_ids, strict=True):
+        for value, token in zip(values, row["input_ids"], strict=True):
             if token == self.processor.image_token_id:
-                repeated += [value] * self.tokens_per_image
+                repeated += [value] * (next(tiles_of_next_image) * self.tokens_per_tile)
             else:
                 repeated.append(value)
         return repeated
 
-    def _count_tokens_per_image(self) -> int:
+    def _count_tokens_per_tile(self) -> int:
         size = self.processor.image_processor.crop_size
-        counts = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])])
+        whole = tile_options(self.processor.image_processor, max_tiles=1)
+        counts = self.processor._get_num_multimodal_tokens([(size["height"], size["width"])], **whole)
         return counts.num_image_tokens[0]
+
+    def _count_tiles(self, num_images: int, image_sizes: list[tuple[int, int]] | None) -> list[int]:
+        """The number of tiles of each of a row's pictures; `image_sizes` are those of `__call__`."""
+        if not self.needs_image_sizes:
+            return [1] * num_images
+
+        assert image_sizes is not None, "the pictures' sizes are needed to count their tiles"
+        heights_and_widths = [(height, width) for width, height in image_sizes]
+        options = tile_options(self.processor.image_processor, self.max_tiles)
+        return self.processor._get_num_multimodal_tokens(heights_and_widths, **options).num_image_patches or []
 
     def _encode(self, row: Row) -> Any:
         """The row's `input_ids`, and `assistant_masks`, which says of each token whether the template marks it."""

@@ -11,7 +11,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoProcessor,
-    LlavaProcessor,
 )
 
 from .configuration_normllava import NormLlavaConfig
@@ -21,6 +20,7 @@ from .key_adapters import (
     NormLlavaKeyAdapterModel,
 )
 from .modeling_normllava import GlobalWeightCompensatedLayerNorm, NormLlavaForConditionalGeneration, NormLlavaModel
+from .processing_normllava import NormLlavaProcessor
 
 
 def _register(
@@ -30,7 +30,8 @@ def _register(
 ) -> None:
     """Let transformers' auto classes find the classes of one model type."""
     AutoConfig.register(config.model_type, config)
-    AutoProcessor.register(config, LlavaProcessor)
+    # A model without tiles names Llava's processor in its folder, and AutoProcessor goes by that name.
+    AutoProcessor.register(config, NormLlavaProcessor)
     AutoModel.register(config, model)
     AutoModelForCausalLM.register(config, model_with_head)  # text-only tools load a model with this class
     AutoModelForImageTextToText.register(config, model_with_head)
@@ -47,4 +48,5 @@ __all__ = [
     "NormLlavaKeyAdapterConfig",
     "NormLlavaKeyAdapterForConditionalGeneration",
     "NormLlavaModel",
+    "NormLlavaProcessor",
 ]

@@ -234,8 +234,9 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
         projector_norm: str = "gwc",
         key_adapter_rank: int = 0,
         spatial_merge_size: int = 1,
+        max_tiles: int = 1,
     ) -> Path:
-        path = root / f"{vision}-{text}-{projector_norm}-{key_adapter_rank}-{spatial_merge_size}"
+        path = root / f"{vision}-{text}-{projector_norm}-{key_adapter_rank}-{spatial_merge_size}-{max_tiles}"
         if path.exists():
             return path
 
@@ -244,6 +245,7 @@ def composed(backbones: Callable[[str], Path], tmp_path_factory: pytest.TempPath
             str(backbones(text)),
             projector_norm=projector_norm,
             spatial_merge_size=spatial_merge_size,
+            max_tiles=max_tiles,
         )
         if key_adapter_rank:
             model = add_key_adapters(model, key_adapter_rank, alpha=2 * key_adapter_rank, dropout=0.05)

@@ -19,6 +19,7 @@ from transformers import LlavaProcessor, get_scheduler, set_seed
 
 from conversations.pictures import open_images
 from conversations.rows import BadRowError, Row, check_row, row_turns
+from conversations.tiles import tile_options
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import token_norms
 from modeling_normllava import NormLlavaForConditionalGeneration
@@ -108,11 +109,13 @@ def encode_pictures(
         if place == "projector_input":
             batches.append(features.cpu().half())
 
+    # A caption describes a whole picture, so pictures aren't cut into tiles here.
+    whole = tile_options(processor.image_processor, max_tiles=1)
     with InterfaceHooks(model, keep_features):
         for start in tqdm(range(0, len(rows), ENCODER_BATCH), desc="Encoding pictures"):
             end = min(start + ENCODER_BATCH, len(rows))
             pictures = [only_picture(row) for row in rows.select(range(start, end))]
-            inputs = processor.image_processor(pictures, return_tensors="pt").to(model.device, model.dtype)
+            inputs = processor.image_processor(pictures, return_tensors="pt", **whole).to(model.device, model.dtype)
             model.model.get_image_features(inputs["pixel_values"])
     return torch.cat(batches)
 

@@ -58,6 +58,7 @@ class RunArguments(DatasetArguments, ModelConfig):
     key_gram_weight: float = option(0.0, "Weight of the distance between the Gram matrices of keys and frozen keys.")
     global_batch_size: int | None = option(None, "Samples per step over all devices; sets the accumulation steps.")
     packed_length: int | None = option(None, "Join samples into rows of so many tokens at most, without padding.")
+    max_tiles: int | None = option(None, "Cut pictures into fewer tiles than the processor does; 1 leaves them whole.")
     bad_rows: Literal["error", "skip"] = option("error", "Stop at a bad row, or leave it out and list it in a file.")
     open_pictures: bool = option(True, "Open every picture once before training, to find broken ones.")
     resume_changed: bool = option(False, "Resume even if data, batch or learning rate have changed.")

@@ -12,12 +12,14 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BaseImageProcessor,
+    GotOcr2ImageProcessorPil,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from common.errors import UserError, errors_named_after
 from common.files import folder_or_id
+from conversations.tiles import cuts_tiles
 from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
 
 
@@ -144,9 +146,34 @@ def fit_processor(image_processor: BaseImageProcessor, size: int, keeps_crop: bo
     image_processor.crop_size = square
 
 
+def tiling_processor(image_processor: BaseImageProcessor, max_tiles: int) -> GotOcr2ImageProcessorPil:
+    """An image processor that cuts pictures into tiles, and treats each tile as `image_processor` treats a picture.
+
+    Args:
+        image_processor: The image processor of the encoder, which gives pictures of the encoder's size.
+        max_tiles: The largest number of tiles of a grid.
+    """
+    tile_size = image_processor.crop_size
+    return GotOcr2ImageProcessorPil(
+        size={"height": tile_size["height"], "width": tile_size["width"]},
+        crop_size={"height": tile_size["height"], "width": tile_size["width"]},
+        resample=image_processor.resample,
+        rescale_factor=image_processor.rescale_factor,
+        image_mean=image_processor.image_mean,
+        image_std=image_processor.image_std,
+        crop_to_patches=True,
+        max_patches=max_tiles,
+    )
+
+
 def describe_shapes(image_processor: BaseImageProcessor) -> str:
     """A sentence that tells what the image processor does with a picture that isn't square."""
     size = image_processor.crop_size["height"]
+    if cuts_tiles(image_processor):
+        return (
+            f"a picture is cut into up to {image_processor.max_patches} tiles of {size} x {size} pixels, in the grid "
+            "nearest to its shape; if it has two tiles or more, the whole picture follows as one more"
+        )
     if image_processor.do_center_crop:
         return f"of a picture that isn't square only the central square is seen, at {size} x {size} pixels"
     return f"a picture that isn't square is squashed to {size} x {size} pixels"

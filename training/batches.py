@@ -232,7 +232,7 @@ def plan_packing(
     """The smallest number of accumulation steps with which no packed row is too long.
 
     Args:
-        rows: The samples, with columns `length` and `num_images`.
+        rows: The samples, with columns `length` and `num_tiles`.
         blank: Number of tokens of the blank picture that a packed row without pictures gets.
         samples_per_step: Number of samples in an optimizer step over all processes.
         num_processes: Number of processes.
@@ -243,7 +243,7 @@ def plan_packing(
         UserError: if a packed row is too long whatever the number of accumulation steps.
     """
     lengths = row_lengths(rows)
-    has_images = row_lengths(rows, "num_images") > 0
+    has_images = row_lengths(rows, "num_tiles") > 0
 
     def fits(samples: list[int]) -> bool:
         length = lengths[samples].sum()

@@ -9,6 +9,7 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from conversations.pictures import open_images
 from conversations.rows import Row
+from conversations.tiles import tile_options
 from conversations.tokens import IGNORED, RowTokenizer
 from diagnostics.tokens import Inputs
 
@@ -23,7 +24,8 @@ class VisionLanguageCollator:
     positions restart at each sample. There is no `attention_mask`. As in transformers, `cu_seq_lens_q`,
     `cu_seq_lens_k`, `max_length_q` and `max_length_k` tell attention kernels where samples begin.
 
-    Both have `pixel_values` `(num_images, 3, height, width)`, in the order of the image tokens.
+    Both have `pixel_values` `(num_tiles, 3, height, width)`, in the order of the image tokens. A picture that isn't
+    cut into tiles is one tile.
 
     A batch without pictures gets a blank picture, and so does a batch without rows. No other token sees the tokens of
     the blank picture, and they have no labels, so that the picture changes no result. Without it the projector would
@@ -55,8 +57,8 @@ class VisionLanguageCollator:
 
     def _expand(self, row: Row) -> dict[str, list[int]]:
         """A row's tokens and labels, in which one image token for each feature of a picture stands for the picture."""
-        input_ids = self.tokenize.expand_pictures(row["input_ids"])
-        labels = self.tokenize.repeat_at_pictures(row["labels"], row["input_ids"])
+        input_ids = self.tokenize.repeat_at_pictures(row["input_ids"], row)
+        labels = self.tokenize.repeat_at_pictures(row["labels"], row)
         return {"input_ids": input_ids, "labels": labels}
 
     def _pack(self, samples: list[dict[str, list[int]]], has_images: bool) -> Inputs:
@@ -66,7 +68,7 @@ class VisionLanguageCollator:
             # a single token also tell a blank picture from a real picture.
             image_id = self.tokenize.processor.image_token_id
             blank_token = {"input_ids": [image_id], "labels": [IGNORED]}
-            samples = samples + [blank_token] * self.tokenize.tokens_per_image
+            samples = samples + [blank_token] * self.tokenize.tokens_per_tile
 
         batch = DataCollatorForLanguageModeling(self._pad_id, padding_free=True)(samples)
         batch.pop("seq_idx", None)  # only linear attention reads it, and packing refuses such decoders
@@ -80,7 +82,7 @@ class VisionLanguageCollator:
         batch = DataCollatorForLanguageModeling(self._pad_id)(samples)
 
         if not has_images:
-            num_blank = self.tokenize.tokens_per_image
+            num_blank = self.tokenize.tokens_per_tile
             batch["input_ids"] = pad(batch["input_ids"], (0, num_blank), value=self._pad_id)
             batch["labels"] = pad(batch["labels"], (0, num_blank), value=IGNORED)
             batch["attention_mask"] = pad(batch["attention_mask"], (0, num_blank), value=0)
@@ -97,4 +99,5 @@ class VisionLanguageCollator:
         if not images:
             size = image_processor.crop_size
             images = [Image.new("RGB", (size["width"], size["height"]))]
-        return image_processor(images, return_tensors="pt")["pixel_values"]
+        options = tile_options(image_processor, self.tokenize.max_tiles)
+        return image_processor(images, return_tensors="pt", **options)["pixel_values"]

@@ -30,9 +30,10 @@ from common.console import command, new_folder, parse
 from common.errors import UserError, errors_named_after
 from conversations.chat_template import chat_format, chat_template
 from conversations.loading import load_rows
+from conversations.tiles import cuts_tiles
 from diagnostics.hooks import InterfaceHooks
 from diagnostics.norms import text_norm_target, token_norms, vocabulary_norms
-from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration
+from modeling_normllava import NormLlavaConfig, NormLlavaForConditionalGeneration, NormLlavaProcessor
 from modeling_normllava.configuration_normllava import ProjectorNorm
 from training.align import align
 from training.backbones import (
@@ -47,6 +48,7 @@ from training.backbones import (
     require_hidden_state,
     require_unchanged_logits,
     require_whole_squares,
+    tiling_processor,
     vision_tokens,
 )
 
@@ -66,6 +68,7 @@ def compose(
     norm_target_ratio: float = 1.0,
     center_crop: bool = False,
     spatial_merge_size: int = 1,
+    max_tiles: int = 1,
 ) -> tuple[NormLlavaForConditionalGeneration, LlavaProcessor]:
     """A NormLlava from a vision encoder and a language model, with a new projector.
 
@@ -81,12 +84,14 @@ def compose(
         norm_target_ratio: A factor of T: with 2, the norm starts at 2 T.
         center_crop: Whether to crop pictures as the encoder's own processor does. Otherwise they are squashed.
         spatial_merge_size: Number of patches along each side of the squares that are joined into one image token.
+        max_tiles: The largest number of tiles that a picture is cut into; 1 leaves pictures whole.
 
     Raises:
         UserError: if the parts or the arguments don't fit. It names the field, weight or argument.
     """
     if scale_projector and projector_norm != "none":
         raise UserError("scale_projector scales a projector without a norm; a norm's gain sets where it starts.")
+    require_fitting_tiles(max_tiles, center_crop)
     require_fitting_ratio(projector_norm, align_norm, norm_target_ratio)
 
     # Load the parts.
@@ -102,6 +107,8 @@ def compose(
 
     # Make the config.
     fit_processor(image_processor, vision_model.config.image_size, keeps_crop=center_crop)
+    if max_tiles > 1:
+        image_processor = tiling_processor(image_processor, max_tiles)
     num_patches, num_additional = vision_tokens(vision_model, image_processor)
     target = None
     if align_norm and projector_norm != "none":
@@ -200,6 +207,14 @@ def require_fitting_ratio(projector_norm: str, align_norm: bool, norm_target_rat
         raise UserError("norm_target_ratio is a number above 0, for a norm that starts at the text's norm.")
 
 
+def require_fitting_tiles(max_tiles: int, center_crop: bool) -> None:
+    """Raises `UserError` if the number of tiles isn't at least 1, or pictures would be both cropped and cut."""
+    if max_tiles < 1:
+        raise UserError(f"max_tiles {max_tiles}: it is at least 1, which leaves pictures whole.")
+    if max_tiles > 1 and center_crop:
+        raise UserError("center_crop leaves out a picture's edges, and tiles show all of it: give one of them.")
+
+
 def complete(
     model: NormLlavaForConditionalGeneration,
     image_processor: BaseImageProcessor,
@@ -222,7 +237,8 @@ def complete(
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     complete_generation(model, tokenizer)
-    processor = LlavaProcessor(
+    processor_class = NormLlavaProcessor if cuts_tiles(image_processor) else LlavaProcessor
+    processor = processor_class(
         image_processor=image_processor,
         tokenizer=tokenizer,
         # The processor counts a picture's image tokens by `patch_size`. Each of them stands for a square of patches.
@@ -269,16 +285,17 @@ def try_picture(model: NormLlavaForConditionalGeneration, processor: LlavaProces
     picture = Image.new("RGB", (64, 48))  # width and height
     inputs = processor(images=picture, text=f"{processor.image_token}\n", return_tensors="pt")
     inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    (features,) = model.model.get_image_features(inputs["pixel_values"]).pooler_output
+    tiles = model.model.get_image_features(inputs["pixel_values"]).pooler_output
+    num_features = sum(len(features) for features in tiles)
 
     num_written = int((inputs["input_ids"] == model.config.image_token_id).sum())
     # vLLM and training count image tokens by this method, which takes height and width.
     (num_counted,) = processor._get_num_multimodal_tokens(image_sizes=[(48, 64)]).num_image_tokens
-    num_expected = model.config.image_seq_length
-    if not num_written == num_counted == len(features) == num_expected:
+    num_expected = model.config.image_seq_length * len(tiles)
+    if not num_written == num_counted == num_features == num_expected:
         raise UserError(
             f"A picture should be {num_expected} tokens, but the processor writes {num_written} and counts "
-            f"{num_counted}, and the encoder gives {len(features)}: set size and crop_size in "
+            f"{num_counted}, and the encoder gives {num_features}: set size and crop_size in "
             "preprocessor_config.json to vision_config.image_size. The encoder must take pictures of one size, and "
             "give one token for each patch and at most one token besides."
         )
@@ -337,9 +354,10 @@ def describe(model: NormLlavaForConditionalGeneration, processor: LlavaProcessor
     lines.append("(norms of image tokens on 8 pictures of noise)")
 
     config = model.config
+    unit = "tile" if cuts_tiles(processor.image_processor) else "picture"
     lines.append(
         f"projector norm: {config.projector_norm}, image token: {processor.image_token} ({config.image_token_id}), "
-        f"{config.image_seq_length} tokens a picture, chat format: {chat_format(processor.tokenizer).name}"
+        f"{config.image_seq_length} tokens a {unit}, chat format: {chat_format(processor.tokenizer).name}"
     )
     lines.append(describe_shapes(processor.image_processor))
     return "\n".join(lines)
@@ -370,6 +388,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--spatial_merge_size", type=int, default=1, help="join squares of so many patches a side into an image token"
     )
+    parser.add_argument(
+        "--max_tiles", type=int, default=1, help="cut pictures into at most so many tiles, and add a thumbnail"
+    )
     parser.add_argument("--vision_feature_layer", type=int, default=-2, help="hidden state of the encoder to read")
     parser.add_argument("--seed", type=int, default=42, help="seed of new weights")
     return parser
@@ -392,6 +413,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--scale_projector, --captions and --vision_feature_layer are for a new projector")
     if converts and options.spatial_merge_size != 1:
         parser.error("--spatial_merge_size is for a new projector; a converted Llava keeps its own")
+    if converts and options.max_tiles != 1:
+        parser.error("--max_tiles is for a new model; a converted Llava keeps its image processor")
     if converts and options.center_crop:
         parser.error("--center_crop is for a new model; a converted Llava keeps its image processor")
 
@@ -425,6 +448,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             norm_target_ratio=options.norm_target_ratio,
             center_crop=options.center_crop,
             spatial_merge_size=options.spatial_merge_size,
+            max_tiles=options.max_tiles,
         )
     if options.captions is not None:
         rows: Any = load_rows(options.captions, options.image_folder)

@@ -172,7 +172,7 @@ def require_pictures(rows: Dataset | IterableDataset) -> None:
     """
     if isinstance(rows, IterableDataset):
         return
-    if not row_lengths(rows, "num_images").any():
+    if not row_lengths(rows, "num_tiles").any():
         raise UserError("Stage 'align' trains the projector alone, and no row has a picture.")
 
 

@@ -9,10 +9,12 @@ import os
 from enum import Enum
 from typing import Any
 
+from transformers import BaseImageProcessor
 from transformers.integrations import get_available_reporting_integrations
 from trl import ModelConfig
 
 from common.errors import UserError
+from conversations.tiles import cuts_tiles
 from training.arguments import RunArguments, TrainingConfig
 from training.stages import Stage
 
@@ -50,6 +52,7 @@ COUNT_FIELDS = (
     "global_batch_size",
     "packed_length",
     "max_length",
+    "max_tiles",
     "lora_r",
 )
 # Fields that must be `None`, or 0 or more and finite.
@@ -283,3 +286,20 @@ def check_devices(args: TrainingConfig) -> None:
             f"This process would split its batches over {args.n_gpu} GPUs by DataParallel, which is not supported: "
             "start the run with accelerate launch, one process a GPU, or set CUDA_VISIBLE_DEVICES=0."
         )
+
+
+def check_tiles(run_args: RunArguments, image_processor: BaseImageProcessor) -> None:
+    """`max_tiles` is for models whose pictures are cut into tiles, and not above the processor's own number.
+
+    The sizes of pictures decide how many tokens they have, so pictures that are cut must be opened.
+    """
+    if not cuts_tiles(image_processor):
+        if run_args.max_tiles is not None:
+            raise UserError("max_tiles: this model doesn't cut pictures into tiles; compose it with --max_tiles.")
+        return
+
+    most_tiles = image_processor.max_patches
+    if run_args.max_tiles is not None and run_args.max_tiles > most_tiles:
+        raise UserError(f"max_tiles {run_args.max_tiles}: the model was composed with --max_tiles {most_tiles}.")
+    if not run_args.open_pictures:
+        raise UserError("open_pictures must be true: pictures are cut into tiles, and their sizes must be known.")

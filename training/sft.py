@@ -47,7 +47,7 @@ from training.command_line import build_parser, make_arguments, read_fields
 from training.data import read_held_out, read_rows, require_pictures
 from training.key_alignment import KeyAlignment
 from training.loading import load_base, load_config, load_processor, prepare_model
-from training.refusals import check_devices
+from training.refusals import check_devices, check_tiles
 from training.run import Run, check_same_run, describe_environment, describe_run
 from training.stages import Stage, describe_stage
 from training.streams import StreamBatches
@@ -126,7 +126,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
 
     # The batches.
     collate = VisionLanguageCollator(tokenize, is_packed)
-    sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_image)
+    sampler, args.gradient_accumulation_steps = deal_rows(run_args, args, rows, tokenize.tokens_per_tile)
     stream = None
     if sampler is None:
         check = RowCheck(tokenize, run_args.open_pictures)
@@ -178,6 +178,7 @@ def train(run_args: RunArguments, args: TrainingConfig) -> None:
 def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLlavaConfig) -> RowTokenizer:
     """The tokenizer of the stage's rows: stage "align" uses LLaVA's "plain" format, the others the chat template."""
     processor = load_processor(str(run_args.model_name_or_path), run_args.model_revision)
+    check_tiles(run_args, processor.image_processor)
     template = processor.chat_template
     if run_args.stage == Stage.ALIGN:
         template = plain_template(processor.tokenizer, processor.image_token)
@@ -186,6 +187,7 @@ def make_tokenizer(run_args: RunArguments, args: TrainingConfig, config: NormLla
         template,
         max_length=args.max_length,
         max_positions=getattr(config.text_config, "max_position_embeddings", None),
+        max_tiles=run_args.max_tiles,
     )
 
 

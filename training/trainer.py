@@ -163,14 +163,14 @@ class NormLlavaTrainer(SFTTrainer):
         return model, loader
 
     def _rehearse(self, model: nn.Module, sampler: Batches) -> None:
-        """Run the batch with the most tokens and the batch with the most pictures once; see training/rehearsal.py."""
+        """Run the batch with the most tokens and the batch with the most tiles once; see training/rehearsal.py."""
         is_padded = not self.data_collator.packed
         most_tokens = largest_batch(sampler, row_lengths(self.train_dataset), is_padded)
-        most_images = largest_batch(sampler, row_lengths(self.train_dataset, "num_images"), is_padded=False)
+        most_tiles = largest_batch(sampler, row_lengths(self.train_dataset, "num_tiles"), is_padded=False)
 
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
         with rehearsal(model, self.optimizer.optimizer, self.args.device):
-            for rows in (most_tokens, most_images):
+            for rows in (most_tokens, most_tiles):
                 # If training accumulates gradients over several passes, a pass needs memory for the gradients of
                 # earlier passes too. So gradients are freed here only if a step has a single pass.
                 if self.args.gradient_accumulation_steps == 1:

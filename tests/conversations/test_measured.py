@@ -50,9 +50,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     tokenize_row = RowTokenizer.__call__
     open_images = measured.open_images
 
-    def note_and_tokenize(tokenize: RowTokenizer, row: Row) -> Row:
+    def note_and_tokenize(tokenize: RowTokenizer, row: Row, image_sizes: list[tuple[int, int]] | None) -> Row:
         calls.tokenized.append(row_number(row))
-        return tokenize_row(tokenize, row)
+        return tokenize_row(tokenize, row, image_sizes)
 
     def note_and_open(row: Row) -> Any:
         calls.opened.append(row_number(row))
@@ -106,9 +106,9 @@ def test_good_rows_get_their_tokens_and_bad_ones_are_listed(tmp_path: Path, toke
     good, _ = check_rows(read_rows(path), RowCheck(tokenize), report, "skip")
     assert [row_number(row) for row in good] == ["0", "1", "2", "4", "8", "9"]
     for row in good:
-        assert row["num_images"] == 1
+        assert row["num_tiles"] == 1
         assert row["input_ids"].count(tokenize.processor.image_token_id) == 1
-        assert row["length"] == len(tokenize.expand_pictures(row["input_ids"]))
+        assert row["length"] == len(tokenize.repeat_at_pictures(row["input_ids"], row))
         assert len(row["labels"]) == len(row["input_ids"])
         assert json.loads(row["conversations"])[1]["value"].startswith("answer")
     assert row_lengths(good).tolist() == [row["length"] for row in good]
@@ -145,11 +145,11 @@ def test_a_pictures_tokens_and_labels_are_repeated_alike(tmp_path: Path, tokeniz
     (row,) = read_rows(write_rows(tmp_path, "A dog."))
     row = tokenize(row)
     image_id = tokenize.processor.image_token_id
-    expanded = tokenize.expand_pictures(row["input_ids"])
-    labels = tokenize.repeat_at_pictures(row["labels"], row["input_ids"])
+    expanded = tokenize.repeat_at_pictures(row["input_ids"], row)
+    labels = tokenize.repeat_at_pictures(row["labels"], row)
 
-    assert tokenize.tokens_per_image > 1
-    assert expanded.count(image_id) == tokenize.tokens_per_image
+    assert tokenize.tokens_per_tile > 1
+    assert expanded.count(image_id) == tokenize.tokens_per_tile
     assert len(expanded) == row["length"]
     assert len(labels) == row["length"]
     answer = tokenize.processor.tokenizer.decode([token for token in labels if token != IGNORED])
@@ -185,7 +185,7 @@ def change_template(tokenize: RowTokenizer) -> None:
 
 
 def change_vision_encoder(tokenize: RowTokenizer) -> None:
-    tokenize.tokens_per_image += 1
+    tokenize.tokens_per_tile += 1
 
 
 @pytest.mark.parametrize("change", [change_max_length, change_vocabulary, change_template, change_vision_encoder])
@@ -290,7 +290,7 @@ def test_the_fingerprint_changes_with_pictures_inside_a_dataset(tmp_path: Path, 
         Dataset.from_dict(columns).cast_column("image", Image()).save_to_disk(tmp_path / name)
         rows = load_rows(str(tmp_path / name))
         good, fingerprint = check_rows(rows, RowCheck(tokenize), tmp_path / "bad.jsonl")
-        assert good["num_images"][:] == [1, 0]
+        assert good["num_tiles"][:] == [1, 0]
         return fingerprint
 
     first = fingerprint_with(picture, "first")

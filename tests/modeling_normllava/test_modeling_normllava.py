@@ -265,8 +265,11 @@ torch.save(logits[source], again + "/logits.pt")
 """
 
 
-def test_a_saved_folder_loads_without_this_repository(composed: Callable[..., Path], tmp_path: Path) -> None:
-    source = composed(vision="clip")
+@pytest.mark.parametrize("max_tiles", [1, 4])
+def test_a_saved_folder_loads_without_this_repository(
+    composed: Callable[..., Path], tmp_path: Path, max_tiles: int
+) -> None:
+    source = composed(vision="clip", max_tiles=max_tiles)
     again = tmp_path / "again"
     command = [sys.executable, "-c", FRESH_PROCESS, str(source), str(again)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
@@ -275,7 +278,10 @@ def test_a_saved_folder_loads_without_this_repository(composed: Callable[..., Pa
     assert set(auto_map) == {
         "AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM"
     }  # fmt: skip
-    assert {path.name for path in again.glob("*.py")} == {"configuration_normllava.py", "modeling_normllava.py"}
+    code_files = {"configuration_normllava.py", "modeling_normllava.py"}
+    if max_tiles > 1:
+        code_files.add("processing_normllava.py")
+    assert {path.name for path in again.glob("*.py")} == code_files
 
     # The logits are the same as inside the repository, where `trust_remote_code` isn't needed.
     processor = AutoProcessor.from_pretrained(source)

@@ -9,6 +9,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoProcessor
 
+from conversations.measured import RowCheck
 from conversations.tokens import RowTokenizer
 from training import sft
 from training.collator import VisionLanguageCollator
@@ -50,7 +51,8 @@ def collate(folder: Path, rows: list[dict[str, Any]], packed: bool = False) -> d
     processor = AutoProcessor.from_pretrained(folder)
     tokenize = RowTokenizer(processor, processor.chat_template)
     collator = VisionLanguageCollator(tokenize, packed)
-    return collator([tokenize(row) for row in rows])
+    check = RowCheck(tokenize)
+    return collator([check(row) for row in rows])
 
 
 def weights(folder: Path, name: str = "model.safetensors") -> dict[str, torch.Tensor]:

@@ -73,7 +73,7 @@ def test_one_process_gets_the_batches_of_torch() -> None:
 
 def test_the_accumulation_steps_follow_from_the_global_batch() -> None:
     lengths = (37 * np.arange(30)) % 23 + 2  # 377 tokens in all, which fill two packed rows of 200
-    rows = Dataset.from_dict({"length": lengths, "num_images": [1] * 30})
+    rows = Dataset.from_dict({"length": lengths, "num_tiles": [1] * 30})
     args = TrainingConfig(output_dir="unused", use_cpu=True, bf16=False, per_device_train_batch_size=2)
     padded = {"global_batch_size": 6}
     packed = {"global_batch_size": 30, "packed_length": 200}

@@ -131,7 +131,7 @@ def test_families(
     # A picture is four tokens, by the processor, the config and training.
     assert (input_ids == model.config.image_token_id).sum() == 4
     assert model.config.image_seq_length == 4
-    assert RowTokenizer(processor, processor.chat_template).tokens_per_image == 4
+    assert RowTokenizer(processor, processor.chat_template).tokens_per_tile == 4
 
     assert processor.tokenizer.eos_token_id in model.generation_config.eos_token_id
     assert model.generation_config.suppress_tokens == [model.config.image_token_id]

@@ -73,8 +73,8 @@ def plain_losses(folder: Path, held_out: Path, align: bool) -> tuple[float, floa
     num_tokens = 0
     for raw_row in load_rows(str(held_out)):
         row = tokenize(raw_row)
-        labels = torch.tensor([tokenize.repeat_at_pictures(row["labels"], row["input_ids"])])
-        input_ids = torch.tensor([tokenize.expand_pictures(row["input_ids"])])
+        labels = torch.tensor([tokenize.repeat_at_pictures(row["labels"], row)])
+        input_ids = torch.tensor([tokenize.repeat_at_pictures(row["input_ids"], row)])
         images = open_images(row)
         blank_images = [Image.new(image.mode, image.size) for image in images]  # all black
         loss += sum_loss(input_ids, labels, images)

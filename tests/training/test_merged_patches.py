@@ -36,7 +36,7 @@ def test_a_picture_becomes_a_quarter_as_many_tokens(
     # The processor, the config and training count one image token for the picture's four patches.
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 1
     assert model.config.image_seq_length == 1
-    assert RowTokenizer(processor, processor.chat_template).tokens_per_image == 1
+    assert RowTokenizer(processor, processor.chat_template).tokens_per_tile == 1
 
     norms = interface_norms(model, processor)
     assert norms["projector_output"] == pytest.approx(norms["text"], rel=1e-2)

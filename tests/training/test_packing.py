@@ -36,13 +36,17 @@ NUM_IMAGES = [1, 0, 2, 1, 0]
 
 @pytest.fixture
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
-    """Five rows of different lengths: two without pictures, two with one picture, and one with two pictures."""
+    """Five rows of different lengths: two without pictures, two with one picture, and one with two pictures.
+
+    Row 0 has a square picture. Those of the rows 2 and 3 are three and four times as wide as high.
+    """
     rows = []
     for number, num_images in enumerate(NUM_IMAGES):
         paths = []
         for image in range(num_images):
             path = tmp_path / f"{number}-{image}.png"
-            Image.effect_noise((28, 28), 40 + 20 * number + image).convert("RGB").save(path)
+            width = 28 * (number + 1)
+            Image.effect_noise((width, 28), 40 + 20 * number + image).convert("RGB").save(path)
             paths.append(str(path))
         question = "<image>\n" * num_images + "What" + " really" * number + "?"
         answer = f"answer {number}" + " and more" * (5 - number)
@@ -55,13 +59,13 @@ def random_sizes(num_samples: int) -> Dataset:
     """Lengths of samples from 700 to 3,700, most of them short, and numbers of pictures from 0 to 2."""
     generator = torch.Generator().manual_seed(0)
     lengths = 700 + 3000 * torch.rand(num_samples, generator=generator) ** 4
-    return Dataset.from_dict({"length": lengths.long().numpy(), "num_images": np.arange(num_samples) % 3})
+    return Dataset.from_dict({"length": lengths.long().numpy(), "num_tiles": np.arange(num_samples) % 3})
 
 
 def packed_size(sizes: Dataset, samples: list[int], blank: int) -> int:
     """Number of tokens of a packed row, with a blank picture if the row has no other."""
     row = sizes.select(samples)
-    if any(row["num_images"]):
+    if any(row["num_tiles"]):
         return sum(row["length"])
     return sum(row["length"]) + blank
 
@@ -83,12 +87,18 @@ def loss_and_gradients(
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa", "varlen"])
 @pytest.mark.parametrize(
-    ("text", "spatial_merge_size"), [("qwen2", 1), ("qwen2", 2), ("qwen3", 1), ("llama", 1), ("gemma3", 1)]
+    ("text", "spatial_merge_size", "max_tiles"),
+    [("qwen2", 1, 1), ("qwen2", 2, 1), ("qwen2", 1, 4), ("qwen3", 1, 1), ("llama", 1, 1), ("gemma3", 1, 1)],
 )
 def test_packed_and_padded_batches_have_the_same_loss_and_gradients(
-    composed: Callable[..., Path], rows: list[dict[str, Any]], attention: str, text: str, spatial_merge_size: int
+    composed: Callable[..., Path],
+    rows: list[dict[str, Any]],
+    attention: str,
+    text: str,
+    spatial_merge_size: int,
+    max_tiles: int,
 ) -> None:
-    folder = composed(text=text, spatial_merge_size=spatial_merge_size)
+    folder = composed(text=text, spatial_merge_size=spatial_merge_size, max_tiles=max_tiles)
     set_seed(0)
     padded_batch = collate(folder, rows)
     packed_batch = collate(folder, rows, packed=True)
@@ -187,7 +197,7 @@ def test_every_sample_once_in_an_epoch_and_the_same_steps_on_any_number_of_proce
 
 def test_plans_that_cannot_be_met() -> None:
     def plan(lengths: list[int], samples_per_step: int, num_processes: int, blank: int = 0) -> int:
-        sizes = Dataset.from_dict({"length": lengths, "num_images": [0] * len(lengths)})
+        sizes = Dataset.from_dict({"length": lengths, "num_tiles": [0] * len(lengths)})
         return plan_packing(sizes, blank, samples_per_step, num_processes, seeds=[42], packed_length=800)
 
     with pytest.raises(ValueError, match=r"the longest has 829 .text alone gets a blank picture of 729"):
@@ -203,8 +213,8 @@ def test_a_packed_row_without_pictures_leaves_room_for_the_blank_one(
     tokenize = RowTokenizer(processor, processor.chat_template)
     samples = [tokenize(row) for row in [rows[1], rows[4]] * 3]  # the rows without pictures
     lengths = [sample["length"] for sample in samples]
-    sizes = Dataset.from_dict({"length": lengths, "num_images": [0] * 6})
-    blank = tokenize.tokens_per_image
+    sizes = Dataset.from_dict({"length": lengths, "num_tiles": [0] * 6})
+    blank = tokenize.tokens_per_tile
     packed_length = lengths[0] + lengths[1] + 2
     assert blank > 2  # so two samples would fit into a row only without the blank picture
 

@@ -1,0 +1,188 @@
+"""Models whose pictures are cut into tiles: composing, checking rows, batches, and runs of the training script."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from common.errors import UserError
+from conversations.loading import load_rows
+from conversations.measured import RowCheck, tokenize_rows
+from conversations.tokens import RowTokenizer
+from modeling_normllava import NormLlavaForConditionalGeneration
+from script_runs import INSTRUCT, PACKED, changed_weights, run
+from training.align import align
+from training.collator import VisionLanguageCollator
+from training.compose import compose, describe, main
+
+
+TILE = 28  # pixels of a side; a tile has four image tokens
+# Width and height of the pictures of the rows, and their numbers of tiles where a grid has four at most.
+SIZES = {"square": (TILE, TILE), "wide": (3 * TILE, TILE), "tall": (TILE, 2 * TILE)}
+NUM_TILES = {"square": 1, "wide": 4, "tall": 3}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A JSON file with one row for each picture of `SIZES`, one with all three, and one of text alone."""
+    rows = []
+    for name, size in SIZES.items():
+        Image.effect_noise(size, 80).convert("RGB").save(tmp_path / f"{name}.png")
+        rows.append(make_row(f"{name}.png"))
+    rows.append(make_row("square.png", "wide.png", "tall.png"))
+    rows.append(make_row())
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def make_row(*pictures: str) -> dict[str, Any]:
+    """A row that asks about its pictures."""
+    turns = [{"from": "human", "value": "<image>" * len(pictures) + "What?"}, {"from": "gpt", "value": "noise"}]
+    return {"image": list(pictures), "conversations": turns}
+
+
+@pytest.fixture
+def folder(composed: Callable[..., Path]) -> Path:
+    """The folder of a model whose pictures are cut into four tiles at most."""
+    return composed(max_tiles=4)
+
+
+def check_rows(folder: Path, data: Path, max_tiles: int | None = None) -> tuple[Dataset, RowTokenizer]:
+    """The rows with their tokens, and their tokenizer."""
+    processor = AutoProcessor.from_pretrained(folder)
+    tokenize = RowTokenizer(processor, processor.chat_template, max_tiles=max_tiles)
+    return tokenize_rows(load_rows(str(data)), RowCheck(tokenize)), tokenize
+
+
+def test_the_check_of_rows_counts_the_tokens_of_all_tiles(folder: Path, data: Path) -> None:
+    rows, tokenize = check_rows(folder, data)
+    expected = [[1], [4], [3], [1, 4, 3], []]
+    assert rows["tiles_per_image"][:] == expected
+    assert rows["num_tiles"][:] == [sum(tiles) for tiles in expected]
+    for row in rows:
+        num_images = len(row["tiles_per_image"])
+        assert row["length"] == len(row["input_ids"]) - num_images + 4 * row["num_tiles"]
+        assert row["length"] == len(tokenize.repeat_at_pictures(row["input_ids"], row))
+
+
+def test_a_run_can_take_fewer_tiles_than_the_model(folder: Path, data: Path) -> None:
+    # The rows are checked anew: what is kept of an earlier check counted up to four tiles.
+    check_rows(folder, data)
+    rows, tokenize = check_rows(folder, data, max_tiles=1)
+    assert rows["tiles_per_image"][:] == [[1], [1], [1], [1, 1, 1], []]
+
+    collate = VisionLanguageCollator(tokenize)
+    loaded = load_rows(str(data))
+    batch = collate([loaded[index] | rows[index] for index in (1, 3)])
+    assert len(batch["pixel_values"]) == 4
+    assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4 * 4
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_batch_is_what_the_processor_makes_of_its_prompts(folder: Path, data: Path, packed: bool) -> None:
+    rows, tokenize = check_rows(folder, data)
+    loaded = load_rows(str(data))
+    index = 3  # the row with all three pictures
+    batch = VisionLanguageCollator(tokenize, packed)([loaded[index] | rows[index]])
+
+    processor = tokenize.processor
+    pictures = [Image.open(data.parent / f"{name}.png") for name in SIZES]
+    content = [{"type": "image"}] * 3 + [{"type": "text", "text": "What?"}]
+    messages = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": [{"type": "text", "text": "noise"}]},
+    ]
+    prompt = processor.apply_chat_template(messages)
+    expected = processor(images=pictures, text=prompt, return_tensors="pt")
+    assert torch.equal(batch["input_ids"], expected["input_ids"])
+    assert torch.equal(batch["pixel_values"], expected["pixel_values"])
+
+
+def test_a_blank_picture_is_one_tile(folder: Path, data: Path) -> None:
+    rows, tokenize = check_rows(folder, data)
+    loaded = load_rows(str(data))
+    batch = VisionLanguageCollator(tokenize)([loaded[4] | rows[4]])  # the row of text alone
+    assert len(batch["pixel_values"]) == 1
+    assert (batch["input_ids"] == tokenize.processor.image_token_id).sum() == 4
+
+
+@pytest.mark.parametrize("batch", [{}, PACKED], ids=["padded", "packed"])
+def test_both_stages_train(folder: Path, data: Path, tmp_path: Path, batch: dict[str, Any]) -> None:
+    stage1 = tmp_path / "stage1"
+    stage2 = tmp_path / "stage2"
+    source = {"dataset_name": str(data)}
+    # Stage 1 takes whole pictures, and the model that it saves still cuts them.
+    run(tmp_path, **source, stage="align", max_tiles=1, model_name_or_path=str(folder), output_dir=str(stage1))
+    run(tmp_path, **source, **INSTRUCT, **batch, model_name_or_path=str(stage1), output_dir=str(stage2))
+
+    assert any("language_model" in name for name in changed_weights(stage1, stage2))
+    processor = AutoProcessor.from_pretrained(stage2)
+    assert processor.image_processor.max_patches == 4
+    # The folder has the processor's code, for those who load it elsewhere.
+    assert (stage2 / "processing_normllava.py").exists()
+
+    inputs = processor(
+        images=Image.open(tmp_path / "wide.png"), text=f"{processor.image_token}What?", return_tensors="pt"
+    )
+    model = AutoModelForImageTextToText.from_pretrained(stage2)
+    assert model.generate(**inputs, max_new_tokens=2).shape[1] > inputs["input_ids"].shape[1]
+
+
+def test_a_projector_is_aligned_on_whole_pictures(backbones: Callable[[str], Path], data: Path) -> None:
+    model, processor = compose(str(backbones("siglip")), str(backbones("qwen2")), max_tiles=4)
+    rows = load_rows(str(data)).select(range(3))  # aligning takes one picture a row
+    shapes = []
+    model.model.vision_tower.register_forward_pre_hook(lambda module, args: shapes.append(args[0].shape))
+    align(model, processor, rows, seed=0, steps=1)
+    assert shapes == [(3, 3, TILE, TILE)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tiles": 5}, r"max_tiles 5: the model was composed with --max_tiles 4"),
+        ({"open_pictures": False}, r"open_pictures must be true: .* their sizes must be known"),
+        ({"max_tiles": 0}, r"max_tiles must be 1 or more"),
+    ],
+    ids=["more than the model's", "closed pictures", "none"],
+)
+def test_what_a_run_cannot_do_with_tiles_is_refused(
+    folder: Path, data: Path, tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    given = {"dataset_name": str(data), "model_name_or_path": str(folder), "output_dir": str(tmp_path / "out")}
+    with pytest.raises((SystemExit, UserError), match=message):
+        run(tmp_path, **INSTRUCT, **fields, **given)
+
+
+def test_max_tiles_needs_a_model_that_cuts_pictures(composed: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    given = {"dataset_name": str(data), "model_name_or_path": str(composed()), "output_dir": str(tmp_path / "out")}
+    with pytest.raises((SystemExit, UserError), match="max_tiles: this model doesn't cut pictures into tiles"):
+        run(tmp_path, **INSTRUCT, **given, max_tiles=2)
+
+
+def test_composing_refuses_tiles_that_do_not_fit(
+    backbones: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = (str(backbones("clip")), str(backbones("qwen2")))
+    with pytest.raises(UserError, match="max_tiles 0: it is at least 1"):
+        compose(*parts, max_tiles=0)
+    with pytest.raises(UserError, match="center_crop leaves out a picture's edges"):
+        compose(*parts, max_tiles=2, center_crop=True)
+
+    with pytest.raises(SystemExit):
+        main(["--llava_model=x", f"--output_dir={tmp_path}", "--max_tiles=2"])
+    assert "--max_tiles is for a new model" in capsys.readouterr().err
+
+
+def test_composing_says_what_becomes_of_a_picture(folder: Path) -> None:
+    model = NormLlavaForConditionalGeneration.from_pretrained(folder)
+    table = describe(model, AutoProcessor.from_pretrained(folder))
+    assert "4 tokens a tile" in table
+    assert "a picture is cut into up to 4 tiles of 28 x 28 pixels" in table

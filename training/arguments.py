@@ -103,7 +103,7 @@ def read_source(entry: Any) -> SourceArguments:
 
 @dataclass
 class TrainingConfig(SFTConfig):
-    """TRL's arguments with other defaults, such as that no row is cut.
+    """TRL's arguments with this project's defaults, with which no row is cut.
 
     On a CPU, arithmetic is in bfloat16 by default if the CPU is fast at it, and otherwise in float32.
     """

@@ -123,8 +123,9 @@ class TrainingConfig(SFTConfig):
 
         # transformers 5.23 renamed gradient_checkpointing to activation_checkpointing, and warns if only the old field
         # is set, as TRL's default does. So both are set, except in older versions, which don't have the new field.
-        has_new_field = "activation_checkpointing" in vars(self)
-        if has_new_field and self.activation_checkpointing is None:
+        given = vars(self)
+        has_new_field = "activation_checkpointing" in given
+        if has_new_field and given["activation_checkpointing"] is None:
             self.activation_checkpointing = self.gradient_checkpointing
 
         if not torch.accelerator.is_available():
